@@ -60,6 +60,7 @@ def mismatch(pin: Pin) -> str | None:
     if pin.since is not None and Version(swift_version()) < Version(pin.since):
         return None
     try:
+        # Upstream's modules are imported here: a table is verified where they are about to be used.
         value: Any = importlib.import_module(pin.module)
         for part in pin.name.split("."):
             # Bound methods of a class have no `self`: the signature's first name would be missing.
@@ -69,11 +70,13 @@ def mismatch(pin: Pin) -> str | None:
         return f"{pin} is missing ({e})"
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
+    # Of the function itself: a decorator's wrapper has other local variables.
     code = getattr(inspect.unwrap(value), "__code__", None) if pin.binds else None
     if unbound := [name for name in pin.binds if not _binds(code, *name.split("."))]:
         return f"{pin} has no local variable {', '.join(unbound)}"
     if pin.parameters is None:
         return None
+    # Names up to those that we know: what a release adds behind them has a default.
     found = tuple(inspect.signature(value).parameters)
     known = (pin.parameters, *pin.also)
     if not any(found[: len(parameters)] == parameters for parameters in known):

@@ -100,6 +100,7 @@ def deterministic(on: bool) -> Iterator[None]:
     """Use deterministic operations alone in a block, or whichever are fastest."""
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # torch's switch does not reach cuDNN's choice of algorithms, which has two of its own.
     flags = cudnn.deterministic, cudnn.benchmark
     _switch(on=on)
     try:
@@ -155,7 +156,9 @@ def _exact_unmerging(layer: BaseTunerLayer) -> Iterator[None]:
     merge, unmerge = layer.merge, layer.unmerge
     lost: list[tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]] = []
 
-    def merge_and_keep(*args: Any, **kwargs: Any) -> None:
+    def merge_and_keep(*args: object, **kwargs: object) -> None:
+        # Try it: what adding and subtracting does not give back is all that has to be kept, and far
+        # less than a copy of each base weight.
         weights = [weight.data for weight in layer.get_base_layer().parameters()]
         before = [weight.clone() for weight in weights]
         merge(*args, **kwargs)
@@ -168,7 +171,7 @@ def _exact_unmerging(layer: BaseTunerLayer) -> Iterator[None]:
 
     def unmerge_exactly() -> None:
         unmerge()
-        while lost:
+        while lost:  # a weight that was merged twice gets its first value last
             weight, places, values = lost.pop()
             weight[places] = values
 
@@ -177,6 +180,8 @@ def _exact_unmerging(layer: BaseTunerLayer) -> Iterator[None]:
 
 
 def _sum_one_by_one(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
+    # One collective for each parameter, whatever bucket it lies in: where a gradient lies decides
+    # the order in which ranks are added up (this module's docstring).
     size, works = group.size(), []
     for gradient in bucket.gradients():
         gradient.div_(size)  # before the sum, as torch's own way

@@ -53,12 +53,13 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
             already, and their frames per second in `mm_processor_kwargs["fps"]`.
     """
     videos = inputs.get("videos") or []
+    # A list of rates has to go: transformers takes one number, and reads metadata first.
     settings = inputs.get("mm_processor_kwargs") or {}
     rates = settings.pop("fps") if isinstance(settings.get("fps"), list) else []
     for i, video in enumerate(videos):
         if isinstance(video, list) and len(video) == 1 and isinstance(video[0], tuple):
             [videos[i]] = video  # as ms-swift's base template nests it
-        if not hasattr(video, "shape"):
+        if not hasattr(video, "shape"):  # it has its metadata, as Qwen3-VL's has
             continue
         num_frames, fps = len(video), float(rates[i]) if i < len(rates) else DEFAULT_FPS
         metadata = {
@@ -67,7 +68,7 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
             "total_num_frames": num_frames,
             "frames_indices": list(range(num_frames)),
             "video_backend": "opencv",
-            "do_sample_frames": False,
+            "do_sample_frames": False,  # ms-swift has chosen the frames
         }
         videos[i] = (video, metadata)
 

@@ -14,8 +14,8 @@ from swift_grpo_ext.upstream.contract import TRIED, UnsupportedUpstreamError
 
 
 def request_of(task: Coroutine[Any, Any, Any]) -> Any:
-    """Return the request, as an object or a dictionary, that a coroutine of ms-swift's, which has
-    not begun, will serve.
+    """Return the request, an object or a dictionary, that a coroutine of ms-swift will serve. It
+    must not have begun.
 
     `MultiTurnScheduler.async_infer` hands them to the engine without their requests (ms-swift 4.6,
     rollout/multi_turn.py, `_infer_async_single`); without a scheduler, `infer_async` is one.
@@ -43,11 +43,12 @@ def being_parsed(kind: type) -> tuple[list[str], list[str]]:
     Plugins are imported in the middle of it: only the call that is under way knows what it was
     given, the command line, a script's list, or Ray's.
     """
+    # Python keeps the locals of each call that is under way: go up to the parser's.
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is HfArgumentParser.parse_args_into_dataclasses.__code__:
             names = frame.f_locals
-            if kind in names["self"].dataclass_types:
+            if kind in names["self"].dataclass_types:  # and not another parser's further up
                 argv = sys.argv[1:] if names["args"] is None else names["args"]
                 return list(argv), names["remaining_args"]
         frame = frame.f_back

@@ -31,7 +31,7 @@ def repair_gemma4() -> None:
     patch_forward = gemma._patch_gemma4_forward
 
     @wraps(patch_forward)
-    def _patch_gemma4_forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    def _patch_gemma4_forward(model: PreTrainedModel, *args: object, **kwargs: object) -> None:
         patch_forward(model, *args, **kwargs)
         patch(model, get_image_features=MethodType(get_image_features, model))
         if hasattr(model, "get_video_features"):
@@ -46,17 +46,19 @@ def repair_gemma4() -> None:
 
 
 def get_image_features(
-    model: PreTrainedModel, *args: Any, **kwargs: Any
+    model: PreTrainedModel, *args: object, **kwargs: object
 ) -> BaseModelOutputWithPooling:
     return _joined(type(model).get_image_features(model, *args, **kwargs))
 
 
 def get_video_features(
-    model: PreTrainedModel, frames: torch.Tensor, *args: Any, **kwargs: Any
+    model: PreTrainedModel, frames: torch.Tensor, *args: object, **kwargs: object
 ) -> BaseModelOutputWithPooling:
     get = type(model).get_video_features
     if "num_frames_per_video" in inspect.signature(get).parameters:
-        kwargs.setdefault("num_frames_per_video", torch.tensor([len(frames)]))  # joined after all
+        # ms-swift's forward hands over the frames of all videos and joins their features after all:
+        # as one video they are split nowhere.
+        kwargs.setdefault("num_frames_per_video", torch.tensor([len(frames)]))
     return _joined(get(model, frames, *args, **kwargs))
 
 
@@ -70,6 +72,7 @@ def forward(
 ) -> Any:
     types, mask = kwargs.get("mm_token_type_ids"), kwargs.get("attention_mask")
     if types is not None and not isinstance(mask, dict):
+        # Only shape, type and device of the embeddings are looked at: no memory is taken for them.
         shaped = torch.empty((), dtype=model.dtype, device=input_ids.device)
         kwargs["attention_mask"] = modeling.create_masks_for_vision_model(
             config=model.config.get_text_config(),
@@ -200,7 +203,9 @@ def encode_videos(template: InternvlhfTemplate, inputs: StdTemplateInputs) -> di
         images = make_flat_list_of_images(inputs.images)
         made = processor.image_processor(images=images, crop_to_patches=True, return_tensors="pt")
         tiles_of_images = made["pixel_values"].split([int(n) for n in made["num_patches"]])
+    # ms-swift's template has these two ids where an image or a video stands.
     tiles = {-100: iter(tiles_of_images), -200: iter(load_video_hf(inputs.videos)[0])}
+    # As `InternvlhfTemplate` does: past `InternvlTemplate`, whose images have another form.
     encoded: dict[str, Any] = super(InternvlTemplate, template)._encode(inputs)
     ids = encoded["input_ids"]
     places = [i for i, token_id in enumerate(ids) if token_id in tiles]
@@ -212,6 +217,7 @@ def encode_videos(template: InternvlhfTemplate, inputs: StdTemplateInputs) -> di
             videos = make_batched_videos([shown])
             made = processor.video_processor(videos=videos, return_tensors="pt")
             [shown] = made["pixel_values_videos"]
+            # Each frame is one tile, with its number in front.
             text = "".join(f"Frame{n + 1}: <img>{context}</img>\n" for n in range(len(shown)))
         else:
             text = context * len(shown)

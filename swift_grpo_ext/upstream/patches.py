@@ -307,9 +307,10 @@ def make(function: str) -> None:
     _make(each)
 
 
-@cache
+@cache  # once in a process, whichever moment comes first
 def _make(each: Patch) -> None:
     if not any(map(mismatch, each.needs)):
+        # Imported here and not above: each module imports this one, and what it changes.
         resolve_name(f"swift_grpo_ext.{each.function}")()
 
 
@@ -368,6 +369,7 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         with _lock:
+            # Of two blocks with one value, either may end first: they are alike.
             del held[max(i for i, each in enumerate(held) if each is value)]
             if held[-1] is _ABSENT:
                 delattr(owner, name)  # the class's own is seen again
@@ -384,7 +386,7 @@ def wrapped(owner: Any, name: str, wrap: Callable[..., Any]) -> Iterator[None]:
 
     # A function, not an object: a copied or printed owner must not meet a live hook.
     @wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: object, **kwargs: object) -> Any:
         return wrap(original, *args, **kwargs)
 
     with replaced(owner, name, replacement):

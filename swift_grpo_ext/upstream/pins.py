@@ -13,18 +13,14 @@ local variables that we read (`local_names.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from swift_grpo_ext.upstream.contract import Pin
 
 
 def read_table(table: str) -> tuple[Pin, ...]:
-    return tuple(_parse(re.sub(r"\n {8,}", " ", table)))  # continued lines
-
-
-def _parse(table: str) -> Iterator[Pin]:
-    module = owner = ""
-    for line in table.strip().splitlines():
+    """Return the pins of a table (this module's docstring has its form)."""
+    pins, module, owner = list[Pin](), "", ""
+    for line in re.sub(r"\n {8,}", " ", table).strip().splitlines():  # continued lines joined
         if not line.startswith(" "):
             module, _, owner = line.partition(":")
             continue
@@ -35,7 +31,8 @@ def _parse(table: str) -> Iterator[Pin]:
         for name in names.split():
             path = ".".join(part for part in (owner, name) if part not in ("", "()"))
             also, bound = tuple(known[1:]), tuple(binds.split())
-            yield Pin(module, path, known[0] or None, also, since or None, bound)
+            pins.append(Pin(module, path, known[0] or None, also, since or None, bound))
+    return tuple(pins)
 
 
 COMMAND_LINE = read_table("""

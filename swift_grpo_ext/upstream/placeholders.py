@@ -32,6 +32,8 @@ def placeholder_ids(template: Template) -> list[int]:
         *(v for k, v in named.items() if CONFIGURED.fullmatch(k)),
         *(v for k, v in named.items() if thinker and STARTS.fullmatch(k)),
     ]
+    # A configuration may name tokens that its vocabulary does not have: an id beyond the logits
+    # cannot be left out of them.
     text = getattr(config, "text_config", config)
     num_ids = getattr(text, "vocab_size", None) or sys.maxsize
     return sorted({i for i in found if isinstance(i, int) and 0 <= i < num_ids})

@@ -89,13 +89,17 @@ def read_row(row: object) -> ReadRow:
     ]
     with_parts = [message for message in messages if _parts_of(message)]
     if with_parts:
+        # In place; the values were read before, as ms-swift leaves marks where they stood.
         from swift.template.template_inputs import StdTemplateInputs
 
         StdTemplateInputs.remove_messages_media(with_parts)
     read = ReadRow(messages)
     for kind, name in zip(KINDS, COLUMNS, strict=True):
         parts = [medium for medium in in_parts if medium.kind == kind]
-        column = [Medium(kind, *named) for named in _read_column(name, column_of(row, name))]
+        value = column_of(row, name)
+        column = [] if value is None else [Medium(kind, name, value)]  # one, as it is
+        if isinstance(value, (list, tuple)):
+            column = [Medium(kind, f"{name}[{n}]", item) for n, item in enumerate(value)]
         if parts and column:
             raise RowFormError(
                 f"{name}: holds {len(column)}, and `content` has parts of type {kind} that hold "
@@ -103,6 +107,7 @@ def read_row(row: object) -> ReadRow:
                 "those of the column)"
             )
         read.media.extend(parts or column)
+    # ms-swift looks for these where a row has no images.
     if not read.media and any("<img>" in text for _, text in read.texts()):
         from swift.template import Template
 
@@ -115,14 +120,6 @@ def read_row(row: object) -> ReadRow:
 def column_of(row: object, name: str) -> Any:
     """Return a column of a row, or an attribute of what has its columns as attributes."""
     return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
-
-
-def _read_column(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a column of media holds, one by one, with the field's name."""
-    if isinstance(value, (list, tuple)):
-        yield from ((f"{name}[{number}]", item) for number, item in enumerate(value))
-    elif value is not None:
-        yield name, value
 
 
 def _parts_of(message: Mapping[str, Any]) -> list[Any]:
@@ -199,11 +196,8 @@ def _path_of(medium: Any) -> Any:
         return {**medium, "path": _path_of(medium["path"])}
     if isinstance(medium, list):  # the frames of a video
         return [_path_of(frame) for frame in medium]
-    return medium.strip().removeprefix(FILE) if _is_file_url(medium) else medium
-
-
-def _is_file_url(medium: Any) -> bool:
-    return isinstance(medium, str) and medium.lstrip().startswith(FILE)
+    is_url = isinstance(medium, str) and medium.lstrip().startswith(FILE)
+    return medium.strip().removeprefix(FILE) if is_url else medium
 
 
 # --- values in messages ---

@@ -73,6 +73,7 @@ def load_upright() -> None:
         measure(inputs)
         warn_of_boxes(inputs)
 
+    # `base` has imported the function by its name.
     patch(vision_utils, load_image=load_image)
     patch(base, load_image=load_image)
     patch(Template, _get_height_width=staticmethod(_get_height_width))

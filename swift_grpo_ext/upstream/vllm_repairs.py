@@ -33,13 +33,13 @@ def name_media_by_request() -> None:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.engine.processor import Processor
 
-    if hasattr(LLMEngine, "reset_encoder_cache"):
+    if hasattr(LLMEngine, "reset_encoder_cache"):  # ms-swift calls it after each update
         return
     process, numbers = Processor.process_inputs, count()
 
     @wraps(process)
     def process_inputs(self: Any, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        # ms-swift's own numbers of requests come again in each round.
+        # With a number of our own: ms-swift's request ids come again in each round.
         named = self._maybe_build_mm_uuids(f"{next(numbers)}-{request_id}", prompt)
         if named and isinstance(prompt, dict):
             prompt = {"multi_modal_uuids": named, **prompt}
@@ -56,10 +56,11 @@ def load_processors_uncopied() -> None:
     get_processor = upstream.get_processor
 
     @wraps(get_processor)
-    def load(*args: Any, **kwargs: Any) -> Any:
+    def load(*args: object, **kwargs: object) -> Any:
         tokenizer = kwargs.get("tokenizer")
         if not hasattr(tokenizer, "__dict__"):
             return get_processor(*args, **kwargs)
+        # `copy.deepcopy` looks for this on the object, so that other tokenizers are copied as ever.
         with replaced(tokenizer, "__deepcopy__", lambda memo: tokenizer):
             return get_processor(*args, **kwargs)
 
@@ -93,10 +94,10 @@ def end_with_core(engine: AsyncLLM | LLMEngine) -> None:
     sentinels = [process.sentinel for process in getattr(manager, "processes", ())]
 
     def end() -> None:
-        connection.wait(sentinels)
+        connection.wait(sentinels)  # returns when one of them has ended
         time.sleep(SECONDS_TO_CLOSE)  # for a worker that is closing it
         logger.error("A process of vLLM's engine has ended: this replica ends with it.")
-        os._exit(1)
+        os._exit(1)  # `sys.exit` would end this thread alone
 
     if sentinels:
         threading.Thread(target=end, daemon=True).start()
@@ -131,6 +132,7 @@ def hear_all(engine: AsyncLLM) -> None:
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         call = partial(core._call_utility_async, "collective_rpc", method, timeout, args, kwargs)
+        # vLLM's own returns the first replica's answer only (`patches.py`).
         replies = await asyncio.gather(*[call(engine=each) for each in core.core_engines])
         return [answer for reply in replies for answer in reply]
 

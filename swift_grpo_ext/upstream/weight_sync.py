@@ -38,7 +38,7 @@ def within(seconds: float, work: Callable[[], T], rank: int) -> T:
     try:
         return outcome.result(MARGIN * seconds)
     except FutureTimeoutError as e:
-        if outcome.done():
+        if outcome.done():  # `work` itself raised it: it has its own text
             raise
         raise TimeoutError(f"the weights' group has not answered for {seconds:g} s") from e
 
@@ -92,6 +92,7 @@ def bounded_broadcasts(communicators: Sequence[Any], timeout: float) -> Iterator
             communicator.disabled = True  # what follows must not use it
             communicator.nccl.ncclCommAbort(communicator.comm)
 
+    # Aborting from another thread is the one way out of a collective that is under way.
     timer = threading.Timer(timeout, abort)
     timer.daemon = True
     timer.start()
