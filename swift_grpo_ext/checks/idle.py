@@ -61,7 +61,7 @@ def check_unmet_rows(args: RLHFArguments, train: Sized, evaluation: Sized | None
         return
     if evaluation is None:
         return
-    # What an evaluation step holds over all ranks: a row is repeated for its samples before.
+    # An evaluation step holds so many samples over all ranks, `group` of them of each row.
     group = args.num_generations_eval or args.num_generations
     prompts = settings.per_device_eval_batch_size * settings.world_size // group
     num_rows, tail = len(evaluation), len(evaluation) % max(prompts, 1)

@@ -14,6 +14,7 @@ import random
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -335,7 +336,13 @@ def unreadable(image: object) -> str | None:
         if content is None:
             return None
         if isinstance(content, Path) and not content.exists():
-            return None if _is_short_base64(str(image)) else "does not exist"
+            # Base64 of a tiny image may be as short as a file's name.
+            with (
+                suppress(Exception),
+                Image.open(io.BytesIO(base64.b64decode(str(image), validate=True))),
+            ):
+                return None
+            return "does not exist"
         if isinstance(content, Path) and not content.is_file():
             return "is not a file"  # a pipe would be waited for
         # To open an image reads its header, and no pixel.
@@ -364,15 +371,6 @@ def media_content(medium: object) -> Path | IO[bytes] | None:
         return io.BytesIO(base64.b64decode(medium))
     root = os.environ.get("ROOT_IMAGE_DIR")  # ms-swift's own setting, for relative paths
     return Path(root) / path if root and not path.exists() else path
-
-
-def _is_short_base64(text: str) -> bool:
-    """Return whether a text that could be a file's name is an image."""
-    try:
-        with Image.open(io.BytesIO(base64.b64decode(text, validate=True))):
-            return True
-    except Exception:  # no base64, or PIL's plugins
-        return False
 
 
 # --- encoding ---

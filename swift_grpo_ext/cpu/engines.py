@@ -33,7 +33,9 @@ def serve_split_prompts() -> None:
     sample, bookkeeping_sync = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
 
     @wraps(sample)
-    def _sample(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+    def _sample(self: CPUModelRunner, *args: object, **kwargs: object) -> Any:
+        # Of these requests a step has read a part of the prompt only: vLLM draws a token all the
+        # same, throws it away, and would move the generator back.
         generators = self.input_batch.generators
         if hasattr(self, "discard_request_mask"):
             discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
@@ -43,7 +45,8 @@ def serve_split_prompts() -> None:
         return sample(self, *args, **kwargs)
 
     @wraps(bookkeeping_sync)
-    def _bookkeeping_sync(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+    def _bookkeeping_sync(self: CPUModelRunner, *args: object, **kwargs: object) -> Any:
+        # It is here that vLLM moves generators back: they return once it is done.
         try:
             return bookkeeping_sync(self, *args, **kwargs)
         finally:
@@ -109,8 +112,9 @@ def return_routed_experts() -> None:
     create = EngineArgs.create_engine_config
 
     @wraps(create)
-    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+    def create_engine_config(self: EngineArgs, *args: object, **kwargs: object) -> VllmConfig:
         if self.enable_return_routed_experts:
+            # The next step would begin before this one's experts are read.
             self.async_scheduling = False
         return create(self, *args, **kwargs)
 
@@ -119,7 +123,7 @@ def return_routed_experts() -> None:
 
     @wraps(initialize_kv_cache)
     def _initialize_kv_cache(
-        self: CPUModelRunner, config: KVCacheConfig, *args: Any, **kwargs: Any
+        self: CPUModelRunner, config: KVCacheConfig, *args: object, **kwargs: object
     ) -> None:
         initialize_kv_cache(self, config, *args, **kwargs)
         self._experts = None
@@ -128,12 +132,13 @@ def return_routed_experts() -> None:
 
     @wraps(execute_model)
     def _execute_model(
-        self: CPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+        self: CPUModelRunner, scheduler_output: SchedulerOutput, *args: object, **kwargs: object
     ) -> Any:
         if self._experts is not None:
             self._experts.begin_step(scheduler_output.aux_output_connector_metadata)
         output = execute_model(self, scheduler_output, *args, **kwargs)
         if self._experts is not None and scheduler_output.total_num_scheduled_tokens:
+            # What the second runner's batch says of a step, by the names that its connector reads.
             batch = self.input_batch
             counts = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
             self._step = SimpleNamespace(
@@ -144,7 +149,7 @@ def return_routed_experts() -> None:
         return output
 
     @wraps(sample_tokens)
-    def _sample_tokens(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+    def _sample_tokens(self: CPUModelRunner, *args: object, **kwargs: object) -> Any:
         output = sample_tokens(self, *args, **kwargs)
         pending = self._experts and self._experts.prepare_output(self._step)
         if pending:  # not on a rank whose output nobody takes
@@ -154,6 +159,7 @@ def return_routed_experts() -> None:
         return output
 
     patch(EngineArgs, create_engine_config=create_engine_config)
+    # It refuses whatever is not the second runner.
     patch(VllmConfig, _verify_aux_output_compatibility=lambda self: None)
     patch(
         CPUModelRunner,
@@ -171,7 +177,7 @@ def keep_packed_convolutions() -> None:
 
     @wraps(dispatch)
     def dispatch_once(layer: torch.nn.Module, remove_weight: bool) -> None:
-        is_convolution = layer.weight.ndim == 3
+        is_convolution = layer.weight.ndim == 3  # until it is packed: then it has two
         if is_convolution or not getattr(layer, "has_packed_convolution", False):
             dispatch(layer, remove_weight)
             layer.has_packed_convolution = is_convolution and layer.weight.ndim == 2
@@ -204,9 +210,10 @@ def reload_colocated() -> None:
 
     @wraps(load)
     def _load_state_dict_to_vllm(self: GRPOTrainer, state_dict: dict[str, torch.Tensor]) -> None:
-        if self.vllm_mode != "colocate":
+        if self.vllm_mode != "colocate":  # a server reloads by itself (`receiver.py`)
             load(self, state_dict)
             return
+        # In this process: `VLLM_ENABLE_V1_MULTIPROCESSING=0` (`settings.py`).
         model_runner = self.engine.inner_model_executor.driver_worker.worker.model_runner
         reload_weights(model_runner, ((plain_name(n), t) for n, t in state_dict.items()))
 
@@ -221,11 +228,8 @@ def keep_plain_weights() -> None:
     if reloads_from_tensors():
         return
 
-    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        return torch.nn.functional.linear(x, weight, bias)
-
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = multiply
+        layer.cpu_linear = torch.nn.functional.linear  # of input, weight, bias
 
     patch(upstream, dispatch_cpu_unquantized_gemm=keep)
 

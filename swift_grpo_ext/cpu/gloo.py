@@ -53,6 +53,7 @@ class GlooCommunicator:
             bound = datetime.timedelta(seconds=seconds)
             meet = partial(ProcessGroupGloo, store, rank, self.group.world_size, bound)
             self._gloo.append(within(seconds, meet, rank))
+        # Every wait has the bound that the group was made with.
         self._gloo[0].broadcast(tensor, root=src).wait()
 
 
@@ -66,7 +67,7 @@ def send_through_gloo() -> None:
 
     def send(communicator: PyNcclCommunicator, tensor: torch.Tensor, src: int) -> None:
         held: Any = communicator
-        if not hasattr(held, "gloo"):
+        if not hasattr(held, "gloo"):  # made once for each server, and kept with its communicator
             held.gloo = GlooCommunicator(held.group)
         held.gloo.broadcast(tensor.detach().contiguous().cpu(), src)
 

@@ -19,6 +19,7 @@ from swift_grpo_ext.upstream.patches import Moment, apply, replaced
 from swift_grpo_ext.upstream.weight_sync import bounded_broadcasts
 from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 
+# In a process that vLLM has started nobody has called `register()`.
 patches.register()
 apply(Moment.WORKER)
 
@@ -47,6 +48,7 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
     def process_weights_after_loading(self) -> None:
         """Reload the model with all that was received since the last reload."""
         received, self._received = self._received, []
+        # The parent's block notes what is loaded, to be verified: now, and not as it was received.
         with super()._recorded_loads():
             reload_weights(self.model_runner, received)
         # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).

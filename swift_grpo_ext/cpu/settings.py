@@ -71,7 +71,7 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
     for name, value in CPU_ENVIRONMENT.items():
         if not (sizes_cache and name == KV_CACHE_GIB):  # the variable would win over the setting
             os.environ.setdefault(name, value)
-    # A lone process without vLLM is no world of one: a backend would have accelerate seek it.
+    # torchrun sets RANK. Without it a backend would have accelerate look for a group.
     if args.ddp_backend is None and "RANK" in os.environ:
         args.ddp_backend = "gloo"
     for name, setting in CPU_TRAINING_ARGUMENTS.items():
@@ -97,11 +97,11 @@ def count_no_devices() -> None:
 
 def load_onto_ranks() -> None:
     """Let `torch.load` leave what is meant for `cpu:0` where it is."""
-
-    def locate(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-        return storage if location.startswith("cpu:") else None
-
-    torch.serialization.register_package(PRIORITY, lambda storage: None, locate)
+    torch.serialization.register_package(
+        PRIORITY,
+        lambda storage: None,  # no storage is saved under such a name
+        lambda storage, location: storage if location.startswith("cpu:") else None,
+    )
 
 
 def _leave_group() -> None:
@@ -113,6 +113,7 @@ def _leave_group() -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
+    # Held until after the collection, so that no group is deleted in it.
     groups = list(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
     gc.collect()

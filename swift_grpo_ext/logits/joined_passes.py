@@ -5,8 +5,8 @@ one micro-batch at a time, before a round is trained on (4.6, grpo_trainer.py,
 `_prepare_batch_inputs`). Where a micro-batch holds less than a group, as with
 `--per_device_train_batch_size 1`, nothing could be shared in it. Here micro-batches wait until the
 last one of their group is there, and become one packed row (`shared_prompt.py`): as many of them as
-need no more memory than the pass with gradients over one. Such as cannot be packed are computed one
-by one, as in ms-swift.
+need no more memory than the pass with gradients over one. Those that cannot be packed are computed
+one by one, as in ms-swift.
 
 Letters in names are shapes: B rows of a micro-batch, K positions from the first completion token of
 any row on, N completion tokens of all that are taken together.
@@ -94,7 +94,7 @@ class JoinedPasses:
         one is added that is computed with it.
 
         Args:
-            model: which they are asked of.
+            model: makes the pass.
             batch: of ms-swift; each pass over a micro-batch comes with the same one.
             alone: computes them by a pass over this micro-batch.
         """

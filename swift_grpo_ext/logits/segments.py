@@ -2,10 +2,10 @@
 
 A packed row holds the prompts of groups, each with its samples behind it (`shared_prompt.py`).
 Norms, projections and experts treat each position by itself, and need not know. Attention and gated
-delta nets do. They are told by what travels as `attention_mask`: a tensor of int32 [1, 1, 3, L],
-which transformers hands on untouched, as it has four dimensions, and which no attention takes for
-its own. Nothing is decided by a context: recomputation for gradient checkpointing calls a layer
-long after the pass, with the mask that it had.
+delta nets do. They find the segments in what travels as `attention_mask`: a tensor of int32
+[1, 1, 3, L]. transformers hands it on untouched, as it has four dimensions, and no attention takes
+it for its own. Nothing is decided by a context: recomputation for gradient checkpointing calls a
+layer long after the pass, with the mask that it had.
 
 - `sdpa` and `eager` are called for each prompt, and for each block of its samples.
 - Flash attention is called once, with the keys of all segments gathered; `flex_attention` once,
@@ -406,7 +406,7 @@ def delta_net_by_segments(
     before."""
 
     @wraps(forward)
-    def read(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def read(hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         mask = kwargs.get("attention_mask")
         if not is_packed(mask):
             return forward(hidden_states, *args, **kwargs)

@@ -216,8 +216,8 @@ def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
         return "its forward takes no position_ids"
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
-        # transformers reshapes the mask by rows and positions of the batch (qwen3_moe and others,
-        # `load_balancing_loss_func`).
+        # transformers flattens the mask to one number for each position of the batch (5.19,
+        # qwen3_moe and others, `load_balancing_loss_func`).
         return "--router_aux_loss_coef is computed of a mask of rows"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if "mrope_section" in rope and "position_ids" not in inputs:
@@ -247,7 +247,7 @@ def pack(
     input_ids, config = inputs["input_ids"], model.config
     attended = inputs.get("attention_mask")
     attended = torch.ones_like(input_ids) if attended is None else attended
-    if attended.shape != input_ids.shape:  # [B, 1, T, T], of a template of its own
+    if attended.shape != input_ids.shape:
         raise UnknownInputError("the mask is one of pairs already")
     samples = samples_of(input_ids, attended.bool(), predicts_BT)
     media = media_of(inputs, samples, config)

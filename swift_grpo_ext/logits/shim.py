@@ -275,7 +275,7 @@ class LogitsShim:
         num_positions: int,
     ) -> tuple[CausalLMOutputWithPast | None, HeadCalls]:
         """Return the output for the `num_positions` that `select` leaves, and what the head was
-        called with. None where that does not work on any rank: the head is not tried again."""
+        called with. None where that fails on one rank or more: the head is not tried again."""
         calls, output = HeadCalls(), None
         if self._head is None:
             return None, calls
