@@ -78,11 +78,12 @@ def find_ending(token_ids: Sequence[int], decode: Decode, stops: Stops) -> Endin
     """
     length = next((i + 1 for i, token in enumerate(token_ids) if token in stops.tokens), None)
     token_ids = token_ids[:length]
-    text = decode(token_ids) if stops.strings else ""  # nothing is decoded for stop tokens
+    text = decode(token_ids) if stops.strings else ""  # stop tokens need no text
     match = find(text, stops.strings)
     if match is not None:
         # A bisection for the fewest tokens: longer parts of a completion hold whatever shorter ones
-        # hold. An engine that stopped in time needs no more than the look at all tokens but one.
+        # hold, so `few` tokens never hold the string, and `enough` always do. It begins with all
+        # tokens but one: an engine that stopped in time needs no other look.
         few, enough, middle = 0, len(token_ids), len(token_ids) - 1
         while few < middle:
             earlier_text = decode(token_ids[:middle])
@@ -118,4 +119,5 @@ def find(text: str, strings: Sequence[str]) -> Match | None:
     """Return the stop string that is complete first; None where there is none."""
     places = ((string, text.find(string)) for string in strings)
     matches = [Match(string, i, i + len(string)) for string, i in places if i >= 0]
-    return min(matches, key=lambda match: match.end, default=None)  # the first of equal ones
+    # `min` returns the first of equal ones: the one that stands first among the settings.
+    return min(matches, key=lambda match: match.end, default=None)

@@ -38,6 +38,7 @@ class TemplateStops:
     def __init__(self, template: Template) -> None:
         self._template = template
         self._tokenizer = tokenizer = template.tokenizer
+        # The first are the tokenizer's own (eos, pad); the others were added to it by name.
         named = [str(token) for token in tokenizer.all_special_tokens]
         ids = dict(zip(named, tokenizer.convert_tokens_to_ids(named), strict=True))
         added = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
@@ -50,7 +51,7 @@ class TemplateStops:
                 tokenizer.encode(suffix, add_special_tokens=False) if special is None else [special]
             )
         ends = [tokenizer.eos_token_id, *(suffix if suffix and len(suffix) == 1 else ())]
-        self.end_ids = frozenset(i for i in ends if isinstance(i, int))
+        self.end_ids = frozenset(i for i in ends if isinstance(i, int))  # without an eos it is None
 
     def stops(
         self, words: Sequence[str], token_ids: Sequence[int] = (), *, include: bool = True
@@ -64,7 +65,7 @@ class TemplateStops:
             token_ids: `--stop_token_ids`.
             include: `--include_stop_str_in_output`.
         """
-        words = list(dict.fromkeys(words))
+        words = list(dict.fromkeys(words))  # in order, once: a user's may be the template's, too
         named = {self.special_ids[word]: word for word in words if word in self.special_ids}
         return Stops(
             strings=tuple(word for word in words if word not in self.special_ids),
@@ -107,7 +108,8 @@ def check_stop_settings(args: RLHFArguments) -> None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
-        num_tokens = len(tokenizer) + len(args.new_special_tokens)  # perhaps some are known already
+        # At most so many: the tokenizer may know some. The trainer checks them with its template.
+        num_tokens = len(tokenizer) + len(args.new_special_tokens)
     check_stops(args, num_tokens)
 
 
