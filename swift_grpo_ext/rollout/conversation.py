@@ -80,17 +80,10 @@ class Conversation:
     def note(self, request: RolloutSample | RolloutInferRequest, turn: Turn) -> None:
         """Note a turn, with what was added for it to `request`, as the engine was asked with it:
         without the answer."""
-        messages, media = self._added(request)
-        self.turns.append(replace(turn, messages=messages, media=media))
-
-    def _added(
-        self, request: RolloutSample | RolloutInferRequest
-    ) -> tuple[list[dict[str, Any]], list[Picture]]:
-        """Return the messages and media that have come since the turn before, and count them. All
-        of them have where a scheduler wrote the conversation anew, with fewer."""
         held = list(request.messages)
         if held and held[-1]["role"] == "assistant" and held[-1].get("content") in EMPTY:
             held.pop()
+        # Where there are fewer than before, a scheduler wrote the conversation anew: all are added.
         start = self._num_messages if self._num_messages <= len(held) else 0
         self._num_messages = len(held) + 1  # with the answer
         added = []
@@ -100,13 +93,15 @@ class Conversation:
             added += values[known if known <= len(values) else 0 :]
             self._num_media[column] = len(values)
         if not self.turns:
-            return first_prompt(request)
-        messages = [dict(message) for message in held[start:]]
-        with suppress(RowFormError):  # recorded as it is
-            read = read_row({"messages": messages})
-            messages = read.messages
-            added = [*(medium.value for medium in read.media), *added]
-        return messages, [picture_of(medium) for medium in added]
+            messages, media = first_prompt(request)
+        else:
+            messages = [dict(message) for message in held[start:]]
+            with suppress(RowFormError):  # recorded as it is
+                read = read_row({"messages": messages})
+                messages = read.messages
+                added = [*(medium.value for medium in read.media), *added]
+            media = [picture_of(medium) for medium in added]
+        self.turns.append(replace(turn, messages=messages, media=media))
 
 
 def first_prompt(
@@ -125,7 +120,7 @@ def first_prompt(
 
 def prompt_of(output: RolloutOutput) -> Prompt:
     """Return the prompt of an output of ms-swift's, as its engine saw it."""
-    positions = getattr(output.response, "prompt_positions", None)
+    positions = getattr(output.response, "prompt_positions", None)  # ms-swift's own has none
     return Prompt(list(output.response.prompt_token_ids or ()), positions)
 
 
@@ -141,7 +136,7 @@ def turn_of(
     [choice], infos = output.response.choices, output.rollout_infos
     if output.rollout_logprobs:
         [logprobs] = output.rollout_logprobs
-    else:
+    else:  # as ms-swift's schedulers read them: of a server, or without vLLM
         content = (choice.logprobs or {}).get("content") or ()
         logprobs = [token["logprob"] for token in content]
     token_ids = list(choice.token_ids or ())
@@ -171,7 +166,7 @@ def write_turns(output: RolloutOutput, turns: Sequence[Turn]) -> None:
     """Have an output bring its turns along, as plain JSON values."""
     output.rollout_infos[KEY] = {
         "version": wire.VERSION,
-        "server": "",
+        "server": "",  # a server does not know its number; the trainer writes it (`name_server`)
         "turns": [
             {
                 "sample_id": asdict(turn.sample_id),
@@ -179,6 +174,7 @@ def write_turns(output: RolloutOutput, turns: Sequence[Turn]) -> None:
                 "answer": wire.write_answer(
                     [turn.completion], turn.prompt, turn.completion.replica
                 ),
+                # Schedulers may put any object into messages; an answer is JSON.
                 "messages": json.loads(json.dumps(turn.messages, default=repr)),
                 "media": [
                     (m.name, m.webp and base64.b64encode(m.webp).decode()) for m in turn.media

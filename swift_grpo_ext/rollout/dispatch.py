@@ -75,6 +75,8 @@ class Activity:
         try:
             yield
         except asyncio.CancelledError as e:
+            # As it is, it would end the worker, which catches `Exception` alone (ms-swift 4.6,
+            # pipelines/infer/rollout.py, `async_llm_worker`).
             raise RequestError("the training that asked for the conversations has left") from e
         finally:
             self._conversations.discard(task)
@@ -104,13 +106,6 @@ activity = Activity()
 
 noted_failure: dict[str, Any] = {}
 """What this process, a replica, answers in place of None to the command that it is at."""
-
-
-def note_failure(error: Exception) -> None:
-    """Have this replica's answer say why it failed."""
-    is_fault = isinstance(error, RequestError)
-    failure = str(error) if is_fault else f"{type(error).__name__}: {error}"
-    noted_failure.update({FAILURE: failure, REQUEST_FAULT: is_fault})
 
 
 def dispatch(
@@ -151,6 +146,7 @@ def dispatch(
             [left[k] for k in share]
             for share in balance([costs[i] for i in left], list(usable.values()))
         ]
+        # A try ends with its slowest worker: what failed is spread over those that are left then.
         with ThreadPoolExecutor(len(usable)) as pool:
             outcomes = list(pool.map(attempt, usable, shares))
         for worker, share, outcome in zip(usable, shares, outcomes, strict=True):
@@ -160,7 +156,7 @@ def dispatch(
             failures[worker] = outcome
             on_failure(worker, outcome)
             if isinstance(outcome, WorkerLostError):
-                losses.update(share)
+                losses.update(share)  # any of them may have ended the worker
         suspects = [str(i) for i in sorted(losses) if losses[i] >= MOST_LOST]
         if suspects:
             raise RequestError(
@@ -201,7 +197,8 @@ def estimate_cost(request: Mapping[str, Any], count: int, max_tokens: int) -> fl
     parts = [part for content in contents if isinstance(content, list) for part in content]
     texts = [*contents, *(part.get("text") for part in parts if isinstance(part, Mapping))]
     words = sum(len(text) for text in texts if isinstance(text, str))
-    ids = sum(isinstance(part, int) for part in parts)  # of an answer
+    ids = sum(isinstance(part, int) for part in parts)  # an answer, in a later turn
+    # A part that holds nothing but its type stands for a medium in one of the columns.
     kinds = (part.get("type") for part in parts if isinstance(part, Mapping) and len(part) > 1)
     media = sum(kind != "text" for kind in kinds)
     media += sum(len(request.get(name) or ()) for name in COLUMNS)

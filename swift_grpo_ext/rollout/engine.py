@@ -35,7 +35,13 @@ from vllm.sampling_params import RequestOutputKind
 from swift_grpo_ext.checks.rows import RowError, encoding_fault
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.conversation import Conversation, turn_of, write_turns
-from swift_grpo_ext.rollout.dispatch import RequestError, activity, note_failure
+from swift_grpo_ext.rollout.dispatch import (
+    FAILURE,
+    REQUEST_FAULT,
+    RequestError,
+    activity,
+    noted_failure,
+)
 from swift_grpo_ext.rollout.generate import GroupResponse
 from swift_grpo_ext.rollout.positions import kept_positions
 from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
@@ -59,8 +65,7 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-ROLLOUT_MODULE = "swift.pipelines.infer.rollout"
-UPSTREAM_EXTENSION = f"{ROLLOUT_MODULE}.WeightSyncWorkerExtension"
+UPSTREAM_EXTENSION = "swift.pipelines.infer.rollout.WeightSyncWorkerExtension"
 VERIFIED_EXTENSION = "swift_grpo_ext.weights.receiver.VerifiedWeightSyncWorkerExtension"
 CPU_EXTENSION = "swift_grpo_ext.cpu.receiver.CPUWeightSyncWorkerExtension"
 
@@ -109,6 +114,8 @@ def note_cuts(template: Template) -> bool:
     patch(template, _truncate=noted)
     refuses = template.truncation_strategy == "raise"
     if refuses:
+        # A first turn is refused, a later one ends its conversation: `_add_request` decides, which
+        # is not reached where encoding raises.
         template.truncation_strategy = "left"
     return refuses
 
@@ -118,6 +125,8 @@ class RolloutEngine(GRPOVllmEngine):
 
     def __init__(self, *args: Any, engine_kwargs: dict[str, Any] | None = None, **kw: Any) -> None:
         engine_kwargs = dict(engine_kwargs or {})
+        # `swift rollout` gives its engines a worker that receives weights. A colocated engine has
+        # none: its trainer loads them in the same process.
         extension = engine_kwargs.get("worker_extension_cls")
         self._serves = extension is not None
         if extension == UPSTREAM_EXTENSION:
@@ -131,7 +140,8 @@ class RolloutEngine(GRPOVllmEngine):
         if self._serves:
             vllm_repairs.end_with_core(self.engine)
         self._template_stops = TemplateStops(self.template)
-        # Not for the constructor of `SamplingParams`, which would cut it off at -100.
+        # For finished `SamplingParams`: vLLM 0.32 clamps what `from_optional` gets to -100, which
+        # logits can outweigh.
         self._placeholder_bias = dict.fromkeys(placeholder_ids(self.template), float("-inf"))
         size = engine_kwargs.get("data_parallel_size", 1) if self.use_async_engine else 1
         # Samples that each replica is drawing. vLLM would spread the samples of one request, each
@@ -164,7 +174,9 @@ class RolloutEngine(GRPOVllmEngine):
         except Exception as e:
             if self._serves:
                 vllm_repairs.end_if_dead(e)
-                note_failure(e)
+                is_fault = isinstance(e, RequestError)
+                failure = str(e) if is_fault else f"{type(e).__name__}: {e}"
+                noted_failure.update({FAILURE: failure, REQUEST_FAULT: is_fault})
             raise
 
     async def infer_async(
@@ -175,10 +187,13 @@ class RolloutEngine(GRPOVllmEngine):
         adapter_request: AdapterRequest | None = None,
         pre_infer_hook: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> Any:
+        # Where a scheduler leads the conversation, its sample's metadata count the turns, not those
+        # of the request, which a scheduler may have made or copied.
         led = _led.get()
         data_dict = led.data_dict if led else wire.data_dict_of(infer_request)
         metadata = wire.read_metadata(data_dict)
-        if metadata is not None and data_dict is not None:  # the scheduler's next request
+        if metadata is not None and data_dict is not None:
+            # Before the first `await`: requests side by side are turns of their own.
             wire.write_metadata(data_dict, metadata.next_turn())
         if metadata is not None and request_config is not None and (request_config.n or 1) > 1:
             raise RequestError(
@@ -192,9 +207,10 @@ class RolloutEngine(GRPOVllmEngine):
         count = metadata.count if metadata is not None else 1
 
         def attach(kwargs: dict[str, Any]) -> dict[str, Any]:
+            # ms-swift calls this between the encoding and `_add_request`.
             nonlocal is_encoded, replica
             is_encoded = True
-            if self._num_drawing:
+            if self._num_drawing:  # to the replica that draws the fewest samples now
                 replica = self._num_drawing.index(min(self._num_drawing))
                 self._num_drawing[replica] += count
             kwargs["inputs"] |= {METADATA: metadata, REQUEST: infer_request, REPLICA: replica}
@@ -208,7 +224,7 @@ class RolloutEngine(GRPOVllmEngine):
         except Exception as e:
             if not is_later_turn(metadata) or not is_about_length(e):
                 if led is not None:
-                    led.engine_failure = e
+                    led.engine_failure = e  # not the scheduler's: it is raised as it is
                 if not is_encoded or isinstance(e, REFUSALS):
                     self._refuse(infer_request, e)
                 raise
@@ -228,7 +244,7 @@ class RolloutEngine(GRPOVllmEngine):
         except ValueError:
             request_config.max_tokens = 1
 
-    def _refuse(self, request: Any, error: Exception) -> NoReturn:
+    def _refuse(self, request: object, error: Exception) -> NoReturn:
         """Raise what names the row of a request that cannot be encoded, or that vLLM refuses.
 
         Args:
@@ -240,7 +256,7 @@ class RolloutEngine(GRPOVllmEngine):
             RowError: else.
         """
         if isinstance(error, (RowError, RequestError)):
-            raise error
+            raise error  # named already, within
         named = RowError(request, encoding_fault(request, error))
         is_elsewhere = isinstance(error, OSError) and (
             error.errno is not None or isinstance(error, requests.RequestException)
@@ -250,7 +266,7 @@ class RolloutEngine(GRPOVllmEngine):
         raise named from error
 
     def _batch_encode(self, infer_requests: Sequence[Any], strict: bool) -> Any:
-        # Never strictly: the first error would not say whose it is.
+        # Never strictly: ms-swift raises the first error without the number of its request.
         batched_inputs, errors = super()._batch_encode(infer_requests, False)
         if strict and errors:
             number, error = errors[0]
@@ -273,6 +289,8 @@ class RolloutEngine(GRPOVllmEngine):
         metadata = inputs.get(METADATA)
         if metadata is not None:
             generation_config.n = metadata.count
+            # Else the last output of a request holds the one sample that ended last (vLLM 0.32,
+            # v1/engine/parallel_sampling.py), and ms-swift keeps the last.
             generation_config.output_kind = RequestOutputKind.FINAL_ONLY
             if metadata.seed is not None:
                 generation_config.seed = metadata.seed
@@ -310,7 +328,8 @@ class RolloutEngine(GRPOVllmEngine):
                     self._refuse(inputs.get(REQUEST), e)
                 if self.use_async_engine:
                     raise  # to `infer_async`
-                # vLLM's loop wants a request for each: one that it is done with at once.
+                # ms-swift looks for an output of each id that it has added: a request of one token,
+                # in the place of this one, ends at once.
                 inputs[NO_ROOM] = True
                 generation_config.max_tokens, generation_config.n = 1, 1
                 token = {"input_ids": [self.template.tokenizer.eos_token_id]}
@@ -326,6 +345,7 @@ class RolloutEngine(GRPOVllmEngine):
         request_id: str,
     ) -> ChatCompletionResponse:
         metadata = inputs.get(METADATA)
+        # Of each answer, read or not: what stays there pushes others out.
         prompt_positions = kept_positions.pop(request_id, None)
         args = (result, inputs, request_config, request_id)
         if metadata is None:
@@ -334,6 +354,7 @@ class RolloutEngine(GRPOVllmEngine):
             return self._no_room(metadata, request_id, inputs.get(REPLICA))
         ended = []
         for output in result.outputs:
+            # Cut first: what ms-swift or we make of an output below reads the cut token ids.
             ending = self._take_ending(output, inputs[STOPS])
             text = self._template_stops.text(output.token_ids, ending, inputs["template_inputs"])
             ended.append((output, ending, text))
@@ -409,6 +430,8 @@ class RolloutEngine(GRPOVllmEngine):
         if ending.reason is not None:
             output.finish_reason = "stop"
         output.token_ids = token_ids[: ending.num_tokens]
+        # vLLM stops late where the token that completes a stop string ends within a character
+        # (stops/rule.py).
         surplus = len(token_ids) - ending.num_tokens
         for name in ("logprobs", "routed_experts") if surplus else ():
             values = getattr(output, name, None)
@@ -480,16 +503,6 @@ class _Led:
         self.responses.append(response)
         self.answered = now
 
-    def close(self, made: Any) -> None:
-        """Attach to each output of a scheduler the turns that it was made of."""
-        outputs = made if isinstance(made, list) else [made]
-        for output in outputs:
-            record_stop_reason(output)
-            pairs = zip(self.conversation.turns, self.responses, strict=True)
-            turns = [t for t, r in pairs if len(outputs) == 1 or r is output.response]
-            if turns:
-                write_turns(output, turns)
-
 
 _led: ContextVar[_Led | None] = ContextVar("led", default=None)
 
@@ -502,7 +515,8 @@ async def _in_conversation(task: Coroutine[Any, Any, Any]) -> Any:
     """
     data_dict = wire.data_dict_of(request_of(task))
     metadata = wire.read_metadata(data_dict)
-    if metadata is None or metadata.as_arrays or metadata.count > 1:  # no scheduler leads it
+    # Another client's request, or a training's for a group: neither is a conversation.
+    if metadata is None or metadata.as_arrays or metadata.count > 1:
         return await task
     led = _Led(data_dict)
     _led.set(led)
@@ -519,12 +533,21 @@ async def _in_conversation(task: Coroutine[Any, Any, Any]) -> Any:
                 f"{replace(metadata.sample_id, turn=0)} in turn {turn}: the server's "
                 f"--multi_turn_scheduler failed, {type(e).__name__}: {e}"
             ) from e
-    led.close(made)
+    outputs = made if isinstance(made, list) else [made]
+    for output in outputs:
+        record_stop_reason(output)
+        # A scheduler that made one output made it of all turns; of several, each of one turn.
+        pairs = zip(led.conversation.turns, led.responses, strict=True)
+        turns = [t for t, r in pairs if len(outputs) == 1 or r is output.response]
+        if turns:
+            write_turns(output, turns)
     return made
 
 
 def _name(replica: int | None) -> str:
-    """Return the name of a replica: of this engine, or of the one that it is."""
+    """Return the name of a replica of this engine, or of the one replica that this engine is."""
+    # Worker processes of `swift rollout` have their number in the environment (ms-swift 4.6,
+    # pipelines/infer/rollout.py, `llm_worker`).
     number = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0") if replica is None else replica
     return f"replica {number}"
 
@@ -534,6 +557,7 @@ def _flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> lis
     if logprobs is None:
         return None
     flat = getattr(logprobs, "logprobs", None)
+    # With `logprobs=0` each position has one entry, the sampled token's.
     if flat is not None and len(flat) == len(token_ids):
         return list(flat)
     return [position[i].logprob for position, i in zip(logprobs, token_ids, strict=True)]

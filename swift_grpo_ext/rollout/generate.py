@@ -81,6 +81,7 @@ def begin_turn(sample: RolloutSample | RolloutInferRequest, scheduler: str | Non
             "the request that it was given, or a copy with the same `data_dict`."
         )
     metadata = metadata.next_turn()
+    # The turn after this one is counted from here: a scheduler passes the request on, or a copy.
     wire.write_metadata(sample.data_dict, metadata)
     return metadata.sample_id
 
@@ -170,8 +171,14 @@ def generate(
         RolloutError: another rank failed, or a request could not be made.
         ValueError: an engine returned another number of samples than it was asked for.
     """
+    # The ranks meet three times, at `all_gather`, `gather` and `scatter`. Each of them gets there,
+    # whatever fails on it in between: others would wait for it as long as --ddp_timeout says,
+    # 18,000,000 s by default in ms-swift 4.6.
     samples_of_ranks = sharing.all_gather(list(zip(sample_ids, prompt_hashes, strict=True)))
+    # Every rank makes the same plan of the same names, so that no plan has to travel.
     requests, uneven = plan_requests(samples_of_ranks)
+
+    # The rank of a request's first sample makes its row, with the images.
     rows: dict[int, RolloutInferRequest] | str = {}
     try:
         owners = enumerate(request.owners[0] for request in requests)
@@ -187,13 +194,10 @@ def generate(
             failures = [failure for failure in rows_of_ranks if isinstance(failure, str)]
             if failures:
                 raise RolloutError(f"Requests could not be made. {'; '.join(failures)}")
-            row_of = {
-                i: row
-                for rank_rows in rows_of_ranks
-                if isinstance(rank_rows, dict)
-                for i, row in rank_rows.items()
-            }
-            in_order = [row_of[i] for i in range(len(requests))]
+            by_number: dict[int, RolloutInferRequest] = {}
+            for rank_rows in rows_of_ranks:
+                by_number |= rank_rows if isinstance(rank_rows, dict) else {}
+            in_order = [by_number[i] for i in range(len(requests))]
             metadatas = [make_metadata(r.first, len(r.owners)) for r in requests]
             for row, metadata in zip(in_order, metadatas, strict=True):
                 wire.write_metadata(row.data_dict, metadata)
@@ -209,6 +213,7 @@ def generate(
         except Exception as e:
             samples = e  # not raised yet: the other ranks wait for their share
     share = sharing.scatter(samples)
+    # Each rank makes the outputs of its own samples: rank 0 would make a whole round's alone.
     return [to_rollout_output(*s) if isinstance(s, ServedSample) else s for s in share], uneven
 
 
@@ -238,6 +243,7 @@ def to_rollout_outputs(
         prompt = Prompt(response.prompt_token_ids or [], response.prompt_positions)
         named = [replace(completion, replica=replica) for completion in response.completions]
         return [to_rollout_output(completion, prompt) for completion in named]
+    # The engine of `--use_vllm false`, which `selftest` asks, answers in ms-swift's form.
     outputs = []
     for choice in response.choices:
         infos = {"seed": metadata.seed_of(choice.index), "replica": replica}
@@ -287,4 +293,5 @@ def give_to_scheduler(output: RolloutOutput, template: Template, tools: Any) -> 
 
 
 def _as_list(numbers: Numbers | None) -> list[Any]:
+    # ms-swift asks whether there are token ids by their truth (rl_core/data.py); arrays have none.
     return numbers if isinstance(numbers, list) else [] if numbers is None else numbers.tolist()

@@ -52,7 +52,8 @@ class PositionCounter:
 
             model_class = get_model_cls(config)
             self._model = model_class.__new__(model_class)
-            nn.Module.__init__(self._model)
+            nn.Module.__init__(self._model)  # lets attributes be set
+            # Qwen-Omni's model of texts and media is its "thinker".
             self._model.config = getattr(config.hf_config, "thinker_config", config.hf_config)
 
     @property

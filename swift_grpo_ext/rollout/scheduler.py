@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swift.infer_engine.protocol import RolloutInferRequest
@@ -41,8 +41,9 @@ T = TypeVar("T")
 Result = dict[str, Any]
 """Is what a hook returns."""
 
-MOST_TOOLS = 256
-"""Threads of a server for what `step` does, one for each conversation that is at it."""
+_tools = ThreadPoolExecutor(256, thread_name_prefix="tool")
+"""A server's threads for what `step` does, one for each conversation that is at it. None is started
+before it is needed."""
 
 OWN = "swift_grpo_ext_between_turns"
 """An attribute of requests."""
@@ -76,6 +77,7 @@ class BetweenTurns:
 
 
 def between_turns(request: RolloutInferRequest) -> BetweenTurns:
+    # An attribute of the request, which ms-swift hands to each hook.
     if not hasattr(request, OWN):
         setattr(request, OWN, BetweenTurns())
     between: BetweenTurns = getattr(request, OWN)
@@ -91,7 +93,7 @@ def watch(name: str | None, timeout: float) -> None:
     scheduler = multi_turns.get(name)
     if scheduler is None:
         return  # none is asked for, or ms-swift says that there is none of this name
-    if issubclass(scheduler, WatchedScheduler):
+    if issubclass(scheduler, WatchedScheduler):  # an earlier training's in this process
         [scheduler] = scheduler.__bases__[1:]
     members = {"tool_timeout": timeout, "__module__": scheduler.__module__}
     multi_turns[name] = type(scheduler.__name__, (WatchedScheduler, scheduler), members)
@@ -127,7 +129,13 @@ class WatchedScheduler(MultiTurnScheduler):
         current_turn: int,
     ) -> Result:
         if has_no_room(response_choice):
-            return _forget_unanswered(infer_request)
+            # Nothing will answer what has come since the last answer: it is taken away again.
+            between = between_turns(infer_request)
+            del infer_request.messages[between.num_messages :]
+            for name, values in between.media.items():
+                setattr(infer_request, name, values)
+            infos = {name: between.media[name] for name in between.told}
+            return {"done": True, "rollout_infos": infos}
         media = {name: list(getattr(infer_request, name, None) or ()) for name in COLUMNS}
         between = BetweenTurns(num_messages=len(infer_request.messages), media=media)
         setattr(infer_request, OWN, between)
@@ -136,6 +144,8 @@ class WatchedScheduler(MultiTurnScheduler):
         result = await self._await("on_turn_end", infer_request, current_turn, work) or {}
         if self.infer_engine is None:
             return result  # in the training, which has no other conversation to go on with
+        # ms-swift awaits this hook, but calls the next two in the event loop. Both are done here
+        # beside it, and their results kept until it asks.
         is_finished = await self._beside("check_finished", super().check_finished, call)
         between.is_finished = bool(is_finished)
         is_last = self.max_turns and current_turn >= self.max_turns
@@ -144,7 +154,7 @@ class WatchedScheduler(MultiTurnScheduler):
             # hooks before it.
             if snapshots := getattr(infer_request, f"{OWN}_snapshots", None):
                 self.restore_assistant_message_snapshots(snapshots)
-                snapshots.clear()
+                snapshots.clear()  # ms-swift would restore them over what `step` writes
             between.step = await self._beside("step", self._checked_step, call)
         return result
 
@@ -157,7 +167,7 @@ class WatchedScheduler(MultiTurnScheduler):
         between = between_turns(infer_request)
         if between.is_finished is not None or has_no_room(response_choice):
             is_finished, between.is_finished = between.is_finished, None
-            return is_finished is not False
+            return is_finished is not False  # None: there is no room, and it has ended
         with self._named("check_finished", infer_request, current_turn):
             return super().check_finished(infer_request, response_choice, current_turn)
 
@@ -184,7 +194,8 @@ class WatchedScheduler(MultiTurnScheduler):
             return result
         work = partial(self._checked_step, infer_request, response_choice, current_turn)
         with self._named("step", infer_request, current_turn):
-            # A server's that leads its conversations itself calls this in the event loop of all.
+            # On a server, only a scheduler with a `run` of its own calls this, in the event loop,
+            # which would wait for a thread, too.
             if self.infer_engine is not None:
                 return work()
             return in_thread(work).result(self.tool_timeout)
@@ -251,22 +262,8 @@ class WatchedScheduler(MultiTurnScheduler):
 
     async def _beside(self, hook: str, work: Callable[..., T], call: tuple[Any, ...]) -> T:
         """Do what may take long beside the event loop."""
-        working = asyncio.get_running_loop().run_in_executor(_tools(), work, *call)
+        working = asyncio.get_running_loop().run_in_executor(_tools, work, *call)
         return await self._await(hook, call[0], call[2], working)
-
-
-@cache
-def _tools() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(MOST_TOOLS, thread_name_prefix="tool")
-
-
-def _forget_unanswered(request: RolloutInferRequest) -> Result:
-    """Take away what has come since the last answer: nothing will answer it."""
-    between = between_turns(request)
-    del request.messages[between.num_messages :]
-    for name, media in between.media.items():
-        setattr(request, name, media)
-    return {"done": True, "rollout_infos": {name: between.media[name] for name in between.told}}
 
 
 def tell_no_room(

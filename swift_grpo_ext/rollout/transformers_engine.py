@@ -165,7 +165,7 @@ class RolloutTransformersEngine(TransformersEngine):
                 token_ids=token_ids,
             )
             is_prompt_T = inputs["attention_mask"][i].bool()  # ms-swift would go by the padding id
-            embedded = "input_ids" not in inputs
+            embedded = "input_ids" not in inputs  # some templates put media into `inputs_embeds`
             responses.append(
                 ChatCompletionResponse(
                     model=self.model_name,

@@ -226,6 +226,7 @@ def read_answer(
         logprobs = None if answer["logprobs"] is None else from_base64(answer["logprobs"], "<f4")
         counts = {len(values) for values in (lengths, texts, reasons, stop_reasons, experts)}
         num_logprobs = len(ids) if logprobs is None else len(logprobs)
+        # Slices of arrays that are too short would be short without an error.
         is_complete = sum(lengths) == len(ids) == num_logprobs
         if counts != {metadata.count} or min(lengths) < 0 or not is_complete:
             raise WireError(
