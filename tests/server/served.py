@@ -204,3 +204,8 @@ def listening(deployed: SwiftRolloutDeploy, **settings: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         running.should_exit = running.force_exit = True
         thread.join(10)
+
+
+def groups_of(response: Any) -> list[int]:
+    assert response.status_code == 200, response.text
+    return [answer["rollout_infos"]["group"] for answer in response.json()]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,18 +15,16 @@ import pytest
 import requests
 from fastapi.testclient import TestClient
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
-from swift.pipelines.infer import rollout
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import activity
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
-from swift_grpo_ext.server import replicas, routes
+from swift_grpo_ext.server import routes
 from swift_grpo_ext.server.client import RolloutServers
 from swift_grpo_ext.server.lease import OWNER_HEADER, PATH
-from swift_grpo_ext.server.replicas import Restarts
 from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
-from tests.server.served import Deployed, Replica, listening, request
+from tests.server.served import Deployed, Replica, groups_of, listening, request
 
 CONFIG = {"max_tokens": 16}
 RESETS = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
@@ -42,11 +36,6 @@ def infer(
     client = TestClient(Deployed(*replicas, timeout=timeout).app)
     body = {"infer_requests": asked, "request_config": CONFIG}
     return client.post("/infer/", json=body, headers=headers)
-
-
-def groups_of(response: Any) -> list[int]:
-    assert response.status_code == 200, response.text
-    return [answer["rollout_infos"]["group"] for answer in response.json()]
 
 
 # --- dispatching ---
@@ -144,105 +133,6 @@ def test_an_answer_has_the_name_of_its_request() -> None:
     answer = infer([Replica()], [request(0)], **{wire.MESSAGE_HEADER: "abc"})
     assert answer.headers[wire.MESSAGE_HEADER] == "abc"
     assert wire.MESSAGE_HEADER not in infer([Replica()], [request(0)]).headers
-
-
-# --- replicas come back (F4) ---
-
-
-def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It joins when a connected training asks (one that connects has been told how many there are),
-    and generates once it has weights. Three starts are the budget."""
-    ended, healthy = Replica(number=0), Replica(number=1)
-    deployed = Deployed(ended, healthy)
-    deployed.restarts = Restarts(deployed, 3)
-    deployed.master_port = 5
-    said: list[str] = []
-    monkeypatch.setattr(replicas.logger, "error", said.append)
-    monkeypatch.setattr(replicas.logger, "warning", said.append)
-    started: list[Any] = []
-
-    def process(target: Any, args: Any) -> Any:
-        assert target is rollout.llm_worker
-        assert args[:3] == (deployed.args, 0, 5)
-        replica = Replica(number=2, child=Connection(os.dup(args[3]._connection.fileno())))
-        started.append(replica)
-        replica.start = lambda: None
-        return replica
-
-    monkeypatch.setattr(rollout, "Process", process)
-    client = TestClient(deployed.app)
-
-    def told(**headers: str) -> tuple[int, int]:
-        ours = client.post("/get_engine_type/", headers=headers).json()[wire.KEY]
-        return ours["replicas"], ours["starting"]
-
-    def health() -> tuple[int, int]:
-        of_server = client.get("/health/").json()
-        assert of_server["status"] == "ok"
-        return of_server["replicas"], of_server["waiting_for_weights"]
-
-    def drew() -> list[int]:
-        asked = [request(group) for group in range(4)]
-        assert groups_of(client.post("/infer/", json={"infer_requests": asked})) == [0, 1, 2, 3]
-        of_replicas = [len(replica.groups) for replica in (healthy, *started)]
-        for replica in (healthy, *started):
-            replica.groups.clear()
-        return of_replicas
-
-    connected = {wire.INSTANCE_HEADER: routes.INSTANCE}
-    ended.kill()
-    assert drew() == [4, 0]
-    assert said[-1] == "Replica 0 is started anew (1 of 3)."
-    assert told(**connected) == (1, 1)  # it is still loading
-    assert health() == (1, 0)
-    started[0].says({"status": "error", "why": "no memory"})
-    assert health() == (1, 1)
-    assert told(**connected) == (1, 1)  # and started once more
-    assert said[-2] == "Replica 0 did not start: {'status': 'error', 'why': 'no memory'}"
-    started[1].kill()
-    assert health() == (1, 0)
-    assert told(**connected) == (1, 1)
-    assert said[-2] == "Replica 0 did not start: {'status': 'ended'}"
-    started[2].says({"status": "ready"})
-    assert told() == (1, 1)
-    assert client.get("/get_world_size/").json() == {"world_size": 2}
-    assert told(**connected) == (2, 0)
-    assert [connection.name for connection in deployed.connections] == ["1.0", "0.3"]
-    assert health() == (2, 0)
-    assert drew() == [4, 0, 0, 0]
-    loaded = client.post("/process_weights_after_loading/")
-    assert loaded.json() == {"message": "The weights are loaded."}
-    assert drew() == [2, 0, 0, 2]
-    started[2].kill()
-    assert drew() == [4, 0, 0, 0]
-    assert told(**connected) == (1, 0)
-    assert "Replica 0 stays lost: a server starts replicas anew 3 times in all" in said[-1]
-
-
-def test_a_machine_that_cannot_start_a_replica_goes_on_serving(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As where memory has run out: the request has its answer, and so has the next."""
-    ended, healthy = Replica(number=0), Replica(number=1)
-    deployed = Deployed(ended, healthy)
-    deployed.restarts = Restarts(deployed, 2)
-    deployed.master_port = 5
-    said: list[str] = []
-    monkeypatch.setattr(replicas.logger, "error", said.append)
-
-    def start() -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    monkeypatch.setattr(rollout, "Process", lambda **_: SimpleNamespace(start=start))
-    client = TestClient(deployed.app)
-    ended.kill()
-    for number in range(3):
-        assert groups_of(client.post("/infer/", json={"infer_requests": [request(0)]})) == [0]
-        assert deployed.restarts.num_awaited == max(0, 1 - number)
-        assert not deployed.restarts.starting
-    failed = "Replica 0 could not be started ([Errno 12] Cannot allocate memory): try "
-    assert [text.partition(failed)[2] for text in said[1:3]] == ["1 of 2.", "2 of 2."]
-    assert said[3].startswith("Replica 0 stays lost: a server starts replicas anew 2 times in all.")
 
 
 # --- time (F2) ---
