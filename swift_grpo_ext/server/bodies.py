@@ -73,6 +73,7 @@ class _StepwiseDecoder(json.JSONDecoder):
     def __init__(self) -> None:
         super().__init__()
         self.parse_string, self.parse_array = _parse_string, _parse_array
+        # json's own is C's, which reads a whole body in one call and asks neither of the two.
         self.scan_once = py_make_scanner(self)
 
 
@@ -89,7 +90,7 @@ def _parse_string(text: str, start: int, strict: bool) -> tuple[str, int]:
 
 def _parse_array(at: tuple[str, int], scan: Callable[..., Any]) -> tuple[list[Any], int]:
     text, start = at
-    if text[start : start + 1] in set("-0123456789"):
+    if text[start : start + 1] in set("-0123456789"):  # numbers of tokens, by the thousand
         return _scan_at_once(text, start - 1)
     return JSONArray(at, scan)
 
@@ -128,10 +129,9 @@ class Route(APIRoute):
 async def refuse_values(_: Request, error: Exception) -> JSONResponse:
     """Return FastAPI's own answer to a request of wrong fields, with the beginnings of values."""
     assert isinstance(error, RequestValidationError)
-    faults = [{**fault, "input": _beginning(fault.get("input"))} for fault in error.errors()]
+    faults = []
+    for fault in error.errors():
+        value = fault.get("input")
+        is_short = value is None or isinstance(value, (bool, int, float)) or value in ("", [], {})
+        faults.append({**fault, "input": value if is_short else reprlib.repr(value)})
     return JSONResponse(jsonable_encoder({"detail": faults}), 422)
-
-
-def _beginning(value: Any) -> Any:
-    is_short = value is None or isinstance(value, (bool, int, float)) or value in ("", [], {})
-    return value if is_short else reprlib.repr(value)

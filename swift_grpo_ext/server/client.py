@@ -152,8 +152,8 @@ class RolloutServers:
             server.session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
             for scheme in ("http://", "https://"):
                 server.session.mount(scheme, _BoundedAdapter(wire.TRAINER_TIMEOUTS * timeout))
-        for server in self._servers:
             server.replicas, server.members = self._identify(server)
+            # From here on, a server that is started anew refuses what rests on weights.
             server.session.headers[wire.INSTANCE_HEADER] = server.members[0]
 
     @property
@@ -318,6 +318,7 @@ class RolloutServers:
                 # its port.
                 server.communicator = None
                 self._use(self._servers)
+                # ms-swift's client connects all its servers at once: a copy has this one alone.
                 alone = copy.copy(self._client)
                 alone.num_servers = 1
                 alone.base_urls, alone.hosts = [server.url], [server.host]
@@ -423,6 +424,7 @@ class RolloutServers:
             response = server.session.request(method, url, headers=headers, data=data)
         except requests.RequestException as e:
             raise WorkerLostError(f"{name} does not answer ({type(e).__name__}: {e}).") from e
+        # A proxy's error has no name, nor has an answer of a server without us.
         if response.headers.get(wire.MESSAGE_HEADER) not in (None, number):
             raise WorkerLostError(f"{name} gave the answer to another request.")
         status, content = response.status_code, response.content
@@ -433,7 +435,7 @@ class RolloutServers:
         if status in CALLERS_FAULTS:
             raise RequestError(f"{name} refused the request ({status}): {text}")
         if status != 200:
-            kind = WorkerLostError if status == 503 else WorkerError
+            kind = WorkerLostError if status == 503 else WorkerError  # 503: no replica is left
             raise kind(f"{name} answered {status}: {text}")
         try:
             return json.loads(content)
@@ -490,11 +492,17 @@ class _BoundedAdapter(HTTPAdapter):
         deadline, given = time.monotonic() + self._timeout, kwargs.get("timeout")
         for pause in (*BACKOFF, None):
             left = max(deadline - time.monotonic(), 0.001)
+            # For each wait for bytes: blanks of a slow answer (`wire.STATUS_HEADER`) renew it.
             kwargs["timeout"] = given or (min(SECONDS_TO_CONNECT, left), left)
             try:
                 response = super().send(request, *args, **kwargs)
             except requests.ConnectionError as e:
-                if pause is None or pause > left or not _may_repeat(request, e):
+                # Sent again where it never left, or where its answer stays the same.
+                cause = getattr(e.args[0] if e.args else None, "reason", None)
+                refused = isinstance(e, requests.ConnectTimeout)
+                never_left = refused or isinstance(cause, NewConnectionError)
+                may_repeat = never_left or any(part in request.path_url for part in REPEATABLE)
+                if pause is None or pause > left or not may_repeat:
                     raise
             else:
                 busy = response.status_code == 503 and "Retry-After" in response.headers
@@ -502,10 +510,3 @@ class _BoundedAdapter(HTTPAdapter):
                     return response
             time.sleep(pause)
         raise AssertionError("unreachable")
-
-
-def _may_repeat(request: requests.PreparedRequest, error: requests.ConnectionError) -> bool:
-    """Return whether a request may be sent again: it never left, or its answer stays the same."""
-    cause = getattr(error.args[0] if error.args else None, "reason", None)
-    never_left = isinstance(error, requests.ConnectTimeout) or isinstance(cause, NewConnectionError)
-    return never_left or any(part in request.path_url for part in REPEATABLE)

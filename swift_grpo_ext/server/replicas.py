@@ -85,7 +85,7 @@ class WorkerConnection:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._number: int | None = None
-        self._is_free: threading.Lock | None = None  # made in the worker's process
+        self._is_free: threading.Lock | None = None  # made in the worker: locks cannot be pickled
         self._is_read: threading.Lock | None = None
         self._unread: list[tuple[int, Command]] = []
 
@@ -105,7 +105,7 @@ class WorkerConnection:
                 return command
 
     def send(self, reply: Any) -> None:
-        if reply is None and noted_failure:
+        if reply is None and noted_failure:  # ms-swift's loop has only logged what was raised
             reply = dict(noted_failure)
         with self._is_free or nullcontext():
             self._connection.send((self._number, reply))
@@ -119,23 +119,18 @@ class WorkerConnection:
                 time.sleep(SECONDS_BETWEEN_NOTES)
                 if activity.is_alive(began):
                     self.send(GOES_ON)
-                if self._is_told_to_give_up():
-                    activity.give_up()
-
-    def _is_told_to_give_up(self) -> bool:
-        """Look at what came while a command is worked at; what is another is kept for `recv`."""
-        assert self._is_read is not None
-        if not self._is_read.acquire(blocking=False):
-            return False  # `recv` waits
-        try:
-            if not self._connection.poll():
-                return False
-            message: tuple[int, Command] = self._connection.recv()
-            if message[1] != GIVE_UP:
-                self._unread.append(message)
-            return message[1] == GIVE_UP
-        finally:
-            self._is_read.release()
+                assert self._is_read is not None
+                if not self._is_read.acquire(blocking=False):
+                    continue  # `recv` waits: no command is worked at
+                try:
+                    if self._connection.poll():
+                        message: tuple[int, Command] = self._connection.recv()
+                        if message[1] == GIVE_UP:
+                            activity.give_up()
+                        else:
+                            self._unread.append(message)  # for `recv`
+                finally:
+                    self._is_read.release()
 
     def close(self) -> None:
         self._connection.close()
@@ -233,7 +228,7 @@ class ReplicaConnection:
                     answered, reply = self._connection.recv()
                 if reply != GOES_ON:
                     break
-                deadline = monotonic() + timeout
+                deadline = monotonic() + timeout  # it may be silent for so long, once more
         except FutureTimeoutError as e:
             raise late from e
         except (EOFError, OSError) as e:
@@ -248,6 +243,7 @@ class ReplicaConnection:
     def _ended_after(self, seconds: float) -> Iterator[None]:
         """End the replica where this takes longer: a write that it does not read, or a reply that
         stops halfway."""
+        # A second after the caller's own bound, which names the cause where it can.
         ends = threading.Timer(max(seconds, 0) + 1.0, self.process.kill)
         ends.daemon = True
         ends.start()

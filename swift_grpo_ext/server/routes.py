@@ -222,11 +222,16 @@ class Turns(BaseHTTPMiddleware):
     ) -> Response:
         """Read the body, and return the answer; one that is slow is made while it is sent."""
         timeout = float(self._server.args.rollout_timeout)
-        if self._lease.is_owners(request):
+        if self._lease.is_owners(request):  # a stranger's bound would end a busy replica
             timeout = min(timeout, float(request.headers.get(wire.TIMEOUT_HEADER, timeout)))
-        refusal = await _refusal_of_body(request, timeout)
-        if refusal is not None:
-            return refusal
+        try:
+            await asyncio.wait_for(bodies.receive(request), timeout)
+        except bodies.TooLargeError as e:
+            return _refuse(413, str(e))
+        except asyncio.TimeoutError:
+            return _refuse(408, "the body did not arrive in time")
+        except ClientDisconnect:
+            return _refuse(400, "the client has left")
         answer = self._answer(request, path, call_next, timeout)
         is_slow = wire.STATUS_HEADER in request.headers
         return SlowAnswer(answer, request, self._give_up) if is_slow else await answer
@@ -248,6 +253,7 @@ class Turns(BaseHTTPMiddleware):
         came_in_at = request.scope["server"][0] if is_direct else ""
         CALLER.set(Caller(timeout, not self._lease.is_others(request), came_in_at))
         try:
+            # In a thread: it waits for processes to end.
             await asyncio.to_thread(replicas.prune, self._server)
             response = await call_next(request)
             content = b"".join([part async for part in response.body_iterator])  # type: ignore[attr-defined]
@@ -256,21 +262,8 @@ class Turns(BaseHTTPMiddleware):
                     connection.holds_weights = True
         finally:
             self._lock.release()  # to the next, once this coroutine waits or ends
-            self._server.restarts.start_lost()
+            self._server.restarts.start_lost()  # in the event loop's thread (see `Restarts`)
         return Response(content, response.status_code, dict(response.headers))
-
-
-async def _refusal_of_body(request: Request, timeout: float) -> JSONResponse | None:
-    """Read the body, and return the answer to one that cannot be read."""
-    try:
-        await asyncio.wait_for(bodies.receive(request), timeout)
-    except bodies.TooLargeError as e:
-        return _refuse(413, str(e))
-    except asyncio.TimeoutError:
-        return _refuse(408, "the body did not arrive in time")
-    except ClientDisconnect:
-        return _refuse(400, "the client has left")
-    return None
 
 
 class SlowAnswer(Response):
@@ -333,7 +326,8 @@ def _refuse(status: int, detail: str, headers: dict[str, str] | None = None) -> 
 
 
 async def get_engine_type(self: SwiftRolloutDeploy, request: Request) -> dict[str, Any]:
-    # One that is still connecting has made its group of those that it was told of before.
+    # A training names the instance once it is connected. Before, it has been told how many replicas
+    # there are, and makes its group of so many: none may join then.
     if wire.INSTANCE_HEADER in request.headers and CALLER.get().may_change:
         self.restarts.admit()
     try:
@@ -485,6 +479,7 @@ def _infer(
                 {"response": asdict(output.response), "rollout_infos": output.rollout_infos}
                 for output in outputs
             ]
+        # Another client's, or conversations: ms-swift's own slices, with no count of outputs.
         parts = np.array_split(np.arange(len(requests)), max(len(server.connections), 1))
         slices = [[requests[i] for i in part] for part in parts if len(part)]
         answers = replicas.infer_slices(server, slices, config, timeout)
