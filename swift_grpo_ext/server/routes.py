@@ -209,7 +209,11 @@ class Turns(BaseHTTPMiddleware):
         if instance != INSTANCE and path.startswith(NEED_WEIGHTS):
             return _refuse(409, "the server was started anew, and has the base model's weights")
         bound = request.headers.get(wire.TIMEOUT_HEADER)
-        if bound is not None and not wire.MIN_TIMEOUT <= _number(bound) < math.inf:
+        try:
+            is_bound = bound is None or wire.MIN_TIMEOUT <= float(bound) < math.inf
+        except ValueError:
+            is_bound = False
+        if bound is not None and not is_bound:
             detail = (
                 f"{wire.TIMEOUT_HEADER}: {bound[:60]!r}; expected a number of seconds, at least "
                 f"{wire.MIN_TIMEOUT:g} (the training's --rollout_timeout)"
@@ -308,14 +312,6 @@ class SlowAnswer(Response):
             logger.exception("A request has failed.")
             content = b"500\n%b" % f"{type(e).__name__}: {e}".encode()
         await send(part(content, more=False))
-
-
-def _number(text: str) -> float:
-    """Return NaN for what is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def _refuse(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
