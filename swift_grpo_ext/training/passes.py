@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,8 +43,9 @@ class TrainingPasses(GRPOTrainer):
             yield
             return
 
-        def collate_copies(upstream: Any, batch: list[dict[str, Any]], **kwargs: Any) -> Any:
-            # What it concatenates it takes out (ms-swift 4.6, template/base.py, `concat_tensor`).
+        def collate_copies(upstream: Callable[..., Any], batch: list[Any], **kwargs: Any) -> Any:
+            # What it concatenates it takes out (ms-swift 4.6, template/base.py, `concat_tensor`),
+            # and samples are collated a second time, in the joined pass.
             return upstream([dict(encoded) for encoded in batch], **kwargs)
 
         self._joined_passes = self._logps.joined_passes(
@@ -69,6 +70,7 @@ class TrainingPasses(GRPOTrainer):
         upstream = super()._get_per_token_logps_and_entropies_single
 
         def alone() -> Any:
+            # ms-swift hands it on to `_get_logps_via_local_forward` below, which unwraps it.
             restricted = self._logps.restrict(model, grpo_batch)
             replay = self._router_replay
             given = replay.given(model, model_inputs) if replay else nullcontext(model_inputs)
@@ -77,6 +79,7 @@ class TrainingPasses(GRPOTrainer):
 
         if self._joined_passes is None:
             return alone()
+        # No entropies: such passes are without gradients, where ms-swift asks for none.
         return self._joined_passes.add(model, grpo_batch, lambda: alone()[0]), None
 
     def _get_logps_via_local_forward(
@@ -88,6 +91,7 @@ class TrainingPasses(GRPOTrainer):
         compute_entropy: bool = False,
     ) -> Any:
         own = super()._get_logps_via_local_forward
+        # ms-swift sets it there, which is called only where we leave the computing to it.
         if "use_cache" in self.model_kwarg_keys:
             model_inputs["use_cache"] = False
         return self._logps.compute(

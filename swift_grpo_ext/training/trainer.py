@@ -107,7 +107,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         apply(Moment.TRAINER)
         config, template = kwargs["args"], kwargs["template"]
-        check_template_stops(config, template)
+        check_template_stops(config, template)  # before minutes go into an engine
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = RolloutSettings(config)
         router_replay.batch_routed_experts(config.router_replay_mode)
@@ -120,10 +120,12 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
             max_gb=config.sample_log_gb,
             keeps_diversity="diversity" in config.callbacks,
         )
-        self.sample_listeners, self.score_listeners = self._recorder.listeners, []
+        self.sample_listeners = self._recorder.listeners
+        self.score_listeners = []
         self.record_diversity = self._recorder.record_diversity
 
-        # ms-swift's own makes engines and callbacks, which ask for what was made so far.
+        # ms-swift's own makes engines and callbacks, which ask for what was made so far. It also
+        # adjusts `config`: steps and batches of a round are final only behind it.
         super().__init__(*args, **kwargs)
 
         # Here model, reward functions and data set are known, and no round has begun.
@@ -142,15 +144,12 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         num_dropouts = switch_off_dropout(self.model)
         others = filter(None, (self.ref_model, self.teacher_model))
         self._encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
-        self.add_callback(StepClock(self))  # behind all others
+        # Behind all others: what they do at a step's end then counts in that step.
+        self.add_callback(StepClock(self))
         states = what_is_on(config, self._logps, self._encoder_cache, num_dropouts)
         self._summary = RunSummary(self, states, limit)
-        if config.full_determinism:
+        if config.full_determinism:  # before `train` has accelerate wrap the model for DDP
             sum_gradients_one_by_one(self.accelerator)
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
 
     @property
     def _group_size(self) -> int:
@@ -167,27 +166,30 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
     # --- engines ---
 
     def _prepare_vllm(self) -> None:
+        # vLLM's sampler has CUDA kernels without a deterministic form, which would raise.
         with deterministic(False) if self.args.full_determinism else nullcontext():
             super()._prepare_vllm()
         self._servers: RolloutServers | None = None
         if not self.args.use_vllm:
             from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine
 
-            upstream: Any = vars(self)["engine"]
-            self.engine = RolloutTransformersEngine(
-                self.model, template=upstream.template, max_batch_size=0
-            )
+            # ms-swift has made its own, with a copy of the template that packs nothing.
+            template = vars(self)["engine"].template
+            self.engine = RolloutTransformersEngine(self.model, template=template, max_batch_size=0)
+        # With `--rollout_seed_mode engine` ms-swift's own client asks the servers.
         elif self._settings.generates and self.vllm_mode == "server" and self.ranks.rank == 0:
             from swift_grpo_ext.server.client import connect_servers
 
             self._servers = connect_servers(self.vllm_client, self.args)
         self._weights = WeightSync(self.ranks, self._servers)
+        # Rank 0 alone knows the servers' lengths, and all ranks judge rows by the smallest: which
+        # engine will draw a group is not known when its row is encoded.
         engine = self._servers or getattr(self, "engine", None)
         lengths = self.ranks.all_gather(getattr(engine, "max_model_len", None))
         self._max_model_len = min(filter(None, lengths), default=None)
 
     def _prepare_vllm_engine(self) -> Any:
-        from swift_grpo_ext.rollout import engine
+        from swift_grpo_ext.rollout import engine  # needs vLLM, which `--use_vllm false` does not
 
         engine.use_rollout_engine()
         if self.args.router_replay_mode == "R3":
@@ -209,7 +211,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
 
     def _prepare_inputs(self, inputs: list[dict[str, Any]]) -> Any:
         if self.model.training:
-            # A resumed run counts on, so that rounds begin where they would have.
+            # ms-swift counts batches from 0 in a resumed run too. It generates at multiples of a
+            # round's batches, and would do so elsewhere than the run that was not interrupted.
             self._step: int = self._step or self._rounds.clock.batches_at(self.state.global_step)
             self._rounds.begin_training(self._step, ahead=self.args.async_generate)
         return super()._prepare_inputs(inputs)
@@ -223,6 +226,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         """With `--async_generate`, generate what the first training (or eval) batch is made of."""
         evaluates = self.control.should_evaluate
         if not evaluates:
+            # Each round trains on what was generated from the batch before its own. ms-swift takes
+            # the loader's first batch here, which the first round then generates a second time.
             clock = self._rounds.clock
             batch = clock.batches_at(self.state.global_step)
             self._rounds.begin_training(batch)
@@ -237,14 +242,14 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
 
     def _prepare_resample_data_iterator(self) -> None:
         super()._prepare_resample_data_iterator()
-        if self.dynamic_sample:
+        if self.dynamic_sample:  # ms-swift's begins from the first row in each resumed run
             self.dynamic_resample_iterator = self._resampled_rows()
 
     def _resampled_rows(self) -> Iterator[list[Any]]:
         """Yield this rank's rows of each round that dynamic sampling adds."""
         upstream = GRPOTrainer._get_train_sampler(self)
         upstream.seed = (upstream.seed or 0) + 1  # as ms-swift: not the order of training
-        sampler = EpochSampler(upstream, int)
+        sampler = EpochSampler(upstream, lambda: 0)  # `_rows` says which epoch it wants
         while True:
             position = self._rounds.begin_resampling()
             yield self._rows(sampler, *divmod(position, sampler.num_batches))
@@ -255,13 +260,14 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         start = share * self.ranks.rank
         return [self.train_dataset[i] for i in indices[start : start + share]]
 
-    def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    def resample_encode_failed_inputs(self, inputs: list[Any], *_: Any, **__: Any) -> list[Any]:
         """Replace failing prompts by whole groups, with `--truncation_strategy delete`."""
-        round_, first_group = self._rounds.upcoming(training=self.model.training)
+        is_training = self.model.training
+        round_, first_group = self._rounds.upcoming(training=is_training)
         with self._media.in_training(self.template):
             rows, replaced = replace_failing_prompts(
                 inputs,
-                others=self.train_dataset if self.model.training else self._eval_rows,
+                others=self.train_dataset if is_training else self._eval_rows,
                 round_=round_,
                 first_group=first_group,
                 group_size=self._group_size,
@@ -271,13 +277,15 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
                 max_tokens=self._max_model_len,
             )
         self._rewards.replaced(round_, [first_group + group for group in replaced])
-        self._metrics[self._mode]["prompts/replaced"].append(float(len(replaced)))
+        metrics = self._metrics["train" if is_training else "eval"]
+        metrics["prompts/replaced"].append(float(len(replaced)))
         return rows
 
     # --- the rollout: samples are named, generated, and written down ---
 
     def _add_prompt_id_to_inputs(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         """Name each sample by its position; groups are never merged by their words."""
+        # All ranks take part, one without samples too: ms-swift's own returns before its gather.
         sizes = self.ranks.all_gather(len(samples))
         num_groups = sum(sizes) // self._group_size
         round_, first_group = self._rounds.take_batch(num_groups, training=self.model.training)
@@ -296,8 +304,10 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
             return super()._generate_completions(samples)
 
     def _preprocess_inputs(self, samples: list[RolloutSample]) -> list[RolloutSample]:
+        # Not in `__init__`, where the step of a resumed run is not known yet.
         self._recorder.open(start_step=self.state.global_step)
         samples = super()._preprocess_inputs(samples)
+        # Behind it, as it adds the system prompt and takes a row's answer away.
         for sample in samples:
             sample.prompt_hash = prompt_hash(sample)
         tell_duplicates(samples, self.ranks)
@@ -326,7 +336,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         if not self._settings.generates or self.enable_server_multi_turn:
             outputs = super()._rollout(samples, request_config, is_global_inputs)
         elif is_global_inputs and self.ranks.rank > 0:
-            return []  # rank 0 generates for all
+            return []  # with `--async_generate` rank 0 generates for all
         else:
             samples2requests = super().samples2requests  # `generate` gives them their metadata
             placeholders = placeholder_texts(self.template)
@@ -340,10 +350,10 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
                 sharing=self._sharing(is_global_inputs),
                 call_engine=self._call_engine,
             )
-            if not is_multi_turn:
+            if not is_multi_turn:  # else an environment asks, or turns before made prompts differ
                 tell_uneven(uneven)
         if self.enable_server_multi_turn:
-            return outputs  # whose turns come with them
+            return outputs  # the server's scheduler sends the turns with them
         self._conversations.note(samples, outputs, sample_ids, prompts, time.monotonic() - began)
         return outputs
 
@@ -351,6 +361,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         """Return the ranks that share an engine with this one."""
         if self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size > 1:
             return TensorParallelGroup(self.tp_group)
+        # In the thread of `--async_generate` a collective would meet those of the training.
         shares = self.vllm_mode == "server" and not is_global_inputs
         return self.ranks if shares else RankGroup()
 
@@ -367,6 +378,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
             return [[ServedSample(c, prompt) for c in cs] for cs, prompt in answers]
         outputs = self._engine_infer(requests, config)
         rank = self.ranks.rank
+        # A tensor-parallel group is one engine, which its first rank names.
         replica = f"rank {rank - rank % self.vllm_tensor_parallel_size}"
         pairs = zip(outputs, metadatas, strict=True)
         return [to_rollout_outputs(output, metadata, replica) for output, metadata in pairs]
@@ -377,6 +389,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         request_config: RequestConfig | None = None,
         **kwargs: Any,
     ) -> Any:
+        # `_call_engine` gives servers single turns; here ms-swift asks for whole conversations of
+        # their own schedulers (`_server_rollout`).
         if self._servers is not None and request_config is not None:
             with profiling_context(self, "generate"), self._disable_sp_context():
                 return self._servers.converse(infer_requests, request_config)
@@ -394,6 +408,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
             turns_of_outputs = servers_turns(samples, outputs, self._settings.run_seed)
         else:
             turns_of_outputs = self._conversations.take(samples, outputs)
+        # Copies the samples: several outputs may be of one (`dynamic_num_samples`).
         results = super()._postprocess_rollout_outputs(samples, outputs)
         is_conversation = bool(self.multi_turn_scheduler or self.enable_server_multi_turn)
         for sample, turns in zip(results, turns_of_outputs, strict=True):
@@ -403,19 +418,24 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         self._recorder.record(
             results,
             turns_of_outputs,
+            # With `--async_generate` rank 0 holds the samples of all ranks here.
             num_ranks=self.ranks.size if self.args.async_generate else 1,
             weight_version=self._last_loaded_step if self.args.use_vllm else self.state.global_step,
         )
         return results
 
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
-        self._encoder_cache.forget()
+        self._encoder_cache.forget()  # it holds the images of one round
         check_counts(samples)
+        # Such passes leave most copies of an image out: none is concatenated before.
         joins_late = self._encoder_cache.is_on or self._logps.shares_prompts
         media = self._media.in_training(self.template, joins_late=joins_late)
         named, joining = named_rows(self.template), self._joining_passes(samples)
+        # Later ones wrap the template's methods around earlier ones: `joining` collates copies of
+        # what the others have changed, and `named` tells the row of whatever fails within.
         with joining, media, encoding_for_training(self.template, samples), named:
             batches = super()._prepare_batch_inputs(samples)
+        # Every rank comes here once a round: these gather over ranks, which passes must not do.
         self._logps.end_round()
         metrics = self._media.end_round()
         if self._router_replay is not None:
@@ -436,7 +456,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
             micro_batches, self.args, self.ranks, self._gap_limit, self.state.global_step
         )
         for name, value in metrics.items():
-            self._metrics[self._mode][name].append(value)
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
         return batches
 
     def _micro_batches(
@@ -457,6 +477,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
 
     def _compute_rewards_per_func(self, samples: list[RolloutSample]) -> torch.Tensor:
         values = super()._compute_rewards_per_func(samples)
+        # Groups of equal rewards leave next; the record has their scores all the same.
         if self.dynamic_sample and self.model.training:
             self._rewards.generated(samples, self._own_share(samples, values))
         return values
@@ -480,7 +501,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
             listener(rows)
 
     def _own_share(self, samples: list[RolloutSample], values: torch.Tensor) -> list[list[float]]:
-        # Not the sizes of `_add_prompt_id_to_inputs`: a scheduler may make several samples of one.
+        # `values` are all ranks'. Sizes differ from those of `_add_prompt_id_to_inputs`, where a
+        # scheduler makes several samples of one.
         start = sum(self.ranks.all_gather(len(samples))[: self.ranks.rank])
         return list(values[start : start + len(samples)].tolist())
 
@@ -492,12 +514,15 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         def move(made_anew: bool) -> None:
             if made_anew:  # an adapter alone would find no base to go with
                 self.base_sync_done = False
+            # PEFT adds adapters to base weights and subtracts them again, which rounds both.
             with exact_unmerging(self.model) if self.args.full_determinism else nullcontext():
                 upstream(*args, **kwargs)
 
         self._weights.update(move)
 
     def _load_state_dict_to_vllm(self, state_dict: StateDict) -> None:
+        # Called for each group of layers (`--move_model_batches`); buffers, which are small, come
+        # with each.
         load = super()._load_state_dict_to_vllm
         state_dict = checkpoint_layout(self.model, state_dict)
         state_dict = checkpoint_buffers(self.model) | state_dict
