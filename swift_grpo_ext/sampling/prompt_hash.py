@@ -39,6 +39,7 @@ def prompt_hash(row: object) -> str:
     for name in PROMPT_FIELDS:
         # `extra` holds the columns for which ms-swift's sample has no field.
         value = getattr(row, name) if hasattr(row, name) else columns.get(name)
+        # A row without images has None, [] or no such column, by the way it came.
         is_empty = isinstance(value, (str, list, tuple, dict)) and not value
         if value is not None and not is_empty:
             fields[name] = value
@@ -46,11 +47,12 @@ def prompt_hash(row: object) -> str:
 
     def content(value: Any) -> str:
         """Binary values go into the digest, a mark of their size into the text."""
-        if hasattr(value, "detach"):  # a torch tensor
+        if hasattr(value, "detach"):  # a torch tensor; this module imports no torch
             value = value.detach().cpu().numpy()
         if isinstance(value, (bytes, bytearray)):
             data = bytes(value)
         elif hasattr(value, "tobytes"):  # PIL images, numpy arrays
+            # The form too: 8 x 2 pixels have the bytes of 4 x 4, and one palette's another's.
             pixels = value.tobytes()
             palette = value.getpalette() if hasattr(value, "getpalette") else None
             form = [getattr(value, name, None) for name in ("mode", "size", "shape", "dtype")]
@@ -67,6 +69,7 @@ def prompt_hash(row: object) -> str:
             f"A prompt's fields {', '.join(fields)} cannot be hashed ({e}): expected "
             "what JSON holds, bytes, arrays or images, and texts as keys."
         ) from e
+    # JSON files may hold a lone half of a surrogate pair, which UTF-8 refuses.
     digest.update(text.encode("utf-8", errors="surrogatepass"))
     return digest.hexdigest()
 
@@ -84,7 +87,7 @@ def _without_parts(row: object) -> object:
     columns = {name: column_of(row, name) for name in PROMPT_FIELDS}
     extra = getattr(row, "extra", None) or {}
     media: dict[str, Any] = {
-        "images": [
+        "images": [  # as ms-swift's preprocessing writes the path of an image in a column
             {"bytes": None, "path": medium.value} if isinstance(medium.value, str) else medium.value
             for medium in read.shown_as("image")
         ],

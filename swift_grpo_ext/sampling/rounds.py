@@ -66,12 +66,15 @@ class RoundClock:
             args: once ms-swift's trainer has adjusted them.
             num_rows: rows of the training set.
         """
+        # As ms-swift counts (4.6, grpo_trainer.py, `_prepare_inputs`): ranks that share sequences
+        # take the samples of all of them one after the other.
         per_round = args.steps_per_generation * sequence_parallel_size * args.num_iterations
         num_rounds = num_rows // (args.generation_batch_size // args.num_generations)
         return cls(
             batches_per_step=args.gradient_accumulation_steps,
             batches_per_round=per_round,
-            # Fewer rows than a generation batch holds: an epoch is one round.
+            # Rows that do not fill a generation batch are left out; where there are fewer, an epoch
+            # is one round.
             batches_per_epoch=max(num_rounds, 1) * per_round,
             max_resamples=args.max_resample_times if args.dynamic_sample else 0,
         )
@@ -99,8 +102,9 @@ class RoundClock:
         epoch, batch_in_epoch = divmod(batch, self.batches_per_epoch)
         first = batch_in_epoch - batch_in_epoch % self.batches_per_round
         step = first // self.batches_per_step
-        earlier_steps = -(-step * self.batches_per_step // self.batches_per_round)
-        number = first // self.batches_per_round - earlier_steps
+        # A round begins at each multiple of `batches_per_round`: count those before the step.
+        rounds_before = -(-step * self.batches_per_step // self.batches_per_round)
+        number = first // self.batches_per_round - rounds_before
         return RoundId("train", epoch * self._steps_per_epoch + step, number)
 
     @property
@@ -129,6 +133,8 @@ class RoundNames:
         """Begin a round of dynamic sampling; return which batch of the resampling order it takes,
         each its own."""
         clock, step = self.clock, self._regular.step
+        # Each regular round has as many numbers as it may need, behind all regular ones: names do
+        # not depend on how often earlier rounds were sampled anew, which a resumed run cannot know.
         regular_rounds = -(-clock.batches_per_step // clock.batches_per_round)  # of a step, at most
         added = self._regular.number * clock.max_resamples + self._resamples
         self.current = RoundId("train", step, regular_rounds + added)
@@ -137,6 +143,7 @@ class RoundNames:
 
     def begin_evaluation(self, step: int) -> None:
         """Begin the evaluation loop over one data set."""
+        # Several data sets, or an evaluation on demand, may be evaluated at one step.
         number = self._evaluations.get(step, 0)
         self._evaluations = {step: number + 1}
         self._evaluation, self._first_group = RoundId("eval", step, number), 0

@@ -28,14 +28,12 @@ class EpochSampler(Sampler[int]):
         self._num_rows = upstream.num_samples
         self._group_size = upstream.mini_repeat_count
         self._prompts = upstream.batch_size
+        # A round serves so many training batches; the loader yields its rows for each of them.
         self._repeats = upstream.repeat_count
         self._seed = (upstream.seed or 0) if upstream.shuffle else None
         self._epoch = epoch
-
-    @property
-    def num_batches(self) -> int:
+        self.num_batches = int(self._num_rows // self._prompts)
         """Number of generation batches in an epoch; rows that do not fill one are left out."""
-        return int(self._num_rows // self._prompts)
 
     def __len__(self) -> int:
         return self.num_batches * self._prompts * self._group_size * self._repeats
@@ -57,6 +55,6 @@ class EpochSampler(Sampler[int]):
         if self._seed is None:
             return torch.arange(self._num_rows)
         generator = torch.Generator().manual_seed(self._seed)
-        for _ in range(epoch):  # as one generator would draw them, epoch after epoch
+        for _ in range(epoch):  # one generator draws all epochs: earlier ones have to be drawn too
             torch.randperm(self._num_rows, generator=generator)
         return torch.randperm(self._num_rows, generator=generator)

@@ -126,10 +126,13 @@ def sample_seed(run_seed: int, sample_id: SampleId) -> int:
             "smaller --num_generations."
         )
     key = (PHASES.index(sample_id.phase), sample_id.step, sample_id.number, sample_id.turn)
-    low = _first_32_bits(run_seed, key)
-    high = _first_32_bits(run_seed, (*key, sample_id.group)) >> 2
-    return (high << 32) + (low + sample_id.group * MAX_GROUP_SIZE) % 2**32 + sample_id.index
-
-
-def _first_32_bits(run_seed: int, key: tuple[int, ...]) -> int:
-    return int(np.random.SeedSequence(run_seed, spawn_key=key).generate_state(1, np.uint32)[0])
+    # One `low` for the round, and steps of 2^14 from it: numbers of 32 bits that were drawn for
+    # each group would soon meet by chance.
+    low, high = (
+        int(np.random.SeedSequence(run_seed, spawn_key=k).generate_state(1, np.uint32)[0])
+        for k in (key, (*key, sample_id.group))
+    )
+    # 62 bits: seeds stay below 2^63, the end of torch's and vLLM's integers.
+    base = (high >> 2 << 32) + (low + sample_id.group * MAX_GROUP_SIZE) % 2**32
+    # vLLM adds the index itself, without a modulus: so must single requests.
+    return base + sample_id.index
