@@ -8,7 +8,7 @@ the rollout's prompt was cut, training is given the rollout's text (docs/promise
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,7 @@ def trained_ids(sample: RolloutSample) -> list[int]:
     return [i for i, is_own in zip(ids, mask, strict=True) if is_own] if mask else ids
 
 
-def _flatten(values: Any) -> Iterator[Any]:
+def _flatten(values: Iterable[Any] | None) -> Iterator[Any]:
     """Yield the values of ms-swift's lists for each turn, and of single turns without lists."""
     return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
 
@@ -109,6 +109,7 @@ def check_counts(samples: Sequence[RolloutSample]) -> None:
     """Raise `DisagreementError` for a sample that lacks a log-probability for a token (M6)."""
     for sample in samples:
         num_tokens, num_logprobs = len(trained_ids(sample)), len(logprobs_of(sample))
+        # ms-swift asks for none with `--use_vllm false`.
         if num_logprobs not in (0, num_tokens):
             raise DisagreementError(
                 f"{sample.sample_id}: {num_tokens} sampled tokens and {num_logprobs} "
@@ -128,7 +129,7 @@ def collate(
             device=trainer.accelerator.device,
             use_logits_to_keep=True,
         )
-    inputs.pop("labels", None)
+    inputs.pop("labels", None)  # given labels, models compute a loss of their own
     if "use_cache" in trainer.model_kwarg_keys:
         inputs["use_cache"] = False
     return inputs, batch
@@ -148,10 +149,11 @@ def encoding_for_training(template: Template, samples: Sequence[RolloutSample]) 
         samples: those that are encoded and collated there, in this order.
     """
     placeholders, max_length = placeholder_ids(template), template.max_length
-    waiting = deque(samples)  # a teacher's rows come among them
+    waiting = deque(samples)
 
     def change(batch: list[dict[str, Any]]) -> None:
         for encoded in batch:
+            # Rows of a teacher are collated among them; those keep the text that they have.
             if waiting and getattr(waiting[0], "encoded", None) is encoded:
                 _give_rollouts_text(waiting.popleft(), template, placeholders, max_length)
 
@@ -181,17 +183,12 @@ def _give_rollouts_text(
 ) -> None:
     """Give an encoded sample the line breaks of the prompt that its rollout saw, and the text that
     `--max_length` left of it."""
-    # A later turn's prompt holds what was sampled before.
+    # In a conversation each turn saw another prompt, which holds what was sampled before.
     prompts = rollout_prompts(sample)
     prompt = prompts[0].token_ids if len(prompts) == 1 else ()
     was_cut, encoded = may_be_cut(prompt, max_length), sample.encoded
-    changed = with_text_of(
-        prompt,
-        encoded,
-        placeholders,
-        template.tokenizer.decode,
-        was_cut=was_cut,
-    )
+    decode = template.tokenizer.decode
+    changed = with_text_of(prompt, encoded, placeholders, decode, was_cut=was_cut)
     encoded.update(changed)
     if changed and not was_cut:
         logger.info_once(
@@ -238,6 +235,7 @@ def with_text_of(
         tokens of the prompt do not share an entry's value.
     """
     ids, labels = encoded["input_ids"], encoded.get("labels")
+    # A template that encodes into tensors keeps its text; `check_prompts_of` judges it.
     if not isinstance(ids, list) or not labels or ids[: len(rollout)] == list(rollout):
         return {}
     num_prompt = next((i for i, label in enumerate(labels) if label != -100), len(labels))
@@ -247,11 +245,12 @@ def with_text_of(
     # transformers takes two for one (5.19, `get_rope_index`).
     if len(ours) != len(theirs):
         return {}
+    # A new text token takes what else the sample has for each token from an old one of the prompt.
     text_positions = [at for at, i in enumerate(ids[:num_prompt]) if not _is_media(i, placeholders)]
     new_ids: list[int] = []
     sources: list[int] = []
     """The position in `ids` from which each new token has its other values."""
-    start = 0
+    start = 0  # of the span in `ids`
     for (is_media, own), (_, other) in zip(ours, theirs, strict=True):
         end = start + len(other)
         if is_media:
@@ -259,6 +258,7 @@ def with_text_of(
             new_ids += other
             sources += range(start, end)
         else:
+            # A cut takes tokens from the left.
             is_cut = was_cut and own == other[max(len(other) - len(own), 0) :]
             own_line, other_line = (decode(part).replace("\n", "") for part in (own, other))
             # Without media no template writes other line breaks.
@@ -273,11 +273,12 @@ def with_text_of(
     if "length" in encoded:
         changed["length"] = len(sources)
     for name, values in encoded.items():
+        # Pixels and grids of media have another length, and stay.
         is_list = isinstance(values, list) and len(values) == len(ids)
         if name == "input_ids" or not (is_list or getattr(values, "shape", None) == (len(ids),)):
             continue
         if len({float(values[at]) for at in text_positions}) > 1:
-            return {}
+            return {}  # such as positions: which one a new token has, nobody knows
         changed[name] = [values[at] for at in sources] if is_list else values[sources]
     return changed
 
@@ -296,9 +297,9 @@ def spans_of(ids: Sequence[int], placeholders: Collection[int]) -> list[Span]:
 def _same_item(ours: list[int], theirs: list[int]) -> bool:
     """Return whether two runs of placeholders differ in notation at most.
 
-    Negative numbers stand for a whole item, however many tokens it takes. InternVL's frames are
-    `<video>` to vLLM and `<IMG_CONTEXT>` to training, as many of the one as of the other.
+    Negative numbers stand for a whole item, however many tokens it takes.
     """
+    # InternVL's frames are `<video>` to vLLM and `<IMG_CONTEXT>` to training, as many of them.
     alike = len(ours) == len(theirs) and len({*ours}) == len({*theirs}) == 1
     return ours == theirs or alike or min(theirs) < 0
 
@@ -325,7 +326,12 @@ def check_training_batch(
     for sample, placed in zip(samples, positions, strict=True):
         try:
             check_prompts_of(sample, template, placeholders, REMEDY)
-            check_positions_of(sample, placed)
+            for prompt in rollout_prompts(sample):
+                if misplaced := first_misplaced(prompt.positions, placed):
+                    raise DisagreementError(
+                        f"{sample.sample_id}, a row of {kind_of_row(sample)}: the rollout and "
+                        f"training place the same tokens otherwise, {misplaced}. {POSITIONS_REMEDY}"
+                    )
         except DisagreementError as e:
             if args.rollout_mismatch == "stop":
                 raise
@@ -334,15 +340,19 @@ def check_training_batch(
                 "its own prompt, and rollout_gap says how far they lie apart. (Said once.)",
                 hash_id="rollout_mismatch",
             )
-    # ms-swift drops all log-probabilities of a batch where counts disagree.
+    # ms-swift drops all log-probabilities of a batch where one sample's count disagrees, and goes
+    # on without importance sampling (4.6, utils.py, `build_rollout_logps`). `--rollout_mismatch
+    # warn` does not help: there is no telling which token has which.
     if batch.rollout_per_token_logps is not None or not all(map(logprobs_of, samples)):
         return
     for sample, mask in zip(samples, batch.completion_mask, strict=True):
+        # ms-swift cuts the last off where there is one too many.
         count, num_sampled = int(mask.sum()), len(logprobs_of(sample))
         if num_sampled not in (count, count + 1):
+            kept = KEPT_TURNS if len(rollout_prompts(sample)) > 1 else KEPT_TOKENS
             raise DisagreementError(
                 f"{sample.sample_id}: {num_sampled} tokens were sampled, and {count} would "
-                f"be trained on. {KEPT_TURNS if is_conversation(sample) else KEPT_TOKENS}"
+                f"be trained on. {kept}"
             )
 
 
@@ -361,49 +371,38 @@ def check_prompts_of(
         placeholders: ids that stand for media; in training negative ones do too.
         remedy: the message's last sentence.
     """
-    for turn, prompt in enumerate(rollout_prompts(sample), 1):
-        _check_prompt(sample, turn, prompt.token_ids, template, placeholders, remedy)
-
-
-def _check_prompt(
-    sample: RolloutSample,
-    turn: int,
-    rollout: list[int],
-    template: Template,
-    placeholders: Collection[int],
-    remedy: str,
-) -> None:
-    training = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
-    ours = spans_of(rollout, placeholders)
-    theirs = spans_of(training, placeholders)[: len(ours)]
-    decode = template.tokenizer.decode
-
-    def agree(number: int) -> bool:
-        (is_media, own), (_, other) = ours[number], theirs[number]
-        if is_media:
-            return _same_item(own, other)
-        is_last = number == len(ours) - 1  # behind which completions follow
-        if own == (other[: len(own)] if is_last else other):
-            return True
-        # Training was given a prompt's line breaks beside media, but not those of later turns.
-        line, other_line = (decode(part).replace("\n", "") for part in (own, other))
-        starts = other_line.startswith(line) if is_last else other_line == line
-        return is_conversation(sample) and len(ours) > 1 and starts
-
-    if len(theirs) == len(ours) and all(map(agree, range(len(ours)))):
-        return
-    pairs = zip(rollout, training, strict=False)
-    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(rollout), len(training)))
-    seen, trained = (list(ids[first : first + SHOWN]) for ids in (rollout, training))
-    words = [repr(decode([i for i in ids if i >= 0])) for ids in (seen, trained)]
-    where, remedy = ("", remedy)
-    if is_conversation(sample):
-        where, remedy = (f" in turn {turn}", remedy and TURNS_REMEDY)
-    raise DisagreementError(
-        f"{sample.sample_id}{where}: the rollout saw a prompt of {len(rollout)} tokens that "
-        f"training does not begin with; they differ from token {first} on ({seen} against "
-        f"{trained}, {words[0]} against {words[1]}). {remedy}"
-    )
+    training: list[int] = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
+    spans, decode = spans_of(training, placeholders), template.tokenizer.decode
+    prompts = rollout_prompts(sample)
+    for turn, prompt in enumerate(prompts, 1):
+        rollout = prompt.token_ids
+        ours = spans_of(rollout, placeholders)
+        agrees = len(spans) >= len(ours)
+        for (is_media, own), (_, other) in zip(ours, spans, strict=False):
+            if is_media:
+                agrees &= _same_item(own, other)
+                continue
+            is_last = own is ours[-1][1]  # in training, completions follow it in the same span
+            if own == (other[: len(own)] if is_last else other):
+                continue
+            # Training was given a prompt's line breaks beside media, but not those of later turns.
+            line, other_line = (decode(part).replace("\n", "") for part in (own, other))
+            starts = other_line.startswith(line) if is_last else other_line == line
+            agrees &= len(prompts) > 1 and len(ours) > 1 and starts
+        if agrees:
+            continue
+        pairs = zip(rollout, training, strict=False)
+        shorter = min(len(rollout), len(training))
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+        seen, trained = (ids[first : first + SHOWN] for ids in (rollout, training))
+        words = [repr(decode([i for i in ids if i >= 0])) for ids in (seen, trained)]
+        where = f" in turn {turn}" if len(prompts) > 1 else ""
+        advice = TURNS_REMEDY if remedy and where else remedy
+        raise DisagreementError(
+            f"{sample.sample_id}{where}: the rollout saw a prompt of {len(rollout)} tokens that "
+            f"training does not begin with; they differ from token {first} on ({seen} against "
+            f"{trained}, {words[0]} against {words[1]}). {advice}"
+        )
 
 
 def positions_in_training(
@@ -411,7 +410,7 @@ def positions_in_training(
 ) -> list[torch.Tensor | None]:
     """Return for each sample where training places its tokens: [3, tokens] in time, height and
     width; None of a model that counts them itself."""
-    positions = model_inputs.get("position_ids")
+    positions = model_inputs.get("position_ids")  # [3, rows, tokens] with M-RoPE
     if positions is None or positions.ndim != 3 or len(positions) != 3:
         return [None] * len(samples)
     positions = positions.cpu()
@@ -420,24 +419,10 @@ def positions_in_training(
         return [positions[:, row, kept] for row, kept in enumerate(mask.cpu().bool())]
     if positions.shape[1] == len(samples):
         return list(positions.unbind(1))
-    sizes = [len(sample.encoded["input_ids"]) for sample in samples]  # --padding_free true
+    # `--padding_free true` packs all samples into one row.
+    sizes = [len(sample.encoded["input_ids"]) for sample in samples]
     packed = positions[:, 0]
     return list(packed[:, : sum(sizes)].split(sizes, dim=1))
-
-
-def check_positions_of(sample: RolloutSample, placed: torch.Tensor | None) -> None:
-    """Raise `DisagreementError` where training places a prompt's tokens otherwise than the engine
-    did, if both are known.
-
-    Args:
-        placed: [3, tokens] in time, height and width, as training has them.
-    """
-    for prompt in rollout_prompts(sample):
-        if misplaced := first_misplaced(prompt.positions, placed):
-            raise DisagreementError(
-                f"{sample.sample_id}, a row of {kind_of_row(sample)}: the rollout and training "
-                f"place the same tokens otherwise, {misplaced}. {POSITIONS_REMEDY}"
-            )
 
 
 def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> str:
@@ -456,11 +441,6 @@ def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> s
     )
 
 
-def is_conversation(sample: RolloutSample) -> bool:
-    """Return whether a sample has several turns, of which the last prompt holds the others."""
-    return len(rollout_prompts(sample)) > 1
-
-
 # --- dropout ---
 
 
@@ -473,6 +453,7 @@ def switch_off_dropout(model: torch.nn.Module) -> int:
     count = 0
     for module in model.modules():
         is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+        # Attentions and some MLPs call `functional.dropout` with a number of theirs.
         for name in ("p",) if is_dropout else DROPOUTS:
             value = getattr(module, name, None)
             if isinstance(value, float) and value > 0:

@@ -78,9 +78,10 @@ def load_whole_model(model: nn.Module, checkpoint: Path) -> None:
     try:
         model_class: Any = type(model)
         saved, report = model_class.from_pretrained(checkpoint, output_loading_info=True)
+        # transformers warns of such keys and draws them at random.
         if report["missing_keys"]:
             raise ValueError(f"it has no {', '.join(sorted(report['missing_keys']))}")
-        model.load_state_dict(saved.state_dict())
+        model.load_state_dict(saved.state_dict())  # strictly: both have the names of memory
     except (RuntimeError, ValueError, OSError) as e:
         raise CheckpointError(
             f"{checkpoint} does not hold the weights of the model that is trained "

@@ -75,9 +75,11 @@ def gaps_between(
     rollout_BT: torch.Tensor, training_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> list[Gap]:
     """Compare log-probabilities of samples, in nats, where `mask_BT` is true."""
-    if not mask_BT.numel():
+    if not mask_BT.numel():  # `amax` has no value for rows without columns
         return [Gap()] * len(mask_BT)
+    # Filled and not multiplied: padding may hold NaN, which 0 would not take away.
     difference = (training_BT - rollout_BT).abs().float().masked_fill(~mask_BT, 0)
+    # One stack, so that the device is waited for once.
     columns = difference.sum(1), mask_BT.sum(1).float(), difference.amax(1)
     return [Gap(total, int(count), most) for total, count, most in torch.stack(columns, 1).tolist()]
 
@@ -117,13 +119,12 @@ def sampling_shift(args: RolloutGRPOConfig) -> float:
     training because of the settings alone.
 
     vLLM's log-probabilities are those of the distribution that it samples from. One that keeps a
-    share p of it adds -log(p) to each; `--top_p` keeps that share or more. How much `--top_k`,
-    `--min_p` and penalties keep depends on the model (`CUT_OFF`); one token (`--top_k 1`) may be
-    any share, and so may what a grammar allows. Rollouts of `--async_generate` have the weights of
-    an earlier step. None of ms-swift's flags leaves the choice to the model's generation settings.
+    share p of it adds -log(p) to each.
     """
     # ms-swift 4.4 has no `min_p`, though TRL's arguments below its own do.
     min_p = args.min_p if hasattr(RequestConfig(), "min_p") else 0
+    # One token (`--top_k 1`), or what a grammar allows, may be any share. Where a flag is None, the
+    # model's generation settings decide. With `--async_generate` weights are of an earlier step.
     is_unbounded = (
         args.async_generate
         or args.structured_outputs_regex
@@ -132,6 +133,7 @@ def sampling_shift(args: RolloutGRPOConfig) -> float:
     )
     if is_unbounded:
         return inf
+    # `--top_p` keeps that share or more; how much the others keep depends on the model.
     shift = -log(args.top_p) if 0 < args.top_p < 1 else 0.0
     if args.top_k > 1 or min_p or args.repetition_penalty != 1:
         shift += CUT_OFF
@@ -161,6 +163,7 @@ def measure_rollout_gap(
         DisagreementError: on every rank, with `--rollout_mismatch stop`; names engines and rows.
     """
     shift = sampling_shift(args)
+    # Reached by every rank, in each round, whatever its rows are.
     gathered = ranks.all_gather(_measure_here(micro_batches, limit, shift))
     groups, kinds = defaultdict[Group, Gap](Gap), defaultdict[str, Gap](Gap)
     for rank_groups, _ in gathered:
@@ -170,12 +173,14 @@ def measure_rollout_gap(
     whole = sum(kinds.values(), Gap())
     if not whole.count:
         return {}
+    # NaN is not below any bound: `>` would let it pass.
     beyond = {
         group: gap
         for group, gap in groups.items()
-        if not gap.mean <= most_explained(limit, gap.count) + shift  # nor NaN
+        if not gap.mean <= most_explained(limit, gap.count) + shift
     }
     excess, sample = max(worst for _, worst in gathered)
+    # All ranks have gathered the same, and raise together.
     if beyond:
         _tell_groups(beyond, groups, args, limit, shift, step)
     elif excess > 1:
@@ -200,6 +205,7 @@ def _measure_here(
     worst = (0.0, "")
     for samples, batch in micro_batches:
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
+        # ms-swift has no rollout's with `--use_vllm false`, and none of a batch where one lacks it.
         if rollout is None or training is None:
             continue
         gaps = gaps_between(rollout, training, batch.completion_mask.bool())
@@ -231,6 +237,7 @@ def _tell_groups(
         "precision (quantization, --vllm_engine_kwargs), or choose other experts "
         "(--router_replay_mode R3)."
     )
+    # The cause lies where all that disagrees has something in common that nothing else has.
     engines, kinds = ({group[i] for group in beyond} for i in (0, 1))
     if kinds < {kind for _, kind in groups}:
         cause = "Other rows agree: such media are read, placed or encoded otherwise on one side."

@@ -81,6 +81,7 @@ def replace_failing_prompts(
     Raises:
         NoReplacementError: on every rank; names the groups and the causes.
     """
+    # Every rank makes three gathers at most, and which ones depends on what all have gathered.
     start = sum(ranks.all_gather(len(rows))[: ranks.rank])
     group_of = [(start + position) // group_size for position in range(len(rows))]
     # Equal rows of a group are looked at once.
@@ -89,7 +90,7 @@ def replace_failing_prompts(
     for (group, _), row in distinct.items():
         if group not in failed_here and (error := encoding_error(template, row, max_tokens)):
             failed_here[group] = error, row
-    # Of a group on several ranks the first rank's row counts.
+    # Of a group on several ranks the first rank's row counts: it is written last.
     by_rank = reversed(ranks.all_gather(failed_here))
     failed = {group: failure for failures in by_rank for group, failure in failures.items()}
     if not failed:
@@ -97,6 +98,7 @@ def replace_failing_prompts(
 
     found: dict[int, Row] = {}
     if ranks.rank == 0:  # for all: a row may fail on one rank alone
+        # Groups go on where the one before stopped, so that two do not get the same row.
         numbers = cycle(candidate_order(seed, round_, first_group, len(others)))
         for group in sorted(failed):
             for number in islice(numbers, MAX_CANDIDATES):
@@ -118,6 +120,7 @@ def replace_failing_prompts(
             "(--truncation_strategy delete)."
         )
     pairs = zip(rows, group_of, strict=True)
+    # Copies: ms-swift writes into the messages of each sample.
     whole = [copy.deepcopy(found[group]) if group in found else row for row, group in pairs]
     return whole, sorted(failed)
 
@@ -138,6 +141,7 @@ def named_request(
     """
     if isinstance(sample, RolloutInferRequest):
         return samples2requests([sample])[0]
+    # Here, where the row is at hand: an engine's or a server's error would not name it.
     if fault := row_fault(sample, placeholders):
         raise RowError(sample, fault)
     try:

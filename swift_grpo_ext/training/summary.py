@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Literal
 from swift.utils import get_logger
 
 from swift_grpo_ext.checks.finding import Finding, warning
-from swift_grpo_ext.record.tables import RewardRow
 from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.timing.advice import summary
 from swift_grpo_ext.training.gap import sampling_shift
@@ -55,10 +54,9 @@ class RunSummary:
         """
         self._trainer, self._states, self._limit = trainer, states, limit
         self._rounds: set[RoundId] = set()
-        trainer.score_listeners.append(self._count)
-
-    def _count(self, rows: Sequence[RewardRow]) -> None:
-        self._rounds.update(row.sample_id.round for row in rows)
+        trainer.score_listeners.append(
+            lambda rows: self._rounds.update(row.sample_id.round for row in rows)
+        )
 
     def begin(self) -> None:
         """Say what is on, and how to look at the run."""
@@ -69,6 +67,7 @@ class RunSummary:
 
     def end(self) -> None:
         """Say what was seen, and what would be faster."""
+        # Without a round the training has failed at its start, and its error says all.
         if self._trainer.ranks.rank or not self._rounds:
             return
         logs, args = self._trainer.state.log_history, self._trainer.args
