@@ -79,6 +79,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     num_bytes = tensor.numel() * tensor.element_size()
     starts_with_word = tensor.storage_offset() * tensor.element_size() % 8 == 0
+    # Views where torch allows them: a copy of an embedding may be gigabytes.
     if tensor.is_contiguous() and starts_with_word and num_bytes % 8 == 0:
         words_W = tensor.view(-1).view(torch.uint8).view(torch.int64)
     else:
@@ -89,6 +90,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     size = WORDS_OF_PART if tensor.device.type == "cpu" else 16 * WORDS_OF_PART
     places_P = torch.arange(min(len(words_W), size), device=words_W.device)
     for number, part_P in enumerate(words_W.split(size)):
+        # Integers of torch wrap around, which is arithmetic modulo 2^64. `places_P` is made once:
+        # sum (2 i + 1) w_i = sum w_i + 2 (sum place w_i + start sum w_i), with i = start + place.
         sum_of_part = part_P.sum()
         sum_by_place = (part_P * places_P[: len(part_P)]).sum()
         total += sum_of_part + 2 * (sum_by_place + number * size * sum_of_part)
@@ -110,8 +113,9 @@ def recorded_loads(model: torch.nn.Module, loads: Loads) -> Iterator[None]:
     load = model.load_weights
 
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kw: Any) -> Any:
-        held = list(weights)
+        held = list(weights)  # an iterator is read once
         filled = load(held, *args, **kw)
+        # vLLM's loaders return the names that they filled; some models' return None.
         if filled is None or filled:
             loads.checksums |= weight_checksums(held)
         loads.filled = None if filled is None or loads.filled is None else loads.filled | filled
@@ -143,6 +147,7 @@ def recorded_adapter(manager: Any) -> Iterator[WeightChecksums]:
         }
         sums.update(weight_checksums(tensors.items()))
         request.lora_tensors = tensors
+        # The class's own: this function stands in its place on the object.
         try:
             added = bool(type(manager).add_adapter(manager, request))
         except Exception as e:
@@ -200,8 +205,6 @@ def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> N
         received: the engine's.
         who: names the engine in the error.
     """
-    from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
-
     received = dict(received)
     if fault := received.pop(ADAPTER_FAULT, None):
         raise WeightUpdateError(f"{who} does not generate with the trainer's adapter. {fault}")

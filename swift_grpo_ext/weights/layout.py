@@ -45,7 +45,7 @@ def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
         from transformers.core_model_loading import Transpose, WeightConverter
     except ImportError:  # before 5.0, which converted nothing
         return state_dict
-    conversions = getattr(base, "_weight_conversions", None)
+    conversions = getattr(base, "_weight_conversions", None)  # set by `from_pretrained`
     if conversions is None:
         conversions = get_model_conversion_mapping(base)
     transposed = dict(state_dict)

@@ -114,6 +114,8 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     @contextmanager
     def _recorded_adapter(self) -> Iterator[None]:
         """Record an adapter, with the whole weights that it follows or by itself."""
+        # The first adapter follows the base weights within one update, and the trainer compares
+        # both; each later one is an update by itself.
         if self._has_adapter or self._loads is None:
             self._loads = Loads(filled=None)
         self._has_adapter = True
@@ -127,6 +129,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
     @contextmanager
     def _recorded_loads(self) -> Iterator[None]:
+        # An update arrives in many calls; the first one behind the end of the last begins anew.
         if self._loads is None or self._update_has_ended:
             self._loads, self._update_has_ended, self._has_adapter = Loads(), False, False
         bounded = bounded_broadcasts([self.communicator], self._timeout)

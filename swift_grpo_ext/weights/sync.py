@@ -87,13 +87,14 @@ class WeightSync:
         for is_last in (False, True):
             self._begin()
             with self._noted():
-                if self._servers is not None:
+                if self._servers is not None:  # on rank 0 alone
                     self._made_anew = self._servers.reconnect(again=is_last)
             # Before the first rank gathers weights: the others would wait there for one that
             # failed.
             made_anew = self._meet()
             with self._noted():
                 move(made_anew)
+                # A failure that `send` has kept says more than the tensors that are missing for it.
                 if self._engine is not None and self._failure is None:
                     engine, name = self._engine, f"The colocated engine of rank {self._ranks.rank}"
                     note_unfilled(engine.inner_model, self._loads, engine.engine.model_config)
