@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,6 +35,11 @@ TURNS = 0.3
 
 WAIT = 0.2
 """Ranks with answers of alike lengths end within some percent of one another."""
+
+
+WORDS: dict[str, list[str]] = json.loads(
+    Path(__file__).with_name("words.json").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True)
@@ -82,12 +86,13 @@ def _advices(
         yield _advice("graphs", shares["generate"])
 
     is_read_once = settings.get("logps_shared_prompt") in ("auto", "true")
+    # Without `--logps_shared_prompt` a larger batch reads each prompt as often.
     if passes >= PASSES and is_read_once and (sizes := _larger_batch(settings)):
         yield _advice("batch_size", passes, **sizes)
 
     copies = shares["wake"] + shares["sleep"]
     if copies >= COPIES and is_on_device and settings.get("sleep_level") == 1:
-        # The base of an adapter that the engine has apart is not.
+        # The base under an adapter that the engine holds apart is sent once, at the start.
         is_sent_anew = settings.get("tuner_type") == "full" or not settings.get("vllm_enable_lora")
         yield _advice("drop_weights" if is_sent_anew else "keep_weights", copies)
 
@@ -123,15 +128,8 @@ def _larger_batch(settings: Mapping[str, Any]) -> dict[str, int]:
     return {"size": size, "group": group, "steps": steps, **new}
 
 
-def _advice(key: str, share: float, **values: Any) -> Advice:
-    return Advice(share, [text.format(share=f"{share:.0%}", **values) for text in _words()[key]])
-
-
-@cache
-def _words() -> dict[str, list[str]]:
-    path = Path(__file__).with_name("words.json")
-    words: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
-    return words
+def _advice(key: str, share: float, **values: object) -> Advice:
+    return Advice(share, [text.format(share=f"{share:.0%}", **values) for text in WORDS[key]])
 
 
 def summary(logs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -124,15 +125,10 @@ class StepClock(TrainerCallback):
         self._ended: list[StepMarks] = []  # steps whose last event may not have happened
         self._is_evaluating = False
 
-    def take(self, seconds: dict[str, float]) -> None:
-        """Hand a step's seconds, by part, to the trainer's log; steps come in their order."""
-        for part, value in seconds.items():
-            self._trainer._metrics["train"][f"time/{part}"].append(value)
-
     # --- hooks of transformers ---
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: object
     ) -> None:
         trainer = self._trainer
         self._timed.close()  # what an earlier training left that failed
@@ -148,32 +144,32 @@ class StepClock(TrainerCallback):
         self._step, self._ended = StepMarks([self._mark()]), []
 
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: object
     ) -> None:
         self._stack[0] = "rest"
         self._mark_change()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: object
     ) -> None:
         end = self._mark()
         self._step.marks.append(end)
         self._ended.append(self._step)
         self._step = StepMarks([end])
-        while self._ended and self._ended[0].marks[-1][0].query():
-            self.take(self._ended.pop(0).seconds())
+        self._take_ended(waits=False)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: object
     ) -> None:
-        self._take_all()
+        self._take_ended(waits=True)
         self._timed.close()
 
     # --- methods of the trainer ---
 
-    def _wrap(self, owner: Any, name: str, part: str) -> None:
+    def _wrap(self, owner: object, name: str, part: str) -> None:
         def timed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # With `--async_generate` another thread generates, beside the step.
+            # With `--async_generate` another thread generates, beside the step. An evaluation
+            # calls methods that are timed, and counts as a whole.
             if self._is_evaluating or threading.get_ident() != self._thread:
                 return method(*args, **kwargs)
             self._is_evaluating = name == "evaluation_loop"
@@ -181,8 +177,13 @@ class StepClock(TrainerCallback):
             began = time.perf_counter()
             try:
                 result = method(*args, **kwargs)
-                if name == "_infer_single_or_multi_turn":
-                    self._wait_for_ranks(time.perf_counter() - began)
+                # Wait here for the slowest rank, and not in whatever they do together next. All
+                # ranks generate in each round, whatever their rows are, and so all come here.
+                ranks = getattr(self._trainer, "ranks", None)  # ms-swift's own trainer has none
+                generates = name == "_infer_single_or_multi_turn"
+                if generates and ranks is not None and ranks.size > 1:
+                    all_seconds = ranks.all_gather(time.perf_counter() - began)
+                    self._step.waits.append(max(all_seconds) - fmean(all_seconds))
                 return result
             finally:
                 self._is_evaluating = False
@@ -191,33 +192,25 @@ class StepClock(TrainerCallback):
         self._timed.enter_context(wrapped(owner, name, timed))
 
     def _log_with_seconds(self, log: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._take_all()
+        self._take_ended(waits=True)
         log(*args, **kwargs)
 
     def _begin(self, part: str) -> None:
         if part == "logps" and self._stack[-1] == "loss":
-            part = "loss"
+            part = "loss"  # the pass with gradients goes through the same method
         if part == "wake" and self._trainer.vllm_mode != "colocate":
-            part = "rollout"
+            part = "rollout"  # a server does not sleep
         self._stack.append(part)
         self._mark_change()
 
     def _end(self, part: str) -> None:
         self._stack.pop()
         if part == "generate" and self._stack[-1] == "wake":
-            self._stack[-1] = "sleep"
+            self._stack[-1] = "sleep"  # `_fast_infer` has only that left to do
         is_last = part == "loss" and self._trainer.accelerator.sync_gradients
         if is_last and len(self._stack) == 1:  # gradients are clipped next
             self._stack[0] = "optimizer"
         self._mark_change()
-
-    def _wait_for_ranks(self, seconds: float) -> None:
-        """Wait here for the slowest rank, and not in whatever they do together next. All ranks
-        generate in each round, whatever their rows are, and so all of them come here."""
-        ranks = getattr(self._trainer, "ranks", None)  # ours; ms-swift's own trainer has none
-        if ranks is not None and ranks.size > 1:
-            all_seconds = ranks.all_gather(seconds)
-            self._step.waits.append(max(all_seconds) - sum(all_seconds) / len(all_seconds))
 
     # --- marks ---
 
@@ -231,8 +224,14 @@ class StepClock(TrainerCallback):
         event.record()
         return event, self._stack[-1]
 
-    def _take_all(self) -> None:
-        for step in self._ended:
-            step.marks[-1][0].synchronize()
-            self.take(step.seconds())
-        self._ended = []
+    def _take_ended(self, *, waits: bool) -> None:
+        """Hand the seconds of steps to the trainer's log, in their order: of all steps, or of those
+        that the device has done."""
+        while self._ended:
+            last_event, _ = self._ended[0].marks[-1]
+            if waits:
+                last_event.synchronize()
+            elif not last_event.query():
+                break
+            for part, value in self._ended.pop(0).seconds().items():
+                self._trainer._metrics["train"][f"time/{part}"].append(value)
