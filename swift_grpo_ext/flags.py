@@ -136,23 +136,22 @@ def flag_infos() -> tuple[FlagInfo, ...]:
     for group in FLAG_GROUPS:
         docs = docstring_parser.parse_from_object(group)
         texts = {param.arg_name: param.description or "" for param in docs.params}
-        infos += [
-            FlagInfo(
-                name=f.name,
-                group=docs.short_description or "",
-                type=_type_words(hints[f.name]),
-                default=getattr(defaults, f.name),
-                help=" ".join(texts[f.name].split()),
+        for flag in fields(group):
+            hint, values = hints[flag.name], get_args(hints[flag.name])
+            if get_origin(hint) is Literal:
+                words = " | ".join(values)
+            else:  # `list[int]` takes several values
+                words = f"{values[0].__name__} ..." if values else str(hint.__name__)
+            infos.append(
+                FlagInfo(
+                    name=flag.name,
+                    group=docs.short_description or "",
+                    type=words,
+                    default=getattr(defaults, flag.name),
+                    help=" ".join(texts[flag.name].split()),
+                )
             )
-            for f in fields(group)
-        ]
     return tuple(infos)
-
-
-def _type_words(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return " | ".join(get_args(hint))
-    return f"{get_args(hint)[0].__name__} ..." if get_origin(hint) is list else str(hint.__name__)
 
 
 def flag_names() -> list[str]:

@@ -22,7 +22,11 @@ what is used, and this entry of `memory.stat` with what the kernel would give ba
 
 def total_bytes() -> int:
     """Return the memory of this machine, or of this process's container where that has less."""
-    return min([int(psutil.virtual_memory().total), *_limits_of_containers()])
+    found = [int(psutil.virtual_memory().total)]
+    for folder, (limit, _, _) in _control_groups():
+        with suppress(OSError, ValueError):  # no such group; "max", which is no limit
+            found.append(int((folder / limit).read_text(encoding="utf-8")))
+    return min(found)
 
 
 def free_bytes() -> int:
@@ -33,22 +37,14 @@ def free_bytes() -> int:
     container's limit (https://docs.kernel.org/admin-guide/cgroup-v2.html), and so is one whose
     container lies in a limited one.
     """
-    free = min([int(psutil.virtual_memory().available), *_free_in_containers()])
-    return max(free, 0) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def _limits_of_containers() -> Iterator[int]:
-    for folder, (limit, _, _) in _control_groups():
-        with suppress(OSError, ValueError):  # no such group; "max", which is no limit
-            yield int((folder / limit).read_text(encoding="utf-8"))
-
-
-def _free_in_containers() -> Iterator[int]:
+    found = [int(psutil.virtual_memory().available)]
     for folder, (limit, used, given_back) in _control_groups():
         with suppress(OSError, ValueError):
             most, now = ((folder / name).read_text(encoding="utf-8") for name in (limit, used))
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            yield int(most) - int(now) + int(stat.get(given_back, 0))
+            # What is used counts cached files too, such as a data set's: they make room when asked.
+            found.append(int(most) - int(now) + int(stat.get(given_back, 0)))
+    return max(min(found), 0) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
@@ -63,7 +59,7 @@ def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
             top = ROOT / "sys/fs/cgroup" / controller
             # Where a container sees its own group as the top one, the path may lead nowhere.
             own = top / path.lstrip("/")
-            for folder in (own, *own.parents):
+            for folder in (own, *own.parents):  # a group's parents bound it too
                 yield folder, NAMES[controller]
                 if folder == top:
                     break

@@ -98,6 +98,7 @@ class MainRankGroup(TensorParallelGroup):
         return values or []
 
     def scatter(self, values: list[Any] | Exception | None) -> Any:
+        # As text: not every exception can be pickled.
         failure = f"{type(values).__name__}: {values}" if isinstance(values, Exception) else None
         shares = None
         if self.drives_engine:
@@ -128,25 +129,23 @@ def training_ranks(timeout_seconds: float) -> RankGroup:
         return RankGroup()
     if dist.get_backend() == "gloo":
         return MainRankGroup()
+    seconds = min(SECONDS_TO_CONNECT, timeout_seconds)
+    timeout = timedelta(seconds=timeout_seconds)
     with _listening_to_all_nodes():
-        return MainRankGroup(_connected(timedelta(seconds=timeout_seconds)))
-
-
-def _connected(timeout: timedelta) -> dist.ProcessGroup:
-    """Return the group of all ranks. gloo's own bound is that of each of its tries, and a rank that
-    is not reached notices nothing."""
-    seconds = min(SECONDS_TO_CONNECT, timeout.total_seconds())
-    made = in_thread(partial(dist.new_group, backend="gloo", timeout=timeout))
-    try:
-        return made.result(seconds)
-    except (RuntimeError, FutureTimeoutError) as e:
-        listens_at = os.environ.get(INTERFACE) or f"what the name {socket.gethostname()} stands for"
-        cause = str(e) or f"no answer within {seconds:g} s"
-        raise ConnectionError(
-            f"The training's ranks do not reach one another over gloo ({cause}). This one listens "
-            f"at {listens_at}. Set {INTERFACE} on each node to the network interface that reaches "
-            f"the other nodes (`ip route get {os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}`)."
-        ) from e
+        # In a thread, which can be left: gloo bounds each of its tries, and a rank that is not
+        # reached notices nothing.
+        made = in_thread(partial(dist.new_group, backend="gloo", timeout=timeout))
+        try:
+            return MainRankGroup(made.result(seconds))
+        except (RuntimeError, FutureTimeoutError) as e:
+            listens_at = os.environ.get(INTERFACE) or f"the address of {socket.gethostname()}"
+            cause = str(e) or f"no answer within {seconds:g} s"
+            reaches = os.environ.get("MASTER_ADDR", "MASTER_ADDR")
+            raise ConnectionError(
+                f"The training's ranks do not reach one another over gloo ({cause}). This one "
+                f"listens at {listens_at}. Set {INTERFACE} on each node to the network interface "
+                f"that reaches the other nodes (`ip route get {reaches}`)."
+            ) from e
 
 
 @contextmanager
@@ -158,7 +157,7 @@ def _listening_to_all_nodes() -> Iterator[None]:
     """
     size_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     if os.environ.get(INTERFACE) or size_here >= dist.get_world_size():
-        yield
+        yield  # the user has chosen, or all ranks are on this node
         return
     address = address_to(os.environ.get("MASTER_ADDR", ""))
     store, key = dist.distributed_c10d._get_default_store(), "swift_grpo_ext/second_node"
@@ -168,7 +167,7 @@ def _listening_to_all_nodes() -> Iterator[None]:
         store.wait([key], timedelta(seconds=SECONDS_TO_CONNECT))
         address = address_to(store.get(key).decode())
     if (interface := interface_of(address)) is None:
-        yield
+        yield  # gloo's own choice; where that does not connect, the error names the setting
         return
     os.environ[INTERFACE] = interface
     try:
@@ -181,6 +180,7 @@ def address_to(host: str) -> str | None:
     """Return this machine's address by which it sends to `host`; None where that is itself alone,
     or unknown. Nothing is sent."""
     with suppress(OSError):
+        # Where a UDP socket is connected, the kernel chooses its route, and with it its address.
         for family, kind, protocol, _, target in socket.getaddrinfo(
             host, 9, type=socket.SOCK_DGRAM
         ):
