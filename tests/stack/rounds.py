@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,10 @@ PLUGINS = (
     "tests/stack/recorder.py",
 )
 FAULTY = "tests/stack/faults.py"
+SECONDS_TO_END = 300
+"""After the last replica is lost. Two busy cores need a minute; a hang has gloo's half hour, or
+no end."""
+
 PRESET = ROOT / "examples/digits/grpo.yaml"
 GROUP_SIZE = 4
 BATCH = 12  # samples in a generation batch: 3 prompts, for 1, 2, 3 and 6 ranks
@@ -146,9 +156,25 @@ def training_command(
     return command, env
 
 
+FATE = ("--reward_funcs", "position", "fate", "--reward_weights", "1.0", "0.0")
+"""Rewards of a training that waits in a step for a file `go`, which a test has to make however it
+ends, or is killed there."""
+
+train_with_faults = partial(run_training, plugins=(FAULTY,))
+
+
 def faults(*kinds: dict[str, Any]) -> dict[str, str]:
     """The environment in which `faults.py` makes these happen."""
     return {"FAULTS": json.dumps(kinds)}
+
+
+def wait_until(is_so: Callable[[], bool], training: Future[Finished]) -> None:
+    """Return when something is so; fails where the training ends before, or time."""
+    deadline = time.monotonic() + SECONDS_TO_END
+    while not is_so():
+        assert not training.done(), training.result().cause
+        assert time.monotonic() < deadline
+        time.sleep(0.25)
 
 
 def assert_logged(run: Path, samples: Samples, ranks: int) -> None:
@@ -206,7 +232,18 @@ def assert_same(samples: Samples, reference: Samples, steps: range = range(3)) -
     assert len(expected) == BATCH * len(steps)
     assert token_ids(samples) == token_ids(expected)
     for name, sample in samples.items():
-        assert sample["images"] == expected[name]["images"]
+        for part in ("images", "solution"):
+            assert sample[part] == expected[name][part]
+
+
+@contextmanager
+def web(folder: Path) -> Iterator[str]:
+    """The address of a web server of this machine for a folder's files."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def write_video(images: Sequence[str], path: Path) -> Path:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import base64
 import statistics
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ from tests.stack.rounds import (
     read_records,
     server_argv,
     train,
+    web,
     write_lines,
     write_video,
 )
@@ -51,19 +49,14 @@ class Kinds:
     """So that the first epoch is met whole."""
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """The address of a server, and the folder of its files."""
-    folder = tmp_path_factory.mktemp("served")
-    handler = partial(SimpleHTTPRequestHandler, directory=folder)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", folder
-        server.shutdown()
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    with web(tmp_path) as address:
+        yield address
 
 
 @pytest.fixture
-def kinds(assets: Path, url: tuple[str, Path], tmp_path: Path) -> Kinds:
+def kinds(assets: Path, url: str, tmp_path: Path) -> Kinds:
     digits = sorted((assets / "digits").rglob("*.png"))[:4]
     digit = digits[0]
     image, content = Image.open(digit).convert("RGB"), digit.read_bytes()
@@ -83,8 +76,7 @@ def kinds(assets: Path, url: tuple[str, Path], tmp_path: Path) -> Kinds:
     (tmp_path / "cut.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:-200])
     Image.new("RGB", (20_000, 28)).save(tmp_path / "wide.png")
     video = write_video(list(map(str, digits)), tmp_path / "digits.mp4")
-    address, served = url
-    image.save(served / "1.png")
+    image.save(tmp_path / "1.png")
     base64_text = base64.b64encode(content).decode()
 
     def asks(name: str, *images: str, text: str = "", mark: str = "<image>", **columns: Any) -> Row:
@@ -104,7 +96,7 @@ def kinds(assets: Path, url: tuple[str, Path], tmp_path: Path) -> Kinds:
         *(asks(name, str(tmp_path / name)) for name in files),
         asks("base64", base64_text),
         asks("data URL", f"data:image/png;base64,{base64_text}"),
-        asks("URL", f"{address}/1.png"),
+        asks("URL", f"{url}/1.png"),
         asks("file URL", f"file://{digit}"),
         asks("one path", images=str(digit)),
         asks("a video", mark="<video>", videos=[str(video)]),
@@ -115,7 +107,7 @@ def kinds(assets: Path, url: tuple[str, Path], tmp_path: Path) -> Kinds:
     bad = [
         *(asks(name, str(tmp_path / name)) for name in lost),
         asks("dead URL", "http://127.0.0.1:9/digit.png"),
-        asks("no such URL", f"{address}/none.png"),
+        asks("no such URL", f"{url}/none.png"),
         asks("too long", str(digit), text=" again" * 1200),
         asks("beyond the engine", str(digit), text=" again" * 600),
         asks("two marks", str(digit), text="<image>"),
@@ -129,7 +121,7 @@ def kinds(assets: Path, url: tuple[str, Path], tmp_path: Path) -> Kinds:
     return Kinds(rows, *names, steps=-(-len(good + bad) // PROMPTS))
 
 
-@pytest.mark.parametrize("mode", ["colocate", "server"])
+@pytest.mark.parametrize("mode", [pytest.param("colocate", marks=pytest.mark.extra), "server"])
 def test_bad_rows_leave_as_whole_groups(
     mode: str, assets: Path, kinds: Kinds, tmp_path: Path
 ) -> None:

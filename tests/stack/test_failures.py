@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -13,9 +12,11 @@ import pytest
 import requests
 
 from swift_grpo_ext.sampling.seeding import SampleId
-from tests.stack.processes import Finished, rollout_server
+from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
+    FATE,
     FAULTY,
+    SECONDS_TO_END,
     Samples,
     assert_logged,
     assert_same,
@@ -24,25 +25,13 @@ from tests.stack.rounds import (
     recorded,
     run_training,
     server_argv,
+    train_with_faults,
+    wait_until,
 )
 
 pytestmark = pytest.mark.stack
 
-train_with_faults = partial(run_training, plugins=(FAULTY,))
-FATE = ("--reward_funcs", "position", "fate", "--reward_weights", "1.0", "0.0")
 ONCE = {"MAX_RESTARTS": "0"}
-SECONDS_TO_END = 300
-"""After the last replica is lost. Two busy cores need a minute; a hang has gloo's half hour, or
-no end."""
-
-
-def wait_until(is_so: Callable[[], bool], training: Future[Finished], go: Path) -> None:
-    deadline = time.monotonic() + SECONDS_TO_END
-    while not is_so():
-        if training.done() or time.monotonic() > deadline:
-            go.touch()  # else the training would wait for it, and the test's end for the training
-            raise AssertionError(training.result().cause)
-        time.sleep(0.5)
 
 
 def is_waiting(health: str) -> bool:
@@ -74,10 +63,10 @@ def test_a_run_goes_on_and_a_lost_replica_comes_back(
         argv = (*FATE, *client_argv(port))
         train_on_two = partial(train_with_faults, ranks=2, env=waits)
         training = pool.submit(train_on_two, assets, rows, tmp_path / "run", *argv)
-        wait_until(
-            partial(is_waiting, f"http://127.0.0.1:{port}/health/"), training, tmp_path / "go"
-        )
-        (tmp_path / "go").touch()
+        try:
+            wait_until(partial(is_waiting, f"http://127.0.0.1:{port}/health/"), training)
+        finally:
+            (tmp_path / "go").touch()
         finished = training.result()
     assert finished.returncode == 0, finished.cause
     samples = recorded(tmp_path / "run")
@@ -136,11 +125,14 @@ def test_trainer_and_server_come_back(
         waits = faults({"trainer": "wait", "step": 1, "rank": 0, "folder": str(tmp_path)})
         train_again = partial(train_with_faults, env=waits)
         resumed = pool.submit(train_again, assets, rows, tmp_path / "b", *argv)
-        wait_until((tmp_path / "waiting").exists, resumed, tmp_path / "go")
-        first_start.close()
-        with rollout_server(*server, log=tmp_path / "anew.log", port=port):
+        try:
+            wait_until((tmp_path / "waiting").exists, resumed)
+            first_start.close()
+            with rollout_server(*server, log=tmp_path / "anew.log", port=port):
+                (tmp_path / "go").touch()
+                finished = resumed.result()
+        finally:
             (tmp_path / "go").touch()
-            finished = resumed.result()
     assert finished.returncode == 0, finished.cause
     assert f"server 0 (http://127.0.0.1:{port}) was started anew" in finished.output
     assert_same(recorded(tmp_path / "b"), reference, range(1, 3))
