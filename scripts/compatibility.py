@@ -96,7 +96,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "seeds": (
         "tests/stack/test_invariance.py::test_seeds_are_unique_and_noise_is_fresh",
         "tests/stack/test_invariance.py::test_two_ranks_and_resuming",
-        "tests/stack/test_servers.py::test_servers[two-servers-3]",
+        "tests/stack/test_servers.py::test_two_servers",
     ),
     # stop strings on three engines
     "stops": ("tests/stack/test_stops.py",),
@@ -105,7 +105,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/stack/test_training.py::test_engine_samples_with_the_trained_weights[learned_lora]",
     ),
     # a checkpoint that is resumed
-    "resumed": ("tests/stack/test_resume.py::test_two_steps_and_two_more_are_four[lora]",),
+    "resumed": ("tests/stack/test_resume.py::test_colocated[lora]",),
 }
 """Each part of a trial gives these arguments to pytest."""
 

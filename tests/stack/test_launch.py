@@ -15,20 +15,32 @@ import pytest
 
 from tests.stack.memory import COLOCATED_RANK, REPLICA, TRAINING_RANK, reserved
 from tests.stack.processes import SECONDS_TO_END, SWIFT, free_port, started
-from tests.stack.rounds import client_argv, server_argv
+from tests.stack.rounds import (
+    Samples,
+    assert_logged,
+    assert_same,
+    client_argv,
+    recorded,
+    server_argv,
+    training_command,
+)
 
 pytestmark = pytest.mark.stack
 
 
-def test_two_deploy_and_six_train(assets: Path, tmp_path: Path) -> None:
-    """Up, through, and down again without a trace."""
+def test_two_deploy_and_six_train(
+    assets: Path, rows: Path, reference: Samples, tmp_path: Path
+) -> None:
+    """Up, through, and down again without a trace; two replicas draw for six training ranks what
+    one colocated rank draws by itself."""
+    training, env = training_command(assets, rows, tmp_path, ranks=6, steps=3)
     ports = [free_port(), free_port()]
     command = [
         *("bash", "scripts/launch_2x6.sh", "--cpu", "--logs", str(tmp_path / "logs")),
         *("--port", str(ports[0]), "--group-port", str(ports[1])),
-        *("--", "--output_dir", str(tmp_path / "run"), "--add_version", "false"),
+        *("--", *training[2:]),  # without `rlhf` and its preset
     ]
-    env = {"VENV": os.environ.get("VENV", str(Path(sys.executable).parents[1]))}
+    env["VENV"] = os.environ.get("VENV", str(Path(sys.executable).parents[1]))
     env["ASSETS"] = str(assets)
     counted = COLOCATED_RANK  # by `started`, which takes the script for one rank
     more = 2 * REPLICA + 6 * TRAINING_RANK - counted
@@ -42,27 +54,25 @@ def test_two_deploy_and_six_train(assets: Path, tmp_path: Path) -> None:
     assert "is healthy after" in finished.output
     assert re.search(r"^\[server0\] .*POST /infer/", finished.output, re.MULTILINE)
     assert re.search(r"^\[train\] .*'global_step/max_steps': '3/3'", finished.output, re.MULTILINE)
-    assert (tmp_path / "run/logging.jsonl").is_file()
+    samples = recorded(tmp_path)
+    assert_logged(tmp_path / "run", samples, ranks=6)
+    assert_same(samples, reference)
+    assert len({sample["infos"]["replica"] for sample in samples.values()}) == 2
     assert (tmp_path / "logs/server0.log").stat().st_size > 1000
     assert (tmp_path / "logs/ended").read_text() == "0 (node 0)\n"
 
 
 @pytest.mark.extra
-def test_ctrl_c_ends_everything(assets: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_everything(assets: Path, rows: Path, tmp_path: Path) -> None:
     """Ranks of a training, then a server with its two replicas, such as `test_failures.py` ends."""
     port = free_port()
     server = [str(SWIFT), "rollout", *server_argv(assets, "--vllm_data_parallel_size", "2")]
     server += ["--host", "127.0.0.1", "--port", str(port)]
-    training = [
-        *(str(SWIFT), "rlhf", "examples/digits/grpo.yaml", "--max_steps", "1000"),
-        *("--model", str(assets / "tiny_vlm"), "--dataset", str(assets / "digits/train.jsonl")),
-        *("--per_device_train_batch_size", "4", "--num_generations", "4"),
-        *("--output_dir", str(tmp_path / "run"), "--add_version", "false", *client_argv(port)),
-    ]
-    ranks = {"NPROC_PER_NODE": "2"}
+    argv, env = training_command(assets, rows, tmp_path, *client_argv(port), ranks=2, steps=1000)
+    training = [str(SWIFT), *argv]
     with started(server, tmp_path / "server.log", real=True) as serving:
         serving.wait_for("Uvicorn running on", seconds=900)
-        with started(training, tmp_path / "log", ranks, real=True) as running:
+        with started(training, tmp_path / "log", env, real=True) as running:
             running.wait_for("'global_step/max_steps': '1/1000'", seconds=900)
             running.interrupt()
             assert running.survivors(SECONDS_TO_END) == []
