@@ -19,7 +19,8 @@ LONG_FILES = [
     *("failures", "pairs", "turns"),
     *("options", "sharded", "resume", "replay", "training", "selftest", "stops"),
     "../test_launch_script",
-    *("../diversity/test_real_runs", "placeholders", "tool_call", "bad_data", "api_key"),
+    *("../diversity/test_real_runs", "adapters", "router_replay", "placeholders", "tool_call"),
+    *("bad_data", "api_key", "mixed_rows", "wrong_weights"),
 ]
 """Files of `tests/stack` in the order in which pytest's workers get them: long ones first, and
 those apart that take much of the machine's memory, since they would wait for one another."""

@@ -74,13 +74,8 @@ def run_rank_groups(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
     return run_ranks(size, lambda rank, gather: work(ThreadRanks(rank, size, gather)))
 
 
-def start_two_processes(run: Callable[[int, str], None]) -> None:
-    """Fork two processes that call `run(rank, folder)`; the command line names the folder."""
-    start_processes(run, 2)
-
-
-def start_processes(run: Callable[[int, str], None], number: int) -> None:
-    """Do so with this number of processes."""
+def start_processes(run: Callable[[int, str], None], number: int = 2) -> None:
+    """Fork processes that call `run(rank, folder)`; the command line names the folder."""
     os.environ["OMP_NUM_THREADS"] = "1"
     folder = str(Path(sys.argv[1]).resolve())
     multiprocessing.start_processes(run, (folder,), nprocs=number, start_method="fork")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from swift_grpo_ext.cpu import patches
 from swift_grpo_ext.upstream.patches import make
-from tests.ranks import start_two_processes
+from tests.ranks import start_processes
 
 
 def run(rank: int, folder: str) -> None:
@@ -40,4 +40,4 @@ def run(rank: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    start_two_processes(run)
+    start_processes(run)

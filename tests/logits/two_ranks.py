@@ -29,7 +29,7 @@ from tests.logits import models
 from tests.logits.models import RemoteCode
 from tests.logits.test_logps import Ours, Upstream, config_of
 from tests.logits.test_shared_prompt import ROWS, Group, make_pass, positions_of
-from tests.ranks import start_two_processes
+from tests.ranks import start_processes
 
 STEPS = 2
 LENGTHS = (12, 9)
@@ -347,4 +347,4 @@ def run(rank: int, folder: str) -> None:
 if __name__ == "__main__":
     if sys.argv[2:] == ["zero3"]:
         os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
-    start_two_processes(run)
+    start_processes(run)

@@ -36,7 +36,7 @@ class AskAgain(MultiTurnScheduler):
 class LookCloser(MultiTurnScheduler):
     """Puts in the image once more, smaller, and asks again; forgets to say so to the training."""
 
-    repeats = False
+    says_so = False
 
     def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
         return current_turn >= TURNS
@@ -47,18 +47,14 @@ class LookCloser(MultiTurnScheduler):
         closer = base64.b64encode(content.getvalue()).decode()
         infer_request.images = [*infer_request.images, closer]
         infer_request.messages.append({"role": "user", "content": "<image>And closer?"})
-        infos = {"images": infer_request.images} if self.repeats else {}
+        infos = {"images": infer_request.images} if self.says_so else {}
         return {"infer_request": infer_request, "rollout_infos": infos}
 
 
-class LookCloserRepeated(LookCloser):
-    """Says it, as ms-swift asks for."""
-
-    repeats = True
-
-
-class ByIndex(LookCloserRepeated):
+class ByIndex(LookCloser):
     """Has turns by the sample's place in its group: one; two; two and three with an image."""
+
+    says_so = True
 
     def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
         return current_turn >= (1, 2, 2, 3)[SampleId.parse(infer_request.uuid).index]
@@ -164,7 +160,6 @@ class CosineOfDigits(CosineReward):
 multi_turns.update(
     ask_again=AskAgain,
     look_closer=LookCloser,
-    look_closer_repeated=LookCloserRepeated,
     by_index=ByIndex,
     long_tool=LongTool,
     other_rules=OtherRules,

@@ -18,6 +18,9 @@ from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
 VOCABULARY = 151_936
 END = 151_645  # <|im_end|>
+PROMPTS_END = 198
+"""The last token of every prompt, the line break behind `<|im_start|>assistant`."""
+
 ENDING = 0
 """The channel of tokens that end a sequence."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_vlm.families import FAMILIES, Family, make_family
 
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.tables import to_rows
@@ -28,11 +28,8 @@ from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.training.gap import gap_limit
 from tests.stack import rounds
 from tests.stack.conftest import once
-from tests.stack.processes import ROOT, Finished, rollout_server
+from tests.stack.processes import Finished, rollout_server
 from tests.stack.rounds import client_argv, read_records, run_training
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from tiny_vlm.families import FAMILIES, Family, make_family
 
 pytestmark = [pytest.mark.stack, pytest.mark.extra]
 

@@ -10,22 +10,19 @@ import re
 from pathlib import Path
 
 import pytest
-from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
+from swift_grpo_ext.record.reader import read_diversity
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
-from swift_grpo_ext.server.client import RolloutServers
+from swift_grpo_ext.tools.cli import main
 from tests.stack.conftest import STEPS
 from tests.stack.policy import SAME
-from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,
     GROUP_SIZE,
     Samples,
     assert_same,
-    client_argv,
     logged_steps,
     read_records,
-    server_argv,
     train,
 )
 
@@ -45,6 +42,21 @@ def test_seeds_are_unique_and_noise_is_fresh(reference: Samples) -> None:
     assert repeated > GROUP_SIZE, "no prompt met itself in a batch: the test sees nothing"
     completions = {tuple(sample["token_ids"]) for sample in reference.values()}
     assert len(completions) == len(reference), "a completion came twice"
+
+
+def test_sound_noise_is_no_alarm_and_reaches_the_log(
+    reference_folder: Path, tmp_path: Path
+) -> None:
+    """The same prompts again and again, with a seed for each sample."""
+    records = read_diversity(reference_folder / "run")
+    assert [r.verdict for r in records] == ["healthy"] * STEPS
+    assert all(r.num_earlier_pairs for r in records[2:])  # of the second epoch on
+    assert "diversity:" not in (reference_folder / "log").read_text(encoding="utf-8")
+    logged = [log["diversity/vendi"] for log in logged_steps(reference_folder / "run")]
+    assert logged == pytest.approx([r.metrics["vendi"] for r in records], abs=1e-6)
+    page = tmp_path / "page.html"
+    assert main(["view", str(reference_folder / "run"), "--output", str(page)]) == 0
+    assert 'class="verdict healthy"' in page.read_text(encoding="utf-8")
 
 
 def test_a_group_is_asked_for_once(reference_folder: Path, reference: Samples) -> None:
@@ -87,34 +99,30 @@ def assert_same_training(run: Path, expected: Path) -> list[dict[str, float]]:
     return logs
 
 
-def test_caches_for_media_change_nothing(assets: Path, rows: Path, folder: Path) -> None:
-    """A frozen tower encodes each image of a round once, in two passes over three groups."""
+def test_savings_change_nothing(
+    assets: Path, rows: Path, folder: Path, reference_folder: Path, reference: Samples
+) -> None:
+    """Training reads a prompt once and has caches for media, by default: as ms-swift's passes, but
+    for rounding. A frozen tower encodes each image of a round once, in two passes over three
+    groups. Where each micro-batch holds one sample, passes without gradients take a group's
+    together (`test_sharded.py` compares passes of a trained tower with ms-swift's)."""
     frozen = ("--freeze_vit", "true", "--freeze_aligner", "true", "--rollout_mismatch", "warn")
-    none = ("--encoder_cache_gb", "0", "--media_cache_gb", "0")
-    samples = train(assets, rows, folder / "frozen", *frozen)
-    assert_same(samples, train(assets, rows, folder / "upstream", *frozen, *none))
-    for step, log in enumerate(assert_same_training(folder / "frozen", folder / "upstream")):
-        shown = {tuple(s["images"]) for s in samples.values() if s["step"] == step}
+    none = ("--encoder_cache_gb", "0", "--media_cache_gb", "0", "--logps_shared_prompt", "false")
+    one_each = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", str(BATCH))
+    ways = {"saved": frozen, "upstream": (*frozen, *none), "small": one_each}
+    for way, argv in ways.items():
+        assert_same(train(assets, rows, folder / way, *argv), reference)
+    for step, log in enumerate(assert_same_training(folder / "saved", folder / "upstream")):
+        shown = {tuple(s["images"]) for s in reference.values() if s["step"] == step}
         assert log["media/encoded"] == len(shown)
     for log in logged_steps(folder / "upstream/run"):
         assert not any(name.startswith("media/") for name in log)
-
-
-def test_a_prompt_that_is_read_once_in_training(
-    assets: Path, rows: Path, folder: Path, reference_folder: Path, reference: Samples
-) -> None:
-    """As it is by default, with images and a trained tower: as ms-swift's passes, but for rounding.
-    Where each micro-batch holds one sample, passes without gradients take a group's together."""
-    again, small = folder / "again", folder / "small"
-    assert_same(train(assets, rows, again, "--logps_shared_prompt", "false"), reference)
-    one_each = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", str(BATCH))
-    assert_same(train(assets, rows, small, *one_each), reference)
-    for run, share in ((reference_folder, 0.7), (small, 0.8)):
-        log = (run / "log").read_text(encoding="utf-8", errors="replace")
-        found = re.search(r"auto: passes of .* read (\d+) positions in the place of (\d+)", log)
+    assert_same_training(folder / "small", reference_folder)
+    for run, share in ((folder / "saved", 0.7), (reference_folder, 0.7), (folder / "small", 0.8)):
+        text = (run / "log").read_text(encoding="utf-8", errors="replace")
+        found = re.search(r"auto: passes of .* read (\d+) positions in the place of (\d+)", text)
         assert found is not None
         assert int(found[1]) < share * int(found[2])
-        assert_same_training(run, again)
 
 
 def test_two_ranks_and_resuming(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
@@ -126,16 +134,3 @@ def test_two_ranks_and_resuming(assets: Path, rows: Path, folder: Path, referenc
     resume = ("--resume_from_checkpoint", str(checkpoint))
     second = train(assets, rows, folder / "resumed", *resume, ranks=2, steps=STEPS)
     assert_same(second, reference, range(3, STEPS))
-
-
-def test_async_engine(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
-    """Both of its replicas have the weights, and each sample names the one that drew it."""
-    argv = ("--vllm_use_async_engine", "true", "--vllm_data_parallel_size", "2")
-    with rollout_server(*server_argv(assets, *argv), log=folder / "async.log") as port:
-        samples = train(assets, rows, folder / "async-engine", *client_argv(port))
-        client = VLLMInferClient(base_urls=[f"http://127.0.0.1:{port}"])
-        (_, first), (_, second) = RolloutServers(client, timeout=600.0).loaded_checksums()
-    assert first == second != {}
-    replicas = {sample["infos"]["replica"] for sample in samples.values()}
-    assert {name.split(") ")[1] for name in replicas} == {"replica 0", "replica 1"}
-    assert_same(samples, reference)

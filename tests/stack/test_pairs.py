@@ -12,10 +12,22 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
+from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.server.client import RolloutServers
 from tests.stack.conftest import once
 from tests.stack.processes import rollout_server
-from tests.stack.rounds import SHORT_STEPS, Samples, client_argv, recorded, server_argv, train
+from tests.stack.rounds import (
+    SHORT_STEPS,
+    Samples,
+    client_argv,
+    logged_steps,
+    recorded,
+    server_argv,
+    train,
+)
 
 pytestmark = pytest.mark.stack
 
@@ -52,7 +64,7 @@ RANKS = {"colocated": 2, "one replica": 2, "two replicas": 1, "two servers": 2}
 CORE = {
     ("scheduler, in the training", "sync", "colocated"),
     ("scheduler, in the training", "sync", "two replicas"),
-    ("scheduler, on the server", "async", "two servers"),
+    ("scheduler, on the server", "async", "two replicas"),
 }
 PAIRS = [
     pytest.param(leader, engine, name, marks=[] if is_core else pytest.mark.extra)
@@ -85,21 +97,32 @@ def deployed(assets: Path, folder: Path, engine: str, name: str, *argv: str) -> 
         yield ports
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def colocated(
-    assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Samples]:
-    """What one rank draws by itself, with a scheduler and with an environment."""
-    found = {}
-    for kind in ("scheduler", "environment"):
+    leader: str, assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Samples:
+    """What one rank draws by itself, with a scheduler or with an environment: training sees what
+    the engine saw in each turn."""
+    kind = leader.split(",")[0]
+
+    def make(folder: Path) -> Samples:
         argv = LEADERS[f"{kind}, in the training"][0]
-        folder = once(
-            tmp_path_factory,
-            f"colocated-{kind}",
-            lambda folder, argv=argv: train(assets, rows, folder, *argv, steps=STEPS),
-        )
-        found[kind] = recorded(folder)
-    return found
+        return train(assets, rows, folder, *argv, steps=STEPS)
+
+    folder = once(tmp_path_factory, f"colocated-{kind}", make)
+    assert [0 < step["rollout_gap/max"] < 1e-4 for step in logged_steps(folder / "run")] == (
+        [True] * STEPS
+    )
+    samples = recorded(folder)
+    log = (folder / "log").read_text(encoding="utf-8")
+    numbers = {"scheduler": (1, 2, 2, 3), "environment": (2, 2, 2, 2)}[kind]
+    for name, sample in samples.items():
+        index = SampleId.parse(name).index
+        assert len(sample["turns"]) == numbers[index]
+        if kind == "environment":  # a group's rows differ by it: they are asked singly, in peace
+            assert f"Question {index}:" in sample["messages"][1]["content"]
+            assert "hold rows that differ" not in log
+    return samples
 
 
 def note(leader: str, engine: str, deployment: str, ranks: int, equal: int, of: int) -> None:
@@ -119,14 +142,21 @@ def test_who_leads_and_who_draws(
     assets: Path,
     rows: Path,
     tmp_path: Path,
-    colocated: dict[str, Samples],
+    colocated: Samples,
 ) -> None:
+    """All replicas of a server have the weights, and each sample names the one that drew it."""
     of_training, of_server = LEADERS[leader]
-    reference = turns_of(colocated[leader.split(",")[0]])
-    ranks = RANKS[deployment]
+    reference, ranks = turns_of(colocated), RANKS[deployment]
     with deployed(assets, tmp_path, engine, deployment, *of_server) as ports:
         argv = (*(client_argv(*ports) if ports else ()), *of_training)
         samples = train(assets, rows, tmp_path / "s", *argv, ranks=ranks, steps=STEPS)
+        if deployment == "two replicas":
+            client = VLLMInferClient(base_urls=[f"http://127.0.0.1:{ports[0]}"])
+            (_, first), (_, second) = RolloutServers(client, timeout=600.0).loaded_checksums()
+            assert first == second != {}
+            drawers = read_samples(tmp_path / "s/run", columns=["replica"])["replica"]
+            names = {name.split(") ")[1] for name in drawers.to_pylist()}
+            assert names == {"replica 0", "replica 1"}
     found = turns_of(samples)
     equal = [name for name, turns in reference.items() if found.get(name) == turns]
     note(leader, engine, deployment, ranks, len(equal), len(reference))

@@ -12,12 +12,11 @@ from swift_grpo_ext.record.reader import read_samples
 from tests.stack import rounds
 from tests.stack.policy import SAME
 from tests.stack.rounds import BATCH, PRESET, logged_steps, run_training, without_vllm
-from tests.stack.spelled import write_speller
+from tests.stack.spelled import PROMPTS_END, write_speller
 
 pytestmark = pytest.mark.stack
 
 IMAGE_PAD = 151655
-LAST_OF_PROMPT = 198  # the line break behind `<|im_start|>assistant`
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,7 @@ def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_speller(
         assets / "tiny_vlm",
         tmp_path_factory.mktemp("placeholder") / "model",
-        [[LAST_OF_PROMPT, IMAGE_PAD]],
+        [[PROMPTS_END, IMAGE_PAD]],
     )
     speller = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
+from tiny_vlm.families import FAMILIES, Family, make_family
 
 from tests.stack import rounds
 from tests.stack.conftest import once
-from tests.stack.processes import ROOT, rollout_server
+from tests.stack.processes import rollout_server
 from tests.stack.test_families import assert_agrees, first_round, note, samples_of, start
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from tiny_vlm.families import FAMILIES, Family, make_family
 
 pytestmark = pytest.mark.stack
 

@@ -13,11 +13,15 @@ from tests.stack.policy import SAME
 from tests.stack.rounds import (
     BATCH,
     GROUP_SIZE,
+    LORA,
     SHORT_STEPS,
     Samples,
     digits,
+    logged_steps,
     read_lines,
     read_records,
+    recorded,
+    run_training,
     token_ids,
     train,
     write_lines,
@@ -58,8 +62,7 @@ def test_long_rounds_lora_eval_and_mixed_media(
     """A round serves two steps; a run resumes in the middle of one, with other eval batches."""
     monkeypatch.setenv("VIDEO_MIN_TOKEN_NUM", "16")  # frames keep the size of a digit
     argv = [
-        *("--tuner_type", "lora", "--target_modules", "all-linear"),
-        *("--per_device_train_batch_size", "8", "--steps_per_generation", "2"),
+        *(*LORA, "--per_device_train_batch_size", "8", "--steps_per_generation", "2"),
         *("--val_dataset", str(rows), "--eval_strategy", "steps", "--eval_steps", "4"),
         *("--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "2"),
     ]
@@ -123,11 +126,13 @@ def test_dynamic_sampling_and_scores(assets: Path, rows: Path, tmp_path: Path) -
         assert not score["replaced"]
 
 
+@pytest.mark.extra
 def test_group_size_that_does_not_divide_a_ranks_batch(
     assets: Path, rows: Path, tmp_path: Path, reference: Samples
 ) -> None:
     """Ranks hold 4 samples and groups 6: each second group is split. The first four of a group are
-    the reference's, where its first round has the same prompts."""
+    the reference's, where its first round has the same prompts. With two ranks each third is split
+    in all other tests."""
     split = train(assets, rows, tmp_path / "split", "--num_generations", "6", ranks=3, steps=2)
     assert len(split) == 2 * BATCH
     common = split.keys() & reference.keys()
@@ -141,15 +146,26 @@ def test_group_size_that_does_not_divide_a_ranks_batch(
 
 
 @pytest.mark.extra
-def test_gym_environments(assets: Path, rows: Path, tmp_path: Path) -> None:
-    """An environment's questions make a group's rows differ: they are asked singly, in peace."""
-    argv = [
-        *("--use_gym_env", "true", "--gym_env", "examiner", "--reward_weights", "1.0", "1.0"),
-        *("--multi_turn_scheduler", "gym_scheduler", "--max_turns", "2"),
-    ]
-    samples = train(assets, rows, tmp_path / "a", *argv, steps=2)
-    for name, sample in samples.items():
-        assert f"Question {SampleId.parse(name).index}:" in sample["messages"][1]["content"]
-        assert len(sample["turns"]) == 2
-    assert len({tuple(s["turns"][0]) for s in samples.values()}) == len(samples)
-    assert "hold rows that differ" not in (tmp_path / "a/log").read_text(encoding="utf-8")
+def test_completions_that_are_all_cut_and_rows_that_fill_no_batch(
+    assets: Path, tmp_path: Path
+) -> None:
+    """A training that trains nothing, and an evaluation that leaves rows out, say so once."""
+    rows = digits(assets, range(12))
+    evaluated = write_lines(tmp_path / "val.jsonl", rows[:5])
+    finished = run_training(
+        *(assets, write_lines(tmp_path / "rows.jsonl", rows), tmp_path),
+        *("--overlong_filter", "true", "--max_completion_length", "1"),
+        *("--val_dataset", str(evaluated), "--eval_strategy", "steps", "--eval_steps", "4"),
+        *("--per_device_eval_batch_size", str(4 * GROUP_SIZE)),
+        *("--learning_rate", "1e-3", *LORA),
+        steps=4,
+    )
+    assert finished.returncode == 0, finished.cause
+    steps = logged_steps(tmp_path / "run")
+    assert [(step["loss"], step["grad_norm"]) for step in steps] == [(0, 0)] * 4
+    names = map(SampleId.parse, recorded(tmp_path))
+    assert len({name.group for name in names if name.phase == "eval"}) == 4
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    cut = "--overlong_filter true: all completions of 3 rounds in a row were cut"
+    assert log.count(cut) == 1
+    assert log.count("--val_dataset: 1 of 5 rows are left out of each evaluation") == 1

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
+from tiny_vlm.families import FAMILIES, make_family
 
-from scripts.tiny_vlm.families import FAMILIES, make_family
 from tests.stack import rounds
 
 pytestmark = [pytest.mark.stack, pytest.mark.extra]

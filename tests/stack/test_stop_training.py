@@ -24,15 +24,12 @@ from tests.stack.rounds import (
     server_argv,
     without_vllm,
 )
-from tests.stack.spelled import write_speller
+from tests.stack.spelled import PROMPTS_END, write_speller
 from tests.stack.stop_cases import NEW_TOKEN, SEARCH, one_token
 
 pytestmark = pytest.mark.stack
 
 TOLD = 2 * BATCH
-
-LINE_BREAK = 198
-"""The last token of every prompt, behind `<|im_start|>assistant`."""
 
 NEW_ID = 151665
 SEARCH_TEXT = " find it</search>"
@@ -73,7 +70,7 @@ def test_a_training_stops(way: str, assets: Path, rows: Path, tmp_path: Path) ->
     ends, folder, run = ENDS[way], tmp_path / "speller", tmp_path / "a"
     tokenizer = AutoTokenizer.from_pretrained(assets / "tiny_vlm")
     spelled = [*(one_token(piece, tokenizer) for piece in SEARCH), NEW_ID]
-    write_speller(assets / "tiny_vlm", folder, [[LINE_BREAK, *spelled]])
+    write_speller(assets / "tiny_vlm", folder, [[PROMPTS_END, *spelled]])
     model = ("--model", str(folder))
     argv = (*model, "--top_k", "1", "--max_completion_length", "7", *ends.argv)
     preset = without_vllm(tmp_path) if way == "without vLLM" else PRESET

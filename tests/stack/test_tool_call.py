@@ -73,11 +73,19 @@ def server_of(assets: Path, *, leads: bool) -> list[str]:
     return argv
 
 
-def test_whoever_leads_the_conversations_they_are_the_same(assets: Path, tmp_path: Path) -> None:
-    rows = rows_of_users(assets, tmp_path / "rows.parquet")
-    colocated = drawn(assets, rows, tmp_path / "colocated")
-    assert len({row.sample_id.request_id for row in colocated if row.sample_id.turn == 0}) == 36
-    second = [row for row in colocated if row.sample_id.turn == 1]
+@pytest.fixture(scope="module")
+def rows(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return rows_of_users(assets, tmp_path_factory.mktemp("rows") / "rows.parquet")
+
+
+@pytest.fixture(scope="module")
+def colocated(
+    assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[SampleRow]:
+    """What a colocated engine draws: a crop comes back where there is an image."""
+    drawn_rows = drawn(assets, rows, tmp_path_factory.mktemp("colocated") / "run")
+    assert len({row.sample_id.request_id for row in drawn_rows if row.sample_id.turn == 0}) == 36
+    second = [row for row in drawn_rows if row.sample_id.turn == 1]
     with_crop = [row for row in second if row.media]
     assert 0 < len(with_crop) < len(second)  # rows without an image are told so
     for row in second:
@@ -85,12 +93,19 @@ def test_whoever_leads_the_conversations_they_are_the_same(assets: Path, tmp_pat
         assert told in row.prompt
     assert all(row.pictures and row.pictures[0] for row in with_crop)
     assert len({row.media[0] for row in with_crop}) == 2  # one for each image
-    for leads in (False, True):
-        folder = tmp_path / f"leads-{leads}"
-        with rollout_server(*server_of(assets, leads=leads), log=tmp_path / "log") as port:
-            served = drawn(assets, rows, folder, *client_argv(port))
-        assert list(map(what_is_seen, served)) == list(map(what_is_seen, colocated))
-        assert {row.replica.split()[-2] for row in served} == {"replica"}
+    assert_stopped(drawn_rows)
+    return drawn_rows
+
+
+@pytest.mark.parametrize("leader", [pytest.param("training", marks=pytest.mark.extra), "server"])
+def test_whoever_leads_the_conversations_they_are_the_same(
+    leader: str, assets: Path, rows: Path, colocated: list[SampleRow], tmp_path: Path
+) -> None:
+    argv = server_of(assets, leads=leader == "server")
+    with rollout_server(*argv, log=tmp_path / "log") as port:
+        served = drawn(assets, rows, tmp_path / "served", *client_argv(port))
+    assert list(map(what_is_seen, served)) == list(map(what_is_seen, colocated))
+    assert {row.replica.split()[-2] for row in served} == {"replica"}
 
 
 def what_is_seen(row: SampleRow) -> tuple[Any, ...]:
@@ -98,6 +113,22 @@ def what_is_seen(row: SampleRow) -> tuple[Any, ...]:
     return row.sample_id, row.seed, row.token_ids, row.text, row.finish_reason, row.mask, media
 
 
+def assert_stopped(rows: list[SampleRow]) -> None:
+    """Turns about an image end with their call, and hold nothing after it."""
+    first_turns = [row for row in rows if row.sample_id.turn == 0 and row.media]
+    # The set-up's model is in form in 96% or more; which samples are not differs by processor.
+    assert sum(row.stop_reason == STOP for row in first_turns) > 0.75 * len(first_turns)
+    stopped = [row for row in rows if row.stop_reason == STOP]
+    for row in stopped:
+        assert row.text.endswith(STOP)
+        assert row.text.count(STOP) == 1
+        assert row.finish_reason == "stop"
+        assert row.logprobs is not None
+        assert len(row.logprobs) == len(row.token_ids)
+        assert 151645 not in row.token_ids  # no end of a turn
+
+
+@pytest.mark.extra
 def test_the_preset_trains_on_calls(assets: Path, tmp_path: Path) -> None:
     command = [
         *("rlhf", "examples/tool_call/grpo.yaml", "--model", str(assets / "tiny_vlm")),
@@ -109,15 +140,5 @@ def test_the_preset_trains_on_calls(assets: Path, tmp_path: Path) -> None:
     rows = to_rows(read_samples(tmp_path / "run"))
     assert {row.sample_id.step for row in rows} == {0, 1}
     assert {row.sample_id.turn for row in rows} == {0, 1}
-    first_turns = [row for row in rows if row.sample_id.turn == 0]
-    # The set-up's model is in form in 96% or more; which samples are not differs by processor.
-    assert sum(row.stop_reason == STOP for row in first_turns) > 0.75 * len(first_turns)
-    stopped = [row for row in rows if row.stop_reason == STOP]
-    for row in stopped:
-        assert row.text.endswith(STOP)
-        assert row.text.count(STOP) == 1
-        assert row.finish_reason == "stop"
-        assert row.logprobs is not None
-        assert len(row.logprobs) == len(row.token_ids)
-        assert 151645 not in row.token_ids  # no end of a turn
+    assert_stopped(rows)
     assert "NaN" not in (tmp_path / "run/logging.jsonl").read_text(encoding="utf-8")

@@ -12,23 +12,12 @@ from transformers import AutoTokenizer
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from tests.stack.processes import rollout_server
-from tests.stack.rounds import (
-    BATCH,
-    LORA,
-    client_argv,
-    logged_steps,
-    recorded,
-    run_training,
-    server_argv,
-)
-from tests.stack.spelled import write_speller
+from tests.stack.rounds import BATCH, client_argv, logged_steps, run_training, server_argv
+from tests.stack.spelled import PROMPTS_END, write_speller
 
 pytestmark = pytest.mark.stack
 
 SCHEDULERS = ["tests/stack/scenarios.py"]
-LINE_BREAK = 198
-"""The last token of every prompt, behind `<|im_start|>assistant`."""
-
 CALL = '<tool_call>{"name": "zoom"}</tool_call>'
 
 
@@ -40,26 +29,27 @@ def conversations(run: Path) -> dict[str, list[SampleRow]]:
     return found
 
 
-def test_images_that_a_scheduler_adds(assets: Path, rows: Path, tmp_path: Path) -> None:
-    """Training sees what the engine saw in each turn, or the run stops with sample and turn."""
-    repeated = ("--multi_turn_scheduler", "look_closer_repeated", "--max_turns", "2")
-    finished = run_training(assets, rows, tmp_path / "a", *repeated, *LORA, steps=1)
-    assert finished.returncode == 0, finished.cause
-    assert all(len(sample["turns"]) == 2 for sample in recorded(tmp_path / "a").values())
-    [step] = logged_steps(tmp_path / "a/run")
-    assert 0 < step["rollout_gap/max"] < 1e-5
-    faults = {
-        "look_closer": r"in turn 2: .*<\|vision_start\|>.*`rollout_infos\['images'\]`",
-        "other_rules": "in turn 1: .*Be quick",
-    }
-    for name, told in faults.items():
-        argv = ("--multi_turn_scheduler", name, "--max_turns", "2")
-        finished = run_training(assets, rows, tmp_path / name, *argv, steps=1)
-        assert finished.returncode == 1
-        assert re.search(rf"train round 0\.0, group 0, sample 0 {told}", finished.output)
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("look_closer", r"in turn 2: .*<\|vision_start\|>.*`rollout_infos\['images'\]`"),
+        pytest.param("other_rules", "in turn 1: .*Be quick", marks=pytest.mark.extra),
+    ],
+    ids=["images", "system prompt"],
+)
+def test_what_training_would_not_see_stops_the_run(
+    name: str, told: str, assets: Path, rows: Path, tmp_path: Path
+) -> None:
+    """With sample and turn; `test_pairs.py` has images that training sees."""
+    argv = ("--multi_turn_scheduler", name, "--max_turns", "2")
+    finished = run_training(assets, rows, tmp_path, *argv, steps=1)
+    assert finished.returncode == 1
+    assert re.search(rf"train round 0\.0, group 0, sample 0 {told}", finished.output)
 
 
-@pytest.mark.parametrize("strategy", ["left", "delete", "served"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("left", marks=pytest.mark.extra), "delete", "served"]
+)
 def test_tools_that_say_too_much(strategy: str, assets: Path, rows: Path, tmp_path: Path) -> None:
     """A conversation ends as "length" where its next prompt has no room, beyond `--max_length` or
     in the engine, and is trained on as far as it came."""
@@ -84,12 +74,13 @@ def test_tools_that_say_too_much(strategy: str, assets: Path, rows: Path, tmp_pa
     assert 0 < step["rollout_gap/max"] < 1e-5
 
 
+@pytest.mark.extra
 def test_turns_that_end_with_a_call(assets: Path, rows: Path, tmp_path: Path) -> None:
     """A model that writes `</tool_call>`, the stop string: the engine and the training have the
     same tokens in each turn, and none after it."""
     tokenizer = AutoTokenizer.from_pretrained(assets / "tiny_vlm")
     spelled = tokenizer(f"{CALL}\n\nMore", add_special_tokens=False)["input_ids"]
-    folder = write_speller(assets / "tiny_vlm", tmp_path / "speller", [[LINE_BREAK, *spelled]])
+    folder = write_speller(assets / "tiny_vlm", tmp_path / "speller", [[PROMPTS_END, *spelled]])
     argv = [
         *("--model", str(folder), "--top_k", "1", "--max_completion_length", "40"),
         *("--stop_words", "</tool_call>", "--multi_turn_scheduler", "ask_again"),
