@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+import requests
 
 from tests.stack.memory import needed, reserved
 from tests.stack.zygote import Forked
@@ -169,6 +171,14 @@ def rollout_server(
         if by_ctrl_c:
             running.interrupt()
             assert running.survivors(SECONDS_TO_END) == []
+
+
+def health(port: int) -> tuple[int, dict[str, Any]]:
+    """The status of a server and what it says; 0 and nothing where a busy one is silent."""
+    with suppress(requests.RequestException):
+        answer = requests.get(f"http://127.0.0.1:{port}/health/", timeout=5)
+        return answer.status_code, answer.json()
+    return 0, {}
 
 
 _FIRST, _LAST = 10_240, 32_000

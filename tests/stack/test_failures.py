@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
-import requests
 
 from swift_grpo_ext.sampling.seeding import SampleId
-from tests.stack.processes import rollout_server
+from tests.stack.processes import health, rollout_server
 from tests.stack.rounds import (
     FATE,
     FAULTY,
@@ -32,13 +31,6 @@ from tests.stack.rounds import (
 pytestmark = pytest.mark.stack
 
 ONCE = {"MAX_RESTARTS": "0"}
-
-
-def is_waiting(health: str) -> bool:
-    """Whether a replica is back and waits for weights; False where a busy server is silent."""
-    with suppress(requests.Timeout):
-        return bool(requests.get(health, timeout=5).json()["waiting_for_weights"])
-    return False
 
 
 def replicas_of(samples: Samples, step: int) -> set[str]:
@@ -64,7 +56,7 @@ def test_a_run_goes_on_and_a_lost_replica_comes_back(
         train_on_two = partial(train_with_faults, ranks=2, env=waits)
         training = pool.submit(train_on_two, assets, rows, tmp_path / "run", *argv)
         try:
-            wait_until(partial(is_waiting, f"http://127.0.0.1:{port}/health/"), training)
+            wait_until(lambda: health(port)[1].get("waiting_for_weights", 0) > 0, training)
         finally:
             (tmp_path / "go").touch()
         finished = training.result()
@@ -138,6 +130,7 @@ def test_trainer_and_server_come_back(
     assert_same(recorded(tmp_path / "b"), reference, range(1, 3))
 
 
+@pytest.mark.extra  # tests/server/test_fault_matrix.py corrupts what a replica loads
 def test_weights_that_arrived_changed_are_noticed(assets: Path, rows: Path, tmp_path: Path) -> None:
     """One bit of a server's weights is another."""
     server = server_argv(assets, plugins=[FAULTY])

@@ -18,7 +18,6 @@ from tests.stack.rounds import (
     Samples,
     digits,
     logged_steps,
-    read_lines,
     read_records,
     recorded,
     run_training,
@@ -124,25 +123,6 @@ def test_dynamic_sampling_and_scores(assets: Path, rows: Path, tmp_path: Path) -
         assert score["advantage"] == pytest.approx(advantages.get(name))
         assert (score["gap_mean"] or 0) <= (score["gap_max"] or 0) < SAME
         assert not score["replaced"]
-
-
-@pytest.mark.extra
-def test_group_size_that_does_not_divide_a_ranks_batch(
-    assets: Path, rows: Path, tmp_path: Path, reference: Samples
-) -> None:
-    """Ranks hold 4 samples and groups 6: each second group is split. The first four of a group are
-    the reference's, where its first round has the same prompts. With two ranks each third is split
-    in all other tests."""
-    split = train(assets, rows, tmp_path / "split", "--num_generations", "6", ranks=3, steps=2)
-    assert len(split) == 2 * BATCH
-    common = split.keys() & reference.keys()
-    alike = {name for name in common if SampleId.parse(name).step == 0}
-    assert len(alike) == 2 * GROUP_SIZE
-    for name in alike:
-        assert split[name]["token_ids"] == reference[name]["token_ids"]
-        assert split[name]["images"] == reference[name]["images"]
-    solutions = {row["images"][0]: row["solution"] for row in read_lines(rows)}
-    assert all(s["solution"] == solutions[s["images"][0]] for s in split.values())
 
 
 @pytest.mark.extra

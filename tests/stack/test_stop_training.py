@@ -63,9 +63,10 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param("colocated", marks=pytest.mark.extra), "without vLLM", "served"]
-)
+OTHERS = [pytest.param(way, marks=pytest.mark.extra) for way in ENDS if way != "served"]
+
+
+@pytest.mark.parametrize("way", ["served", *OTHERS])
 def test_a_training_stops(way: str, assets: Path, rows: Path, tmp_path: Path) -> None:
     ends, folder, run = ENDS[way], tmp_path / "speller", tmp_path / "a"
     tokenizer = AutoTokenizer.from_pretrained(assets / "tiny_vlm")

@@ -1,4 +1,5 @@
-"""What schedulers do: images, long answers of tools, calls that end turns, and what is wrong."""
+"""What schedulers do wrong, and tools with long answers. `test_tool_call.py` has calls that end
+turns."""
 
 from __future__ import annotations
 
@@ -7,18 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import BATCH, client_argv, logged_steps, run_training, server_argv
-from tests.stack.spelled import PROMPTS_END, write_speller
 
 pytestmark = pytest.mark.stack
 
 SCHEDULERS = ["tests/stack/scenarios.py"]
-CALL = '<tool_call>{"name": "zoom"}</tool_call>'
 
 
 def conversations(run: Path) -> dict[str, list[SampleRow]]:
@@ -72,23 +70,3 @@ def test_tools_that_say_too_much(strategy: str, assets: Path, rows: Path, tmp_pa
         assert (len(turns), ends) == ((2, []) if is_first else (4, ["length"]))
     [step] = logged_steps(run / "run")
     assert 0 < step["rollout_gap/max"] < 1e-5
-
-
-@pytest.mark.extra
-def test_turns_that_end_with_a_call(assets: Path, rows: Path, tmp_path: Path) -> None:
-    """A model that writes `</tool_call>`, the stop string: the engine and the training have the
-    same tokens in each turn, and none after it."""
-    tokenizer = AutoTokenizer.from_pretrained(assets / "tiny_vlm")
-    spelled = tokenizer(f"{CALL}\n\nMore", add_special_tokens=False)["input_ids"]
-    folder = write_speller(assets / "tiny_vlm", tmp_path / "speller", [[PROMPTS_END, *spelled]])
-    argv = [
-        *("--model", str(folder), "--top_k", "1", "--max_completion_length", "40"),
-        *("--stop_words", "</tool_call>", "--multi_turn_scheduler", "ask_again"),
-        *("--max_turns", "2", "--rollout_mismatch", "stop"),
-    ]
-    finished = run_training(assets, rows, tmp_path / "a", *argv, steps=1)
-    assert finished.returncode == 0, finished.cause
-    for turns in conversations(tmp_path / "a/run").values():
-        assert [turn.text for turn in turns] == [CALL] * 2
-        assert [turn.stop_reason for turn in turns] == ["</tool_call>"] * 2
-        assert all(tokenizer.decode(turn.token_ids) == CALL for turn in turns)

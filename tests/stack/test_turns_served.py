@@ -12,11 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
-import requests
 
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.conftest import once
-from tests.stack.processes import free_port, rollout_server
+from tests.stack.processes import free_port, health, rollout_server
 from tests.stack.rounds import (
     BATCH,
     FATE,
@@ -64,13 +63,6 @@ def plan(folder: Path, *events: dict[str, Any]) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(events))
     return {"TURNS": str(folder)}
-
-
-def health(port: int) -> tuple[int, Any]:
-    with suppress(requests.RequestException):
-        answer = requests.get(f"http://127.0.0.1:{port}/health/", timeout=5)
-        return answer.status_code, answer.json()
-    return 0, None
 
 
 def test_an_engine_then_a_server_is_killed(
