@@ -79,7 +79,7 @@ class CompletionLogps:
         if size is None:  # `auto`
             assert model is not None
             size = agreed_chunk_size(model, self._ranks)
-        self._chunk_size = size
+        self.chunk_size = size
         self._is_padding_free = bool(template.padding_free)
         # By the model: policy, reference and teacher each find out by themselves what works. Weak
         # keys, as one that was replaced must not be kept in memory.
@@ -87,7 +87,7 @@ class CompletionLogps:
         self._shared_prompts: WeakKeyDictionary[nn.Module, SharedPrompt] = WeakKeyDictionary()
         self._limit = limit
         # Chunks that are asked for need the shim, whatever its own flag says.
-        self._is_off = config.logits_shim == "off" and not self._chunk_size
+        self._is_off = config.logits_shim == "off" and not self.chunk_size
 
         self._config = config
         self._flag = config.logps_shared_prompt
@@ -149,9 +149,9 @@ class CompletionLogps:
             # row, so they are put together again.
             pieces = zip(mask_BK, grpo_batch.seq_lengths.tolist(), strict=True)
             mask_BK = torch.cat([row[len(row) - length :] for row, length in pieces])[None]
-        return CompletionModel(model, self._shim(model), mask_BK)
+        return CompletionModel(model, self.shim(model), mask_BK)
 
-    def _shim(self, model: nn.Module) -> LogitsShim:
+    def shim(self, model: nn.Module) -> LogitsShim:
         base = base_model(model)
         if base not in self._shims:
             # When the trainer was made, `mask_models` warned of a model that names no head.
@@ -203,7 +203,7 @@ class CompletionLogps:
         return mask_BT, partial(
             model.shim.logps,
             targets_N=targets_N,
-            chunk_size=self._chunk_size,
+            chunk_size=self.chunk_size,
             temperature=temperature,
         )
 
@@ -266,7 +266,7 @@ class CompletionLogps:
         # passes without have now. Where weights are sharded, or DeepSpeed keeps gradients in
         # buffers of its own, their number is not known: count none, which joins less.
         num_gradients = 0
-        if not self._config.deepspeed and not self._shim(policy).ranks(policy).groups:
+        if not self._config.deepspeed and not self.shim(policy).ranks(policy).groups:
             trained = (p for p in policy.parameters() if p.requires_grad and p.grad is None)
             num_gradients = sum(parameter.numel() for parameter in trained)
         compute = partial(self._logps_of_several, collate, temperature)
@@ -313,10 +313,10 @@ class CompletionLogps:
             waiting,
             base.config.get_text_config(),
             recomputes=self._config.gradient_checkpointing,
-            chunk_size=self._chunk_size,
+            chunk_size=self.chunk_size,
             num_gradients=num_gradients,
         )
-        return self._shim(model).ranks(model).most(number)
+        return self.shim(model).ranks(model).most(number)
 
     def end_round(self) -> None:
         """Stop sharing prompts on all ranks where that changed log-probabilities on one of them.

@@ -29,7 +29,7 @@ class TrainingPasses(GRPOTrainer):
     All of ms-swift's passes go through `_get_per_token_logps_and_entropies_single` (4.6).
     """
 
-    _logps: CompletionLogps
+    completion_logps: CompletionLogps
     _router_replay: RouterReplay | None = None
     _joined_passes: JoinedPasses | None = None
 
@@ -39,7 +39,7 @@ class TrainingPasses(GRPOTrainer):
 
         Enter it before other contexts that change how `template` collates.
         """
-        if self.dynamic_num_samples or not self._logps.can_join:
+        if self.dynamic_num_samples or not self.completion_logps.can_join:
             yield
             return
 
@@ -48,7 +48,7 @@ class TrainingPasses(GRPOTrainer):
             # and samples are collated a second time, in the joined pass.
             return upstream([dict(encoded) for encoded in batch], **kwargs)
 
-        self._joined_passes = self._logps.joined_passes(
+        self._joined_passes = self.completion_logps.joined_passes(
             self.split_by_mini_batches(samples),
             partial(collate, self),
             self.temperature,
@@ -71,7 +71,7 @@ class TrainingPasses(GRPOTrainer):
 
         def alone() -> Any:
             # ms-swift hands it on to `_get_logps_via_local_forward` below, which unwraps it.
-            restricted = self._logps.restrict(model, grpo_batch)
+            restricted = self.completion_logps.restrict(model, grpo_batch)
             replay = self._router_replay
             given = replay.given(model, model_inputs) if replay else nullcontext(model_inputs)
             with given as inputs:
@@ -94,7 +94,7 @@ class TrainingPasses(GRPOTrainer):
         # ms-swift sets it there, which is called only where we leave the computing to it.
         if "use_cache" in self.model_kwarg_keys:
             model_inputs["use_cache"] = False
-        return self._logps.compute(
+        return self.completion_logps.compute(
             model,
             model_inputs,
             input_ids,

@@ -133,8 +133,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         self._rounds = RoundNames(RoundClock.of(config, num_rows, parallel))
         # Under autocast, models of 32 bits compute in 16.
         bits = 16 if config.bf16 or config.fp16 else torch.finfo(self.model.dtype).bits
-        self._gap_limit = limit = gap_limit(bits, config.temperature)
-        self._logps = CompletionLogps(config, template, self.model, self.ranks, limit)
+        self.gap_limit = limit = gap_limit(bits, config.temperature)
+        self.completion_logps = CompletionLogps(config, template, self.model, self.ranks, limit)
         if config.router_replay_mode == "R3":
             self._router_replay = RouterReplay(*filter(None, (self.model, self.ref_model)))
         self._idle_rounds = IdleRounds()
@@ -143,10 +143,10 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         mask_models(self, template)
         num_dropouts = switch_off_dropout(self.model)
         others = filter(None, (self.ref_model, self.teacher_model))
-        self._encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
+        self.encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
         # Behind all others: what they do at a step's end then counts in that step.
         self.add_callback(StepClock(self))
-        states = what_is_on(config, self._logps, self._encoder_cache, num_dropouts)
+        states = what_is_on(config, self.completion_logps, self.encoder_cache, num_dropouts)
         self._summary = RunSummary(self, states, limit)
         if config.full_determinism:  # before `train` has accelerate wrap the model for DDP
             sum_gradients_one_by_one(self.accelerator)
@@ -299,7 +299,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
 
     def _generate_completions(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         if not self.args.async_generate:  # an engine beside the model wants the memory
-            self._encoder_cache.forget()
+            self.encoder_cache.forget()
         with deterministic(False) if self.args.full_determinism else nullcontext():
             return super()._generate_completions(samples)
 
@@ -425,10 +425,10 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         return results
 
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
-        self._encoder_cache.forget()  # it holds the images of one round
+        self.encoder_cache.forget()  # it holds the images of one round
         check_counts(samples)
         # Such passes leave most copies of an image out: none is concatenated before.
-        joins_late = self._encoder_cache.is_on or self._logps.shares_prompts
+        joins_late = self.encoder_cache.is_on or self.completion_logps.shares_prompts
         media = self._media.in_training(self.template, joins_late=joins_late)
         named, joining = named_rows(self.template), self._joining_passes(samples)
         # Later ones wrap the template's methods around earlier ones: `joining` collates copies of
@@ -436,12 +436,12 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         with joining, media, encoding_for_training(self.template, samples), named:
             batches = super()._prepare_batch_inputs(samples)
         # Every rank comes here once a round: these gather over ranks, which passes must not do.
-        self._logps.end_round()
+        self.completion_logps.end_round()
         metrics = self._media.end_round()
         if self._router_replay is not None:
             metrics["router_replay/equal"] = self._router_replay.end_round(self.ranks)
-        if self._encoder_cache.towers:
-            metrics["media/encoded"] = float(self._encoder_cache.agree(self.ranks))
+        if self.encoder_cache.towers:
+            metrics["media/encoded"] = float(self.encoder_cache.agree(self.ranks))
         grpo_batches = [batch["grpo_batch"] for batch in batches]
         chunks = self._micro_batches(samples, batches)[0] or [[]] * len(batches)
         for chunk, batch in zip(chunks, batches, strict=True):
@@ -453,7 +453,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
             self._has_teacher = any(b.teacher_per_token_logps is not None for b in grpo_batches)
         micro_batches = list(zip(chunks, grpo_batches, strict=True))
         metrics |= measure_rollout_gap(
-            micro_batches, self.args, self.ranks, self._gap_limit, self.state.global_step
+            micro_batches, self.args, self.ranks, self.gap_limit, self.state.global_step
         )
         for name, value in metrics.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)

@@ -21,6 +21,7 @@ from swift_grpo_ext.logits.joined_passes import (
 )
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.shared_prompt import GroupLengths
+from swift_grpo_ext.ranks import RankGroup
 from tests.logits.models import build
 from tests.logits.test_logps import Batch, Ours, config_of
 from tests.logits.test_shared_prompt import ROWS, Group, blind_to_masks, positions_of
@@ -34,9 +35,10 @@ ONE_EACH = {"num_generations": 3, "per_device_train_batch_size": 1, "steps_per_g
 class Round:
     """The two groups of `ROWS`, of which micro-batches hold one sample each."""
 
-    def __init__(self, **flags: Any) -> None:
+    def __init__(self, ranks: RankGroup | None = None) -> None:
         self._whole = Group(ROWS)
-        self.trainer: Any = Ours(config_of(**ONE_EACH, **flags), keys=set(), padding_free=False)
+        config = config_of(**ONE_EACH)
+        self.trainer: Any = Ours(config, keys=set(), padding_free=False, ranks=ranks)
         ids = self._whole.inputs["input_ids"]
         self.samples = [
             SimpleNamespace(
@@ -68,7 +70,7 @@ class Round:
     def passes(self, *models: Any) -> list[list[Tensor]]:
         """Ask each model for the log-probabilities of each micro-batch, as ms-swift's trainer
         does: one micro-batch after the other, of the policy and then of a reference."""
-        completions = self.trainer._logps
+        completions = self.trainer.completion_logps
         micro_batches = [[sample] for sample in self.samples]
         joined = completions.joined_passes(micro_batches, self.collate, 1.3, models[0])
         found: list[list[Tensor]] = [[] for _ in models]
@@ -138,16 +140,18 @@ def test_out_of_memory_ends_nothing(told: list[str]) -> None:
 
 def test_a_teacher_of_another_prompt_leaves_micro_batches_alone() -> None:
     """On all ranks: another one has such rows."""
+
+    def joins(round_: Round) -> bool:
+        micro_batches = [[sample] for sample in round_.samples]
+        completions = round_.trainer.completion_logps
+        joined = completions.joined_passes(micro_batches, round_.collate, 1.0, build("Qwen2"))
+        return joined is not None
+
     round_ = Round()
-    completions = round_.trainer._logps
-    micro_batches = [[sample] for sample in round_.samples]
-    join = partial(completions.joined_passes, micro_batches, round_.collate, 1.0, build("Qwen2"))
-    assert join() is not None
+    assert joins(round_)
     round_.samples[3].teacher_prompt = "What is it? It is a 7."
-    assert join() is None
-    round_.samples[3].teacher_prompt = None
-    completions._ranks = WithOthers(False)
-    assert join() is None
+    assert not joins(round_)
+    assert not joins(Round(WithOthers(False)))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_a_teacher_of_another_prompt_leaves_micro_batches_alone() -> None:
 )
 def test_where_micro_batches_are_joined(flags: dict[str, Any], can_join: bool) -> None:
     trainer: Any = Ours(config_of(**{**ONE_EACH, **flags}), keys=set(), padding_free=False)
-    assert trainer._logps.can_join == can_join
+    assert trainer.completion_logps.can_join == can_join
     spread = SimpleNamespace(padding_free=False, sequence_parallel_size=2)
     assert not CompletionLogps(config_of(**{**ONE_EACH, **flags}), spread).can_join
 

@@ -17,6 +17,7 @@ from swift_grpo_ext.config import RolloutGRPOConfig
 from swift_grpo_ext.logits import logps
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.shim import UnsupportedModelError
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.training import RolloutGRPOTrainer
 from tests.arguments import training_arguments
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
@@ -37,9 +38,11 @@ class Upstream(GRPOTrainer):
 class Ours(RolloutGRPOTrainer):
     """The same functions of our trainer."""
 
-    def __init__(self, config: Any, *, keys: set[str], padding_free: bool) -> None:
+    def __init__(
+        self, config: Any, *, keys: set[str], padding_free: bool, ranks: RankGroup | None = None
+    ) -> None:
         Upstream.__init__(self, config, keys=keys, padding_free=padding_free)
-        self._logps = CompletionLogps(config, self.template)
+        self.completion_logps = CompletionLogps(config, self.template, ranks=ranks)
 
 
 def config_of(**flags: Any) -> RolloutGRPOConfig:
@@ -222,7 +225,7 @@ def test_a_chunk_size_that_fits(
     template = SimpleNamespace(padding_free=False, sequence_parallel_size=1)
     for given, size in (("auto", found), ("512", 512), ("0", 0), (16, 16)):
         ours = CompletionLogps(config_of(logps_chunk_size=given), template, model)
-        assert ours._chunk_size == size
+        assert ours.chunk_size == size
     line, again = said
     assert again == line
     assert line.startswith(f"--logps_chunk_size auto: {positions} positions at a time, whose ")

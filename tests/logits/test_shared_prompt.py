@@ -408,12 +408,11 @@ def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
     config = config_of(logps_shared_prompt="true")
 
     def work(ranks: ThreadRanks) -> None:
-        trainer = Ours(config, keys=set(), padding_free=False)
-        trainer._logps._ranks = ranks
+        trainer = Ours(config, keys=set(), padding_free=False, ranks=ranks)
         for _ in range(2):
             for _ in range(2 - ranks.rank):
                 make_pass(trainer, models[ranks.rank], Group(ROWS))
-            trainer._logps.end_round()
+            trainer.completion_logps.end_round()
 
     run_rank_groups(2, work)
     packed, whole = seen[0][0], 5 * max(map(sum, ROWS))

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from swift.trainers import TrainerFactory
 
-from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.training import RolloutGRPOTrainer
 
 
@@ -61,8 +60,8 @@ class ShardedRecordingTrainer(RolloutGRPOTrainer):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         (batch,) = inputs if isinstance(inputs, list) else [inputs]
         mask = batch["grpo_batch"].completion_mask
-        shim = self._logps._shims.get(base_model(model))  # none with --logits_shim off
-        is_sharded = shim is not None and bool(shim.ranks(model).groups)
+        is_on = self.args.logits_shim != "off"
+        is_sharded = is_on and bool(self.completion_logps.shim(model).ranks(model).groups)
         counts = mask.sum(1).tolist()
         self._write("loss", value=loss.item(), counts=counts, is_sharded=is_sharded)
         return loss
@@ -72,7 +71,7 @@ class ShardedRecordingTrainer(RolloutGRPOTrainer):
     ) -> Any:
         if self.args.logps_chunk_size:
             in_chunks = self.state.global_step % 2
-            self._logps._chunk_size = int(self.args.logps_chunk_size) if in_chunks else 0
+            self.completion_logps.chunk_size = int(self.args.logps_chunk_size) if in_chunks else 0
         logps, entropies = super()._get_per_token_logps_and_entropies_single(
             model, model_inputs, grpo_batch, compute_entropy
         )

@@ -185,15 +185,17 @@ def test_passes_agree_within_completions(
             self.is_upstream = args.logits_shim == "off"
 
     def compute(*_: Any) -> tuple[torch.Tensor, None]:
-        values = torch.where(mask.bool(), -1.0, -18.8 if trainer._logps.is_upstream else 0.0)
-        values[0, 1] += 0.0 if trainer._logps.is_upstream else gap
+        values = torch.where(
+            mask.bool(), -1.0, -18.8 if trainer.completion_logps.is_upstream else 0.0
+        )
+        values[0, 1] += 0.0 if trainer.completion_logps.is_upstream else gap
         return values, None
 
     args = SimpleNamespace(logits_shim="auto")
     trainer = cast("Any", SimpleNamespace())
     trainer.args, trainer.temperature, trainer.model, trainer.template = args, temperature, 0, 0
-    trainer._encoder_cache, trainer._logps = SimpleNamespace(towers=()), Logps(args)
-    trainer._gap_limit = gap_limit(bits, temperature)
+    trainer.encoder_cache, trainer.completion_logps = SimpleNamespace(towers=()), Logps(args)
+    trainer.gap_limit = gap_limit(bits, temperature)
     trainer._get_per_token_logps_and_entropies = compute
     trainer.ranks = RankGroup()
     batch = SimpleNamespace(completion_mask=mask)

@@ -242,7 +242,7 @@ CLEAR = 4.0
 def check_weights(rig: Rig) -> Finding:
     """Compare log-probabilities of rollout and trainer on the same tokens: as they are, after an
     update of a known change, and after it was taken back."""
-    limit, samples = rig.trainer._gap_limit, _probes(rig)
+    limit, samples = rig.trainer.gap_limit, _probes(rig)
     gaps = {"before an update": rig.gap(samples)}
     if not gaps["before an update"].count:
         raise NotTriedError(
@@ -351,7 +351,7 @@ def check_logits(rig: Rig) -> Finding:
     gaps = {way: (values - expected).abs() for way, values in logps.items()}
     # Logits are divided by the temperature, and their rounding with them.
     limit = TOLERANCES[16 if rig.bits <= 16 else 32] / min(rig.trainer.temperature or 1.0, 1.0)
-    mean_limit = rig.trainer._gap_limit
+    mean_limit = rig.trainer.gap_limit
     faults = [
         f"{way}: log-probabilities lie {gap.max():.3g} nats from ms-swift's, {gap.mean():.3g} in "
         f"the mean, above {limit:g} or {mean_limit:g}"
@@ -402,12 +402,12 @@ def _logps(
     args = copy(trainer.args)
     vars(args).update(flags)
     with ExitStack() as as_before:
-        for tower in trainer._encoder_cache.towers if as_upstream else ():
+        for tower in trainer.encoder_cache.towers if as_upstream else ():
             as_before.enter_context(replaced(tower, "is_off", True))
         logps = CompletionLogps(
-            args, trainer.template, trainer.model, trainer.ranks, trainer._gap_limit
+            args, trainer.template, trainer.model, trainer.ranks, trainer.gap_limit
         )
-        as_before.enter_context(replaced(trainer, "_logps", logps))
+        as_before.enter_context(replaced(trainer, "completion_logps", logps))
         inputs, batch = rig.encode(samples)
         with torch.no_grad():
             # Twice: --logps_shared_prompt proves itself on a first batch.
