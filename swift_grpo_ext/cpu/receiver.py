@@ -30,14 +30,14 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
     def init_communicator(self, *args: Any, **kwargs: Any) -> None:
         if self.communicator is None:
             super().init_communicator(*args, **kwargs)
-            self._received: list[tuple[str, torch.Tensor]] = []
+            self.received: list[tuple[str, torch.Tensor]] = []
 
     @contextmanager
     def _recorded_loads(self) -> Iterator[None]:
         """Collect what ms-swift would load."""
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-            self._received.extend(weights)
+            self.received.extend(weights)
 
         with (
             bounded_broadcasts([self.communicator], self._timeout),
@@ -47,9 +47,9 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
 
     def process_weights_after_loading(self) -> None:
         """Reload the model with all that was received since the last reload."""
-        received, self._received = self._received, []
+        weights, self.received = self.received, []
         # The parent's block notes what is loaded, to be verified: now, and not as it was received.
         with super()._recorded_loads():
-            reload_weights(self.model_runner, received)
+            reload_weights(self.model_runner, weights)
         # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
         super().process_weights_after_loading()

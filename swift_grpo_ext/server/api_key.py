@@ -29,7 +29,7 @@ REMEDY = (
     f"the file that NETRC names (scripts/launch.sh does, where {VARIABLE} is set)"
 )
 
-_kept: str | None = None
+kept_key: str | None = None
 
 
 def take(args: RolloutArguments) -> None:
@@ -38,14 +38,14 @@ def take(args: RolloutArguments) -> None:
     Raises:
         ValueError: the arguments hold a key, or it cannot stand in a header.
     """
-    global _kept
-    was_taken = args.api_key == MASK and _kept  # in this process, which checks them once more
+    global kept_key
+    was_taken = args.api_key == MASK and kept_key  # in this process, which checks them once more
     if args.api_key and not was_taken:
         raise ValueError(
             "--api_key stands in the command line, which every user of this machine can see, and "
             f"which `swift` prints; expected none. Set {VARIABLE} in the server's environment."
         )
-    key = os.environ.pop(VARIABLE, None) or _kept  # workers inherit what is left
+    key = os.environ.pop(VARIABLE, None) or kept_key  # workers inherit what is left
     if not key:
         return
     if not (key.isascii() and key.isprintable()) or key != key.strip():
@@ -53,7 +53,7 @@ def take(args: RolloutArguments) -> None:
             f"{VARIABLE} holds a character that cannot stand in a header; expected printable "
             "ASCII, without spaces around it. `openssl rand -hex 32` makes a key."
         )
-    _kept, args.api_key = key, MASK
+    kept_key, args.api_key = key, MASK
 
 
 def check_urls(args: RLHFArguments) -> None:
@@ -74,12 +74,12 @@ def key_of(args: RolloutArguments) -> str | None:
     Raises:
         ValueError: it was taken out of these arguments in another process.
     """
-    if args.api_key == MASK and not _kept:
+    if args.api_key == MASK and not kept_key:
         raise ValueError(
             f"--api_key is {MASK!r}, which stands for a key that another process has. Set "
             f"{VARIABLE} in the environment of this one."
         )
-    return _kept if args.api_key == MASK else None
+    return kept_key if args.api_key == MASK else None
 
 
 def is_authorized(authorization: str, key: str) -> bool:

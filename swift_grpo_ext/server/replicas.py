@@ -83,7 +83,7 @@ class WorkerConnection:
     loop sees the contents, and its replies get their commands' numbers."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection = connection
         self._number: int | None = None
         self._is_free: threading.Lock | None = None  # made in the worker: locks cannot be pickled
         self._is_read: threading.Lock | None = None
@@ -96,7 +96,7 @@ class WorkerConnection:
             threading.Thread(target=self._tell_of_conversations, daemon=True).start()
         while True:
             with self._is_read:
-                message = self._unread.pop(0) if self._unread else self._connection.recv()
+                message = self._unread.pop(0) if self._unread else self.connection.recv()
             self._number, command = message
             noted_failure.clear()
             if command == PING:
@@ -108,7 +108,7 @@ class WorkerConnection:
         if reply is None and noted_failure:  # ms-swift's loop has only logged what was raised
             reply = dict(noted_failure)
         with self._is_free or nullcontext():
-            self._connection.send((self._number, reply))
+            self.connection.send((self._number, reply))
 
     def _tell_of_conversations(self) -> None:
         """Tell the server that conversations go on, while they do: their tools may take longer than
@@ -123,8 +123,8 @@ class WorkerConnection:
                 if not self._is_read.acquire(blocking=False):
                     continue  # `recv` waits: no command is worked at
                 try:
-                    if self._connection.poll():
-                        message: tuple[int, Command] = self._connection.recv()
+                    if self.connection.poll():
+                        message: tuple[int, Command] = self.connection.recv()
                         if message[1] == GIVE_UP:
                             activity.give_up()
                         else:
@@ -133,7 +133,7 @@ class WorkerConnection:
                     self._is_read.release()
 
     def close(self) -> None:
-        self._connection.close()
+        self.connection.close()
 
 
 def numbered_pipe() -> tuple[Connection, WorkerConnection]:
@@ -170,7 +170,7 @@ class ReplicaConnection:
     def __init__(
         self, connection: Connection, process: BaseProcess, number: int = 0, start: int = 0
     ) -> None:
-        self._connection, self.process = connection, process
+        self.connection, self.process = connection, process
         self.number, self.name = number, f"{number}.{start}"
         self.holds_weights = start == 0
         """It may generate: with the weights that the server was given at its start, or a
@@ -182,11 +182,11 @@ class ReplicaConnection:
         self._writer = ThreadPoolExecutor(1)
 
     def poll(self, timeout: float = 0.0) -> bool:
-        return bool(self._connection.poll(timeout))
+        return bool(self.connection.poll(timeout))
 
     def recv(self) -> Any:
         """Return what the worker says unasked: that it is ready, or why it is not."""
-        return self._connection.recv()[1]
+        return self.connection.recv()[1]
 
     def send(self, command: Command) -> tuple[int, Future[None]]:
         """Send a command, and return its number, and when it is written."""
@@ -198,13 +198,13 @@ class ReplicaConnection:
         # call that pickles all images of a round would hold up `/health`.
         parts: list[bytes] = []
         ForkingPickler(SimpleNamespace(write=parts.append)).dump(message)
-        self._connection.send_bytes(b"".join(parts))
+        self.connection.send_bytes(b"".join(parts))
 
     def end(self) -> None:
         self.process.kill()
         self.process.join(SECONDS_TO_END)
         self._writer.shutdown(wait=False)
-        self._connection.close()
+        self.connection.close()
 
     def call(self, command: Command, timeout: float) -> Any:
         """Return the reply to one of ms-swift's commands of type `call`.
@@ -223,9 +223,9 @@ class ReplicaConnection:
                 written.result(deadline - monotonic())
             while True:
                 with self._ended_after(deadline - monotonic()):
-                    if not self._connection.poll(deadline - monotonic()):
+                    if not self.connection.poll(deadline - monotonic()):
                         raise late
-                    answered, reply = self._connection.recv()
+                    answered, reply = self.connection.recv()
                 if reply != GOES_ON:
                     break
                 deadline = monotonic() + timeout  # it may be silent for so long, once more

@@ -125,8 +125,8 @@ class EchoEngine:
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         is_corrupt = self._meet(method)
         if is_corrupt and method == "process_weights_after_loading":
-            name, tensor = self._worker._received[0]
-            self._worker._received[0] = (name, tensor + 1)
+            name, tensor = self._worker.received[0]
+            self._worker.received[0] = (name, tensor + 1)
         return [getattr(self._worker, method)(*args)]
 
     def reset_prefix_cache(self) -> bool:
@@ -183,9 +183,9 @@ def run_echo(
     fault: Fault | None, worker: Any, args: Any, rank: int, port: int, connection: Any
 ) -> None:
     """A worker of ms-swift with an engine that echoes; in a forked process."""
-    _let_go_of_files(but=connection._connection.fileno())
+    _let_go_of_files(but=connection.connection.fileno())
     rollout.get_world_group = lambda: SimpleNamespace(rank=0)
-    SwiftRolloutDeploy.get_infer_engine = lambda *_, **__: EchoEngine(connection._connection, fault)
+    SwiftRolloutDeploy.get_infer_engine = lambda *_, **__: EchoEngine(connection.connection, fault)
     rollout.get_rollout_engine_type = lambda _, engine: engine
     worker(args, rank, port, connection)
 

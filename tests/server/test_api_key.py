@@ -18,7 +18,7 @@ KEY = "k:e=y/+~._-1"
 
 @pytest.fixture(autouse=True)
 def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_key, "_kept", None)
+    monkeypatch.setattr(api_key, "kept_key", None)
     monkeypatch.delenv(VARIABLE, raising=False)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -46,8 +47,10 @@ class Server:
     """An error of the connection, a status, or what is wrong with the answer."""
 
     asked: list[dict[str, Any]] = field(default_factory=list)
+    timeouts: list[Any] = field(default_factory=list)
 
-    def respond(self, request: requests.PreparedRequest) -> requests.Response:
+    def respond(self, request: requests.PreparedRequest, timeout: Any) -> requests.Response:
+        self.timeouts.append(timeout)
         response = requests.Response()
         response.status_code = 200
         answer: Any = {"engine_type": "LLMEngine", **({wire.KEY: self.ours} if self.ours else {})}
@@ -55,7 +58,8 @@ class Server:
             raise self.fault
         if request.path_url == "/infer/":
             answer = self._infer(response, json.loads(request.body or ""))
-        response._content = b"Bad gateway" if answer is None else json.dumps(answer).encode()
+        content = b"Bad gateway" if answer is None else json.dumps(answer).encode()
+        response.raw = io.BytesIO(content)
         return response
 
     def _infer(self, response: requests.Response, body: dict[str, Any]) -> Any:
@@ -86,8 +90,9 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> MakeClient:
         hosts = [f"host{number}" for number in range(len(servers))]
         by_host = dict(zip(hosts, servers, strict=True))
 
-        def send(_: Any, request: requests.PreparedRequest, **__: Any) -> requests.Response:
-            return by_host[str(urlsplit(request.url).netloc)].respond(request)
+        def send(_: Any, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+            host = str(urlsplit(request.url).netloc)
+            return by_host[host].respond(request, options["timeout"])
 
         monkeypatch.setattr(HTTPAdapter, "send", send)
         return SimpleNamespace(
@@ -311,6 +316,13 @@ def test_a_lost_server_leaves_the_other_its_own_group_and_name(
     assert servers.replicas == [2, 1]
 
 
+def adapter_of(connected: MakeClient, timeout: float = TIMEOUT) -> Any:
+    """What bounds a session's requests by so many seconds."""
+    client = connected(Server())
+    RolloutServers(client, timeout / wire.TRAINER_TIMEOUTS)
+    return client.sessions[0].get_adapter("http://host0")
+
+
 BUSY = (503, {"Retry-After": "1"})
 
 
@@ -329,6 +341,7 @@ def test_all_tries_of_a_request_share_one_bound(
     timeout: float,
     outcomes: list[tuple[int, dict[str, str]]],
     timeouts: list[tuple[float, float]],
+    connected: MakeClient,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(servers_module, "BACKOFF", (1.0, 2.0, 4.0))
@@ -340,8 +353,8 @@ def test_all_tries_of_a_request_share_one_bound(
         given.append(kwargs["timeout"])
         return answers[len(given) - 1]
 
-    monkeypatch.setattr(servers_module.HTTPAdapter, "send", send)
-    adapter = servers_module._BoundedAdapter(timeout)
+    adapter = adapter_of(connected, timeout)
+    monkeypatch.setattr(HTTPAdapter, "send", send)
     request = requests.Request("POST", "http://a/infer/").prepare()
     assert adapter.send(request) is answers[-1]
     assert given == timeouts
@@ -367,19 +380,19 @@ NEVER_MADE = requests.ConnectionError(SimpleNamespace(reason=NewConnectionError(
     ],
 )
 def test_only_what_may_be_repeated_or_never_left_is_tried_again(
-    path: str, error: Exception, num_tries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries: list[int] = []
+    path: str, error: Exception, num_tries: int,
+    connected: MakeClient, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    adapter, tries = adapter_of(connected), list[int]()
 
     def send(*_: Any, **__: Any) -> Any:
         tries.append(1)
         raise error
 
-    monkeypatch.setattr(servers_module, "BACKOFF", (0.01, 0.02, 0.04))
     monkeypatch.setattr(HTTPAdapter, "send", send)
     request = requests.Request("POST", f"http://a{path}").prepare()
     with pytest.raises(requests.ConnectionError):
-        servers_module._BoundedAdapter(TIMEOUT).send(request)
+        adapter.send(request)
     assert len(tries) == num_tries
 
 
@@ -405,12 +418,12 @@ def test_a_row_that_json_cannot_hold_is_named(connected: MakeClient) -> None:
 def test_bounds_grow_outwards(connected: MakeClient) -> None:
     """With one flag on both sides the trainer outlasts its server (F2)."""
     assert 1.0 < 2.0 < wire.SERVER_TIMEOUTS < wire.TRAINER_TIMEOUTS
-    client = connected(Server())
+    client = connected(server := Server())
     RolloutServers(client, 7.5)
     [session] = client.sessions
     assert session.headers[wire.TIMEOUT_HEADER] == "7.5"
-    for scheme in ("http", "https"):
-        assert session.get_adapter(f"{scheme}://a")._timeout == 22.5
+    session.get("https://host0")
+    assert [seconds for _, seconds in server.timeouts] == pytest.approx([22.5, 22.5], abs=0.5)
 
 
 def test_each_wait_of_a_group_has_the_bound_of_the_flag(
@@ -429,10 +442,14 @@ def test_each_wait_of_a_group_has_the_bound_of_the_flag(
     )
     client = connected(Server())
     group: Any = SimpleNamespace(rank=1, world_size=2)
-    client.pynccl_comms = [SimpleNamespace(group=group)]
     servers = connect_servers(client, args)
-    client.init_communicator = lambda device: waits.append(torch.device(device).type)
-    servers_module.connect(client, servers._timeout)
+
+    def init_communicator(device: Any) -> None:
+        waits.append(torch.device(device).type)
+        client.pynccl_comms[:] = [SimpleNamespace(group=group)]
+
+    client.init_communicator = init_communicator
+    assert servers.reconnect(again=True)
     owner, *made = waits
     assert owner.startswith("run (process ")
     assert made == [(vllm_client, 12.5), "cpu"]

@@ -33,7 +33,7 @@ def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch
     def process(target: Any, args: Any) -> Any:
         assert target is rollout.llm_worker
         assert args[:3] == (deployed.args, 0, 5)
-        replica = Replica(number=2, child=Connection(os.dup(args[3]._connection.fileno())))
+        replica = Replica(number=2, child=Connection(os.dup(args[3].connection.fileno())))
         started.append(replica)
         replica.start = lambda: None
         return replica
