@@ -290,24 +290,24 @@ class SampleLog:
         self._run_dir = run_dir
         self._session, self._start_step, self._rank = session, start_step, rank
         self._num_ranks = num_ranks
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         bound = FILE_BYTES * PARTS if max_bytes is None else max_bytes // num_ranks
         self._file_bytes = min(FILE_BYTES, bound // PARTS)
         self._tables: dict[str, _Written] = {}
         self._sizes: dict[RecordFile, int] = {}
         """Bytes of all ranks' files, which never change: the disk is asked once."""
 
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
         self._unwritten: list[Future[None]] = []
         self._troubles: set[str] = set()
         """What was warned of, and holds still."""
 
-        self._writer.submit(self._merge_earlier_sessions)
+        self.writer.submit(self._merge_earlier_sessions)
 
     def append(self, rows: Sequence[Row], table: Table = SAMPLES) -> None:
         """Have the thread write rows, a file for each round; `flush` waits for it."""
         if rows:
-            self._unwritten.append(self._writer.submit(self._write, rows, table))
+            self._unwritten.append(self.writer.submit(self._write, rows, table))
 
     def flush(self) -> None:
         """Wait until all rows are on disk, or wait for a disk that failed.
@@ -323,9 +323,9 @@ class SampleLog:
         """Merge the files that are left, and try once more to write what waits for a disk that
         failed: no rows may come any more."""
         # In the thread, which alone touches what is unwritten and unmerged.
-        self._writer.submit(self._write_waiting).result()
+        self.writer.submit(self._write_waiting).result()
         for written in self._tables.values():
-            self._writer.submit(self._merge, written).result()
+            self.writer.submit(self._merge, written).result()
         if num_lost := sum(len(written.waiting) for written in self._tables.values()):
             logger.warning(
                 "%d rounds of the run's record are lost: %s cannot be written still, and the "
@@ -345,7 +345,7 @@ class SampleLog:
         self._write_waiting()
         for written in self._tables.values():
             if self._is_due(written):
-                self._writer.submit(self._merge, written)  # `flush` need not wait for it
+                self.writer.submit(self._merge, written)  # `flush` need not wait for it
 
     def _write_waiting(self) -> None:
         """Write what waits, in its order; hold `WAITING_BYTES` at most of what the disk refuses."""
@@ -459,7 +459,7 @@ class SampleLog:
 
         All ranks do, at any time: of the same files they choose the same.
         """
-        if self._max_bytes is None:
+        if self.max_bytes is None:
             return
         sizes: dict[RecordFile, int] = {}
         newest: set[RecordFile] = set()
@@ -472,7 +472,7 @@ class SampleLog:
                     with suppress(FileNotFoundError):  # another rank has removed it
                         sizes[file] = self._sizes.get(file) or file.path.stat().st_size
             self._sizes = sizes
-            excess = sum(sizes.values()) + room - self._max_bytes
+            excess = sum(sizes.values()) + room - self.max_bytes
             # By number before rank: a file of each rank goes, before a second one of any.
             for file in sorted(sizes, key=lambda file: (file.session, file.last, file)):
                 if excess > 0 and file not in newest:

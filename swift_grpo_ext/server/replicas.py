@@ -170,7 +170,7 @@ class ReplicaConnection:
     def __init__(
         self, connection: Connection, process: BaseProcess, number: int = 0, start: int = 0
     ) -> None:
-        self.connection, self.process = connection, process
+        self._connection, self.process = connection, process
         self.number, self.name = number, f"{number}.{start}"
         self.holds_weights = start == 0
         """It may generate: with the weights that the server was given at its start, or a
@@ -182,11 +182,11 @@ class ReplicaConnection:
         self._writer = ThreadPoolExecutor(1)
 
     def poll(self, timeout: float = 0.0) -> bool:
-        return bool(self.connection.poll(timeout))
+        return bool(self._connection.poll(timeout))
 
     def recv(self) -> Any:
         """Return what the worker says unasked: that it is ready, or why it is not."""
-        return self.connection.recv()[1]
+        return self._connection.recv()[1]
 
     def send(self, command: Command) -> tuple[int, Future[None]]:
         """Send a command, and return its number, and when it is written."""
@@ -198,13 +198,13 @@ class ReplicaConnection:
         # call that pickles all images of a round would hold up `/health`.
         parts: list[bytes] = []
         ForkingPickler(SimpleNamespace(write=parts.append)).dump(message)
-        self.connection.send_bytes(b"".join(parts))
+        self._connection.send_bytes(b"".join(parts))
 
     def end(self) -> None:
         self.process.kill()
         self.process.join(SECONDS_TO_END)
         self._writer.shutdown(wait=False)
-        self.connection.close()
+        self._connection.close()
 
     def call(self, command: Command, timeout: float) -> Any:
         """Return the reply to one of ms-swift's commands of type `call`.
@@ -223,9 +223,9 @@ class ReplicaConnection:
                 written.result(deadline - monotonic())
             while True:
                 with self._ended_after(deadline - monotonic()):
-                    if not self.connection.poll(deadline - monotonic()):
+                    if not self._connection.poll(deadline - monotonic()):
                         raise late
-                    answered, reply = self.connection.recv()
+                    answered, reply = self._connection.recv()
                 if reply != GOES_ON:
                     break
                 deadline = monotonic() + timeout  # it may be silent for so long, once more

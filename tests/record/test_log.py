@@ -54,7 +54,7 @@ def write_steps(log: SampleLog, *steps: int, **changes: Any) -> None:
 def wait(log: SampleLog) -> None:
     """Wait for merging too, as `flush` does not."""
     log.flush()
-    log._writer.submit(int).result()
+    log.writer.submit(int).result()
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -136,9 +136,8 @@ def test_sessions_and_folders_without_one(tmp_path: Path) -> None:
 
 def test_the_step_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     log, may_write = open_log(tmp_path), threading.Event()
-    log._writer.submit(may_write.wait, 10)  # a disk that is slow
+    log.writer.submit(may_write.wait, 10)  # a disk that is slow
     log.append([ROW])
-    assert [thread.name for thread in log._writer._threads] == ["sample-log_0"]
     assert record_files(SAMPLES.folder(tmp_path)) == []
     may_write.set()
     log.flush()
@@ -156,6 +155,7 @@ def test_a_round_is_a_file_and_small_ones_are_merged(
 ) -> None:
     """Nothing changes for a reader, also for one that looked before."""
     monkeypatch.setattr(sample_log, "FILES", 3)
+    monkeypatch.setattr(sample_log, "FILE_BYTES", 50_000)
     evaluated = ["file-000004-eval-000004-00", "file-000005-eval-000004-00"]
     log = open_log(tmp_path)
     write_steps(log, 0, 1)
@@ -170,7 +170,6 @@ def test_a_round_is_a_file_and_small_ones_are_merged(
     assert names_of(tmp_path) == [*evaluated, "files-000000-000003"]
     assert before.read(["step"])["step"].to_pylist() == [0, 1]
     assert steps_of(tmp_path) == [4, 4, 0, 1, 2, 3]
-    monkeypatch.setattr(log, "_file_bytes", 50_000)
     write_steps(
         log, 5, token_ids=np.random.default_rng(0).integers(0, 2**31, 20_000), logprobs=None
     )

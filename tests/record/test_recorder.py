@@ -23,7 +23,6 @@ from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.media.pictures import media_name
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder, other_columns
@@ -157,8 +156,7 @@ def test_each_rank_writes_its_own_samples_in_one_session(tmp_path: Path) -> None
         for _ in range(2):  # again is harmless
             recorder.open(start_step=3)
         assert recorder.log is not None
-        assert recorder.log._max_bytes == 3_000_000_000
-        assert recorder.log._file_bytes == sample_log.FILE_BYTES
+        assert recorder.log.max_bytes == 3_000_000_000
         if ranks.rank in writing:
             record(recorder, ids(0, 1, group=ranks.rank))
 
@@ -179,7 +177,7 @@ def test_one_rank_writes_for_all(tmp_path: Path) -> None:
     recorder = SampleRecorder(str(tmp_path), RankGroup(), 42)
     recorder.open(start_step=0)
     assert recorder.log is not None
-    assert recorder.log._max_bytes is None  # no bound
+    assert recorder.log.max_bytes is None  # no bound
     record(recorder, ids(*range(6)), num_ranks=3)
     assert [row.rank for row in read(tmp_path)] == [0, 0, 1, 1, 2, 2]
 

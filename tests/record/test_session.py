@@ -162,7 +162,6 @@ def test_a_folder_that_cannot_be_read_ends_nothing(
 
     # once for all ranks: threads that each patched and restored would restore another's patch
     monkeypatch.setattr(log, "next_session", fail_until_mended)
-    opened = list[int]()
 
     def work(ranks: ThreadRanks) -> None:
         recorder = SampleRecorder(str(tmp_path), ranks, 42)
@@ -172,11 +171,11 @@ def test_a_folder_that_cannot_be_read_ends_nothing(
         ranks.all_gather(None)
         mended.set()
         recorder.open(start_step=2)
-        assert recorder.log is not None
-        opened.append(recorder.log._session)
+        write(recorder, range(2, 3))
 
     run_rank_groups(2, work)
-    assert opened == [1, 1]
+    files = record_files(SAMPLES.folder(tmp_path))
+    assert {(f.session, f.rank) for f in files} == {(0, 0), (1, 0), (1, 1)}
     assert caplog.messages == [
         f"{tmp_path} cannot be read ([Errno 116] Stale file handle): samples are not recorded "
         "until it can be. The training goes on."

@@ -81,10 +81,10 @@ def spoil_received_weights() -> None:
     receive = Extension.process_weights_after_loading
 
     def process_weights_after_loading(self: Any) -> None:
-        name, tensor = self._received[0]
+        name, tensor = self.received[0]
         flipped = tensor.clone()
         flipped.view(torch.int32).view(-1)[0] ^= 1
-        self._received = [(name, flipped), *self._received[1:]]
+        self.received = [(name, flipped), *self.received[1:]]
         receive(self)
 
     Extension.process_weights_after_loading = process_weights_after_loading
