@@ -200,7 +200,7 @@ def collision_test(
         _PromptSamples(own, memory.earlier(fingerprint) if memory else [])
         for fingerprint, own in by_prompt.items()
     ]
-    correction = _Correction([(len(p.samples), len(p.earlier)) for p in prompts])
+    correction = Correction([(len(p.samples), len(p.earlier)) for p in prompts])
     collisions = [collision for prompt in prompts for collision in prompt.collisions(correction)]
     collisions.sort(key=lambda collision: collision.log2_p)
     log2_p = min([0.0, *(collision.log2_p for collision in collisions[:1])])
@@ -257,7 +257,7 @@ class PromptMemory:
             self._prompts[fingerprint] = [*self.earlier(fingerprint), *new][-MAX_PER_PROMPT:]
 
 
-class _Correction:
+class Correction:
     """The weighted Bonferroni correction for all sets of samples that a round is searched for."""
 
     def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
@@ -298,7 +298,7 @@ class _PromptSamples:
         self._bits = [np.cumsum(np.append(0.0, sample_bits)) for sample_bits in bits]
         """The surprisal of each prefix, from the empty one on, by sample."""
 
-    def collisions(self, correction: _Correction) -> Iterator[Collision]:
+    def collisions(self, correction: Correction) -> Iterator[Collision]:
         """For each shared prefix, yield the most improbable claim about it."""
         for prefix in self._prefixes:
             is_new = prefix.members < len(self.samples)

@@ -128,16 +128,16 @@ class RolloutEngine(GRPOVllmEngine):
         # `swift rollout` gives its engines a worker that receives weights. A colocated engine has
         # none: its trainer loads them in the same process.
         extension = engine_kwargs.get("worker_extension_cls")
-        self._serves = extension is not None
+        self.serves = extension is not None
         if extension == UPSTREAM_EXTENSION:
             ours = VERIFIED_EXTENSION if has_accelerator() else CPU_EXTENSION
             engine_kwargs["worker_extension_cls"] = ours
         apply(Moment.ENGINE)
-        if self._serves:
+        if self.serves:
             apply(Moment.REPLICA)
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
         self._refuses_cuts = note_cuts(self.template)
-        if self._serves:
+        if self.serves:
             vllm_repairs.end_with_core(self.engine)
         self._template_stops = TemplateStops(self.template)
         # For finished `SamplingParams`: vLLM 0.32 clamps what `from_optional` gets to -100, which
@@ -172,7 +172,7 @@ class RolloutEngine(GRPOVllmEngine):
         try:
             yield
         except Exception as e:
-            if self._serves:
+            if self.serves:
                 vllm_repairs.end_if_dead(e)
                 is_fault = isinstance(e, RequestError)
                 failure = str(e) if is_fault else f"{type(e).__name__}: {e}"
@@ -261,7 +261,7 @@ class RolloutEngine(GRPOVllmEngine):
         is_elsewhere = isinstance(error, OSError) and (
             error.errno is not None or isinstance(error, requests.RequestException)
         )
-        if self._serves and not is_elsewhere:
+        if self.serves and not is_elsewhere:
             raise RequestError(f"{type(named).__name__}: {named}") from named
         raise named from error
 
@@ -452,7 +452,7 @@ class RolloutEngine(GRPOVllmEngine):
         for i, output in enumerate(outputs):
             record_stop_reason(output)
             response = output.response
-            if not self._serves or not isinstance(response, GroupResponse):
+            if not self.serves or not isinstance(response, GroupResponse):
                 continue
             completions = [
                 replace(c, routed_experts=serialize_ndarray(c.routed_experts))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ Rows = list[dict[str, Any]]
 
 TOKENS = 500
 """That the engine takes."""
+
+NUMBERS = itertools.count()
+"""Of requests, which vLLM wants to have names of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -257,9 +261,9 @@ def in_a_round(encoder: RowEncoder, row: dict[str, Any]) -> None:
     request = named_request(
         sample, lambda samples: [s.to_infer_request() for s in samples], encoder.placeholder_texts
     )
-    [inputs], _ = encoder._engine._batch_encode([request], strict=True)
-    config = encoder._engine._prepare_generation_config(RequestConfig(max_tokens=1))
-    encoder._engine._add_request(inputs, config, next(encoder._ids))
+    [inputs], _ = encoder.engine._batch_encode([request], strict=True)
+    config = encoder.engine._prepare_generation_config(RequestConfig(max_tokens=1))
+    encoder.engine._add_request(inputs, config, f"round {next(NUMBERS)}")
 
 
 def wrong(

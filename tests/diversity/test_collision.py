@@ -18,8 +18,8 @@ from scipy.stats import combine_pvalues
 
 from swift_grpo_ext.diversity.collision import (
     MAX_PER_PROMPT,
+    Correction,
     PromptMemory,
-    _Correction,
     collision_test,
     compact,
     format_p,
@@ -98,7 +98,7 @@ def test_bound_holds_exactly_for_every_policy_and_level(weights: list[float]) ->
 
 
 def test_the_number_of_sets_is_exact_and_the_level_is_spent_once() -> None:
-    correction = _Correction([(8, 5), (3, 0), (3, 0)])
+    correction = Correction([(8, 5), (3, 0), (3, 0)])
     assert correction.num_sets(1, "shared") == comb(8, 2) + 2 * comb(3, 2)
     assert correction.num_sets(2, "shared") == comb(8, 3) + 2 * comb(3, 3)
     assert correction.num_sets(3, "shared") == comb(8, 4)
@@ -106,7 +106,7 @@ def test_the_number_of_sets_is_exact_and_the_level_is_spent_once() -> None:
     assert correction.num_sets(1, "frozen") == 8 * 5
     assert correction.num_sets(8, "frozen") == 5
     for sizes in ([(8, 0)] * 3, [(8, 5), (2, 0), (4, 64)]):
-        correction = _Correction(sizes)
+        correction = Correction(sizes)
         spent = sum(
             correction.num_sets(e, kind) * 2 ** -correction.log2_p(e, 0.0, kind)
             for e, kind in product(range(1, 200), ("shared", "frozen"))

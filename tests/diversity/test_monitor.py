@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import TrainerControl, TrainerState
 
+from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
 from swift_grpo_ext.diversity.monitor import DiversityMonitor
 from swift_grpo_ext.ranks import training_ranks
 from swift_grpo_ext.record.reader import read_diversity
@@ -131,13 +132,13 @@ def test_rounds_are_analyzed_beside_the_step(
     """The step goes on during the analysis, and waits for it at its end."""
     may_go_on = threading.Event()
     run = Run(tmp_path, diversity_action="stop")
-    analyze = run.monitor._analyzer.analyze
+    analyze = RoundAnalyzer.analyze
 
     def slow(*args: Any) -> list[Any]:
         assert may_go_on.wait(10)
         return analyze(*args)
 
-    monkeypatch.setattr(run.monitor._analyzer, "analyze", slow)
+    monkeypatch.setattr(RoundAnalyzer, "analyze", slow)
     run.generate(group_of(LONG, LONG), [1.0, 0.0])
     assert not run.logged
     may_go_on.set()
@@ -357,7 +358,7 @@ def fail_on_main(rank: int, folder: str) -> None:
     if rank == 0:
         (Path(folder) / "run/diversity").touch()
     run.step([sample(LONG, index=rank)])
-    run.monitor._analyzer.analyze = None  # type: ignore[assignment]
+    RoundAnalyzer.analyze = None  # type: ignore[assignment]  # of this process alone
     try:
         run.step([sample(LONG, index=rank, step=1)])
     except RuntimeError as e:

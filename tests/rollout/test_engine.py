@@ -83,6 +83,7 @@ class RecordingVllm:
         self.ranks: list[int | None] = []
         self.experts: Any = None
         self.answers: asyncio.Event | None = None  # not before
+        self.likelier: dict[int, Logprob] = {}  # at each position
         self._says, self._finish_reason = iter(says), finish_reason
         self._waiting: list[Any] = []
 
@@ -103,7 +104,7 @@ class RecordingVllm:
         ids = ids_of(text)
         flat: Any = FlatLogprobs() if is_flat(params) else []
         for position, token in enumerate(ids):
-            flat.append({token: Logprob(-float(position), 1, "")})
+            flat.append({**self.likelier, token: Logprob(-float(position), 1, "")})
         return SimpleNamespace(
             index=index,
             token_ids=tuple(ids),
@@ -303,12 +304,11 @@ def test_top_logprobs_are_not_flat(make: Any) -> None:
     assert response.completions[0].logprobs is None
 
 
-@pytest.mark.skipif(FlatLogprobs is None, reason="vLLM 0.11 has no flat form")
-def test_the_sampled_tokens_count_among_several_of_a_position() -> None:
-    flat: Any = FlatLogprobs()
-    for token in (7, 8):
-        flat.append({1: Logprob(-9.0, rank=1), token: Logprob(-float(token), rank=2)})
-    assert engine_module._flat_logprobs(flat, [7, 8]) == [-7.0, -8.0]
+def test_the_sampled_tokens_count_among_several_of_a_position(make: Any) -> None:
+    vllm = RecordingVllm(["ab"])
+    vllm.likelier = {1: Logprob(9.0, 1, "")}
+    [completion] = ask(make(vllm), metadata_of()).response.completions
+    assert completion.logprobs == [0.0, -1.0]
 
 
 # --- stops ---

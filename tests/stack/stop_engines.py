@@ -106,7 +106,7 @@ async def draw_with_vllm(model: str, use_async: bool) -> dict[str, Any]:
         detokenized.clear()
         forms = {}
         for form in ("lean", "ms-swift's", "served"):
-            engine._serves = form == "served"
+            engine.serves = form == "served"
             request, metadata, config = make_request(
                 case, as_arrays=form != "ms-swift's", include=include, count=COUNT
             )

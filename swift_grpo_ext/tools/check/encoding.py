@@ -273,11 +273,11 @@ class RowEncoder:
         template = copy(templates[self._rollout_side])
         with self._run.environment(self._rollout_side):
             args = run.arguments(self._rollout_side)
-            self._engine, self._core = make_engine(folders[self._rollout_side], template, args)
+            self.engine, self.core = make_engine(folders[self._rollout_side], template, args)
         self._placeholders = placeholder_ids(self.template)
         self.placeholder_texts = placeholder_texts(self.template)
         self._ids = map(str, count())
-        self._positions = PositionCounter(self._engine.engine.model_config)
+        self._positions = PositionCounter(self.engine.engine.model_config)
         self.compares_positions = self._positions.counts and self._has_dummy_model()
 
     def _has_dummy_model(self) -> bool:
@@ -298,13 +298,13 @@ class RowEncoder:
     @property
     def max_length(self) -> int | None:
         """A rollout's prompt has so many tokens at most, before vLLM puts in those of media."""
-        length: int | None = self._engine.template.max_length
+        length: int | None = self.engine.template.max_length
         return length
 
     @property
     def max_model_len(self) -> int:
         """A prompt and its completion have so many tokens at most."""
-        return int(self._engine.engine.model_config.max_model_len)
+        return int(self.engine.engine.model_config.max_model_len)
 
     def refusal(self, row: Row) -> str | None:
         """Say why the template of the training refuses a row, as `--truncation_strategy delete`
@@ -323,10 +323,10 @@ class RowEncoder:
         GRPOTrainer._set_inputs_system(SimpleNamespace(template=self.template), [sample])
         remove_response(sample.messages)
         with self._run.environment(self._rollout_side):
-            [inputs], _ = self._engine._batch_encode([sample.to_infer_request()], strict=True)
-            config = self._engine._prepare_generation_config(RequestConfig(max_tokens=1))
-            self._engine._add_request(inputs, config, next(self._ids))
-        request: EngineCoreRequest = self._core.add_request.call_args.args[0]
+            [inputs], _ = self.engine._batch_encode([sample.to_infer_request()], strict=True)
+            config = self.engine._prepare_generation_config(RequestConfig(max_tokens=1))
+            self.engine._add_request(inputs, config, next(self._ids))
+        request: EngineCoreRequest = self.core.add_request.call_args.args[0]
         rollout = list(request.prompt_token_ids)
         with self._run.environment("training"):
             training, placed = self._prompt_in_training(sample, rollout)

@@ -229,7 +229,7 @@ def seen(
         known: of media that vLLM was shown before, which it sends its core but once.
     """
     assert encoder.encode(row).differences == []
-    features = encoder._core.add_request.call_args.args[0].mm_features
+    features = encoder.core.add_request.call_args.args[0].mm_features
     for feature in features:
         if feature.data is not None:
             [known[feature.identifier]] = (
