@@ -18,7 +18,9 @@ from transformers import HfArgumentParser, hf_argparser
 
 import swift_grpo_ext
 from swift_grpo_ext import command_line
+from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.flags import flag_names
+from swift_grpo_ext.upstream.local_names import being_parsed
 
 PLUGIN = Path(__file__).resolve().parents[1] / "plugins/grpo_ext.py"
 KINDS = pytest.mark.parametrize("registered", [False, True], ids=["by flag", "register() first"])
@@ -34,12 +36,12 @@ def parsed(argv: list[str] | None, *, registered: bool) -> dict[str, Any] | str:
 
         def stop(args: Any, given: list[str]) -> None:
             """End where settings are checked, which needs a model and data."""
-            assert command_line.being_parsed(RLHFArguments)[1] == []  # nothing for ms-swift
+            assert being_parsed(RLHFArguments)[1] == []  # nothing for ms-swift
             found.update({name: getattr(args, name) for name in MEANT}, given=given)
             raise InterruptedError
 
         try:
-            command_line._check = stop
+            preflight.check_arguments = stop
             if registered:
                 swift_grpo_ext.register()
             with contextlib.suppress(InterruptedError):
@@ -55,8 +57,11 @@ def parsed(argv: list[str] | None, *, registered: bool) -> dict[str, Any] | str:
 
 
 BASE = ["--rlhf_type", "grpo", "--model", "none", "--external_plugins", str(PLUGIN)]
-OURS = ["--stop_token_ids", "5", "7", "--logits-shim", "strict"]
-MEANT = {"stop_token_ids": [5, 7], "logits_shim": "strict", "rollout_seed_mode": "sample"}
+OURS = ["--stop_token_ids", "5", "7", "--logits-shim=strict", "--no_include_stop_str_in_output"]
+MEANT = {
+    **{"stop_token_ids": [5, 7], "logits_shim": "strict", "include_stop_str_in_output": False},
+    "rollout_seed_mode": "sample",
+}
 
 
 @KINDS
@@ -66,8 +71,8 @@ def test_the_list_counts_and_else_the_command_line(
     monkeypatch.setattr(sys, "argv", ["script.py", *BASE, "--stop_token_ids", "9", "--nonsense"])
     found = parsed([*BASE, *OURS], registered=registered)
     assert isinstance(found, dict), found
-    given = ["rlhf_type", "model", "external_plugins", "stop_token_ids", "logits_shim"]
-    assert found == {**MEANT, "given": given}
+    given = ["rlhf_type", "model", "external_plugins", *MEANT]
+    assert found == {**MEANT, "given": given[:-1]}
     monkeypatch.setattr(sys, "argv", ["script.py", *BASE, "--stop_token_ids", "9"])
     found = parsed(None, registered=registered)
     assert isinstance(found, dict), found
@@ -103,14 +108,14 @@ def test_flags_of_ms_swift_3_are_refused_by_their_new_names() -> None:
 def test_arguments_made_in_python_keep_their_values(
     kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script's own command line is none of ms-swift's."""
+    """A script's own command line is none of ms-swift's, and names no flag of a DPO."""
     swift_grpo_ext.register()
     monkeypatch.setattr(sys, "argv", ["script.py", *BASE, "--logits_shim", "strict"])
     args: Any = kind.__new__(kind)
     is_ours = kind is not RLHFArguments
     if is_ours:
         args.stop_token_ids = [5]
-    assert command_line._adopt_command_line(args, RLHFArguments) == []
+    args._init_model_kwargs()
     assert type(args) is command_line.RLHFExtArguments
     assert (args.logits_shim, args.stop_token_ids) == ("auto", [5] if is_ours else [])
 
@@ -156,8 +161,6 @@ def test_megatron_is_told_that_nothing_of_ours_acts_there(monkeypatch: pytest.Mo
 
 # --- the parser ---
 
-EXTENDED = pytest.mark.parametrize("extended", command_line.EXTENDED.values())
-
 
 @pytest.mark.parametrize("upstream", [RLHFArguments, RolloutArguments])
 def test_no_flag_of_ours_is_one_of_ms_swifts_or_an_abbreviation(upstream: type) -> None:
@@ -184,11 +187,8 @@ def test_yamls_booleans_are_what_was_typed(argv: list[str], meant: list[str] | N
     assert command_line.as_typed(argv) == (argv if meant is None else meant)
 
 
-@EXTENDED
-def test_a_parser_knows_every_spelling_and_raises(extended: type) -> None:
+@pytest.mark.parametrize("extended", command_line.EXTENDED.values())
+def test_a_parser_raises(extended: type) -> None:
     parser = command_line.Parser([extended], allow_abbrev=False)
-    argv = ["--logits-shim=off", "--stop_token_ids", "3", "--no_include_stop_str_in_output"]
-    given = ["logits_shim", "stop_token_ids", "include_stop_str_in_output"]
-    assert command_line._given(argv, parser) == given
     with pytest.raises(ValueError, match=r"--diversity_alarm_p.*invalid float value: 'many'"):
         parser.parse_known_args(["--diversity_alarm_p", "many"])

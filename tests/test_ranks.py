@@ -265,13 +265,18 @@ def test_gloo_listens_elsewhere_on_several_nodes_alone(
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: rank)
+    listens: list[str | None] = []
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(
+        dist, "new_group", lambda **options: listens.append(os.environ.get(INTERFACE))
+    )
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(ranks_module, "address_to", own.get)
     monkeypatch.setattr(ranks_module, "interface_of", interfaces.get)
-    with ranks_module._listening_to_all_nodes():
-        assert os.environ.get(INTERFACE) == chosen
-    assert os.environ.get(INTERFACE) == given
+    assert training_ranks(60).rank == rank
+    assert (listens, os.environ.get(INTERFACE)) == ([chosen], given)
     if rank == 2 and given is None:
         assert store.get("swift_grpo_ext/second_node") == b"10.0.0.2"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import shutil
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,20 +12,19 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
-from swift_grpo_ext.sampling.seeding import sample_seed
+from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.tools.cli import main
-from swift_grpo_ext.tools.replay import command
+from swift_grpo_ext.tools.replay import command, engine
 from swift_grpo_ext.tools.replay.command import round_name, setting
 from swift_grpo_ext.tools.replay.run import (
     Drawn,
-    LeftOutError,
     ReplayError,
     Run,
     check_samples,
     find_prompt,
-    next_prompt,
     read_run,
     weights_of,
 )
@@ -41,36 +41,60 @@ SETTINGS: dict[str, Any] = {
     "save_total_limit": 3,
     "dataset": ["train.jsonl"],
 }
-SEEDED = replace(ROW, seed=sample_seed(42, ROW.sample_id))
+
+
+def seeded(name: SampleId = ROW.sample_id, **changes: Any) -> SampleRow:
+    return replace(ROW, sample_id=name, seed=sample_seed(42, name), **changes)
 
 
 # --- the command ---
 
 
-def test_the_result_as_lines_and_as_json(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@dataclass
+class Replay:
+    """The command, with an engine that was told what it draws: as recorded, or these tokens."""
+
+    folder: Path
+    draws: list[list[int]] = field(default_factory=list)
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The prompt that the data set has."""
+
+    asked: list[tuple[SampleRow, dict[str, Any]]] = field(default_factory=list)
+    """The turns, and their prompts."""
+
+    def record(self, *rows: SampleRow) -> None:
+        self.folder.mkdir()
+        (self.folder / "args.json").write_text(json.dumps(SETTINGS))
+        add_tokenizer(self.folder)
+        write_session(self.folder, rows)
+
+    def run(self, *flags: str) -> int:
+        return main(["replay", str(self.folder), "--round", "0.0", "--group", "0", *flags])
+
+    def generate(self, _: Any, __: Any, asked: Any) -> list[Completion]:
+        self.asked = asked
+        ids = self.draws or [row.token_ids for row, _ in asked]
+        logprobs = np.array([-0.5, -1.5])
+        return [Completion(text="", token_ids=np.array(i), logprobs=logprobs[: len(i)],
+                           finish_reason="stop") for i in ids]  # fmt: skip
+
+
+@pytest.fixture
+def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Replay:
+    made, loaded = Replay(tmp_path / "run"), Mock(load_dataset=lambda: ([], None))
+    monkeypatch.setattr(engine, "base_arguments", lambda *_: loaded)
+    monkeypatch.setattr(engine, "generate_again", made.generate)
+    monkeypatch.setattr(engine, "request_columns", dict)
+    monkeypatch.setattr(command, "find_prompt", lambda *_: made.columns)
+    return made
+
+
+def test_the_result_as_lines_and_as_json(replay: Replay, capfd: pytest.CaptureFixture[str]) -> None:
     """One sample is equal, the other parts at its second token."""
-    (tmp_path / "args.json").write_text(json.dumps(SETTINGS))
-    add_tokenizer(tmp_path)
-    rows = [
-        replace(ROW, sample_id=sample_id(index=index), seed=sample_seed(42, sample_id(index=index)))
-        for index in range(2)
-    ]
-    rows = [replace(row, token_ids=[1, 2], logprobs=[-0.5, -1.0]) for row in rows]
-    write_session(tmp_path, rows)
-    again = [np.array([1, 2]), np.array([1, 4])]
-    completions = [
-        Completion(text="", token_ids=ids, logprobs=np.array([-0.5, -1.5]), finish_reason="stop")
-        for ids in again
-    ]
-    loaded = Mock(load_dataset=lambda: ([], None))
-    monkeypatch.setattr("swift_grpo_ext.tools.replay.engine.base_arguments", lambda *_: loaded)
-    monkeypatch.setattr("swift_grpo_ext.tools.replay.engine.generate_again", lambda *_: completions)
-    monkeypatch.setattr("swift_grpo_ext.tools.replay.engine.request_columns", dict)
-    monkeypatch.setattr(command, "find_prompt", lambda *_: {})
-    argv = ["replay", str(tmp_path), "--round", "0.0", "--group", "0"]
-    assert main(argv) == 1
+    ids = [sample_id(index=index) for index in range(2)]
+    replay.record(*[seeded(name, token_ids=[1, 2], logprobs=[-0.5, -1.0]) for name in ids])
+    replay.draws = [[1, 2], [1, 4]]
+    assert replay.run() == 1
     assert capfd.readouterr().out.splitlines()[:4] == [
         "Generated again with models/tiny:",
         "  train-0.0-0-0: 2 tokens, log-probabilities within 5.0e-01 nats; equal",
@@ -79,13 +103,12 @@ def test_the_result_as_lines_and_as_json(
         'in the log and "w4" (id 4, log-probability -1.500) now',
         "1 of 2 samples have equal tokens.",
     ]
-    assert main([*argv, "--json"]) == 1
+    assert replay.run("--json") == 1
     printed = json.loads(capfd.readouterr().out)
     assert (printed["weights"], printed["weight_version"]) == ("models/tiny", 0)
     assert [sample["logprob_gap"] for sample in printed["samples"]] == [0.5, 0.0]
-    completions.pop()
-    completions.append(completions[0])
-    assert main(argv) == 0
+    replay.draws = [[1, 2]] * 2
+    assert replay.run() == 0
 
 
 def test_arguments_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +195,8 @@ def test_weights_of_a_resumed_run(tmp_path: Path) -> None:
 def test_samples_that_cannot_be_generated_again(
     changes: dict[str, Any], settings: dict[str, Any], named: str
 ) -> None:
-    drawn = Drawn(SEEDED.sample_id, SEEDED.seed, SEEDED.weight_version)
+    row = seeded()
+    drawn = Drawn(row.sample_id, row.seed, row.weight_version)
     check_samples([drawn], SETTINGS)
     with pytest.raises(ReplayError, match=named):
         check_samples([drawn._replace(**changes), drawn], {**SETTINGS, **settings})
@@ -181,38 +205,41 @@ def test_samples_that_cannot_be_generated_again(
 # --- prompts ---
 
 
-def test_a_later_turn_s_prompt_is_what_was_before_and_what_was_added() -> None:
+def test_a_later_turn_s_prompt_is_what_was_before_and_what_was_added(
+    replay: Replay, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A turn with a crop that has no file, and one that the record does not hold whole, are named;
     so is what comes after them."""
     columns = {"messages": MESSAGES, "images": ["7.png"]}
-    first = replace(SEEDED, sample_id=sample_id(index=3), token_ids=[5, 6])
+    first = seeded(sample_id(index=3), token_ids=[5, 6], logprobs=[-0.5, -1.0])
     added = [{"role": "tool", "content": "<image>七: \\ud83d"}]
     whole = {
         "messages": [*MESSAGES, {"role": "assistant", "content": [5, 6]}, *added],
         **{"images": ["7.png", "crop.png"], "videos": [], "audios": []},
     }
     later = replace(
-        first,
-        sample_id=sample_id(index=3, turn=1),
+        seeded(sample_id(index=3, turn=1), token_ids=[5], logprobs=[-0.5]),
         prompt=json.dumps(added),
         media=["crop.png"],
         fingerprint=prompt_hash(whole),
     )
-    assert next_prompt(columns, first, later) == whole
-    with pytest.raises(LeftOutError, match="a scheduler changed what stood there, or a server led"):
-        next_prompt(columns, first, replace(later, fingerprint="f" * 32))
     crop = replace(later, media=["blake2b:0"], pictures=[b"webp"])
-    with pytest.raises(LeftOutError, match="1 of the media that came with it have no path:"):
-        next_prompt(columns, first, crop)
-    prompts = {first.fingerprint: columns}
-    third = replace(later, sample_id=sample_id(index=3, turn=2))
-    asked, notes = command._later_prompts([first, later, third], prompts, dict)
-    assert [(row.sample_id.turn, prompt) for row, prompt in asked] == [(0, columns), (1, whole)]
-    assert notes[0].startswith("train-0.0-0-3 turn 3 is left out: the engine's prompt was another")
-    _, notes = command._later_prompts([first, crop, third], prompts, dict)
-    assert notes[0].startswith("train-0.0-0-3 turn 2 (and those after it) is left out: 1 of")
-    _, notes = command._later_prompts([first, replace(later, token_ids=[])], prompts, dict)
-    assert notes == ["train-0.0-0-3 turn 2 is left out: it has no answer."]
+    last = sample_id(index=3, turn=2)
+    third = replace(later, sample_id=last, seed=sample_seed(42, last))
+    nothing = replace(later, token_ids=[], logprobs=[])
+    replay.columns = columns
+    for turns, asked, note in (
+        ([first, later, third], [(0, columns), (1, whole)],
+         "turn 3 is left out: the engine's prompt was another"),
+        ([first, crop, third], [(0, columns)], "turn 2 (and those after it) is left out: 1 of"),
+        ([first, nothing], [(0, columns)], "turn 2 is left out: it has no answer."),
+    ):  # fmt: skip
+        shutil.rmtree(replay.folder, ignore_errors=True)
+        replay.record(*turns)
+        assert replay.run("--json") == 0
+        assert [(row.sample_id.turn, prompt) for row, prompt in replay.asked] == asked
+        [said] = json.loads(capfd.readouterr().out)["notes"]
+        assert said.startswith(f"train-0.0-0-3 {note}")
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>哪个?"}]

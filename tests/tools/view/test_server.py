@@ -10,9 +10,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import requests
@@ -196,25 +198,42 @@ def test_the_command_serves_until_it_is_ended(
     assert not thread.is_alive()
 
 
-def test_addresses_of_version_6_stand_in_brackets() -> None:
-    assert server._how_to_look("::1", 80, "T").startswith("http://[::1]:80/T/\n")
-    assert " -L 80:[::1]:80 " in server._how_to_look("::1", 80, "T")
-    assert f"http://{socket.gethostname()}:80/T/\n" in server._how_to_look("::", 80, "T")
+def serve_no_one(host: str, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
+    """Serve at an address that this machine may not have, until `run` returns."""
+    listener = MagicMock()
+    listener.getsockname.return_value = (host, 80, 0, 0)
+    monkeypatch.setattr(socket, "create_server", lambda address, family: listener)
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    server.serve([Path("run")], 80, host)
+
+
+@pytest.mark.parametrize(
+    ("host", "name", "remote"),
+    [("::1", "[::1]", " -L 80:[::1]:80 "), ("::", socket.gethostname(), "Nothing is encrypted")],
+)
+def test_addresses_of_version_6_stand_in_brackets(
+    host: str, name: str, remote: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(RunView, "refresh", lambda _: None)
+    serve_no_one(host, monkeypatch, lambda *_, **__: None)
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"http://{name}:80/")
+    assert remote in printed
 
 
 def test_a_file_that_cannot_be_read_now_is_tried_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop = threading.Event()
-    answers = [OSError("gone"), OSError("gone"), stop.set]
+    answers, is_read = [OSError("gone"), OSError("gone")], threading.Event()
 
     def refresh(run: RunView) -> None:
-        answer = answers.pop(0)
-        if isinstance(answer, OSError):
-            raise answer
-        answer()
+        if answers:
+            raise answers.pop()
+        is_read.set()
 
     monkeypatch.setattr(RunView, "refresh", refresh)
     monkeypatch.setattr(server, "REFRESH_SECONDS", 0)
-    server._follow([RunView("run")], stop)
-    assert (caplog.messages, answers) == (["run cannot be read now (gone): tried again."], [])
+    serve_no_one("::1", monkeypatch, lambda *_, **__: is_read.wait(60))
+    assert is_read.is_set()
+    assert caplog.messages == ["run cannot be read now (gone): tried again."]
