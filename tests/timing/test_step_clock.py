@@ -70,13 +70,15 @@ class Trainer:
 
     vllm_mode = "colocate"
     deepspeed: Any = None
+    ranks: Any
 
-    def __init__(self, device: Device) -> None:
-        self.work = device.work
+    def __init__(self, *, lags: bool = False, **changes: Any) -> None:
+        self.device = Device(lags=lags)
+        self.work = self.device.work
         self._metrics: Any = {"train": defaultdict(list), "eval": defaultdict(list)}
         self.logs: list[dict[str, float]] = []
         self.accelerator = SimpleNamespace(sync_gradients=True, device=torch.device("cpu"))
-        self.calls: list[str] = []
+        vars(self).update(changes)
 
     def training_step(self, failing: bool = False) -> None:
         self._prepare_inputs(failing)
@@ -148,16 +150,21 @@ STEP = {
     "optimizer": 256.0,
     "rest": 0.5 + 512,
 }
-"""Of a step of the trainer, by `end_step`."""
+"""Of a step of the trainer."""
 
 
-def begin(trainer: Any, device: Device) -> StepClock:
-    clock = StepClock(trainer, device.event)
+def begin(trainer: Any) -> StepClock:
+    clock = StepClock(trainer, trainer.device.event)
     clock.on_train_begin(ARGS, STATE, CONTROL)
     return clock
 
 
-def end_step(trainer: Any, clock: StepClock) -> None:
+def step(trainer: Any, clock: StepClock, *batches: bool) -> None:
+    """Make a step; `batches` say whether gradients are synchronized, of one batch without."""
+    for is_last in batches or (True,):
+        trainer.accelerator.sync_gradients = is_last
+        trainer.training_step()
+        trainer.work(0 if is_last else 5)  # between two batches there is no optimizer
     trainer.work(256)  # clipping, and the optimizer
     clock.on_optimizer_step(ARGS, STATE, CONTROL)
     trainer.work(512)  # other callbacks
@@ -170,108 +177,98 @@ def logged(trainer: Trainer) -> dict[str, float]:
 
 
 def test_time_belongs_to_the_innermost_part() -> None:
-    device = Device()
-    trainer = Trainer(device)
-    clock = begin(trainer, device)
+    clock = begin(trainer := Trainer())
     for _ in range(2):
-        trainer.training_step()
-        end_step(trainer, clock)
+        step(trainer, clock)
         seconds = logged(trainer)
         assert seconds == STEP
         assert tuple(seconds) == (*PARTS, *ROLLOUT_PARTS)
-    assert sum(STEP[part] for part in PARTS) == device.handed / 2
+    assert sum(STEP[part] for part in PARTS) == trainer.device.handed / 2
 
 
 def test_steps_between_two_logs_are_averaged_and_gradients_accumulated() -> None:
-    device = Device()
-    trainer = Trainer(device)
-    clock = begin(trainer, device)
-    trainer.accelerator.sync_gradients = False
-    trainer.training_step()
-    trainer.work(5)  # between two batches there is no optimizer
-    trainer.accelerator.sync_gradients = True
-    trainer.training_step()
-    end_step(trainer, clock)
-    trainer.training_step()
-    end_step(trainer, clock)
+    clock = begin(trainer := Trainer())
+    step(trainer, clock, False, True)
+    step(trainer, clock)
     seconds = logged(trainer)
     assert seconds["loss"] == 1.5 * STEP["loss"]
     assert seconds["optimizer"] == STEP["optimizer"]
     assert seconds["rest"] == (3 * 0.5 + 5 + 2 * 512) / 2
-    assert sum(seconds[part] for part in PARTS) == device.handed / 2
+    assert sum(seconds[part] for part in PARTS) == trainer.device.handed / 2
 
 
 def test_an_accelerators_events_are_read_when_the_step_is_logged() -> None:
     """While steps are handed over, nothing waits; their seconds are those of the device."""
-    device = Device(lags=True)
-    trainer = Trainer(device)
-    clock = begin(trainer, device)
+    clock = begin(trainer := Trainer(lags=True))
     for _ in range(2):
-        trainer.training_step()
-        end_step(trainer, clock)
-    assert (device.done, dict(trainer._metrics["train"])) == (0, {})
+        step(trainer, clock)
+    assert (trainer.device.done, dict(trainer._metrics["train"])) == (0, {})
     assert logged(trainer) == STEP
-    device.synchronize()  # it was early: what has happened is taken as a step ends
-    trainer.training_step()
-    end_step(trainer, clock)
-    device.synchronize()
-    trainer.training_step()
-    end_step(trainer, clock)
+    for _ in range(2):
+        trainer.device.synchronize()  # it was early: what has happened is taken as a step ends
+        step(trainer, clock)
     assert trainer._metrics["train"]["time/loss"] == [STEP["loss"]]
 
 
-def test_a_servers_engine_neither_wakes_nor_sleeps() -> None:
-    device = Device()
-    trainer = Trainer(device)
-    trainer.vllm_mode = "server"
-    clock = begin(trainer, device)
-    trainer.training_step()
-    end_step(trainer, clock)
-    assert logged(trainer) == {**STEP, "wake": 0.0, "sleep": 0.0}
-
-
 class Resampling(Trainer):
+    """Dynamic sampling draws once more before rewards are known."""
+
     def _score_completions(self) -> None:
         self.work(1000)
         self._generate_completions()
         self.work(1)
 
 
-def test_a_round_that_dynamic_sampling_adds_is_rollout() -> None:
-    device = Device()
-    trainer = Resampling(device)
-    clock = begin(trainer, device)
-    trainer.training_step()
-    end_step(trainer, clock)
-    seconds = logged(trainer)
-    assert (seconds["rewards"], seconds["rollout"]) == (1001, 2 * STEP["rollout"] - 1)
-    assert (seconds["sleep"], seconds["generate"]) == (2 * STEP["sleep"], 2 * STEP["generate"])
+class Sharded(Trainer):
+    """DeepSpeed's optimizer steps within the last batch."""
+
+    def __init__(self) -> None:
+        super().__init__(deepspeed=self)
+
+    def step(self) -> None:
+        self.work(128)
+
+    def _get_per_token_logps_and_entropies(self, seconds: float) -> None:
+        self.work(seconds)
+        if seconds == 32:
+            self.deepspeed.step()
 
 
-def test_an_evaluation_is_rest_of_the_step_after_it() -> None:
-    device = Device()
-    trainer = Trainer(device)
-    clock = begin(trainer, device)
-    trainer.evaluation_loop()
-    evaluated = device.handed
-    trainer.training_step()
-    end_step(trainer, clock)
-    assert logged(trainer) == {**STEP, "rest": STEP["rest"] + evaluated}
+class Evaluating(Trainer):
+    def training_step(self, failing: bool = False) -> None:
+        self.evaluation_loop()
+        super().training_step()
+
+
+TWICE = {part: 2 * STEP[part] for part in ROLLOUT_PARTS}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes"),
+    [
+        (Trainer(vllm_mode="server"), {"wake": 0.0, "sleep": 0.0}),
+        (Resampling(), {"rewards": 1001, "rollout": 2 * STEP["rollout"] - 1, **TWICE}),
+        (Sharded(), {"optimizer": STEP["optimizer"] + 128}),
+        (Evaluating(), {"rest": STEP["rest"] + 10000 + STEP["rollout"]}),
+    ],
+)
+def test_where_time_of_other_trainers_belongs(trainer: Any, changes: dict[str, float]) -> None:
+    """A server's engine neither wakes nor sleeps; a round that dynamic sampling adds is rollout;
+    an evaluation is rest of the step after it."""
+    step(trainer, begin(trainer))
+    assert logged(trainer) == {**STEP, **changes}
 
 
 def test_an_exception_leaves_the_parts_right() -> None:
-    device = Device()
-    trainer = Trainer(device)
-    clock = begin(trainer, device)
+    clock = begin(trainer := Trainer())
     with pytest.raises(ConnectionError, match="no answer"):
         trainer.training_step(failing=True)
     trainer.evaluation_loop()
-    failed = device.handed
+    failed = trainer.device.handed
     trainer.work(7)
-    trainer.training_step()
-    end_step(trainer, clock)
+    step(trainer, clock)
     seconds = logged(trainer)
-    assert sum(seconds[part] for part in PARTS) == device.handed
+    assert sum(seconds[part] for part in PARTS) == trainer.device.handed
     assert seconds["rollout"] == 2 * STEP["rollout"]
     assert seconds["logps"] == STEP["logps"]
     # `training_step` of the failed batch ended as any other does.
@@ -314,12 +311,8 @@ class TwoRanks(RankGroup):
 
 
 def test_another_thread_is_left_alone() -> None:
-    device = Device()
-    trainer: Any = Asynchronous(device)
-    trainer.ranks = TwoRanks()
-    clock = begin(trainer, device)
-    trainer.training_step()
-    end_step(trainer, clock)
+    clock = begin(trainer := Asynchronous(ranks=TwoRanks()))
+    step(trainer, clock)
     seconds = logged(trainer)
     assert (seconds["generate"], seconds["rollout"], seconds["sleep"]) == (40, 2 + 3 + 40, 0)
     assert trainer.ranks.num_calls == 0
@@ -327,62 +320,30 @@ def test_another_thread_is_left_alone() -> None:
 
 
 def test_ranks_wait_for_the_slowest_within_generate() -> None:
-    device = Device()
-    trainer: Any = Trainer(device)
-    trainer.ranks = TwoRanks()
-    clock = begin(trainer, device)
+    clock = begin(trainer := Trainer(ranks=TwoRanks()))
     trainer.training_step()
     trainer.evaluation_loop()  # which is not timed
     with pytest.raises(ConnectionError):
         trainer._infer_single_or_multi_turn(failing=True)  # the others have their own bounds
-    end_step(trainer, clock)
+    clock.on_step_end(ARGS, STATE, CONTROL)
     assert logged(trainer)["wait"] == pytest.approx(3)
     assert trainer.ranks.num_calls == 1
-    alone: Any = Trainer(device)
-    alone.ranks = RankGroup()
-    clock = begin(alone, device)
-    alone.training_step()
-    end_step(alone, clock)
+    alone = Trainer(ranks=RankGroup())
+    step(alone, begin(alone))
     assert logged(alone) == STEP
 
 
-def test_deepspeeds_optimizer_steps_within_the_last_batch() -> None:
-    device = Device()
-    trainer = Trainer(device)
-
-    class Engine:
-        def step(self) -> None:
-            trainer.work(128)
-
-    class Sharded(Trainer):
-        def _get_per_token_logps_and_entropies(self, seconds: float) -> None:
-            self.work(seconds)
-            if seconds == 32:
-                self.deepspeed.step()
-
-    trainer = Sharded(device)
-    trainer.deepspeed = Engine()
-    clock = begin(trainer, device)
-    trainer.training_step()
-    end_step(trainer, clock)
-    assert logged(trainer) == {**STEP, "optimizer": STEP["optimizer"] + 128}
-
-
 def test_a_second_training_is_timed_once_and_the_trainer_left_as_it_was() -> None:
-    device = Device()
-    trainer: Any = Trainer(device)
-    trainer.ranks = TwoRanks()
-    clock = begin(trainer, device)
+    clock = begin(trainer := Trainer(ranks=TwoRanks()))
     own = dict(vars(trainer))
     trainer.training_step()
     clock.on_train_begin(ARGS, STATE, CONTROL)  # the first one failed: nothing told the clock
-    num_events = device.num_events
-    trainer.training_step()
-    end_step(trainer, clock)
+    num_events = trainer.device.num_events
+    step(trainer, clock)
     # A change of part is one event, and the end of the step another.
-    assert device.num_events - num_events == 20
+    assert trainer.device.num_events - num_events == 20
     assert trainer.ranks.num_calls == 2
-    other = begin(trainer, device)  # such as a bench's
+    other = begin(trainer)  # such as a bench's
     state: Any = SimpleNamespace(is_world_process_zero=False)
     for each in (clock, other):
         each.on_train_end(ARGS, state, CONTROL)
@@ -392,7 +353,7 @@ def test_a_second_training_is_timed_once_and_the_trainer_left_as_it_was() -> Non
 
 def test_it_costs_less_than_a_thousandth_of_a_step() -> None:
     """A step of 32 micro-batches calls 150 of the methods, and takes 5 seconds or more."""
-    trainer = Trainer(Device())
+    trainer = Trainer()
     trainer._get_per_token_logps_and_entropies = lambda _: None  # type: ignore[method-assign]
     clock = StepClock(trainer)  # type: ignore[arg-type]
     costs = []
