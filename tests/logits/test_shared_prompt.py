@@ -26,6 +26,7 @@ from swift_grpo_ext.logits.shared_prompt import (
     saving,
 )
 from swift_grpo_ext.logits.shim import base_model
+from swift_grpo_ext.ranks import RankGroup
 from tests.logits.compare import assert_close
 from tests.logits.models import IMAGE, IMAGES, PLACEHOLDERS, build
 from tests.logits.test_logps import Batch, Ours, Upstream, config_of, run
@@ -342,6 +343,12 @@ def blind_to_masks(model: Any) -> None:
     inner.forward = forward
 
 
+def sharing(flag: str = "true", ranks: RankGroup | None = None) -> Any:
+    """A trainer that packs what it can."""
+    config = config_of(logps_shared_prompt=flag)
+    return Ours(config, keys=set(), padding_free=False, ranks=ranks)
+
+
 def make_pass(trainer: Any, model: Any, batch: Batch) -> Tensor:
     """Log-probabilities without gradients, as of the old policy."""
     with torch.no_grad():
@@ -353,8 +360,7 @@ def make_pass(trainer: Any, model: Any, batch: Batch) -> Tensor:
 
 def test_a_pass_over_one_sample_decides_nothing(warned: list[str]) -> None:
     """It has nothing to share; batches that come after it say what is true of them."""
-    trainer = Ours(config_of(logps_shared_prompt="true"), keys=set(), padding_free=False)
-    model = build("Qwen2")
+    trainer, model = sharing(), build("Qwen2")
     seen = positions_of(model)
     for rows in (ROWS[:1], ROWS, ROWS):
         make_pass(trainer, model, Group(rows))
@@ -365,8 +371,8 @@ def test_a_pass_over_one_sample_decides_nothing(warned: list[str]) -> None:
 
 def test_batches_within_a_window_prove_nothing_of_longer_ones(warned: list[str]) -> None:
     """Mistral sees 5 positions here."""
-    trainer = Ours(config_of(logps_shared_prompt="true"), keys=set(), padding_free=False)
-    model, short, long = build("Mistral"), ((4, 1, 0, 0), (4, 1, 0, 0)), ROWS[:2]
+    trainer, model = sharing(), build("Mistral")
+    short, long = ((4, 1, 0, 0), (4, 1, 0, 0)), ROWS[:2]
     seen = positions_of(model)
     for rows in (short, short, long, short, long):
         make_pass(trainer, model, Group(rows))
@@ -376,8 +382,7 @@ def test_batches_within_a_window_prove_nothing_of_longer_ones(warned: list[str])
 
 @pytest.mark.parametrize(("rows", "is_packed"), [(((3, 20, 0, 0), (3, 21, 0, 0)), 0), (ROWS, 1)])
 def test_auto_packs_what_saves_a_tenth(rows: Any, is_packed: bool, warned: list[str]) -> None:
-    trainer = Ours(config_of(logps_shared_prompt="auto"), keys=set(), padding_free=False)
-    model, batch = build("Qwen2"), Group(rows)
+    trainer, model, batch = sharing("auto"), build("Qwen2"), Group(rows)
     seen = positions_of(model)
     make_pass(trainer, model, batch)
     assert (min(seen) < batch.inputs["input_ids"].numel()) == is_packed
@@ -385,8 +390,7 @@ def test_auto_packs_what_saves_a_tenth(rows: Any, is_packed: bool, warned: list[
 
 
 def test_a_packed_pass_that_fails_ends_nothing(warned: list[str]) -> None:
-    trainer = Ours(config_of(logps_shared_prompt="true"), keys=set(), padding_free=False)
-    model = build("Qwen2")
+    trainer, model = sharing(), build("Qwen2")
 
     def refuse(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs["attention_mask"].ndim == 4:
@@ -405,10 +409,9 @@ def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
     models = [build("Qwen2") for _ in range(2)]
     blind_to_masks(models[1])
     seen = [positions_of(model) for model in models]
-    config = config_of(logps_shared_prompt="true")
 
     def work(ranks: ThreadRanks) -> None:
-        trainer = Ours(config, keys=set(), padding_free=False, ranks=ranks)
+        trainer = sharing(ranks=ranks)
         for _ in range(2):
             for _ in range(2 - ranks.rank):
                 make_pass(trainer, models[ranks.rank], Group(ROWS))

@@ -226,6 +226,7 @@ def test_a_merge_that_dies_loses_and_doubles_nothing(
     argv = [sys.executable, "-c", MERGE_AND_DIE.replace("CALL", call), str(tmp_path), str(number)]
     assert subprocess.run(argv, cwd=ROOT).returncode == -signal.SIGKILL
     assert len(names_of(tmp_path)) == left
+    assert len([*tmp_path.rglob(".*.tmp")]) == (call != "Path.unlink")
     assert read_rows(tmp_path) == [row_of(sample_id(step)) for step in range(4)]
     session = claim_session(tmp_path)
     assert [*tmp_path.rglob(".*.tmp")] == []
@@ -319,14 +320,6 @@ def test_a_bound_holds_for_the_whole_record(
     last = open_log(tmp_path, session=2, start_step=48, max_bytes=1)
     write([last], range(48, 50))
     assert steps_of(tmp_path) == [49]  # the newest file is never removed
-
-
-def test_what_a_killed_process_left_half_written_goes_with_the_next_session(tmp_path: Path) -> None:
-    write_session(tmp_path, [ROW])
-    [file] = record_files(SAMPLES.folder(tmp_path))
-    file.path.with_name(f".{file.path.name}.tmp").write_bytes(b"PAR1" * 1000)
-    claim_session(tmp_path)
-    assert [path for path in all_files(tmp_path) if path.suffix != ".lock"] == [file.path]
 
 
 def test_files_that_cannot_be_removed_end_nothing(
