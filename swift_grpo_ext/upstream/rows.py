@@ -108,12 +108,12 @@ def read_row(row: object) -> ReadRow:
             )
         read.media.extend(parts or column)
     # ms-swift looks for these where a row has no images.
-    if not read.media and any("<img>" in text for _, text in read.texts()):
+    if not read.shown_as("image") and any("<img>" in text for _, text in read.texts()):
         from swift.template import Template
 
         inputs = SimpleNamespace(images=[], messages=messages)
         Template._replace_image_tags(inputs)
-        read.media.extend(Medium("image", "messages", path) for path in inputs.images)
+        read.media[:0] = [Medium("image", "messages", path) for path in inputs.images]
     return read
 
 

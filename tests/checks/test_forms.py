@@ -108,6 +108,7 @@ def good(folder: Path, url: str) -> dict[str, tuple[Rows, list[int]]]:
         "file URL in a part": (parts({"type": "image", "image": f"file://{png}"}), [1]),
         "spaces around": (asks(images=[f" {png} "]), [1]),
         "img": (asks(f"<img>{png}</img>Which?"), [1]),
+        "img beside a video": (asks(f"<video><img>{png}</img>?", videos=[mp4]), [2]),
         "query": ([{"query": "<image>Which?", "images": [png], "response": "7"}], [1]),
         "part": (parts(part), [1]),
         "part of a URL": (parts(of_url), [1]),
