@@ -86,7 +86,7 @@ class JoinedPasses:
 
         self._batch: GRPOBatch | None = None
         self._number = -1
-        """Of the micro-batch that is being asked about."""
+        """It counts micro-batches; this one is being asked about."""
         self._pass = 0
 
     def add(self, model: nn.Module, batch: GRPOBatch, alone: Callable[[], Tensor]) -> Tensor:

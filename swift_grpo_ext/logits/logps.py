@@ -100,7 +100,7 @@ class CompletionLogps:
         """How many micro-batches a group takes up."""
 
         self._is_too_much = False
-        """Whether that many have not fitted into this rank's memory together."""
+        """It is True once that many have not fitted into this rank's memory together."""
 
         if self._is_off:
             return

@@ -104,7 +104,7 @@ class LogitsShim:
         self._reason = "" if self._head is not None else "it names no output embedding"
         self._head_works = self._is_out_of_graphs = self._has_warned_of_slicing = False
         self._transform: Transform | None = None
-        """What the model does to its head's logits; None until a first pass in chunks showed it."""
+        """The model does this to its head's logits; None until a first pass in chunks showed it."""
 
         self._can_chunk = True
         self._ranks = ShardRanks()

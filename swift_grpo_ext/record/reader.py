@@ -55,8 +55,8 @@ from swift_grpo_ext.sampling.seeding import Phase, RoundId
 logger = logging.getLogger(__name__)
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, AttributeError)
-"""What pyarrow raises where bytes, or columns, are not what was written: `AttributeError` is of
-statistics that a footer lacks."""
+"""pyarrow raises these where bytes, or columns, are not what was written; `AttributeError` where a
+footer lacks statistics."""
 
 DIVERSITY_LINES = "diversity.jsonl"
 """Version 0.1.0 wrote a JSON object for each round of `DIVERSITY`, and `{"start_step": s}` where a

@@ -33,7 +33,7 @@ TOKENS = 500
 """That the engine takes."""
 
 NUMBERS = itertools.count()
-"""Of requests, which vLLM wants to have names of their own."""
+"""vLLM wants each request to have a name of its own."""
 
 
 @pytest.fixture(scope="module")

@@ -18,16 +18,29 @@ from swift_grpo_ext.server.replicas import Restarts
 from tests.server.served import Deployed, Replica, groups_of, request
 
 
-def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def deploy(*workers: Replica, num_restarts: int) -> Deployed:
+    """Return a server that starts lost replicas anew so many times."""
+    deployed = Deployed(*workers)
+    deployed.restarts, deployed.master_port = Restarts(deployed, num_restarts), 5
+    return deployed
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The test gets what the server's log warns of."""
+    lines: list[str] = []
+    monkeypatch.setattr(replicas.logger, "error", lines.append)
+    monkeypatch.setattr(replicas.logger, "warning", lines.append)
+    return lines
+
+
+def test_a_replica_that_was_lost_is_started_anew(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     """It joins when a connected training asks (one that connects has been told how many there are),
     and generates once it has weights. Three starts are the budget."""
     ended, healthy = Replica(number=0), Replica(number=1)
-    deployed = Deployed(ended, healthy)
-    deployed.restarts = Restarts(deployed, 3)
-    deployed.master_port = 5
-    said: list[str] = []
-    monkeypatch.setattr(replicas.logger, "error", said.append)
-    monkeypatch.setattr(replicas.logger, "warning", said.append)
+    deployed = deploy(ended, healthy, num_restarts=3)
     started: list[Any] = []
 
     def process(target: Any, args: Any) -> Any:
@@ -46,17 +59,17 @@ def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch
         return ours["replicas"], ours["starting"]
 
     def health() -> tuple[int, int]:
-        of_server = client.get("/health/").json()
-        assert of_server["status"] == "ok"
-        return of_server["replicas"], of_server["waiting_for_weights"]
+        answer = client.get("/health/").json()
+        assert answer["status"] == "ok"
+        return answer["replicas"], answer["waiting_for_weights"]
 
     def drew() -> list[int]:
         asked = [request(group) for group in range(4)]
         assert groups_of(client.post("/infer/", json={"infer_requests": asked})) == [0, 1, 2, 3]
-        of_replicas = [len(replica.groups) for replica in (healthy, *started)]
+        counts = [len(replica.groups) for replica in (healthy, *started)]
         for replica in (healthy, *started):
             replica.groups.clear()
-        return of_replicas
+        return counts
 
     connected = {wire.INSTANCE_HEADER: routes.INSTANCE}
     ended.kill()
@@ -89,15 +102,11 @@ def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_machine_that_cannot_start_a_replica_goes_on_serving(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     """As where memory has run out: the request has its answer, and so has the next."""
     ended, healthy = Replica(number=0), Replica(number=1)
-    deployed = Deployed(ended, healthy)
-    deployed.restarts = Restarts(deployed, 2)
-    deployed.master_port = 5
-    said: list[str] = []
-    monkeypatch.setattr(replicas.logger, "error", said.append)
+    deployed = deploy(ended, healthy, num_restarts=2)
 
     def start() -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
