@@ -216,9 +216,13 @@ def test_servers_are_connected_anew_where_they_changed(
     servers = RolloutServers(client, TIMEOUT)
     assert client.sessions[1].headers[wire.INSTANCE_HEADER] == "first start"
     assert (servers.reconnect(), made) == (False, [])
+    said: list[str] = []
+    monkeypatch.setattr(servers_module.logger, "warning", said.append)
     for ours in (ours_of(1), ours_of(1, "second start")):
         server.ours = ours
         assert servers.reconnect()
+        what = "started" if ours["instance"] == "second start" else "connected"
+        assert f"{what} anew" in said.pop()
         assert made.pop() == (1, ["http://host1"], ["host1"], [1])
         assert client.pynccl_comms == ["group 0", "a new group"]
         assert client.sessions[1].headers[wire.INSTANCE_HEADER] == ours["instance"]

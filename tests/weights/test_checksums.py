@@ -51,6 +51,12 @@ def test_in_several_parts_with_one_copy_at_most() -> None:
         assert peak_bytes(partial(checksum, tensor)) < limit
 
 
+@pytest.mark.parametrize("start", range(9))
+def test_wherever_a_tensor_begins_in_its_storage(start: int) -> None:
+    tensor = torch.randn(40)[start : start + 26]
+    assert checksum(tensor) == defined(tensor)
+
+
 def test_checksums_name_type_and_shape() -> None:
     weight = torch.zeros(2, 3)
     assert weight_checksums([("w", weight)]) == {"w": "float32 (2, 3) 0000000000000000"}

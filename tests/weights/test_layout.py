@@ -45,6 +45,16 @@ def test_experts_are_transposed_and_nothing_else(lora: bool) -> None:
         assert sent[name].data_ptr() == tensor.data_ptr()  # copies of all would take 57 GB of 30B
 
 
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="it converts nothing")
+def test_the_models_own_conversions_count() -> None:
+    """Those that `from_pretrained` has read its files by."""
+    config = transformers.Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config)
+    model._weight_conversions = []
+    sent = checkpoint_layout(model, runtime := dict(model.state_dict()))
+    assert all(sent[name].shape == tensor.shape for name, tensor in runtime.items())
+
+
 def test_tensors_that_are_sent_singly_are_contiguous() -> None:
     """NCCL sends memory as it lies."""
     sent: list[tuple[str, bool]] = []

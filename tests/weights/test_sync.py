@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -38,6 +38,7 @@ class Servers:
         self.calls: list[str] = []
         self._second, self.failures = second, failures
         self.fault: WeightChecksums = {}
+        self.is_bounded = False
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -45,12 +46,16 @@ class Servers:
             raise self.failures[name.split()[0]]
 
     def load(self, state_dict: StateDict) -> None:
+        assert self.is_bounded
         self._call(f"load {' '.join(state_dict)}")
         self.loaded[0] |= state_dict
         self.loaded[1] |= {n: (self._second or state_dict)[n] for n in state_dict}
 
-    def bounded(self) -> Any:
-        return nullcontext()
+    @contextmanager
+    def bounded(self) -> Iterator[None]:
+        self.is_bounded = True
+        yield
+        self.is_bounded = False
 
     def reconnect(self, *, again: bool = False) -> bool:
         self._call("reconnect again" if again else "reconnect")

@@ -111,6 +111,18 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
         assert "Not watched by" not in text
 
 
+def test_rounds_lead_to_their_neighbours(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    run = RunView(tmp_path)
+    run.refresh()
+    names = groups_values(run, {})["names"]
+    assert len(names) > 2
+    for at, name in enumerate(names):  # the newest is the first
+        values = groups_values(run, {"round": name})
+        assert values["later"] == (names[at - 1] if at else None)
+        assert values["earlier"] == next(iter(names[at + 1 :]), None)
+
+
 def test_all_words_are_there_in_both_languages() -> None:
     """Each key that a template names has words, and each pair has Chinese in it."""
     chinese = re.compile(r"[一-鿿]")

@@ -64,6 +64,7 @@ def test_a_pair(tmp_path: Path) -> None:
     values = pair_values(runs, (0, 1))
     assert values["diff"].num_rounds == 1
     assert values["diff"].difference.what == "text"
+    assert "text" in values["parted"]
     assert values["problems"] == []
     assert values["comparison"].difference == pytest.approx(0.5)
     assert [prompt["means"] for prompt in values["prompts"]] == [[0.0, 0.5], [0.0, 0.5]]
