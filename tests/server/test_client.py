@@ -321,7 +321,7 @@ def test_a_lost_server_leaves_the_other_its_own_group_and_name(
 
 
 def adapter_of(connected: MakeClient, timeout: float = TIMEOUT) -> Any:
-    """What bounds a session's requests by so many seconds."""
+    """Return the adapter that bounds a session's requests by so many seconds."""
     client = connected(Server())
     RolloutServers(client, timeout / wire.TRAINER_TIMEOUTS)
     return client.sessions[0].get_adapter("http://host0")

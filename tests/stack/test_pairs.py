@@ -101,7 +101,7 @@ def deployed(assets: Path, folder: Path, engine: str, name: str, *argv: str) -> 
 def colocated(
     leader: str, assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Samples:
-    """What one rank draws by itself, with a scheduler or with an environment: training sees what
+    """One rank draws these by itself, with a scheduler or with an environment: training sees what
     the engine saw in each turn."""
     kind = leader.split(",")[0]
 

@@ -82,7 +82,7 @@ def rows(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def colocated(
     assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[SampleRow]:
-    """What a colocated engine draws: a crop comes back where there is an image."""
+    """A colocated engine draws these: a crop comes back where there is an image."""
     drawn_rows = drawn(assets, rows, tmp_path_factory.mktemp("colocated") / "run")
     assert len({row.sample_id.request_id for row in drawn_rows if row.sample_id.turn == 0}) == 36
     second = [row for row in drawn_rows if row.sample_id.turn == 1]

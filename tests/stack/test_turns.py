@@ -1,4 +1,4 @@
-"""What schedulers do wrong, and tools with long answers. `test_tool_call.py` has calls that end
+"""Schedulers do wrong here, and tools answer at length. `test_tool_call.py` has calls that end
 turns."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def conversations(run: Path) -> dict[str, list[SampleRow]]:
 def test_what_training_would_not_see_stops_the_run(
     name: str, told: str, assets: Path, rows: Path, tmp_path: Path
 ) -> None:
-    """With sample and turn; `test_pairs.py` has images that training sees."""
+    """The error names sample and turn; `test_pairs.py` has images that training sees."""
     argv = ("--multi_turn_scheduler", name, "--max_turns", "2")
     finished = run_training(assets, rows, tmp_path, *argv, steps=1)
     assert finished.returncode == 1

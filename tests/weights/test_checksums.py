@@ -51,7 +51,7 @@ def test_in_several_parts_with_one_copy_at_most() -> None:
         assert peak_bytes(partial(checksum, tensor)) < limit
 
 
-@pytest.mark.parametrize("start", range(9))
+@pytest.mark.parametrize("start", range(14))
 def test_wherever_a_tensor_begins_in_its_storage(start: int) -> None:
     tensor = torch.randn(40)[start : start + 26]
     assert checksum(tensor) == defined(tensor)

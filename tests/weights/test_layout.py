@@ -47,7 +47,7 @@ def test_experts_are_transposed_and_nothing_else(lora: bool) -> None:
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="it converts nothing")
 def test_the_models_own_conversions_count() -> None:
-    """Those that `from_pretrained` has read its files by."""
+    """They are those by which `from_pretrained` has read its files."""
     config = transformers.Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION)
     model = transformers.Qwen3VLMoeForConditionalGeneration(config)
     model._weight_conversions = []

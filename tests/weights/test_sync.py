@@ -54,8 +54,10 @@ class Servers:
     @contextmanager
     def bounded(self) -> Iterator[None]:
         self.is_bounded = True
-        yield
-        self.is_bounded = False
+        try:
+            yield
+        finally:
+            self.is_bounded = False
 
     def reconnect(self, *, again: bool = False) -> bool:
         self._call("reconnect again" if again else "reconnect")
