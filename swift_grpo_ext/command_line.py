@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
 from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
-from swift.utils import get_logger
+from swift.utils import get_logger, set_default_ddp_config
 from swift.utils.utils import _patch_get_type_hints
 from transformers import HfArgumentParser
 
@@ -25,9 +25,11 @@ from swift_grpo_ext.checks.former_flags import flag_hint
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.flags import ExtFlags, flag_infos, flag_names
 from swift_grpo_ext.record.log import check_output_dir
+from swift_grpo_ext.registry import TRAINERS
 from swift_grpo_ext.server import api_key
 from swift_grpo_ext.server.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings
+from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.determinism import prepare_process
 from swift_grpo_ext.upstream.local_names import being_parsed
 from swift_grpo_ext.upstream.patches import Moment, apply, patch
@@ -45,7 +47,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
     def _check_grpo(self) -> None:
         # The last check before the model is loaded: model and data are known by name here.
         super()._check_grpo()
-        if self.rlhf_type == "grpo":
+        if self.rlhf_type in TRAINERS:
             # From the cheapest on: what the data set costs is paid last.
             check_model_tokens(self)
             check_stop_settings(self)
@@ -64,6 +66,13 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
 @dataclass
 class RolloutExtArguments(ExtFlags, RolloutArguments):
     """`swift rollout`'s arguments with our flags."""
+
+    sample_log: Literal["all", "tokens", "none"] = "none"
+    """A training with the plugin records the samples already."""
+
+    watches_weights: ClassVar[bool] = True
+    """Whether weights are looked at after each update. On GPUs, where none has done so yet, it has
+    to be asked for: by `--rollout_mismatch`, whichever value it has."""
 
     def _check_device_count(self) -> None:
         # ms-swift calls it once it knows the model; a server has no hook of its own for checks.
@@ -90,12 +99,13 @@ def extend_arguments() -> None:
         given = _adopt_command_line(self, upstream) if upstream else []
         if isinstance(self, ExtFlags):
             _check(self, given)
-        elif not isinstance(self, RLHFArguments) and getattr(self, "rlhf_type", None) == "grpo":
+        elif getattr(self, "rlhf_type", None) in TRAINERS:
             logger.warning(
-                f"swift-grpo-ext does not act on {type(self).__name__}: Megatron GRPO and "
-                "ms-swift's Ray pipelines have trainers of their own. Seeds, stops, checks, the "
-                "record and the monitor are ms-swift's, and its noise may freeze (docs/seeds.md). "
-                "Train with `swift rlhf --rlhf_type grpo`, or leave --external_plugins out."
+                f"swift-grpo-ext does not act in the training of {type(self).__name__}: Megatron "
+                "and ms-swift's Ray pipelines have trainers of their own, whose noise may freeze "
+                "where they are colocated (docs/seeds.md). It acts in `swift rollout "
+                "--external_plugins ...`, which they ask with --vllm_mode server "
+                "(docs/launching.md). Leave --external_plugins out of the training."
             )
         original(self)
 
@@ -108,10 +118,10 @@ def _check(args: BaseArguments, given: list[str]) -> None:
     It runs in the middle of `__post_init__`, before a model is known by more than its name.
     """
     ours = [name for name in given if name in flag_names()]
-    if isinstance(args, RLHFArguments) and args.rlhf_type != "grpo":
+    if isinstance(args, RLHFArguments) and args.rlhf_type not in TRAINERS:
         if ours:
             raise ValueError(
-                f"--{ours[0]} is read with --rlhf_type grpo only; received --rlhf_type "
+                f"--{ours[0]} is read with --rlhf_type grpo and gkd only; received --rlhf_type "
                 f"{args.rlhf_type}. Leave the flag out."
             )
         return
@@ -121,8 +131,13 @@ def _check(args: BaseArguments, given: list[str]) -> None:
             # A script may have called `register()` before it loaded the server.
             apply(Moment.SERVER)
         api_key.take(args)
+        vars(args)["watches_weights"] = not has_accelerator() or "rollout_mismatch" in given
     else:
         api_key.check_urls(args)
+    if getattr(args, "rlhf_type", None) == "gkd" and args.use_vllm:
+        # vLLM asks for a rank in the training process. ms-swift says it for GRPO (4.6,
+        # arguments/rlhf_args.py, `_init_grpo`), and not for distillation.
+        set_default_ddp_config()
     enforce(preflight.check_process(args))
     enforce(preflight.check_arguments(args, given))
     # The environment is set last, and before CUDA or vLLM read it.

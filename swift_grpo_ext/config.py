@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from swift.rlhf_trainers import GRPOConfig
+from swift.rlhf_trainers import GKDConfig, GRPOConfig
 
 from swift_grpo_ext.flags import ExtFlags
 
@@ -15,3 +16,17 @@ class RolloutGRPOConfig(ExtFlags, GRPOConfig):
 
     new_special_tokens: list[str] = field(default_factory=list)
     """ms-swift's own flag; servers must have been given the same tokens."""
+
+
+@dataclass
+class RolloutGKDConfig(ExtFlags, GKDConfig):
+    """ms-swift's training arguments for distillation (GKD) with our flags."""
+
+    new_special_tokens: list[str] = field(default_factory=list)
+    """ms-swift's own flag; servers must have been given the same tokens."""
+
+    # Of GRPO's arguments: what distillation always does.
+    num_generations: ClassVar[int] = 1
+    num_iterations: ClassVar[int] = 1
+    dynamic_sample: ClassVar[bool] = False
+    multi_turn_scheduler: ClassVar[None] = None

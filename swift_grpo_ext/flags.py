@@ -22,12 +22,15 @@ class RolloutFlags:
 
     rollout_seed_mode: Literal["sample", "engine"] = "sample"
     """`sample`: every sample has a seed of its own, made from `--seed` and its place in the run,
-    and a group is one request. `engine`: ms-swift's own seeds and requests."""
+    and a group is one request. `engine`: ms-swift's own seeds and requests. `swift rollout` reads
+    it for clients without the plugin: `sample` gives each of their requests a seed."""
 
     rollout_mismatch: Literal["stop", "warn"] = "stop"
     """What to do where rollout and training disagree: training sees another prompt than the rollout
     saw, or an engine does not sample with the trainer's weights. `warn` goes on, for templates that
-    ms-swift writes otherwise for vLLM, and for engines of other precision."""
+    ms-swift writes otherwise for vLLM, and for engines of other precision. `swift rollout` reads it
+    for clients without the plugin: after a weight update that leaves garbage, `stop` draws
+    nothing."""
 
     rollout_timeout: float = 1800.0
     """Seconds that a replica has for an answer before it counts as lost: a round's completions, a
@@ -57,7 +60,8 @@ class RecordFlags:
 
     sample_log: Literal["all", "tokens", "none"] = "all"
     """What the sample log keeps. `tokens` leaves out log-probabilities. `none` writes neither
-    samples nor scores."""
+    samples nor scores. `swift rollout` records what it draws where it is given this flag: its
+    default is `none`."""
 
     sample_log_gb: float = 0.0
     """Gigabytes that samples and scores may take, of all ranks and sessions together; beyond them

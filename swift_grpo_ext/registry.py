@@ -14,8 +14,15 @@ from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages, untried, verify
 from swift_grpo_ext.upstream.patches import Moment, apply
 
-TRAINER = "swift_grpo_ext.training.RolloutGRPOTrainer"
-TRAINING_ARGUMENTS = "swift_grpo_ext.config.RolloutGRPOConfig"
+TRAINERS = {
+    "grpo": "swift_grpo_ext.training.RolloutGRPOTrainer",
+    "gkd": "swift_grpo_ext.training.RolloutGKDTrainer",
+}
+TRAINING_ARGUMENTS = {
+    "grpo": "swift_grpo_ext.config.RolloutGRPOConfig",
+    "gkd": "swift_grpo_ext.config.RolloutGKDConfig",
+}
+"""Our classes by `--rlhf_type`."""
 
 
 @cache
@@ -29,7 +36,7 @@ def register() -> None:
     from swift.callbacks import callbacks_map
     from swift.trainers import TrainerFactory
 
-    from swift_grpo_ext.diversity.monitor import DiversityMonitor
+    from swift_grpo_ext.monitor import DiversityMonitor
 
     if news := untried(tried_packages()):
         swift.utils.get_logger().warning(
@@ -43,8 +50,8 @@ def register() -> None:
         cpu_patches.register()
     apply(Moment.REGISTRATION)
     # By name: ms-swift imports the class when it makes a trainer, and a server never does.
-    TrainerFactory.TRAINER_MAPPING["grpo"] = TRAINER
-    TrainerFactory.TRAINING_ARGS_MAPPING["grpo"] = TRAINING_ARGUMENTS
+    TrainerFactory.TRAINER_MAPPING.update(TRAINERS)
+    TrainerFactory.TRAINING_ARGS_MAPPING.update(TRAINING_ARGUMENTS)
     callbacks_map["diversity"] = DiversityMonitor
     # `swift rollout` loads this module before it imports plugins. A trainer puts the engine in
     # place itself, when it makes one.

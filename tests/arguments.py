@@ -12,17 +12,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from swift_grpo_ext.config import RolloutGRPOConfig
+from swift_grpo_ext.config import RolloutGKDConfig, RolloutGRPOConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 BOTH = ["--external_plugins", str(ROOT / "plugins/grpo_ext.py"), "--template", "qwen2_5_vl"]
 TRAINING = [
     *("--check_model", "false"),
-    *("--rlhf_type", "grpo", "--reward_funcs", "format", "--report_to", "none"),
-    *("--use_vllm", "true", "--vllm_mode", "colocate", "--num_generations", "2"),
+    *("--report_to", "none", "--use_vllm", "true", "--vllm_mode", "colocate"),
     *("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"),
     *("--steps_per_generation", "2"),
 ]
+TYPES = {
+    "rlhf": ["--rlhf_type", "grpo", "--reward_funcs", "format", "--num_generations", "2"],
+    "distill": ["--rlhf_type", "gkd"],
+}
 
 
 def training_arguments(**changes: Any) -> RolloutGRPOConfig:
@@ -33,6 +36,12 @@ def training_arguments(**changes: Any) -> RolloutGRPOConfig:
             that had `max_length` hid that training arguments have none.
     """
     args: RolloutGRPOConfig = _changed(_parsed("rlhf").training_args, changes)
+    return args
+
+
+def distillation_arguments(**changes: Any) -> RolloutGKDConfig:
+    """Return those of `--rlhf_type gkd`; `changes` as above."""
+    args: RolloutGKDConfig = _changed(_parsed("distill").training_args, changes)
     return args
 
 
@@ -72,7 +81,7 @@ def _parse(command: str, found: Path) -> None:
     from swift.pipelines.infer.rollout import SwiftRolloutDeploy
     from swift.pipelines.train.rlhf import SwiftRLHF
 
-    pipeline: Any = SwiftRLHF if command == "rlhf" else SwiftRolloutDeploy
+    pipeline: Any = SwiftRLHF if command in TYPES else SwiftRolloutDeploy
 
     class Parser:
         args_class = pipeline.args_class
@@ -81,11 +90,18 @@ def _parse(command: str, found: Path) -> None:
     assets = Path(os.environ.get("ASSETS", ROOT / ".assets")).resolve()
     argv = [*BOTH, "--model", str(assets / "tiny_vlm")]
     with tempfile.TemporaryDirectory() as folder:
-        if command == "rlhf":
+        if command in TYPES:
             data = Path(folder) / "rows.jsonl"
             rows = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()
             data.write_text("\n".join(rows[:16]), encoding="utf-8")
-            argv += [*TRAINING, "--dataset", str(data), "--output_dir", f"{folder}/output"]
+            argv += [
+                *TYPES[command],
+                *TRAINING,
+                "--dataset",
+                str(data),
+                "--output_dir",
+                f"{folder}/output",
+            ]
         parsed = pickle.dumps(Parser().parse(argv))
     unfinished = found.with_suffix(f".{os.getpid()}")
     unfinished.write_bytes(parsed)

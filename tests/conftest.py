@@ -16,7 +16,7 @@ settings.load_profile("repeatable")
 ROOT = Path(__file__).resolve().parents[1]
 LONG_FILES = [
     *("launch", "turns_served", "scenarios", "servers", "stop_training", "invariance"),
-    *("failures", "pairs", "turns"),
+    *("failures", "pairs", "turns", "distillation"),
     *("options", "sharded", "resume", "replay", "training", "selftest", "stops"),
     "../test_launch_script",
     *("../diversity/test_real_runs", "adapters", "router_replay", "placeholders", "tool_call"),

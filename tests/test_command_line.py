@@ -144,19 +144,20 @@ class MegatronRLHFArguments(BaseArguments):
     rlhf_type: str = "grpo"
 
 
-def test_megatron_is_told_that_nothing_of_ours_acts_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_is_told_where_the_plugin_acts(monkeypatch: pytest.MonkeyPatch) -> None:
     """And ms-swift's Ray pipelines, which parse the same class."""
     swift_grpo_ext.register()
     warned: list[str] = []
     monkeypatch.setattr(command_line.logger, "warning", warned.append)
     args = MegatronRLHFArguments.__new__(MegatronRLHFArguments)
     args.model_kwargs = None
-    for rlhf_type in ("dpo", "grpo"):
+    for rlhf_type in ("dpo", "grpo", "gkd"):
         args.rlhf_type = rlhf_type
         args._init_model_kwargs()
-    [warning] = warned
-    assert warning.startswith("swift-grpo-ext does not act on MegatronRLHFArguments: Megatron GRPO")
-    assert "`swift rlhf --rlhf_type grpo`" in warning
+    assert len(warned) == 2
+    for warning in warned:
+        assert "does not act in the training of MegatronRLHFArguments: Megatron" in warning
+        assert "`swift rollout --external_plugins ...`" in warning
 
 
 # --- the parser ---
@@ -192,3 +193,12 @@ def test_a_parser_raises(extended: type) -> None:
     parser = command_line.Parser([extended], allow_abbrev=False)
     with pytest.raises(ValueError, match=r"--diversity_alarm_p.*invalid float value: 'many'"):
         parser.parse_known_args(["--diversity_alarm_p", "many"])
+
+
+@pytest.mark.parametrize("argv", [[], ["--sample_log", "tokens"]])
+@pytest.mark.parametrize("extended", command_line.EXTENDED.values())
+def test_a_server_keeps_a_record_where_it_is_told_to(extended: type, argv: list[str]) -> None:
+    """A training with the plugin, which asks it, has one."""
+    parser = command_line.Parser([extended], allow_abbrev=False)
+    default = "none" if extended is command_line.RolloutExtArguments else "all"
+    assert parser.parse_known_args(argv)[0].sample_log == (argv[1] if argv else default)

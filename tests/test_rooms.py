@@ -45,6 +45,53 @@ def test_the_core_imports_no_tool_and_upstream_nothing_of_ours() -> None:
     assert [pair for pair in below if pair[0] == "upstream"] == []
 
 
+SERVED = ("server", "rollout.engine", "stops", "sampling", "record", "diversity")
+"""What serves any client: rooms, and one module."""
+
+TRAINERS = ("swift.rlhf_trainers", "swift.trainers", "swift.callbacks", "trl")
+CLIENT = "swift.rlhf_trainers.vllm_client"
+
+
+def runtime_imports(path: Path, *, in_calls: bool) -> Iterator[str]:
+    """The names that a module imports as it is loaded, or also in calls; none for types only."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.FunctionDef) and not in_calls:
+            continue
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        waiting += ast.iter_child_nodes(node)
+
+
+def test_what_serves_any_client_knows_no_trainer() -> None:
+    """ms-swift's next major version has other trainers, and the engine and the server of today."""
+    modules = {
+        ".".join(p.relative_to(PACKAGE).with_suffix("").parts): p for p in PACKAGE.rglob("*.py")
+    }
+    waiting = [name for name in modules if f"{name}.".startswith(tuple(f"{s}." for s in SERVED))]
+    assert len(waiting) > 25
+    served, met, found = set(waiting), set(waiting), []
+    while waiting:
+        module = waiting.pop()
+        for name in runtime_imports(modules[module], in_calls=module in served):
+            own = name.removeprefix(f"{PACKAGE.name}.")
+            if own != name:
+                for each in {own, own.rpartition(".")[0]} & modules.keys() - met:
+                    met.add(each)
+                    waiting.append(each)
+            is_trainers = f"{name}.".startswith(tuple(f"{t}." for t in TRAINERS))
+            is_trainers |= name.startswith(("transformers.Train", "transformers.trainer"))
+            if is_trainers and CLIENT not in name:
+                found.append((module, name))
+    assert found == []
+    assert not {name for name in met if name.startswith(("training", "monitor", "config"))}
+
+
 def test_what_only_a_cpu_needs_is_a_leaf() -> None:
     """The core meets it where the plugin enters and where arguments are made; engines name it."""
     assert {other for room, other in imports() if room == "cpu"} <= {"upstream", "weights"}

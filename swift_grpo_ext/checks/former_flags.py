@@ -1,8 +1,8 @@
 """Flags that ms-swift 4 does not have, and people still type: what takes their place.
 
-They are the fields of the arguments of ms-swift 2.6 and 3.0 to 3.12, transformers 4.49 and 4.57,
-and TRL 0.15 to 0.29 that ms-swift 4.6 lacks, as far as something takes their place in GRPO, and
-that its name is none that `did_you_mean` would find.
+They are fields of the arguments of ms-swift 3 (2 had no GRPO), transformers 4.49 and 4.57, and TRL
+0.15 to 0.29 that ms-swift 4.6 lacks, as far as something takes their place in a script of GRPO's,
+and that its name is none that `did_you_mean` would find.
 """
 
 from __future__ import annotations
@@ -27,37 +27,10 @@ FORMER = {
     "--gradient_accumulation_steps",
     "num_infer_workers": ENGINES,
     "vllm_device": ENGINES,
-    "use_lmdeploy": "rollouts are vLLM's (--use_vllm)",
-    "lmdeploy_device": "rollouts are vLLM's (--use_vllm)",
     "gc_collect_after_offload": "nothing takes its place: leave it out",
-    # ms-swift 2
-    "sft_type": "tuner_type",
-    "model_id_or_path": "model",
-    "ref_model_id_or_path": "ref_model",
-    "reward_model_id_or_path": "reward_model",
-    "dtype": "torch_dtype",
-    "batch_size": "per_device_train_batch_size",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "lora_target_modules": "target_modules",
-    "quantization_bit": "quant_bits",
-    "bnb_4bit_comp_dtype": "bnb_4bit_compute_dtype",
-    "custom_train_dataset_path": "dataset",
-    "custom_val_dataset_path": "val_dataset",
-    "preprocess_num_proc": "dataset_num_proc",
-    "rescale_image": "max_pixels",
-    "use_flash_attn": "attn_impl",
-    "vit_use_gc": "vit_gradient_checkpointing",
     # transformers 4
-    "no_cuda": "use_cpu",
     "save_safetensors": "safe_serialization",
     "overwrite_output_dir": "--add_version false writes into a folder that is there",
-    "adafactor": "give --optim adafactor",
-    "push_to_hub_token": "hub_token",
-    "torchdynamo": "torch_compile_backend",
-    "fsdp_transformer_layer_cls_to_wrap": "fsdp_config",
-    "fsdp_min_num_params": "fsdp_config",
-    "dispatch_batches": "accelerator_config",
-    "split_batches": "accelerator_config",
     # TRL
     "max_prompt_length": "max_length",
     "mask_truncated_completions": "overlong_filter",

@@ -34,14 +34,19 @@ def check_idle_settings(args: RLHFArguments) -> Findings:
         yield warning("num_train_epochs 0", "no step is made (--max_steps is not given).")
 
 
+def group_size(args: RLHFArguments) -> int:
+    """Return how many samples a prompt has: distillation has no groups."""
+    return int(args.num_generations) if args.rlhf_type == "grpo" else 1
+
+
 def check_unmet_rows(args: RLHFArguments, train: Sized, evaluation: Sized | None) -> Findings:
     """Warn of rows that no batch holds: ms-swift leaves out what fills none (4.6,
     rlhf_trainers/arguments.py:121, `dataloader_drop_last`)."""
     settings = args.training_args
-    prompts = settings.generation_batch_size // args.num_generations
+    prompts = settings.generation_batch_size // group_size(args)
     tail = len(train) % prompts
     # Shuffled rows are left out in turn; fewer than a batch are an error (`check_datasets`).
-    if tail and not settings.dataset_shuffle and len(train) > prompts:
+    if tail and not getattr(settings, "dataset_shuffle", True) and len(train) > prompts:
         yield warning(
             "dataset_shuffle false",
             f"the last {tail} of {len(train)} rows of --dataset are never trained on: generation "
@@ -62,7 +67,7 @@ def check_unmet_rows(args: RLHFArguments, train: Sized, evaluation: Sized | None
     if evaluation is None:
         return
     # An evaluation step holds so many samples over all ranks, `group` of them of each row.
-    group = args.num_generations_eval or args.num_generations
+    group = (args.rlhf_type == "grpo" and args.num_generations_eval) or group_size(args)
     prompts = settings.per_device_eval_batch_size * settings.world_size // group
     num_rows, tail = len(evaluation), len(evaluation) % max(prompts, 1)
     setting = "val_dataset" if args.val_dataset else "split_dataset_ratio"

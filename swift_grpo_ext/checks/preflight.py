@@ -25,7 +25,7 @@ from swift.utils import get_logger, is_local_master
 
 from swift_grpo_ext.checks.determinism import check_checkpoints, check_determinism
 from swift_grpo_ext.checks.finding import Findings, error, warning
-from swift_grpo_ext.checks.idle import check_idle_settings, check_unmet_rows
+from swift_grpo_ext.checks.idle import check_idle_settings, check_unmet_rows, group_size
 from swift_grpo_ext.checks.resume import check_resume
 from swift_grpo_ext.checks.rewards import COMPLETIONS, check_rewards, leads_conversations
 from swift_grpo_ext.checks.rows import check_rows
@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-SERVER_FLAGS = ("rollout_timeout", "tool_timeout")
+SERVER_FLAGS = (
+    *("rollout_mismatch", "rollout_seed_mode", "rollout_timeout", "tool_timeout"),
+    *("sample_log", "sample_log_gb"),
+)
 DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
 ENGINE_FLAGS_OF_SERVERS = (
     *("vllm_data_parallel_size", "vllm_pipeline_parallel_size", "vllm_enable_expert_parallel"),
@@ -251,8 +254,8 @@ def check_training(args: RLHFArguments) -> Findings:
     if args.streaming:
         yield error(
             "streaming true",
-            "expected false. A stream cannot repeat a row, so groups would hold --num_generations "
-            "different prompts, and advantages would compare their rewards.",
+            "expected false. A stream cannot repeat a row: a group would hold other prompts, and a "
+            "resumed run would begin elsewhere.",
             "Leave it out: ms-swift keeps the data set on disk, mapped into memory.",
         )
     # A tied embedding or head that `--modules_to_save` copies is trained beside the other; vLLM
@@ -269,8 +272,10 @@ def check_training(args: RLHFArguments) -> Findings:
             "Leave them out, or train all weights (--tuner_type full).",
         )
     # A teacher's server scores without a temperature (ms-swift 4.6, rollout_mixin.py:279; vLLM's
-    # prompt log-probabilities), where policy and local teacher have the rollout's.
-    if getattr(args, "teacher_model_server", None) and args.temperature != 1:
+    # prompt log-probabilities), where policy and local teacher have the rollout's. Distillation
+    # divides what it scored by the temperature.
+    has_server = args.rlhf_type == "grpo" and getattr(args, "teacher_model_server", None)
+    if has_server and args.temperature != 1:
         yield warning(
             "teacher_model_server",
             f"its log-probabilities are those of temperature 1, the policy's those of "
@@ -284,6 +289,7 @@ def check_router_replay(args: RLHFArguments) -> Findings:
     if args.router_replay_mode == "disabled":
         return
     for is_set, flag, reason in (
+        (args.rlhf_type == "gkd", "rlhf_type gkd", "which trains on experts of its own choice"),
         (not args.use_vllm, "use_vllm false", "whose rollouts give no experts"),
         (args.sequence_parallel_size > 1, "sequence_parallel_size", "which spreads a sample"),
         (args.torch_compile, "torch_compile true", "which leaves out what replays"),
@@ -350,13 +356,13 @@ def check_datasets(
     Rows are looked at by one rank of each machine.
     """
     yield from check_checkpoints(args)
-    batch = args.training_args.generation_batch_size
-    prompts = batch // args.num_generations
+    batch, group = args.training_args.generation_batch_size, group_size(args)
+    prompts = batch // group
     if len(train_dataset) < prompts:
         yield error(
             f"dataset {' '.join(args.dataset)}",
             f"{len(train_dataset)} rows are fewer than the {prompts} prompts of "
-            f"one generation batch ({batch} samples / --num_generations {args.num_generations}), "
+            f"one generation batch ({batch} samples / --num_generations {group}), "
             "so that no step could be made. Add rows or make the batch smaller.",
         )
     # Media may be on the disk of each machine. The launcher ends the other ranks with this one.
@@ -373,6 +379,8 @@ def check_datasets(
                 tells_duplicates=dataset is train_dataset,
                 placeholders=placeholders,
             )
+            if args.rlhf_type != "grpo":
+                continue
             yield from check_rewards(
                 args.reward_funcs or (),
                 [dataset[i] for i in range(min(len(dataset), len(COMPLETIONS)))],

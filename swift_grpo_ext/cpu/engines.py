@@ -204,12 +204,14 @@ def reload_weights(model_runner: Any, weights: Iterable[tuple[str, torch.Tensor]
 def reload_colocated() -> None:
     """Have ms-swift's trainer reload the model of its own engine, all but a tied head, which waits
     for ms-swift's `finish_vllm_weight_reload` after all weights have come."""
-    from swift.rlhf_trainers import GRPOTrainer
+    from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
-    load = GRPOTrainer._load_state_dict_to_vllm
+    load = RolloutTrainerMixin._load_state_dict_to_vllm
 
     @wraps(load)
-    def _load_state_dict_to_vllm(self: GRPOTrainer, state_dict: dict[str, torch.Tensor]) -> None:
+    def _load_state_dict_to_vllm(
+        self: RolloutTrainerMixin, state_dict: dict[str, torch.Tensor]
+    ) -> None:
         if self.vllm_mode != "colocate":  # a server reloads by itself (`receiver.py`)
             load(self, state_dict)
             return
@@ -217,7 +219,7 @@ def reload_colocated() -> None:
         model_runner = self.engine.inner_model_executor.driver_worker.worker.model_runner
         reload_weights(model_runner, ((plain_name(n), t) for n, t in state_dict.items()))
 
-    patch(GRPOTrainer, _load_state_dict_to_vllm=_load_state_dict_to_vllm)
+    patch(RolloutTrainerMixin, _load_state_dict_to_vllm=_load_state_dict_to_vllm)
 
 
 def keep_plain_weights() -> None:

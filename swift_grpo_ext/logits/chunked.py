@@ -1,5 +1,5 @@
-"""Log-probabilities and entropies of tokens, a number of positions at a time
-(docs/promises.md, L4).
+"""What is made of logits, a number of positions at a time: log-probabilities and entropies of
+tokens (docs/promises.md, L4), or whatever a loss needs.
 
 Letters in names are shapes: B rows, T positions of a row, N chosen positions, H hidden size, V
 vocabulary.
@@ -7,7 +7,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -31,55 +31,63 @@ class Logps(NamedTuple):
     """Shannon entropy of each position, in nats; None where it was not asked for."""
 
 
-def chunked_logps(
+Outputs = tuple[Tensor | None, ...]
+"""What is made of N positions: tensors that begin with N, or with one value for each chunk."""
+
+FromLogits = Callable[..., Outputs]
+"""Takes logits [n, V] and the same n positions of each column, and `overwrite` by name: whether it
+may put gradients where the logits were, and so need no further memory of size n x V."""
+
+
+def in_chunks(
     head: Callable[[Tensor], Tensor],
     hidden_NH: Tensor,
-    targets_N: Tensor,
+    columns: Sequence[Tensor],
+    function: FromLogits,
     *,
     chunk_size: int,
     num_chunks: int = 0,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-) -> Logps:
-    """Compute log-probabilities of tokens from hidden states, `chunk_size` positions at a time.
+) -> Outputs:
+    """Return what `function` makes of the logits of hidden states, `chunk_size` positions at a
+    time, joined.
 
     Logits of a chunk are dropped after its forward and made again in its backward
     (`torch.utils.checkpoint`), so that peak memory grows with chunk_size x V and not with N x V.
 
     Args:
         head: maps hidden states [n, H] to logits [n, V], with all that the model does to them. The
-            backward writes over its result, which its last operation must not need for its own.
+            backward may write over its result, which its last operation must not need for its own.
         hidden_NH: the states that predict the tokens.
-        targets_N: the tokens' ids.
+        columns: tensors [N, ...] that `function` takes too.
+        function: is called once for each chunk.
         chunk_size: positions at a time, 1 or more.
         num_chunks: empty chunks are added up to this number, for heads that all ranks must call
             equally often, in forward and backward.
-        temperature: the number by which logits are divided.
-        with_entropy: whether entropies are wanted too.
     """
 
-    def chunk_logps(hidden_CH: Tensor, targets_C: Tensor) -> Logps:
-        return token_logps(
-            head(hidden_CH),
-            targets_C,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            overwrite=True,
-        )
+    def chunk(hidden_CH: Tensor, *columns_of_chunk: Tensor) -> Outputs:
+        logits_CV = head(hidden_CH)
+        if not len(hidden_CH):
+            # Keeps a tensor, whatever `function` does: the backward then makes the chunk again
+            # before it comes to the head, as that of other chunks does. Ranks that share the head
+            # gather it in one order.
+            logits_CV = logits_CV.exp()
+        return function(logits_CV, *columns_of_chunk, overwrite=True)
 
     # An empty tensor splits into one empty part, so that a rank without a token calls the head too.
-    parts = list(zip(hidden_NH.split(chunk_size), targets_N.split(chunk_size), strict=True))
-    parts += [(hidden_NH[:0], targets_N[:0])] * (num_chunks - len(parts))
-    run = chunk_logps
+    rows = (hidden_NH, *columns)
+    parts = list(zip(*(row.split(chunk_size) for row in rows), strict=True))
+    parts += [tuple(row[:0] for row in rows)] * (num_chunks - len(parts))
+    run: Callable[..., Outputs] = chunk
     if torch.is_grad_enabled():
         # By default checkpoint compares the shapes of what both forwards saved. With ZeRO-3, a
         # frozen weight is released again when it would look: its shape is that of nothing.
-        run = partial(checkpoint, chunk_logps, use_reentrant=False, determinism_check="none")
-    # To stop the recomputation at the last tensor needed spares nothing here (only `token_logps`
-    # is left), and with torch 2.8 keeps in memory what all chunks made again.
+        run = partial(checkpoint, chunk, use_reentrant=False, determinism_check="none")
+    # To stop the recomputation at the last tensor needed spares nothing here (only `function` is
+    # left), and with torch 2.8 keeps in memory what all chunks made again.
     with set_checkpoint_early_stop(False):
-        logps, entropies = zip(*(run(*part) for part in parts), strict=True)
-    return Logps(torch.cat(logps), None if entropies[0] is None else torch.cat(entropies))
+        outputs = zip(*(run(*part) for part in parts), strict=True)
+        return tuple(None if made[0] is None else torch.cat(made) for made in outputs)
 
 
 def token_logps(

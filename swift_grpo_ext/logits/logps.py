@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift_grpo_ext import memory
 from swift_grpo_ext.flags import chunk_size
-from swift_grpo_ext.logits.chunked import Logps
+from swift_grpo_ext.logits.chunked import FromLogits, Logps, Outputs
 from swift_grpo_ext.logits.joined_passes import (
     JoinedPasses,
     Waiting,
@@ -87,7 +87,8 @@ class CompletionLogps:
         self._shared_prompts: WeakKeyDictionary[nn.Module, SharedPrompt] = WeakKeyDictionary()
         self._limit = limit
         # Chunks that are asked for need the shim, whatever its own flag says.
-        self._is_off = config.logits_shim == "off" and not self.chunk_size
+        self.is_off = config.logits_shim == "off" and not self.chunk_size
+        """Logits are ms-swift's."""
 
         self._config = config
         self._flag = config.logps_shared_prompt
@@ -102,11 +103,11 @@ class CompletionLogps:
         self._is_too_much = False
         """It is True once that many have not fitted into this rank's memory together."""
 
-        if self._is_off:
+        if self.is_off:
             return
         flags = "--logits_shim, --logps_chunk_size and --logps_shared_prompt have no effect"
         if template.sequence_parallel_size > 1:
-            self._is_off, self.shares_prompts = True, False
+            self.is_off, self.shares_prompts = True, False
             logger.warning(
                 f"{flags} with --sequence_parallel_size {template.sequence_parallel_size}: "
                 "ms-swift splits positions over ranks, and computes the logits of all of them."
@@ -121,8 +122,8 @@ class CompletionLogps:
     def _reason_against_sharing(self) -> str:
         """Return which setting keeps a group's prompt from being read once, and why; '' if none."""
         config = self._config
-        if self._is_off or self._is_padding_free:
-            flag = "--logits_shim off" if self._is_off else "--padding_free true"
+        if self.is_off or self._is_padding_free:
+            flag = "--logits_shim off" if self.is_off else "--padding_free true"
             return f"{flag}, where batches stay as ms-swift makes them"
         if config.per_device_train_batch_size * config.steps_per_generation == 1:
             return "--per_device_train_batch_size 1, with which a rank has one sample of a round"
@@ -140,7 +141,7 @@ class CompletionLogps:
     def restrict(self, model: nn.Module, grpo_batch: GRPOBatch) -> CompletionModel | nn.Module:
         """Return the model with the positions of a batch; the model itself where ms-swift
         computes."""
-        if self._is_off:
+        if self.is_off:
             return model
         mask_BK = grpo_batch.completion_mask
         if self._is_padding_free:
@@ -183,7 +184,7 @@ class CompletionLogps:
         if not isinstance(model, CompletionModel):  # `restrict` has left it as it was
             return upstream(model)
         mask_BT, logps = self._frame(model, input_ids_BT, temperature)
-        packed = self._pack(model, inputs, mask_BT, logps)
+        packed = self._pack(model.model, inputs, mask_BT, logps)
         logps_N, entropies_N = logps(
             model.model, *(packed or (inputs, mask_BT)), with_entropy=with_entropy
         )
@@ -207,9 +208,32 @@ class CompletionLogps:
             temperature=temperature,
         )
 
+    def from_logits(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        mask_BT: Tensor,
+        targets_N: Tensor,
+        function: FromLogits,
+        columns: Sequence[Tensor] = (),
+    ) -> Outputs:
+        """Return what `function` makes of the logits of N positions, in the order of the mask.
+
+        Args:
+            model: the policy, a teacher ..., or any wrapping of it.
+            inputs: the arguments of its forward.
+            mask_BT: the positions that predict a token, before the tokens.
+            targets_N: those tokens.
+            function, columns: as of `LogitsShim.compute`.
+        """
+        shim = self.shim(model)
+        logps = partial(shim.logps, targets_N=targets_N, chunk_size=self.chunk_size)
+        batch = self._pack(model, inputs, mask_BT, logps) or (inputs, mask_BT)
+        return shim.compute(model, *batch, function, columns, self.chunk_size)
+
     def _pack(
         self,
-        model: CompletionModel,
+        model: nn.Module,
         inputs: dict[str, Any],
         mask_BT: Tensor,
         logps: Callable[..., Logps],
@@ -217,18 +241,17 @@ class CompletionLogps:
     ) -> PackedBatch | None:
         if not self.shares_prompts:
             return None
-        base = base_model(model.model)
+        base = base_model(model)
         if base not in self._shared_prompts:
             self._shared_prompts[base] = SharedPrompt(base, self._limit, self._flag)
         # The proof of the first batch makes passes that other ranks may not make. DDP's forward has
         # collectives of its own (buffers), which would wait for them: go around it.
-        is_ddp = isinstance(model.model, DistributedDataParallel)
-        plain = model.model.module if is_ddp else model.model
+        plain = model.module if isinstance(model, DistributedDataParallel) else model
         return self._shared_prompts[base].pack(
             inputs,
             mask_BT,
             lambda *batch: logps(plain, *batch).logps_N,
-            model.shim.ranks(model.model),
+            self.shim(model).ranks(model),
             plain_logps,
         )
 
@@ -293,7 +316,7 @@ class CompletionLogps:
             return torch.cat([each.alone()[each.mask_BK] for each in waiting])
 
         try:
-            packed = self._pack(restricted, inputs, mask_BT, logps, alone)
+            packed = self._pack(model, inputs, mask_BT, logps, alone)
             values_N = None if packed is None else logps(model, *packed).logps_N
         except torch.OutOfMemoryError:
             # Ranks that share weights are in the same pass, and would wait in its next gather.
@@ -324,7 +347,7 @@ class CompletionLogps:
         All ranks call this together, once a round: passes are no place for it, as their number may
         depend on a rank's own rows.
         """
-        if self._is_off or not self.shares_prompts:
+        if self.is_off or not self.shares_prompts:
             return
         has_failed = any(shared.has_failed for shared in self._shared_prompts.values())
         if self._ranks.agree(not has_failed):

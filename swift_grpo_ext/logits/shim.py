@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
-from swift_grpo_ext.logits.chunked import Logps, chunked_logps, token_logps
+from swift_grpo_ext.logits.chunked import FromLogits, Logps, Outputs, in_chunks, token_logps
 from swift_grpo_ext.logits.sharding import ShardRanks, backward_takes_chunks, shard_ranks
 
 if TYPE_CHECKING:
@@ -129,13 +129,36 @@ class LogitsShim:
         """Return log-probabilities of `targets_N` at the positions where `mask_BT` is true.
 
         Args:
-            model: the model or any wrapping of it.
-            inputs: the arguments of its forward.
-            mask_BT: N positions, row by row, each that whose logits predict a target.
-            targets_N: token ids.
-            chunk_size: positions whose logits exist at a time; 0: all at once.
+            model, inputs, mask_BT, chunk_size: as of `compute`.
+            targets_N: token ids, each of which the position of `mask_BT` predicts.
             temperature: the number by which logits are divided.
             with_entropy: whether entropies are wanted too.
+
+        Raises:
+            UnsupportedModelError: as `compute`.
+        """
+        function = partial(token_logps, temperature=temperature, with_entropy=with_entropy)
+        outputs = self.compute(model, inputs, mask_BT, function, [targets_N], chunk_size)
+        return Logps(*outputs)
+
+    def compute(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        mask_BT: Tensor,
+        function: FromLogits,
+        columns: Sequence[Tensor] = (),
+        chunk_size: int = 0,
+    ) -> Outputs:
+        """Return what `function` makes of the logits at the positions where `mask_BT` is true.
+
+        Args:
+            model: the model or any wrapping of it.
+            inputs: the arguments of its forward.
+            mask_BT: N positions, row by row.
+            function: takes their logits; its first output is differentiable.
+            columns: tensors [N, ...] that it takes too.
+            chunk_size: positions whose logits exist at a time; 0: all at once.
 
         Raises:
             UnsupportedModelError: nothing works or chunks are impossible, with `strict`.
@@ -145,33 +168,26 @@ class LogitsShim:
         inputs = {name: value for name, value in inputs.items() if name not in KEYWORDS}
         if chunk_size and self._can_chunk:
             compute = partial(
-                chunked_logps,
-                targets_N=targets_N,
+                in_chunks,
+                columns=columns,
+                function=function,
                 chunk_size=chunk_size,
                 # As many as the rank with the most tokens has: each call of a sharded head gathers
                 # its weight from all ranks.
-                num_chunks=self.ranks(model).most(-(-len(targets_N) // chunk_size)),
-                temperature=temperature,
-                with_entropy=with_entropy,
+                num_chunks=self.ranks(model).most(-(-int(mask_BT.sum()) // chunk_size)),
             )
-            logps = self._chunked_logps(model, inputs, mask_BT, compute)
-            if not isinstance(logps, str):
-                return logps
+            outputs = self._in_chunks(model, inputs, mask_BT, compute)
+            if not isinstance(outputs, str):
+                return outputs
             # The reason is one of the model, so later passes do not try again.
             self._can_chunk = False
-            text = f"log-probabilities of {self._name} cannot be computed in chunks: {logps}."
+            text = f"log-probabilities of {self._name} cannot be computed in chunks: {outputs}."
             if self._strict:
                 remedy = "Use --logps_chunk_size 0, or --logits_shim auto."
                 raise UnsupportedModelError(f"{text} {remedy}")
             self._warn(f"{text} --logps_chunk_size has no effect. (Said once.)")
         logits_NV, is_own = self.select(model, inputs, mask_BT)
-        return token_logps(
-            logits_NV,
-            targets_N,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            overwrite=is_own,
-        )
+        return function(logits_NV, *columns, overwrite=is_own)
 
     def select(
         self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor
@@ -213,32 +229,32 @@ class LogitsShim:
         # A selection is a copy, which nobody else needs.
         return select_positions(logits_BKV, mask_BT).squeeze(0), True
 
-    def _chunked_logps(
+    def _in_chunks(
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
         mask_BT: Tensor,
-        compute: Callable[[Transform, Tensor], Logps],
-    ) -> Logps | str:
-        """Return log-probabilities computed in the head's call; why not, where that does not work.
+        compute: Callable[[Transform, Tensor], Outputs],
+    ) -> Outputs | str:
+        """Return what is computed in the head's call; why not, where that does not work.
 
         Args:
             model: the model or any wrapping of it.
             inputs: the arguments of its forward.
             mask_BT: the wanted positions.
-            compute: `chunked_logps`, of a head and hidden states.
+            compute: `in_chunks`, of a head and hidden states.
         """
         head = self._head
         if not backward_takes_chunks(head):
             return "FSDP2 shards its output embedding alone, which works from torch 2.11 on"
         transform = self._transform or unchanged
-        logps: Logps | None = None
+        outputs: Outputs | None = None
 
         def at_head(hidden_BTH: Tensor) -> Tensor:
-            nonlocal logps
+            nonlocal outputs
             assert head is not None
             # Called as a module, so that hooks of others run, as LoRA's, FSDP's and `mask_models`'.
-            logps = compute(
+            outputs = compute(
                 lambda hidden_CH: transform(head(hidden_CH[None]).squeeze(0)),
                 select_positions(hidden_BTH, mask_BT).squeeze(0),
             )
@@ -258,14 +274,16 @@ class LogitsShim:
             if self._transform is None:
                 return "what it does to logits after its head is not known"
             if self._transform is not unchanged:
-                # `logps` was computed without it, as nobody knew: once more, with the right one.
-                return self._chunked_logps(model, inputs, mask_BT, compute)
-        assert logps is not None
+                # They were computed without it, as nobody knew: once more, with the right one.
+                return self._in_chunks(model, inputs, mask_BT, compute)
+        assert outputs is not None
+        first, *others = outputs
+        assert first is not None
         if torch.is_grad_enabled():
             # Wrappers look for the model's own output in the graph (it has no weight there): DDP
             # with `find_unused_parameters`, and FSDP's and DeepSpeed's hooks that begin a backward.
-            logps = logps._replace(logps_N=logps.logps_N + output.logits.flatten()[:0].sum())
-        return logps
+            first = first + output.logits.flatten()[:0].sum()
+        return first, *others
 
     def _at_head(
         self,

@@ -1,4 +1,4 @@
-"""Writes each sample down as it is generated, and shows it to listeners.
+"""Writes each sample down as it is generated, in a training or a server; shows it to listeners.
 
 Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its escape, `\\ud83d`.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swift_grpo_ext.flags import BYTES_PER_GB
@@ -24,7 +26,6 @@ from swift_grpo_ext.record.tables import (
     SampleRow,
 )
 from swift_grpo_ext.rollout.conversation import Turn
-from swift_grpo_ext.sampling.seeding import sample_seed
 
 if TYPE_CHECKING:
     from swift_grpo_ext.rollout.sample import RolloutSample
@@ -49,7 +50,6 @@ class SampleRecorder:
         self,
         run_dir: str,
         ranks: RankGroup,
-        run_seed: int | None,
         *,
         kept: str = "all",
         max_gb: float = 0.0,
@@ -57,7 +57,6 @@ class SampleRecorder:
     ) -> None:
         self._run_dir = run_dir
         self._ranks = ranks
-        self._run_seed = run_seed
         self._kept = kept
         self._max_gb = max_gb
         self._keeps_diversity = keeps_diversity
@@ -132,7 +131,11 @@ class SampleRecorder:
             masks = masks_of(sample, turns)
             columns = other_columns(sample.extra)
             for turn, mask in zip(turns, masks, strict=True):
-                rows.append(self._row(turn, mask, rank, weight_version, columns))
+                rows.append(sample_row(turn, weight_version, columns, rank=rank, mask=mask))
+        self.append(rows)
+
+    def append(self, rows: list[SampleRow]) -> None:
+        """Write down rows, by a thread; `flush` waits for it."""
         if self.log is not None and self._kept != "none":
             # The listeners get them all the same: the collision test reads them.
             without_logprobs = self._kept == "tokens"
@@ -140,38 +143,6 @@ class SampleRecorder:
             self.log.append(kept, SAMPLES)
         for listener in self.listeners:
             listener(rows)
-
-    def _row(
-        self,
-        turn: Turn,
-        mask: list[bool] | None,
-        rank: int,
-        weight_version: int,
-        columns: str | None,
-    ) -> SampleRow:
-        completion, sample_id = turn.completion, turn.sample_id
-        stop_reason = completion.stop_reason
-        pictures = [picture.webp for picture in turn.media]
-        return SampleRow(
-            sample_id=sample_id,
-            seed=None if self._run_seed is None else sample_seed(self._run_seed, sample_id),
-            rank=rank,
-            replica=completion.replica,
-            weight_version=weight_version,
-            finish_reason=completion.finish_reason,
-            stop_reason=None if stop_reason is None else utf8(str(stop_reason)),
-            token_ids=list(completion.token_ids),
-            logprobs=None if completion.logprobs is None else list(completion.logprobs),
-            text=utf8(completion.text),
-            fingerprint=turn.fingerprint,
-            prompt=utf8(json.dumps(turn.messages, ensure_ascii=False, default=repr)),
-            media=[picture.name for picture in turn.media],
-            pictures=pictures if any(pictures) else None,
-            mask=mask,
-            engine_seconds=turn.engine_seconds,
-            tool_seconds=turn.tool_seconds,
-            columns=columns,
-        )
 
     def record_scores(self, rows: Sequence[RewardRow]) -> None:
         """Write down how samples scored, and wait until they and their scores are on disk.
@@ -202,6 +173,47 @@ class SampleRecorder:
         the training ends."""
         if self.log is not None:
             self.log.finish()
+
+
+def sample_row(
+    turn: Turn,
+    weight_version: int,
+    columns: str | None,
+    *,
+    rank: int = 0,
+    mask: list[bool] | None = None,
+) -> SampleRow:
+    """Return the row of a turn; arguments are its fields."""
+    completion = turn.completion
+    stop_reason = completion.stop_reason
+    pictures = [picture.webp for picture in turn.media]
+    return SampleRow(
+        sample_id=turn.sample_id,
+        seed=completion.seed,
+        rank=rank,
+        replica=completion.replica,
+        weight_version=weight_version,
+        finish_reason=completion.finish_reason,
+        stop_reason=None if stop_reason is None else utf8(str(stop_reason)),
+        token_ids=list(completion.token_ids),
+        logprobs=None if completion.logprobs is None else list(completion.logprobs),
+        text=utf8(completion.text),
+        fingerprint=turn.fingerprint,
+        prompt=utf8(json.dumps(turn.messages, ensure_ascii=False, default=repr)),
+        media=[picture.name for picture in turn.media],
+        pictures=pictures if any(pictures) else None,
+        mask=mask,
+        engine_seconds=turn.engine_seconds,
+        tool_seconds=turn.tool_seconds,
+        columns=columns,
+    )
+
+
+def view_command(run_dir: str) -> str:
+    """Return the command that shows a run, as it works when typed where the run is."""
+    folder, here = Path(run_dir), Path.cwd()
+    shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    return f"swift-grpo-ext view {shlex.quote(str(shown))}"
 
 
 def other_columns(extra: Mapping[str, object]) -> str | None:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
-from swift.rl_core.data import GRPOSample
+from swift.rl_core.data import GKDSample, GRPOSample, OnPolicySample
+from typing_extensions import Self
 
 from swift_grpo_ext.rollout.wire import Prompt
 from swift_grpo_ext.sampling.seeding import SampleId
 
 
 @dataclass
-class RolloutSample(GRPOSample):
-    """A sample of the trainer. What is not there yet raises AttributeError."""
+class RolloutFields:
+    """What we add to a sample of ms-swift's. What is not there yet raises AttributeError."""
+
+    upstream: ClassVar[type[OnPolicySample]]
 
     sample_id: SampleId = field(init=False, repr=False, compare=False)
     """Its name, from its position in the generation batch; before the rollout."""
@@ -33,8 +36,22 @@ class RolloutSample(GRPOSample):
     """The prompt of each turn that was answered, as the engine saw it; with the answers."""
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> RolloutSample:
+    def from_row(cls, row: Mapping[str, Any]) -> Self:
         """Return the sample of a data row. A column that is called as a field of ours stays a
         column: reward functions ask for it."""
-        upstream = GRPOSample.from_row(dict(row))
-        return cls(**{each.name: getattr(upstream, each.name) for each in fields(upstream)})
+        made = cls.upstream.from_row(dict(row))
+        return cls(**{each.name: getattr(made, each.name) for each in fields(made)})
+
+
+@dataclass
+class RolloutSample(RolloutFields, GRPOSample):
+    """A sample of the trainer, of GRPO's."""
+
+    upstream = GRPOSample
+
+
+@dataclass
+class RolloutGKDSample(RolloutFields, GKDSample):
+    """A sample of the trainer that distills."""
+
+    upstream = GKDSample

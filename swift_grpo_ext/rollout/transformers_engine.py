@@ -108,7 +108,7 @@ class RolloutTransformersEngine(TransformersEngine):
             config = kwargs["generation_config"]
             stops = self._template_stops.stops(
                 config.stop_words,
-                metadata.stop_token_ids,
+                metadata.stop_token_ids or (),
                 include=metadata.include_stop_str_in_output,
             )
             ends = config.eos_token_id

@@ -116,7 +116,7 @@ def _advices(
 def _larger_batch(settings: Mapping[str, Any]) -> dict[str, int]:
     """Return the smallest batch that holds a group, or as much of one as accumulation leaves; {}
     where none is larger."""
-    size, group = settings["per_device_train_batch_size"], settings["num_generations"]
+    size, group = settings["per_device_train_batch_size"], settings.get("num_generations", 1)
     steps = settings.get("gradient_accumulation_steps") or 1
     if (settings.get("steps_per_generation") or steps) != steps:
         return {}  # several updates are made of a round: that is not about time alone

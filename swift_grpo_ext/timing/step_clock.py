@@ -1,4 +1,4 @@
-"""Times each part of a step, for the step's log (promise V5); with any GRPO trainer of ms-swift.
+"""Times each part of a step, for its log (promise V5); with any trainer of ms-swift that rolls out.
 
 Methods of the trainer are timed from outside, so that all their overrides count. Time belongs to
 the innermost part that runs. A step lasts from the end of one to the end of the next: the parts of
@@ -45,6 +45,7 @@ METHODS = {
     "_prepare_batch_inputs": "batch",
     "_get_per_token_logps_and_entropies": "logps",
     "_assemble_teacher_api_logps": "logps",
+    "_fetch_and_assemble_teacher_logprobs": "logps",
     "evaluation_loop": "rest",
 }
 """Methods of the trainer, and what their time is but for that of methods within them."""

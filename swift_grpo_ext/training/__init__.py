@@ -1,10 +1,11 @@
-"""ms-swift's GRPO trainer, extended: `prompts` before a round, `rollouts` in it, `batch` after."""
+"""ms-swift's trainers, extended: `prompts` before a round, `rollouts` in it, `batch` after."""
 
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
 
 verify(pins.TRAINER)  # before classes build on it
 
+from swift_grpo_ext.training.distillation import RolloutGKDTrainer  # noqa: E402
 from swift_grpo_ext.training.trainer import RolloutGRPOTrainer  # noqa: E402
 
-__all__ = ["RolloutGRPOTrainer"]
+__all__ = ["RolloutGKDTrainer", "RolloutGRPOTrainer"]

@@ -16,9 +16,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from swift.rlhf_trainers import GRPOTrainer
 from swift.utils import get_logger
 from torch import nn
+from transformers import Trainer
 from transformers.utils import (
     CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -37,7 +37,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint does not hold this model's weights."""
 
 
-class WholeCheckpoints(GRPOTrainer):
+class WholeCheckpoints(Trainer):
     """A trainer that loads checkpoints of whole models by the names in their files."""
 
     def _load_from_checkpoint(

@@ -33,6 +33,10 @@ class TrainingPasses(GRPOTrainer):
     _router_replay: RouterReplay | None = None
     _joined_passes: JoinedPasses | None = None
 
+    def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
+        with self._joining_passes(samples):
+            return super()._prepare_batch_inputs(samples)
+
     @contextmanager
     def _joining_passes(self, samples: list[RolloutSample]) -> Iterator[None]:
         """Take several micro-batches together in the passes within the block, where that saves.

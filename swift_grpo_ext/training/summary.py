@@ -6,17 +6,16 @@ them, rounds that train nothing are said once: a loss of 0 looks like rest, or l
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import isinf
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from swift.utils import get_logger
 
 from swift_grpo_ext.checks.finding import Finding, warning
+from swift_grpo_ext.record.recorder import view_command
 from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.timing.advice import summary
 from swift_grpo_ext.training.gap import sampling_shift
@@ -107,13 +106,6 @@ def what_is_on(
         "diversity is watched" if watches else "diversity is not watched (--callbacks diversity)",
         "no record" if args.sample_log == "none" else "samples are recorded",
     ]
-
-
-def view_command(run_dir: str) -> str:
-    """Return the command that shows a run, as it works when typed where the training runs."""
-    folder, here = Path(run_dir), Path.cwd()
-    shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    return f"swift-grpo-ext view {shlex.quote(str(shown))}"
 
 
 # --- rounds that train nothing ---

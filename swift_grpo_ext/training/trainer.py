@@ -1,226 +1,57 @@
-"""The trainer: ms-swift's hooks that we override, in the order of a round.
-
-Each hook takes what it needs from ms-swift, and hands it to a collaborator, where the rule stands.
-"""
+"""GRPO: its rollouts are those of `rollouts.py`; what it learns from them stands here."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from swift.infer_engine.protocol import RolloutInferRequest
 from swift.rlhf_trainers import GRPOTrainer
-from swift.rlhf_trainers.utils import profiling_context
-from swift.utils import get_logger
 
 from swift_grpo_ext.logits import router_replay
-from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.router_replay import RouterReplay
-from swift_grpo_ext.media.encode import MediaCache
-from swift_grpo_ext.media.encoder_cache import EncoderCache
-from swift_grpo_ext.ranks import RankGroup, TensorParallelGroup, training_ranks
-from swift_grpo_ext.record.recorder import SampleRecorder
-from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
-from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
-from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.conversation import Conversations, give_turns, servers_turns
-from swift_grpo_ext.rollout.generate import (
-    RolloutSettings,
-    ServedSample,
-    begin_turn,
-    generate,
-    to_rollout_outputs,
-)
+from swift_grpo_ext.record.rewards import training_scores
 from swift_grpo_ext.rollout.placeholders import mask_models
 from swift_grpo_ext.rollout.sample import RolloutSample
-from swift_grpo_ext.rollout.scheduler import tell_no_room, watch
-from swift_grpo_ext.rollout.wire import RequestMetadata
-from swift_grpo_ext.sampling.prompt_hash import prompt_hash
-from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
+from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.sampling.sampler import EpochSampler
-from swift_grpo_ext.stops.templates import check_template_stops
-from swift_grpo_ext.timing.step_clock import StepClock
-from swift_grpo_ext.training.batch import (
-    check_counts,
-    check_training_batch,
-    encoding_for_training,
-    switch_off_dropout,
-)
+from swift_grpo_ext.training.batch import check_training_batch
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
-from swift_grpo_ext.training.gap import gap_limit, measure_rollout_gap
+from swift_grpo_ext.training.gap import measure_rollout_gap
 from swift_grpo_ext.training.passes import TrainingPasses
-from swift_grpo_ext.training.prompts import (
-    named_request,
-    named_rows,
-    replace_failing_prompts,
-    tell_duplicates,
-    tell_uneven,
-)
-from swift_grpo_ext.training.summary import IdleRounds, RunSummary, what_is_on
-from swift_grpo_ext.upstream.determinism import (
-    deterministic,
-    exact_unmerging,
-    sum_gradients_one_by_one,
-)
-from swift_grpo_ext.upstream.encoding import answers_for_servers
-from swift_grpo_ext.upstream.patches import Moment, apply
-from swift_grpo_ext.upstream.placeholders import placeholder_texts
-from swift_grpo_ext.weights.layout import (
-    StateDict,
-    checkpoint_buffers,
-    checkpoint_layout,
-    one_by_one,
-)
-from swift_grpo_ext.weights.sync import WeightSync
+from swift_grpo_ext.training.rollouts import RolloutTraining
+from swift_grpo_ext.training.summary import IdleRounds
 
 if TYPE_CHECKING:
-    from swift.infer_engine.protocol import RequestConfig, RolloutOutput
     from swift.rl_core.data import GRPOBatch
-    from torch.utils.data import DataLoader, Dataset
-
-    from swift_grpo_ext.server.client import RolloutServers
-
-logger = get_logger()
+    from torch.utils.data import DataLoader
 
 
-class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
+class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPOTrainer):
     """GRPO with the rollouts of `swift_grpo_ext`."""
 
     sample_cls = RolloutSample
 
-    sample_listeners: list[Callable[[list[SampleRow]], None]]
-    """Called with this rank's samples as they are generated, perhaps from another thread."""
-
-    score_listeners: list[Callable[[list[RewardRow]], None]]
-    """Called on all ranks together with how this rank's samples scored, once a round."""
-
-    record_diversity: Callable[[DiversityRow], None]
-    """Writes a row of the run's record; rank 0 calls it."""
-
-    ranks: RankGroup
-    """All training ranks, for the exchange of Python objects."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        apply(Moment.TRAINER)
-        config, template = kwargs["args"], kwargs["template"]
-        check_template_stops(config, template)  # before minutes go into an engine
-        self.ranks = training_ranks(config.ddp_timeout)
-        self._settings = RolloutSettings(config)
+        config = kwargs["args"]
         router_replay.batch_routed_experts(config.router_replay_mode)
-        self._media = MediaCache(config.media_cache_gb, template, self.ranks)
-        self._recorder = SampleRecorder(
-            config.output_dir,
-            self.ranks,
-            self._settings.run_seed,
-            kept=config.sample_log,
-            max_gb=config.sample_log_gb,
-            keeps_diversity="diversity" in config.callbacks,
-        )
-        self.sample_listeners = self._recorder.listeners
-        self.score_listeners = []
-        self.record_diversity = self._recorder.record_diversity
-
-        # ms-swift's own makes engines and callbacks, which ask for what was made so far. It also
-        # adjusts `config`: steps and batches of a round are final only behind it.
         super().__init__(*args, **kwargs)
-
-        # Here model, reward functions and data set are known, and no round has begun.
-        num_rows, parallel = len(self.train_dataset), template.sequence_parallel_size
-        self._rounds = RoundNames(RoundClock.of(config, num_rows, parallel))
-        # Under autocast, models of 32 bits compute in 16.
-        bits = 16 if config.bf16 or config.fp16 else torch.finfo(self.model.dtype).bits
-        self.gap_limit = limit = gap_limit(bits, config.temperature)
-        self.completion_logps = CompletionLogps(config, template, self.model, self.ranks, limit)
         if config.router_replay_mode == "R3":
             self._router_replay = RouterReplay(*filter(None, (self.model, self.ref_model)))
         self._idle_rounds = IdleRounds()
-        self._conversations = Conversations(template, has_scheduler=bool(self.multi_turn_scheduler))
-        self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
-        mask_models(self, template)
-        num_dropouts = switch_off_dropout(self.model)
-        others = filter(None, (self.ref_model, self.teacher_model))
-        self.encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
-        # Behind all others: what they do at a step's end then counts in that step.
-        self.add_callback(StepClock(self))
-        states = what_is_on(config, self.completion_logps, self.encoder_cache, num_dropouts)
-        self._summary = RunSummary(self, states, limit)
-        if config.full_determinism:  # before `train` has accelerate wrap the model for DDP
-            sum_gradients_one_by_one(self.accelerator)
-
-    @property
-    def _group_size(self) -> int:
-        return int(self.num_generations if self.model.training else self.num_generations_eval)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._summary.begin()
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self._summary.end()
-            self._recorder.finish()
-
-    # --- engines ---
-
-    def _prepare_vllm(self) -> None:
-        # vLLM's sampler has CUDA kernels without a deterministic form, which would raise.
-        with deterministic(False) if self.args.full_determinism else nullcontext():
-            super()._prepare_vllm()
-        self._servers: RolloutServers | None = None
-        if not self.args.use_vllm:
-            from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine
-
-            # ms-swift has made its own, with a copy of the template that packs nothing.
-            template = vars(self)["engine"].template
-            self.engine = RolloutTransformersEngine(self.model, template=template, max_batch_size=0)
-        # With `--rollout_seed_mode engine` ms-swift's own client asks the servers.
-        elif self._settings.generates and self.vllm_mode == "server" and self.ranks.rank == 0:
-            from swift_grpo_ext.server.client import connect_servers
-
-            self._servers = connect_servers(self.vllm_client, self.args)
-        self._weights = WeightSync(self.ranks, self._servers)
-        # Rank 0 alone knows the servers' lengths, and all ranks judge rows by the smallest: which
-        # engine will draw a group is not known when its row is encoded.
-        engine = self._servers or getattr(self, "engine", None)
-        lengths = self.ranks.all_gather(getattr(engine, "max_model_len", None))
-        self._max_model_len = min(filter(None, lengths), default=None)
+        mask_models(self, self.template)
 
     def _prepare_vllm_engine(self) -> Any:
-        from swift_grpo_ext.rollout import engine  # needs vLLM, which `--use_vllm false` does not
-
-        engine.use_rollout_engine()
         if self.args.router_replay_mode == "R3":
             given = self.args.vllm_engine_kwargs or {}
             self.args.vllm_engine_kwargs = {**given, **router_replay.CAPTURES}
         return super()._prepare_vllm_engine()
 
-    # --- a round begins: its name, its prompts ---
+    # --- a round begins: its prompts ---
 
     def _prepare_scheduler(self) -> None:
         watch(getattr(self.args, "multi_turn_scheduler", None), self.args.tool_timeout)
         super()._prepare_scheduler()
-
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSampler:
-        upstream = super()._get_train_sampler(train_dataset)
-        return EpochSampler(
-            upstream, lambda: self._rounds.clock.epoch_of_step(self.state.global_step)
-        )
-
-    def _prepare_inputs(self, inputs: list[dict[str, Any]]) -> Any:
-        if self.model.training:
-            # ms-swift counts batches from 0 in a resumed run too. It generates at multiples of a
-            # round's batches, and would do so elsewhere than the run that was not interrupted.
-            self._step: int = self._step or self._rounds.clock.batches_at(self.state.global_step)
-            self._rounds.begin_training(self._step, ahead=self.args.async_generate)
-        return super()._prepare_inputs(inputs)
-
-    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
-        self._rounds.begin_evaluation(self.state.global_step)
-        self._eval_rows = dataloader.dataset
-        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _prefetch(self, dataloader: DataLoader) -> None:
         """With `--async_generate`, generate what the first training (or eval) batch is made of."""
@@ -260,188 +91,12 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         start = share * self.ranks.rank
         return [self.train_dataset[i] for i in indices[start : start + share]]
 
-    def resample_encode_failed_inputs(self, inputs: list[Any], *_: Any, **__: Any) -> list[Any]:
-        """Replace failing prompts by whole groups, with `--truncation_strategy delete`."""
-        is_training = self.model.training
-        round_, first_group = self._rounds.upcoming(training=is_training)
-        with self._media.in_training(self.template):
-            rows, replaced = replace_failing_prompts(
-                inputs,
-                others=self.train_dataset if is_training else self._eval_rows,
-                round_=round_,
-                first_group=first_group,
-                group_size=self._group_size,
-                seed=self.args.seed,
-                template=self.template,
-                ranks=self.ranks,
-                max_tokens=self._max_model_len,
-            )
-        self._rewards.replaced(round_, [first_group + group for group in replaced])
-        metrics = self._metrics["train" if is_training else "eval"]
-        metrics["prompts/replaced"].append(float(len(replaced)))
-        return rows
-
-    # --- the rollout: samples are named, generated, and written down ---
-
-    def _add_prompt_id_to_inputs(self, samples: list[RolloutSample]) -> list[RolloutSample]:
-        """Name each sample by its position; groups are never merged by their words."""
-        # All ranks take part, one without samples too: ms-swift's own returns before its gather.
-        sizes = self.ranks.all_gather(len(samples))
-        num_groups = sum(sizes) // self._group_size
-        round_, first_group = self._rounds.take_batch(num_groups, training=self.model.training)
-        start = sum(sizes[: self.ranks.rank])
-        positions = range(start, start + len(samples))
-        sample_ids = sample_ids_at(round_, positions, self._group_size, first_group=first_group)
-        for sample, sample_id in zip(samples, sample_ids, strict=True):
-            sample.sample_id = sample_id
-            sample.request_id, sample.prompt_id = sample_id.request_id, sample_id.prompt_id
-        return samples
-
-    def _generate_completions(self, samples: list[RolloutSample]) -> list[RolloutSample]:
-        if not self.args.async_generate:  # an engine beside the model wants the memory
-            self.encoder_cache.forget()
-        with deterministic(False) if self.args.full_determinism else nullcontext():
-            return super()._generate_completions(samples)
-
-    def _preprocess_inputs(self, samples: list[RolloutSample]) -> list[RolloutSample]:
-        # Not in `__init__`, where the step of a resumed run is not known yet.
-        self._recorder.open(start_step=self.state.global_step)
-        samples = super()._preprocess_inputs(samples)
-        # Behind it, as it adds the system prompt and takes a row's answer away.
-        for sample in samples:
-            sample.prompt_hash = prompt_hash(sample)
-        tell_duplicates(samples, self.ranks)
-        return samples
-
-    def samples2requests(self, samples: list[RolloutSample]) -> list[RolloutInferRequest]:
-        """Return requests with metadata, for the rollouts that ms-swift makes itself."""
-        requests = super().samples2requests(samples)
-        for sample, request in zip(samples, requests, strict=True):
-            if request is not sample:  # else it is a later turn's, and has its metadata
-                metadata = self._settings.metadata(sample.sample_id)
-                wire.write_metadata(request.data_dict, metadata)
-        return requests
-
-    def _rollout(
-        self,
-        samples: list[RolloutSample],
-        request_config: RequestConfig,
-        is_global_inputs: bool = False,
-    ) -> list[RolloutOutput]:
-        sample_ids = [begin_turn(s, self.args.multi_turn_scheduler) for s in samples]
-        # An environment asks each sample its own question, and each turn is another prompt.
-        is_multi_turn = bool(self.multi_turn_scheduler)
-        prompts = [prompt_hash(s) if is_multi_turn else s.prompt_hash for s in samples]
-        began = time.monotonic()
-        if not self._settings.generates or self.enable_server_multi_turn:
-            outputs = super()._rollout(samples, request_config, is_global_inputs)
-        elif is_global_inputs and self.ranks.rank > 0:
-            return []  # with `--async_generate` rank 0 generates for all
-        else:
-            samples2requests = super().samples2requests  # `generate` gives them their metadata
-            placeholders = placeholder_texts(self.template)
-            outputs, uneven = generate(
-                sample_ids,
-                prompts,
-                make_request=lambda position: named_request(
-                    samples[position], samples2requests, placeholders
-                ),
-                make_metadata=partial(self._settings.metadata, as_arrays=True),
-                sharing=self._sharing(is_global_inputs),
-                call_engine=self._call_engine,
-            )
-            if not is_multi_turn:  # else an environment asks, or turns before made prompts differ
-                tell_uneven(uneven)
-        if self.enable_server_multi_turn:
-            return outputs  # the server's scheduler sends the turns with them
-        self._conversations.note(samples, outputs, sample_ids, prompts, time.monotonic() - began)
-        return outputs
-
-    def _sharing(self, is_global_inputs: bool) -> RankGroup:
-        """Return the ranks that share an engine with this one."""
-        if self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size > 1:
-            return TensorParallelGroup(self.tp_group)
-        # In the thread of `--async_generate` a collective would meet those of the training.
-        shares = self.vllm_mode == "server" and not is_global_inputs
-        return self.ranks if shares else RankGroup()
-
-    def _call_engine(
-        self,
-        requests: list[RolloutInferRequest],
-        metadatas: Sequence[RequestMetadata],
-        config: RequestConfig | None = None,
-    ) -> Sequence[list[RolloutOutput] | list[ServedSample]]:
-        config = config or self._get_request_config()
-        if self._servers is not None:
-            with profiling_context(self, "generate"), self._disable_sp_context():
-                answers = self._servers.infer(requests, metadatas, config)
-            return [[ServedSample(c, prompt) for c in cs] for cs, prompt in answers]
-        outputs = self._engine_infer(requests, config)
-        rank = self.ranks.rank
-        # A tensor-parallel group is one engine, which its first rank names.
-        replica = f"rank {rank - rank % self.vllm_tensor_parallel_size}"
-        pairs = zip(outputs, metadatas, strict=True)
-        return [to_rollout_outputs(output, metadata, replica) for output, metadata in pairs]
-
-    def _engine_infer(
-        self,
-        infer_requests: list[RolloutInferRequest],
-        request_config: RequestConfig | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        # `_call_engine` gives servers single turns; here ms-swift asks for whole conversations of
-        # their own schedulers (`_server_rollout`).
-        if self._servers is not None and request_config is not None:
-            with profiling_context(self, "generate"), self._disable_sp_context():
-                return self._servers.converse(infer_requests, request_config)
-        if self.vllm_mode == "server":
-            return super()._engine_infer(infer_requests, request_config, **kwargs)
-        with self._media.in_rollout(self.engine):
-            return super()._engine_infer(infer_requests, request_config, **kwargs)
-
     # --- the training batch ---
 
-    def _postprocess_rollout_outputs(
-        self, samples: list[RolloutSample], outputs: list[RolloutOutput]
-    ) -> list[RolloutSample]:
-        if self.enable_server_multi_turn:
-            turns_of_outputs = servers_turns(samples, outputs, self._settings.run_seed)
-        else:
-            turns_of_outputs = self._conversations.take(samples, outputs)
-        # Copies the samples: several outputs may be of one (`dynamic_num_samples`).
-        results = super()._postprocess_rollout_outputs(samples, outputs)
-        is_conversation = bool(self.multi_turn_scheduler or self.enable_server_multi_turn)
-        for sample, turns in zip(results, turns_of_outputs, strict=True):
-            give_turns(sample, turns, is_conversation=is_conversation)
-        if is_conversation:
-            tell_no_room(outputs, self.template.max_length, self._max_model_len)
-        self._recorder.record(
-            results,
-            turns_of_outputs,
-            # With `--async_generate` rank 0 holds the samples of all ranks here.
-            num_ranks=self.ranks.size if self.args.async_generate else 1,
-            weight_version=self._last_loaded_step if self.args.use_vllm else self.state.global_step,
-        )
-        return results
-
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
-        self.encoder_cache.forget()  # it holds the images of one round
-        check_counts(samples)
-        # Such passes leave most copies of an image out: none is concatenated before.
-        joins_late = self.encoder_cache.is_on or self.completion_logps.shares_prompts
-        media = self._media.in_training(self.template, joins_late=joins_late)
-        named, joining = named_rows(self.template), self._joining_passes(samples)
-        # Later ones wrap the template's methods around earlier ones: `joining` collates copies of
-        # what the others have changed, and `named` tells the row of whatever fails within.
-        with joining, media, encoding_for_training(self.template, samples), named:
-            batches = super()._prepare_batch_inputs(samples)
-        # Every rank comes here once a round: these gather over ranks, which passes must not do.
-        self.completion_logps.end_round()
-        metrics = self._media.end_round()
+        batches = super()._prepare_batch_inputs(samples)
         if self._router_replay is not None:
-            metrics["router_replay/equal"] = self._router_replay.end_round(self.ranks)
-        if self.encoder_cache.towers:
-            metrics["media/encoded"] = float(self.encoder_cache.agree(self.ranks))
+            self._note({"router_replay/equal": self._router_replay.end_round(self.ranks)})
         grpo_batches = [batch["grpo_batch"] for batch in batches]
         chunks = self._micro_batches(samples, batches)[0] or [[]] * len(batches)
         for chunk, batch in zip(chunks, batches, strict=True):
@@ -452,11 +107,11 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
             # one: `--loss_type real` and `fipo`, `--off_policy_sequence_mask_delta`.
             self._has_teacher = any(b.teacher_per_token_logps is not None for b in grpo_batches)
         micro_batches = list(zip(chunks, grpo_batches, strict=True))
-        metrics |= measure_rollout_gap(
-            micro_batches, self.args, self.ranks, self.gap_limit, self.state.global_step
+        self._note(
+            measure_rollout_gap(
+                micro_batches, self.args, self.ranks, self.gap_limit, self.state.global_step
+            )
         )
-        for name, value in metrics.items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
         return batches
 
     def _micro_batches(
@@ -469,9 +124,6 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         if self.template.sequence_parallel_size > 1:
             return [], []
         return self.split_by_mini_batches(samples), [batch["grpo_batch"] for batch in batches]
-
-    def _gather_teacher_requests(self, requests: list[RolloutInferRequest]) -> Any:
-        return super()._gather_teacher_requests(list(answers_for_servers(requests)))
 
     # --- how samples scored ---
 
@@ -487,54 +139,13 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
     ) -> None:
         super()._postprocess_batch(samples, batch_encoded_inputs)
         micro_batches = self._micro_batches(samples, batch_encoded_inputs)
-        rows = self._rewards.record(
-            samples,
-            self._own_share(samples, self._rewards_per_func),
-            fate="trained" if self.model.training else "evaluated",
-            extras=training_scores(samples, *micro_batches),
-            all_gather=self.ranks.all_gather,
-        )
-        self._recorder.record_scores(rows)
+        values = self._own_share(samples, self._rewards_per_func)
+        self._record_scores(samples, values, training_scores(samples, *micro_batches))
         if self.model.training:
             self._idle_rounds.judge(self)
-        for listener in self.score_listeners:
-            listener(rows)
 
     def _own_share(self, samples: list[RolloutSample], values: torch.Tensor) -> list[list[float]]:
         # `values` are all ranks'. Sizes differ from those of `_add_prompt_id_to_inputs`, where a
         # scheduler makes several samples of one.
         start = sum(self.ranks.all_gather(len(samples))[: self.ranks.rank])
         return list(values[start : start + len(samples)].tolist())
-
-    # --- weights and checkpoints ---
-
-    def _move_model_to_vllm(self, *args: Any, **kwargs: Any) -> None:
-        upstream = super()._move_model_to_vllm
-
-        def move(made_anew: bool) -> None:
-            if made_anew:  # an adapter alone would find no base to go with
-                self.base_sync_done = False
-            # PEFT adds adapters to base weights and subtracts them again, which rounds both.
-            with exact_unmerging(self.model) if self.args.full_determinism else nullcontext():
-                upstream(*args, **kwargs)
-
-        self._weights.update(move)
-
-    def _load_state_dict_to_vllm(self, state_dict: StateDict) -> None:
-        # Called for each group of layers (`--move_model_batches`); buffers, which are small, come
-        # with each.
-        load = super()._load_state_dict_to_vllm
-        state_dict = checkpoint_layout(self.model, state_dict)
-        state_dict = checkpoint_buffers(self.model) | state_dict
-        if self.vllm_mode == "colocate":
-            self._weights.load_colocated(state_dict, self.engine, load)
-        else:
-            flattens = self.args.enable_flattened_weight_sync
-            self._weights.send(state_dict, load if flattens else one_by_one(load))
-
-    def _move_adapter_to_vllm(self) -> None:
-        move = super()._move_adapter_to_vllm
-        if self.vllm_mode == "colocate":
-            self._weights.load_adapter(self.engine, move)
-        else:
-            self._weights.send_adapter(self.vllm_client, move)

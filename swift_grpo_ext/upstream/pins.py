@@ -61,7 +61,21 @@ swift.callbacks:TrainerCallback
 
 TRAINER = read_table("""
 swift.rlhf_trainers
-    GRPOConfig
+    GKDConfig GRPOConfig
+swift.rlhf_trainers.rollout_mixin:RolloutTrainerMixin
+    _load_state_dict_to_vllm: self state_dict
+    _infer_teacher_requests: self handle topk teacher_client
+    _scatter_teacher_parsed: self handle parsed_global
+swift.rlhf_trainers:GKDTrainer
+    _build_teacher_requests _encode_samples _generate_completions _prepare_batch_inputs: self
+        samples
+    compute_loss: self model inputs return_outputs num_items_in_batch
+    load_teacher_model_context: self
+swift.rlhf_trainers.gkd_loss:DataSource
+    STUDENT
+swift.rlhf_trainers.gkd_loss
+    _align_vocab: student_logits teacher_logits
+    jsd_loss: s_logits t_logits beta
 swift.rlhf_trainers:GRPOTrainer
     (): model ref_model reward_model reward_funcs _args kwargs
     _add_prompt_id_to_inputs _compute_rewards_per_func _prepare_batch_inputs _preprocess_inputs
@@ -106,6 +120,8 @@ swift.rl_core.data:OnPolicySample
     apply_rollout_output: self rollout_output
 swift.rl_core.data:GRPOSample
     from_row: cls row
+swift.rl_core.data:GKDSample
+    from_row: cls row
 swift.rlhf_trainers.base_rollout_mixin:BaseRolloutTrainerMixin
     sample_cls
     to_samples: self rows
@@ -115,6 +131,7 @@ swift.rlhf_trainers.utils:FlattenedTensorBucket
     (): named_tensors flattened_tensor metadata
 swift.rlhf_trainers.utils
     encode_sample: sample template
+    build_rollout_logps: rollout_logprobs_list completion_mask device
     collate_to_grpo_micro_batch: samples template
     revert_runtime_names_to_checkpoint: model state_dict
 swift.trainers
@@ -188,6 +205,7 @@ swift.infer_engine.grpo_vllm_engine:GRPOVllmEngine
     infer_async: self infer_request request_config adapter_request pre_infer_hook
 swift.infer_engine.vllm_engine:VllmEngine
     _add_request: self inputs generation_config request_id adapter_request
+    _format_prompt_logprobs: prompt_logprobs
     inner_model_executor
 swift.infer_engine.infer_engine:InferEngine
     _batch_encode: self infer_requests strict
@@ -319,6 +337,8 @@ swift.rlhf_trainers:GRPOTrainer
         _get_per_token_logps_and_entropies _infer_single_or_multi_turn _move_model_to_vllm
         _prepare_batch_inputs _prepare_inputs _rollout_samples _score_completions _wait_queue
         evaluation_loop log resample_encode_failed_inputs training_step
+swift.rlhf_trainers:GKDTrainer
+    _fetch_and_assemble_teacher_logprobs
 accelerate:Accelerator
     sync_gradients
 accelerate.utils.deepspeed:DeepSpeedEngineWrapper

@@ -28,7 +28,7 @@ def test_each_leads_to_a_flag_and_is_none() -> None:
     [
         ("--train_type", "ms-swift 4 calls it --tuner_type"),
         ("train_type", "ms-swift 4 calls it tuner_type"),
-        ("--sft-type=lora", "ms-swift 4 calls it --tuner_type"),
+        ("--lora-modules=here", "ms-swift 4 calls it --adapters"),
         ("--tensor_parallel_size", "ms-swift 4 calls it --vllm_tensor_parallel_size"),
         ("--mask_truncated_completions", "ms-swift 4 calls it --overlong_filter"),
         ("--num_generation", "did you mean --num_generations?"),

@@ -144,6 +144,7 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
     [
         (SERVER, ["logits_shim"], "warning: --logits_shim: is ignored by `swift rollout`; `swift"),
         (SERVER, ["rollout_timeout", *preflight.ENGINE_FLAGS_OF_SERVERS], None),
+        (SERVER, ["rollout_seed_mode", "sample_log", "sample_log_gb"], None),
         ({}, [n for n in flag_names() if not n.startswith(("diversity", "tool"))], None),
         (
             {},

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from transformers import TrainerControl, TrainerState
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.diversity.monitor import DiversityMonitor
+from swift_grpo_ext.monitor import DiversityMonitor
 from swift_grpo_ext.ranks import training_ranks
 from swift_grpo_ext.record.reader import read_diversity
 from swift_grpo_ext.record.recorder import SampleRecorder
@@ -32,7 +32,7 @@ class Run:
 
     def __init__(self, folder: Path, rank: int = 0, start_step: int = 0, **flags: Any) -> None:
         ranks = training_ranks(60)
-        self.recorder = SampleRecorder(str(folder), ranks, 42, kept="none", keeps_diversity=True)
+        self.recorder = SampleRecorder(str(folder), ranks, kept="none", keeps_diversity=True)
         self.recorder.open(start_step=start_step)
         self.trainer = SimpleNamespace(
             sample_listeners=[],
@@ -90,7 +90,7 @@ class Run:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The warnings that are logged."""
     lines: list[str] = []
-    monkeypatch.setattr("swift_grpo_ext.diversity.monitor.logger.warning", lines.append)
+    monkeypatch.setattr("swift_grpo_ext.monitor.logger.warning", lines.append)
     return lines
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scripts.bench.measure import peak_bytes
 from scripts.bench.passes import Batch
-from swift_grpo_ext.logits.chunked import Logps, chunked_logps, token_logps
+from swift_grpo_ext.logits.chunked import Logps, in_chunks, token_logps
 from swift_grpo_ext.logits.shim import LogitsShim
 from tests.gpu.compare import BFLOAT16, FLOAT32, assert_within, compare, difference
 from tests.gpu.models import made
@@ -67,14 +67,14 @@ def test_chunks_of_a_head_take_a_part_of_its_memory(width: int, dtype: str, devi
     def at_once() -> Logps:
         return token_logps(head(hidden), targets, overwrite=True)
 
-    def in_chunks() -> Logps:
-        return chunked_logps(head, hidden, targets, chunk_size=positions // 16)
+    def parted() -> Logps:
+        return Logps(*in_chunks(head, hidden, [targets], token_logps, chunk_size=positions // 16))
 
     with torch.no_grad():
         expected = at_once().logps_N
-        error = difference(in_chunks().logps_N, expected) / largest(expected)
+        error = difference(parted().logps_N, expected) / largest(expected)
     assert error <= (BFLOAT16 if dtype == "bfloat16" else FLOAT32)
     whole = peak_bytes(lambda: at_once().logps_N.sum().backward())
-    chunked = peak_bytes(lambda: in_chunks().logps_N.sum().backward())
+    chunked = peak_bytes(lambda: parted().logps_N.sum().backward())
     # The head's gradient: the sum so far, a chunk's, and the sum of both.
     assert (chunked - 3 * head.weight.nbytes) / whole <= 0.2

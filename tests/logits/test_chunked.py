@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-from swift_grpo_ext.logits.chunked import Logps, chunked_logps, token_logps
+from swift_grpo_ext.logits.chunked import Logps, in_chunks, token_logps
 
 HIDDEN, VOCABULARY = 8, 50
 
@@ -30,6 +33,20 @@ def backward(logps: Logps, head: nn.Linear, hidden: Tensor) -> list[Tensor]:
     return [logps.logps_N.detach(), logps.entropies_N.detach(), *gradients]
 
 
+def chunked_logps(
+    head: nn.Linear,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    chunk_size: int,
+    num_chunks: int = 0,
+    **options: Any,
+) -> Logps:
+    function = partial(token_logps, **options)
+    numbers = {"chunk_size": chunk_size, "num_chunks": num_chunks}
+    return Logps(*in_chunks(head, hidden, [targets], function, **numbers))
+
+
 def upstream(logits: Tensor, targets: Tensor, temperature: float) -> Logps:
     """Compute as ms-swift's `_get_logps_via_local_forward` does, with TRL's functions."""
     logits = logits / temperature
@@ -44,8 +61,8 @@ def test_any_chunk_size_is_as_upstream(num: int, chunk_size: int, temperature: f
     expected = backward(upstream(head(hidden), targets, temperature), head, hidden)
     options = {"temperature": temperature, "with_entropy": True}
     at_once = token_logps(head(hidden), targets, **options)
-    in_chunks = chunked_logps(head, hidden, targets, chunk_size=chunk_size, **options)
-    for logps in (at_once, in_chunks):
+    parted = chunked_logps(head, hidden, targets, chunk_size=chunk_size, **options)
+    for logps in (at_once, parted):
         for a, b in zip(backward(logps, head, hidden), expected, strict=True):
             assert float((a - b).abs().max()) <= 1e-5 * max(float(b.abs().max()), 1e-2)
 
@@ -112,3 +129,22 @@ def test_empty_chunks_are_added() -> None:
     for a, b in zip(backward(logps, head, hidden), expected, strict=True):
         assert torch.equal(a, b)
     assert calls == [2, 2, 1, 0, 0, 0, 0, 1, 2, 2]
+
+
+def test_chunks_without_tokens_come_to_the_head_as_others_do() -> None:
+    """Made again before the head's own backward: ranks that share its weight gather it in one
+    order, also where a loss keeps nothing of no tokens (`jsd_loss` of ms-swift)."""
+    events: list[str] = []
+    head, hidden, _ = problem(4)
+    head.register_forward_hook(lambda *_: events.append("forward"))
+    head.register_full_backward_pre_hook(lambda *_: events.append("backward"))
+
+    def loss(logits: Tensor, *, overwrite: bool) -> tuple[Tensor]:
+        return ((logits.exp() if len(logits) else logits).sum()[None],)
+
+    [totals] = in_chunks(head, hidden, [], loss, chunk_size=3, num_chunks=4)
+    assert events == ["forward"] * 4
+    events.clear()
+    assert totals is not None
+    totals.sum().backward()
+    assert events == ["forward", "backward"] * 4

@@ -25,7 +25,7 @@ from swift_grpo_ext.media.pictures import media_name
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.recorder import SampleRecorder, other_columns
+from swift_grpo_ext.record.recorder import SampleRecorder, other_columns, view_command
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout.conversation import Conversation, Turn, turn_of
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
@@ -74,6 +74,7 @@ def record(
                 [number, *[5] * length],
                 str(name),
                 rollout_logprobs=[[-0.5, *[-0.25] * length]],
+                rollout_infos={"seed": sample_seed(42, name)},
             )
             for number, (name, length) in enumerate(zip(sample_ids, lengths, strict=True))
         ]
@@ -135,7 +136,7 @@ def read(folder: Path) -> list[SampleRow]:
     ],
 )
 def test_what_is_recorded_of_an_answer(out: RolloutOutput, expected: tuple[Any, ...]) -> None:
-    recorder, rows = SampleRecorder("", RankGroup(), None, kept="none"), list[SampleRow]()
+    recorder, rows = SampleRecorder("", RankGroup(), kept="none"), list[SampleRow]()
     recorder.listeners.append(rows.extend)
     record(recorder, ids(0), [out])
     [row] = rows
@@ -151,7 +152,7 @@ def test_each_rank_writes_its_own_samples_in_one_session(tmp_path: Path) -> None
     heard: list[SampleRow] = []
 
     def work(ranks: ThreadRanks, writing: Sequence[int]) -> None:
-        recorder = SampleRecorder(str(tmp_path), ranks, 42, max_gb=3.0)
+        recorder = SampleRecorder(str(tmp_path), ranks, max_gb=3.0)
         recorder.listeners.append(heard.extend)
         for _ in range(2):  # again is harmless
             recorder.open(start_step=3)
@@ -174,7 +175,7 @@ def test_each_rank_writes_its_own_samples_in_one_session(tmp_path: Path) -> None
 
 def test_one_rank_writes_for_all(tmp_path: Path) -> None:
     """With `--async_generate`, rank 0 generates the samples of all ranks in order."""
-    recorder = SampleRecorder(str(tmp_path), RankGroup(), 42)
+    recorder = SampleRecorder(str(tmp_path), RankGroup())
     recorder.open(start_step=0)
     assert recorder.log is not None
     assert recorder.log.max_bytes is None  # no bound
@@ -192,7 +193,7 @@ def test_media_in_parts_are_media_and_no_text(tmp_path: Path) -> None:
         {"type": "video", "video": "七.mp4"},
     ]
     sample = OnPolicySample(messages=[{"role": "user", "content": parts}])
-    recorder = SampleRecorder(str(tmp_path), RankGroup(), 42)
+    recorder = SampleRecorder(str(tmp_path), RankGroup())
     recorder.open(start_step=0)
     turns = noted(sample, turn_of(output([5]), FIRST, "print"))
     recorder.record([sample], [turns], num_ranks=1, weight_version=3)
@@ -207,7 +208,7 @@ def test_media_in_parts_are_media_and_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", ["tokens", "none"])
 def test_what_the_sample_log_keeps(kept: str, tmp_path: Path) -> None:
     heard: list[SampleRow] = []
-    recorder = SampleRecorder(str(tmp_path), RankGroup(), 42, kept=kept)
+    recorder = SampleRecorder(str(tmp_path), RankGroup(), kept=kept)
     recorder.listeners.append(heard.extend)
     recorder.open(start_step=0)
     record(recorder, ids(0))
@@ -244,3 +245,11 @@ def test_equal_pixels_have_one_name() -> None:
     other[5_000] = 1  # which `repr` does not show
     different = [red, blue, turned, large, other, large.astype(np.int8)]
     assert len({media_name(each) for each in different}) == len(different)
+
+
+def test_the_command_works_as_typed_where_the_training_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert view_command(f"{tmp_path}/output/v0-1") == "swift-grpo-ext view output/v0-1"
+    assert view_command("/runs/my run") == "swift-grpo-ext view '/runs/my run'"

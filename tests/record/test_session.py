@@ -44,7 +44,7 @@ sys.stdin.read()
 
 
 def open_run(folder: Path | str, start_step: int = 0) -> SampleRecorder:
-    recorder = SampleRecorder(str(folder), RankGroup(), 42)
+    recorder = SampleRecorder(str(folder), RankGroup())
     recorder.open(start_step=start_step)
     return recorder
 
@@ -82,7 +82,7 @@ def test_two_trainings_in_one_folder_and_a_resume_after_a_kill(tmp_path: Path) -
 
     def second(ranks: ThreadRanks) -> None:
         with pytest.raises(log.RunInUseError) as caught:
-            SampleRecorder(str(tmp_path), ranks, 42).open(start_step=0)
+            SampleRecorder(str(tmp_path), ranks).open(start_step=0)
         said.append(str(caught.value))
 
     enforce(check_output_dir(args))
@@ -95,7 +95,7 @@ def test_two_trainings_in_one_folder_and_a_resume_after_a_kill(tmp_path: Path) -
         assert "give this training another --output_dir" in said[0]
         with pytest.raises(ValueError, match=rf"^{process}"):
             enforce(check_output_dir(args))
-        none = SampleRecorder(str(tmp_path), RankGroup(), 42, kept="none")
+        none = SampleRecorder(str(tmp_path), RankGroup(), kept="none")
         none.open(start_step=0)  # it would write nothing
         enforce(
             check_output_dir(
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_read_ends_nothing(
     monkeypatch.setattr(log, "next_session", fail_until_mended)
 
     def work(ranks: ThreadRanks) -> None:
-        recorder = SampleRecorder(str(tmp_path), ranks, 42)
+        recorder = SampleRecorder(str(tmp_path), ranks)
         for _ in range(2):
             recorder.open(start_step=2)
         assert recorder.log is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
 from swift_grpo_ext.training import summary
-from swift_grpo_ext.training.summary import RunSummary, view_command, what_is_on
+from swift_grpo_ext.training.summary import RunSummary, what_is_on
 from swift_grpo_ext.version import __version__
 from tests.record.rows import ROW, sample_id
 
@@ -45,14 +44,6 @@ def test_what_is_on() -> None:
     )
     assert "; 3 dropouts are off (--lora_dropout is ignored); " in on(dropouts=3)
     assert on(rollout_seed_mode="engine").startswith("ms-swift's own seeds and requests")
-
-
-def test_the_command_works_as_typed_where_the_training_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert view_command(f"{tmp_path}/output/v0-1") == "swift-grpo-ext view output/v0-1"
-    assert view_command("/runs/my run") == "swift-grpo-ext view '/runs/my run'"
 
 
 def told(

@@ -10,7 +10,7 @@ import vllm
 from swift_grpo_ext.command_line import RLHFExtArguments, RolloutExtArguments
 from swift_grpo_ext.cpu import pins as cpu_pins
 from swift_grpo_ext.cpu.receiver import CPUWeightSyncWorkerExtension
-from swift_grpo_ext.diversity.monitor import DiversityMonitor
+from swift_grpo_ext.monitor import DiversityMonitor
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine
 from swift_grpo_ext.training import RolloutGRPOTrainer

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from swift_grpo_ext.checks.finding import Findings, error, note, warning
+from swift_grpo_ext.registry import TRAINERS
 from swift_grpo_ext.tools.check.settings import COMMANDS, Run, devices_of, environment, plugins_of
 
 PLUGIN = "grpo_ext.py"
@@ -59,13 +60,14 @@ def check_settings(run: Run) -> Findings:
 
 def check_training(run: Run) -> Findings:
     """Refuse a training without rewards or with groups that do not fit, and say what a round is."""
-    if run.train("rlhf_type") != "grpo":
-        yield error("rlhf_type", f"is {run.train('rlhf_type')}; expected grpo.")
+    algorithm = run.train("rlhf_type")
+    if algorithm not in TRAINERS:
+        yield error("rlhf_type", f"is {algorithm}; expected {' or '.join(TRAINERS)}.")
     # ms-swift's trainer says so once the model is loaded. A gym rewards too, and servers may run
     # one that the training's settings do not tell.
     rewarding = ("reward_funcs", "reward_model", "teacher_model", "teacher_model_server")
     is_rewarded = any(map(run.train, (*rewarding, "use_gym_env", "gym_env")))
-    if not is_rewarded and not (run.has_servers and may_serve_gym(run)):
+    if algorithm == "grpo" and not is_rewarded and not (run.has_servers and may_serve_gym(run)):
         yield error("reward_funcs", "is missing: name at least one reward function.")
     try:
         batch = run.batch()

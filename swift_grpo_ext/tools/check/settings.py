@@ -84,6 +84,8 @@ class Run:
 
         args = self.arguments("training")
         args.world_size = self.num_ranks
+        if args.rlhf_type == "gkd":
+            args.num_generations = 1
         # As ms-swift fills them in before that (rlhf_args.py, `_set_default`; sft_args.py).
         args.gradient_accumulation_steps = args.gradient_accumulation_steps or 1
         args.eval_strategy = args.eval_strategy or args.save_strategy

@@ -43,6 +43,12 @@ def test_a_preset_holds_together(name: str) -> None:
     assert said(load(name)) == []
 
 
+def test_distillation_asks_for_no_rewards_and_has_no_groups() -> None:
+    run = changed(load(COLOCATED), {**BARE, "rlhf_type": "gkd", "num_generations": 7})
+    assert said(run) == []
+    assert run.batch().num_generations == 1
+
+
 ENV = "ENV"
 BARE = {"reward_funcs": None, "reward_weights": None}
 TWO = {"vllm_server_host": ["a", "a"]}
@@ -58,7 +64,7 @@ TWO = {"vllm_server_host": ["a", "a"]}
             "`swift rlhf` does not load grpo_ext",
         ),
         (SERVED, {}, {"external_plugins": None}, r"`swift rollout` does not load grpo_ext\.py"),
-        (COLOCATED, {"rlhf_type": "dpo"}, {}, "--rlhf_type: is dpo; expected grpo"),
+        (COLOCATED, {"rlhf_type": "dpo"}, {}, r"--rlhf_type: is dpo; expected grpo or gkd\."),
         # Rewards, batches, engines
         (COLOCATED, BARE, {}, "--reward_funcs: is missing"),
         (SERVED, BARE, {}, "--reward_funcs: is missing"),

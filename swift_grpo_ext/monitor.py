@@ -26,7 +26,7 @@ from swift_grpo_ext.sampling.seeding import Phase
 
 if TYPE_CHECKING:
     from swift_grpo_ext.config import RolloutGRPOConfig
-    from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
+    from swift_grpo_ext.training.rollouts import RolloutTraining
 
 logger = get_logger()
 
@@ -47,16 +47,16 @@ class Decision:
 class DiversityMonitor(TrainerCallback):
     """See the module."""
 
-    def __init__(self, args: RolloutGRPOConfig, trainer: RolloutGRPOTrainer) -> None:
+    def __init__(self, args: RolloutGRPOConfig, trainer: RolloutTraining) -> None:
         """Listen to the trainer, which is not ready yet: it has no accelerator.
 
         Raises:
-            ValueError: the trainer is not our GRPO trainer.
+            ValueError: the trainer is none of ours.
         """
         super().__init__(args, trainer)
         if not hasattr(trainer, "sample_listeners"):
             raise ValueError(
-                f"--callbacks diversity watches the rollouts of --rlhf_type grpo; this is a "
+                "--callbacks diversity watches the rollouts of --rlhf_type grpo and gkd; this is a "
                 f"{type(trainer).__name__}, which has none. Leave it out."
             )
         trainer.sample_listeners.append(self._receive)

@@ -1,0 +1,323 @@
+"""On-policy distillation (GKD): its rollouts are those of `rollouts.py`; what it learns from them,
+and what a teacher says of them, stands here.
+
+ms-swift draws for each round whether the student generates it (`--lmbda`), from `--seed` and the
+optimizer step, so that all ranks and a resumed run agree. A prompt is a group of one sample.
+
+Letters in names are shapes: B rows, T positions of a row, N positions that predict a token of a
+completion, K tokens of a teacher's top, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from swift.infer_engine.protocol import RolloutInferRequest
+from swift.rl_core.data import GRPOBatch
+from swift.rlhf_trainers import GKDTrainer
+from swift.rlhf_trainers.gkd_loss import DataSource, _align_vocab, jsd_loss
+from swift.rlhf_trainers.utils import build_rollout_logps
+from swift.trainers import disable_gradient_checkpointing
+from torch import Tensor, nn
+
+from swift_grpo_ext.logits.chunked import Outputs, token_logps
+from swift_grpo_ext.logits.logps import scattered
+from swift_grpo_ext.media.encode import before_collating
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.placeholders import mask_placeholders
+from swift_grpo_ext.rollout.sample import RolloutGKDSample
+from swift_grpo_ext.training.batch import DisagreementError, check_training_batch
+from swift_grpo_ext.training.checkpoints import WholeCheckpoints
+from swift_grpo_ext.training.gap import measure_rollout_gap
+from swift_grpo_ext.training.rollouts import RolloutTraining
+from swift_grpo_ext.upstream.patches import wrapped
+from swift_grpo_ext.upstream.placeholders import placeholder_ids
+
+if TYPE_CHECKING:
+    from swift.rlhf_trainers.vllm_client import VLLMInferClient
+
+EXPECTED = f"{wire.KEY}.teacher"
+"""Key in a teacher's request, within the training: the tokens of its sample, -1 for those of media
+and whatever else need not be the same."""
+
+
+class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
+    """Distillation with the rollouts of `swift_grpo_ext`."""
+
+    sample_cls = RolloutGKDSample
+    reward_func_names: Sequence[str] = ()
+    reward_weights = torch.zeros(0)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._placeholders = placeholder_ids(self.template)
+        self._measured: list[tuple[list[RolloutGKDSample], GRPOBatch]] = []
+        """Micro-batches of the coming optimizer step, with the log-probabilities of both sides."""
+
+    # --- the rollout ---
+
+    def _generate_completions(self, samples: list[RolloutGKDSample]) -> list[RolloutGKDSample]:
+        # Not in training, unlike GRPO: the loss compares whole distributions, and a teacher's may
+        # hold such tokens among its top.
+        masks = None
+        if not self.args.use_vllm:
+            masks = mask_placeholders(self.model, self._placeholders)
+        try:
+            return super()._generate_completions(samples)
+        finally:
+            if masks is not None:
+                masks.remove()
+
+    # --- the training batch ---
+
+    def _encode_samples(self, samples: list[RolloutGKDSample]) -> Any:
+        waiting = list(samples)
+
+        def note(batch: list[dict[str, Any]]) -> None:
+            # The students' rows are collated first, and then perhaps a teacher's own.
+            for sample, encoded in zip(waiting, batch, strict=False):
+                sample.encoded = encoded
+            waiting.clear()
+
+        with before_collating(self.template, note):
+            return super()._encode_samples(samples)
+
+    def _prepare_batch_inputs(self, samples: list[RolloutGKDSample]) -> list[dict[str, Any]]:
+        batches = super()._prepare_batch_inputs(samples)
+        if self._data_source == DataSource.STUDENT:
+            for chunk, batch in zip(self.split_by_mini_batches(samples), batches, strict=True):
+                both_sides = completions_of(chunk, self.accelerator.device)
+                inputs = batch["model_inputs"]
+                check_training_batch(chunk, both_sides, self.args, self.template, inputs)
+                batch["rollout"] = chunk, both_sides
+        return batches
+
+    def _postprocess_batch(
+        self, samples: list[RolloutGKDSample], batch_encoded_inputs: list[dict[str, Any]]
+    ) -> None:
+        super()._postprocess_batch(samples, batch_encoded_inputs)
+        if self._data_source == DataSource.STUDENT:
+            self._record_scores(samples, [()] * len(samples), {})
+
+    # --- the loss ---
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: int | None = None,
+    ) -> Any:
+        """Return what ms-swift's own returns, of the logits of completions alone (4.6,
+        gkd_trainer.py): the mean over positions of the generalized Jensen-Shannon divergence
+        (arXiv:2306.13649)."""
+        if self.completion_logps.is_off or self.use_liger_gkd_loss:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        columns = self._teachers_logits(model, inputs)
+        forward, mask_BT, targets_N = predictions(inputs["model_inputs"])
+        if len(columns[0]) != len(targets_N):
+            raise DisagreementError(
+                f"The teacher sees {len(columns[0])} tokens of completions, and the student "
+                f"{len(targets_N)}. Both must have the same response."
+            )
+        # On all ranks alike: a micro-batch that was drawn with the weights of now.
+        is_fresh = self.model.training and self.state.global_step == self._last_loaded_step
+        is_measured, is_whole = is_fresh and "rollout" in inputs, True
+        if len(columns) == 2 and (lacks_N := columns[0].isinf().all(-1)).any():
+            # Of these a teacher's server said nothing.
+            mask_BT = mask_BT.masked_scatter(mask_BT, ~lacks_N)
+            targets_N, *columns = (column[~lacks_N] for column in (targets_N, *columns))
+            is_whole = False
+        is_on_policy = inputs["gkd_batch"].data_source == DataSource.STUDENT
+        alpha = 0.0 if is_on_policy else self.args.sft_alpha
+
+        def losses(
+            logits_NV: Tensor, targets_N: Tensor, *teacher: Tensor, overwrite: bool
+        ) -> Outputs:
+            total = divergence(logits_NV, teacher, self.beta, self.temperature)
+            if alpha:
+                total = total - alpha * token_logps(logits_NV, targets_N).logps_N.sum()
+            with torch.no_grad():
+                logps_N = self._sampled_logps(logits_NV, targets_N) if is_measured else None
+            return total[None], logps_N
+
+        total, logps_N = self.completion_logps.from_logits(
+            model, forward, mask_BT, targets_N, losses, [targets_N, *columns]
+        )
+        if is_measured:
+            samples, both_sides = inputs["rollout"]
+            self._measure(samples, both_sides, logps_N if is_whole else None)
+        assert total is not None
+        loss = total.sum() / max(len(targets_N), 1)
+        return (loss, None) if return_outputs else loss
+
+    def _teachers_logits(self, model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+        """Return the teacher's logits [N, V]; or its top ones [N, K] and their tokens [N, K]."""
+        forward, mask_BT, targets_N = predictions(inputs["teacher_model_inputs"])
+        if self.use_teacher_api:
+            batch = inputs["gkd_batch"]
+            return [batch.teacher_topk_logprobs[mask_BT], batch.teacher_topk_indices[mask_BT]]
+
+        def kept(logits_NV: Tensor, *, overwrite: bool) -> Outputs:
+            top = self.gkd_logits_topk
+            return (logits_NV,) if top is None else tuple(logits_NV.topk(top))
+
+        with torch.no_grad(), self._local_teacher(model) as teacher:
+            return list(
+                self.completion_logps.from_logits(teacher, forward, mask_BT, targets_N, kept)
+            )
+
+    @contextmanager
+    def _local_teacher(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Give the teacher for a pass without gradients: another model, or the student itself,
+        perhaps without its adapters."""
+        ready = nullcontext()
+        if not self._is_self_distillation:
+            model, ready = self.teacher_model, self.load_teacher_model_context()
+        elif self._teacher_use_disable_adapter:
+            ready = self.accelerator.unwrap_model(model).disable_adapter()
+        with ready, disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
+            yield model
+
+    # --- the gap between rollout and training ---
+
+    def _sampled_logps(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        """Return log-probabilities as the rollout has them: among the tokens that are no
+        placeholders."""
+        logps_N = token_logps(logits_NV, targets_N, temperature=self.temperature).logps_N
+        for placeholder in self._placeholders:
+            other = torch.full_like(targets_N, placeholder)
+            shares = token_logps(logits_NV, other, temperature=self.temperature).logps_N
+            logps_N = logps_N - torch.log1p(-shares.exp())
+        return logps_N
+
+    def _measure(
+        self, samples: list[RolloutGKDSample], both_sides: GRPOBatch, logps_N: Tensor | None
+    ) -> None:
+        """Compare a micro-batch, if all of it is known; judge those of an optimizer step before its
+        last backward. Every rank comes here equally often."""
+        if logps_N is not None:
+            both_sides.old_per_token_logps = scattered(logps_N, both_sides.completion_mask)
+            self._measured.append((samples, both_sides))
+        if self.accelerator.sync_gradients:
+            measured, self._measured = self._measured, []
+            step = self.state.global_step
+            self._note(measure_rollout_gap(measured, self.args, self.ranks, self.gap_limit, step))
+
+    # --- a teacher's server ---
+
+    def _build_teacher_requests(self, samples: list[RolloutGKDSample]) -> list[RolloutInferRequest]:
+        requests: list[RolloutInferRequest] = super()._build_teacher_requests(samples)
+        for sample, request in zip(samples, requests, strict=True):
+            if not sample.teacher_messages:  # else the teacher's prompt is another
+                request.data_dict[EXPECTED] = text_ids(sample, self._placeholders)
+        return requests
+
+    def _infer_teacher_requests(
+        self, handle: dict[str, Any], topk: int, teacher_client: VLLMInferClient | None = None
+    ) -> Any:
+        requests = handle["all_requests"]
+        expected = [request.data_dict.pop(EXPECTED, None) for request in requests]
+        client = teacher_client or self.teacher_clients[0]
+
+        def checked(infer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            responses = infer(*args, **kwargs)
+            for request, ids, response in zip(requests, expected, responses, strict=True):
+                check_teacher(request.uuid, ids, response.prompt_logprobs)
+            return responses
+
+        try:
+            with wrapped(client, "infer", checked):
+                return super()._infer_teacher_requests(handle, topk, client)
+        except Exception as e:  # the other ranks wait for answers: each raises where it waits
+            return [e] * len(requests)
+
+    def _scatter_teacher_parsed(self, handle: dict[str, Any], parsed_global: Any) -> Any:
+        parsed = super()._scatter_teacher_parsed(handle, parsed_global)
+        if parsed and isinstance(parsed[0], Exception):
+            raise parsed[0]
+        return parsed
+
+
+def predictions(encoded: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """Return the arguments of a forward, which positions [B, T] predict a labelled token, and
+    those tokens [N]."""
+    labels_BT = encoded["labels"]
+    predicted_BT = labels_BT[:, 1:] != -100
+    forward = {name: value for name, value in encoded.items() if name != "labels"}
+    mask_BT = nn.functional.pad(predicted_BT, (0, 1))
+    return forward, mask_BT, labels_BT[:, 1:][predicted_BT]
+
+
+def divergence(
+    logits_NV: Tensor, teacher: Sequence[Tensor], beta: float, temperature: float
+) -> Tensor:
+    """Return the divergence of student and teacher, summed over positions, in nats, as ms-swift
+    computes it (4.6, gkd_loss.py, `gkd_loss`).
+
+    Args:
+        logits_NV: the student's.
+        teacher: its logits [N, V], of which the vocabulary may be another; or top ones [N, K] and
+            their tokens [N, K].
+    """
+    if len(teacher) == 2:
+        teachers, tokens_NK = teacher
+        students = logits_NV.gather(-1, tokens_NK)
+    else:
+        students, teachers = _align_vocab(logits_NV, teacher[0])
+    return jsd_loss(students / temperature, teachers / temperature, beta)
+
+
+def completions_of(samples: Sequence[RolloutGKDSample], device: torch.device) -> GRPOBatch:
+    """Return which tokens of encoded samples are trained on, and what they had at the rollout: a
+    row for each sample, its tokens from the first column on."""
+    labels = [torch.as_tensor(sample.encoded["labels"]).flatten()[1:] for sample in samples]
+    trained = [torch.ones(int((own != -100).sum()), dtype=torch.bool) for own in labels]
+    mask_BK = nn.utils.rnn.pad_sequence(trained, batch_first=True).to(device)
+    return GRPOBatch(
+        completion_mask=mask_BK,
+        truncated_mask=mask_BK.new_zeros(len(samples)),
+        seq_lengths=mask_BK.sum(1),
+        rollout_per_token_logps=build_rollout_logps(
+            [sample.rollout_logprobs for sample in samples], mask_BK, device
+        ),
+    )
+
+
+def text_ids(sample: RolloutGKDSample, placeholders: Sequence[int]) -> list[int]:
+    """Return the tokens of an encoded sample, -1 for those that stand for media."""
+    ids = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
+    return [i if i >= 0 and i not in placeholders else -1 for i in ids]
+
+
+def check_teacher(
+    name: str | None, ids: Sequence[int] | None, prompt_logprobs: Sequence[Any] | None
+) -> None:
+    """Raise `DisagreementError` where a teacher's server scored other tokens than the sample's: its
+    log-probabilities would be those of others (docs/promises.md, M3).
+
+    Args:
+        name: of the sample.
+        ids: of its tokens, -1 where any will do; None where they are not known.
+        prompt_logprobs: for each position a dictionary by token, with its own token in it; None for
+            the first.
+    """
+    if ids is None:
+        return
+    scored = prompt_logprobs or []
+    differs = (
+        at
+        for at, (i, known) in enumerate(zip(ids, scored, strict=False))
+        if known and i >= 0 and str(i) not in map(str, known)
+    )
+    at = next(differs, min(len(ids), len(scored)))
+    if at == len(ids) == len(scored):
+        return
+    raise DisagreementError(
+        f"{name}: the teacher's server scored {len(scored)} tokens, and training has {len(ids)}; "
+        f"they differ from token {at} on. The server needs the student's tokenizer, template, "
+        "--max_length, MAX_PIXELS and the like (--teacher_model_server)."
+    )

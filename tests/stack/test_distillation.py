@@ -1,0 +1,153 @@
+"""`--rlhf_type gkd`, real processes: its samples follow from `--seed` alone, and its losses are
+ms-swift's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from tests.stack.conftest import once
+from tests.stack.distillation import (
+    BATCH,
+    COLOCATED,
+    ON_VLLM,
+    distill,
+    drawn,
+    losses,
+    write_rows,
+    write_teacher,
+)
+from tests.stack.processes import PLUGIN, rollout_server
+from tests.stack.rounds import LORA, client_argv, logged_steps, server_argv
+from tests.stack.test_sharded import GENERATES_SHARDED, sharding
+
+pytestmark = pytest.mark.stack
+
+SEED = 42  # ms-swift's default
+STEPS = 3
+LEARNS = ("--learning_rate", "0.05", "--optim", "sgd", "--max_grad_norm", "1000")
+
+
+@pytest.fixture(scope="session")
+def places(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `teacher` and `rows.jsonl`."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        write_teacher(assets, folder / "teacher")
+        write_rows(assets, folder / "rows.jsonl")
+
+    return once(tmp_path_factory, "distillation", make)
+
+
+def teacher(places: Path) -> tuple[str, ...]:
+    model = str(places / "teacher")
+    return ("--teacher_model", model, "--teacher_model_type", "qwen2_5_vl")
+
+
+def test_samples_follow_from_the_seed_alone(assets: Path, places: Path, tmp_path: Path) -> None:
+    """36 of 36 over ranks and a server of two replicas; each sample has noise of its own."""
+    rows = places / "rows.jsonl"
+    # Of four images: vLLM's cache of media turns over in each round (ms-swift issue 7965).
+    small = ("--vllm_mm_processor_cache_gb", "0.0003")
+    for ranks in (1, 2, 3):
+        argv = (*COLOCATED, *small, *teacher(places))
+        finished = distill(assets, rows, tmp_path / f"{ranks}", *argv, ranks=ranks)
+        assert finished.returncode == 0, finished.cause
+    replicas = server_argv(assets, "--vllm_data_parallel_size", "2")
+    with rollout_server(*replicas, log=tmp_path / "server.log") as port:
+        argv = (*ON_VLLM, *client_argv(port), *teacher(places))
+        finished = distill(assets, rows, tmp_path / "served", *argv, ranks=2)
+    assert finished.returncode == 0, finished.cause
+
+    expected = drawn(tmp_path / "1")
+    assert len(expected) == BATCH * STEPS
+    assert drawn(tmp_path / "2") == drawn(tmp_path / "3") == expected
+    assert drawn(tmp_path / "served") == expected
+    for name, (seed, _) in expected.items():
+        assert seed == sample_seed(SEED, SampleId.parse(name))
+    assert len({seed for seed, _ in expected.values()}) == len(expected)
+    assert len({tuple(tokens) for _, tokens in expected.values()}) > BATCH
+    for run in ("1", "2", "3", "served"):
+        for log in logged_steps(tmp_path / run / "run"):
+            assert log["rollout_gap/mean"] < 0.001
+            assert {"time/rollout", "media/encoded"} <= log.keys()
+
+
+def test_losses_are_ms_swifts(assets: Path, places: Path, tmp_path: Path) -> None:
+    """Rounds of both sources, by the same draw, with and without us; the top tokens of a local
+    teacher, in chunks, a supervised part."""
+    mixed = (
+        *("--use_vllm", "false", "--top_k", "1", "--lmbda", "0.5", "--gkd_logits_topk", "20"),
+        *("--sft_alpha", "0.3", "--gradient_accumulation_steps", "2", *LEARNS, *teacher(places)),
+        *("--per_device_train_batch_size", "4"),
+    )
+    ours = ("--rollout_seed_mode", "engine", "--logps_chunk_size", "7")
+    rows = places / "rows.jsonl"
+    for name, argv, plugins in (("own", mixed, ()), ("ours", (*mixed, *ours), None)):
+        given = {} if plugins is None else {"plugins": plugins}
+        finished = distill(assets, rows, tmp_path / name, *argv, steps=4, **given)
+        assert finished.returncode == 0, finished.cause
+    found, expected = losses(tmp_path / "ours"), losses(tmp_path / "own")
+    assert len(expected) == 4
+    for ours_of_step, own_of_step in zip(found, expected, strict=True):
+        assert ours_of_step == pytest.approx(own_of_step, rel=1e-5)
+    # Of four steps some are of each source: the student's have a round in the record.
+    assert 0 < len({SampleId.parse(name).step for name in drawn(tmp_path / "ours")}) < 4
+
+
+def test_a_teachers_server(assets: Path, places: Path, tmp_path: Path) -> None:
+    """The student's first weights score its samples, adapters learn. A server that reads images
+    otherwise is refused before anything is trained, on every rank."""
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "SWIFT_MEDIA_ALLOWED_DIRS": str(assets),
+    }
+    argv = [*server_argv(assets), "--infer_backend", "vllm"]
+    del argv[2:4]  # without plugins
+    log = tmp_path / "teacher.log"
+    with rollout_server(*argv, log=log, env=env, command="deploy") as port:
+        served = (
+            *("--teacher_model_server", f"http://127.0.0.1:{port}", "--gkd_logits_topk", "20"),
+            *(*COLOCATED, *LORA, "--learning_rate", "2e-3"),
+        )
+        rows, run = places / "rows.jsonl", tmp_path / "served"
+        finished = distill(assets, rows, run, *served, ranks=2)
+        assert finished.returncode == 0, finished.cause
+        larger = {"MIN_PIXELS": str(140 * 140)}
+        refused = distill(assets, rows, tmp_path / "larger", *served, ranks=2, env=larger)
+    first, *later = (loss for loss, _ in losses(run))
+    assert abs(first) < 1e-5 < min(later)
+    assert refused.returncode != 0
+    assert "the teacher's server scored" in refused.cause
+    assert logged_steps(tmp_path / "larger/run") == []
+
+
+@pytest.mark.extra
+def test_shards_and_a_teacher_beneath_adapters(assets: Path, places: Path, tmp_path: Path) -> None:
+    """ZeRO-3 on two ranks, of student and teacher, against whole weights; and a student whose
+    teacher is itself without adapters."""
+    rows, results = places / "rows.jsonl", {}
+    for shards in ("plain", "zero3"):
+        folder = tmp_path / shards
+        sharded, env = sharding(shards, tmp_path)
+        argv = ("--use_vllm", "false", "--top_k", "1", *LEARNS, *teacher(places), *sharded)
+        argv += ("--logps_chunk_size", "7", *(GENERATES_SHARDED if sharded else ()))
+        if sharded:
+            argv += ("--teacher_deepspeed", str(tmp_path / "deepspeed.json"))
+        plugins = (PLUGIN, "tests/stack/sharded_recorder.py")  # shards without an accelerator
+        finished = distill(assets, rows, folder, *argv, ranks=2, env=env, plugins=plugins)
+        assert finished.returncode == 0, finished.cause
+        results[shards] = losses(folder)
+    for found, expected in zip(results["zero3"], results["plain"], strict=True):
+        assert found == pytest.approx(expected, rel=5e-5)
+
+    itself = ("--teacher_model", str(assets / "tiny_vlm"), "--teacher_model_type", "qwen2_5_vl")
+    argv = (*COLOCATED, *LORA, *itself, "--learning_rate", "2e-3")
+    finished = distill(assets, rows, tmp_path / "itself", *argv)
+    assert finished.returncode == 0, finished.cause
+    first, *later = (loss for loss, _ in losses(tmp_path / "itself"))
+    assert abs(first) < 1e-6 < min(later)

@@ -1,0 +1,258 @@
+"""The loss of distillation against ms-swift's own, over layouts and teachers; what a teacher's
+server says against the samples."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from swift.rl_core.data import GKDBatch, GRPOBatch
+from swift.rlhf_trainers import GKDTrainer
+from swift.rlhf_trainers.gkd_loss import DataSource, TeacherOutput, gkd_loss
+from torch import Tensor
+
+from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.rollout.sample import RolloutGKDSample
+from swift_grpo_ext.training import RolloutGKDTrainer
+from swift_grpo_ext.training.batch import DisagreementError
+from swift_grpo_ext.training.distillation import check_teacher, completions_of, divergence
+from tests.arguments import distillation_arguments
+from tests.logits.compare import assert_close, counted_positions, values_and_gradients
+from tests.logits.models import build
+from tests.logits.test_logps import UNEQUAL, Batch
+from tests.ranks import ThreadRanks, run_rank_groups
+
+TOP = 5
+
+
+class Upstream(GKDTrainer):
+    """What ms-swift's trainer has when it computes its loss, as it is."""
+
+    def __init__(self, args: Any, teacher: Any, *, top: int | None, served: bool) -> None:
+        self.args, self.teacher_model, self.gkd_logits_topk = args, teacher, top
+        self.beta, self.temperature = args.beta, 1.3
+        self.use_liger_gkd_loss, self.use_teacher_api = False, served
+        self._is_self_distillation = self._teacher_use_disable_adapter = teacher is None
+        self.template = SimpleNamespace(padding_free=False, sequence_parallel_size=1)
+        self.accelerator = SimpleNamespace(unwrap_model=lambda model: model, is_main_process=False)
+
+    def get_use_logits_to_keep(self, default_value: bool = True) -> bool:
+        return False
+
+    def load_teacher_model_context(self) -> Any:
+        return nullcontext()
+
+
+class Ours(RolloutGKDTrainer):
+    """The same of our trainer."""
+
+    get_use_logits_to_keep = Upstream.get_use_logits_to_keep
+    load_teacher_model_context = Upstream.load_teacher_model_context
+
+    def __init__(self, args: Any, teacher: Any, *, top: int | None, served: bool) -> None:
+        Upstream.__init__(self, args, teacher, top=top, served=served)
+        self.model = SimpleNamespace(training=False)  # measures no gap
+        self.completion_logps = CompletionLogps(args, self.template)
+
+
+def score(gkd_batch: GKDBatch, labels: Tensor, lacks: int | None = None) -> None:
+    """Have a teacher's server score the batch; of one token of a completion it says nothing."""
+    torch.manual_seed(3)
+    shape = (*labels.shape, TOP)
+    gkd_batch.teacher_topk_logprobs = torch.randn(shape).log_softmax(-1)
+    gkd_batch.teacher_topk_indices = torch.randint(150, shape)
+    if lacks is not None:
+        row, column = labels.ne(-100).nonzero()[lacks].tolist()
+        gkd_batch.teacher_topk_logprobs[row, column - 1] = float("-inf")
+
+
+def run(
+    host: type[Any], model: Any, teacher: Any, batch: Batch, top: int | None, **flags: Any
+) -> tuple[Any, list[int]]:
+    """The loss with its gradients, and the positions that the student's head computed."""
+    trainer = host(
+        distillation_arguments(**{"logps_shared_prompt": "true", **flags}),
+        None if teacher in ("itself", "served") else teacher,
+        top=top,
+        served=teacher == "served",
+    )
+    supervised = trainer.args.sft_alpha > 0
+    gkd_batch = GKDBatch(data_source=DataSource.DATASET if supervised else DataSource.STUDENT)
+    if teacher == "served":
+        score(gkd_batch, batch.labels, lacks=2)
+
+    def loss() -> Tensor:
+        encoded = {**batch.inputs, "labels": batch.labels}
+        inputs = {
+            "model_inputs": dict(encoded),
+            "teacher_model_inputs": dict(encoded),
+            "gkd_batch": gkd_batch,
+        }
+        return trainer.compute_loss(model, inputs)[None]
+
+    with counted_positions(model) as counts:
+        found = values_and_gradients(model, loss)
+    return found, counts
+
+
+@pytest.mark.parametrize(
+    ("teacher", "top", "flags"),
+    [
+        ("other", None, {}),
+        ("other", None, {"logps_chunk_size": "4", "beta": 0.0}),
+        ("other", TOP, {"logps_chunk_size": "4", "beta": 1.0}),
+        ("itself", None, {}),
+        ("served", TOP, {"logps_chunk_size": "4"}),
+        ("other", TOP, {"sft_alpha": 0.7, "logps_chunk_size": "4"}),
+    ],
+)
+@pytest.mark.parametrize("layout", ["left", "packed"])
+def test_the_loss_is_ms_swifts(
+    teacher: str, top: int | None, flags: dict[str, Any], layout: str
+) -> None:
+    model, batch = build("Qwen2", lora=True), Batch(UNEQUAL, layout)
+    other = build("Mistral").eval() if teacher == "other" else teacher
+    expected, theirs = run(Upstream, model, other, batch, top, **flags)
+    found, counts = run(Ours, model, other, batch, top, **flags)
+    assert_close(found, expected)
+    # A position of which a teacher says nothing is left out.
+    num_tokens = int(batch.labels.ne(-100).sum()) - (teacher == "served")
+    own = counts if teacher != "itself" else counts[-1:]
+    size = 4 if flags.get("logps_chunk_size") else num_tokens
+    assert max(own) == size
+    assert sum(theirs) > num_tokens
+
+
+@given(
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([0.5, 1.0, 1.7]),
+    st.sampled_from([(40, 40, None), (40, 44, None), (44, 40, None), (40, 40, 7)]),
+)
+def test_divergence_is_ms_swifts(
+    beta: float, temperature: float, sizes: tuple[int, int, int | None]
+) -> None:
+    """Of vocabularies that differ too."""
+    student_size, teacher_size, top = sizes
+    torch.manual_seed(0)
+    students, teachers = 3 * torch.randn(9, student_size), 3 * torch.randn(9, teacher_size)
+    output = TeacherOutput(full_logits=teachers[None], labels=torch.zeros(1, 9))
+    given = (teachers,) if top is None else tuple(teachers.topk(top))
+    if top is not None:
+        output = output.to_topk(top)
+    expected, _ = gkd_loss(students[None], output, torch.zeros(1, 9), beta, temperature)
+    found = divergence(students, given, beta, temperature)
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_rows_that_share_a_prompt_read_it_once() -> None:
+    """Student and teacher: eight rows of two prompts."""
+    batch = Batch(((24, 3, 0, 0),) * 4 + ((20, 5, 0, 0),) * 4, "right")
+    ids = batch.inputs["input_ids"]
+    for row in range(8):
+        prompt = 24 if row < 4 else 20
+        ids[row, :prompt] = ids[row - row % 4, :prompt]
+    model, teacher = build("Qwen2"), build("Mistral").eval()
+    read: dict[str, list[int]] = {"student": [], "teacher": []}
+    for counts, each in zip(read.values(), (model, teacher), strict=True):
+
+        def count(_: Any, args: Any, output: Any, counts: list[int] = counts) -> None:
+            counts.append(output.last_hidden_state.shape[:2].numel())
+
+        each.model.register_forward_hook(count)
+    expected, _ = run(Upstream, model, teacher, batch, None)
+    whole = read["student"][0]
+    assert read["teacher"] == [whole]
+    found, _ = run(Ours, model, teacher, batch, None)
+    assert_close(found, expected)
+    # The last passes, behind the proof of the first batch: 44 of prompts, 4 x (3 + 5) of samples.
+    assert read["student"][-1] == read["teacher"][-1] < 80 < whole == 8 * 27
+
+
+def test_ranks_measure_together_where_a_teacher_says_less_on_one() -> None:
+    model = build("Qwen2")
+    metrics: dict[int, dict[str, list[float]]] = {}
+
+    def work(ranks: ThreadRanks) -> None:
+        batch = Batch(UNEQUAL, "left")
+        trainer = Ours(distillation_arguments(), None, top=TOP, served=True)
+        trainer.model = SimpleNamespace(training=True)
+        trainer._placeholders, trainer._measured, trainer.ranks = [], [], ranks
+        trainer.state, trainer._last_loaded_step = SimpleNamespace(global_step=4), 4
+        trainer.accelerator.sync_gradients, trainer.gap_limit = True, 100.0
+        metrics[ranks.rank] = defaultdict(list)
+        trainer._metrics = {"train": metrics[ranks.rank]}
+        gkd_batch = GKDBatch(data_source=DataSource.STUDENT)
+        score(gkd_batch, batch.labels, lacks=2 if ranks.rank else None)
+        encoded = {**batch.inputs, "labels": batch.labels}
+        mask_BK = torch.ones(1, int(batch.labels.ne(-100).sum()), dtype=torch.bool)
+        both_sides = GRPOBatch(
+            completion_mask=mask_BK,
+            truncated_mask=mask_BK[:, 0],
+            seq_lengths=mask_BK.sum(1),
+            rollout_per_token_logps=torch.zeros(mask_BK.shape),
+        )
+        inputs = {
+            "model_inputs": dict(encoded),
+            "teacher_model_inputs": dict(encoded),
+            "gkd_batch": gkd_batch,
+            "rollout": ([], both_sides),
+        }
+        assert trainer.compute_loss(model, inputs).isfinite()
+
+    run_rank_groups(2, work)
+    assert metrics[0] == metrics[1]
+    assert metrics[0]["rollout_gap/mean"][0] > 0
+
+
+def sample(ids: list[int], num_prompt: int, logprobs: list[float]) -> RolloutGKDSample:
+    made = RolloutGKDSample.from_row({"messages": [{"role": "user", "content": "?"}]})
+    made.encoded = {"input_ids": ids, "labels": [-100] * num_prompt + ids[num_prompt:]}
+    made.rollout_logprobs = [logprobs] if logprobs else []
+    return made
+
+
+def test_completions_of_a_batch() -> None:
+    rows = [sample([1, 2, 3, 4], 2, [-0.5, -1.0]), sample([1, 2, 3], 2, [-0.25])]
+    both = completions_of(rows, torch.device("cpu"))
+    assert both.completion_mask.tolist() == [[True, True], [True, False]]
+    assert both.rollout_per_token_logps is not None
+    assert both.rollout_per_token_logps.tolist() == [[-0.5, -1.0], [-0.25, 0.0]]
+    silent = completions_of([rows[0], sample([1, 2], 1, [])], torch.device("cpu"))
+    assert silent.rollout_per_token_logps is None
+
+
+def test_a_dataset_row_keeps_its_end_and_its_columns() -> None:
+    """`add_eos` None is the template's policy; a column may be called as a field of ours."""
+    row = {"messages": [{"role": "user", "content": "?"}], "sample_id": "mine", "prompt_hash": 1}
+    made = RolloutGKDSample.from_row(row)
+    assert made.add_eos is None
+    assert made.extra == {"sample_id": "mine", "prompt_hash": 1}
+    assert made.rollout_prompts == []
+
+
+SCORED = [None, {"2": {}, "9": {}}, {7: {}}, {"4": {}}]
+
+
+@pytest.mark.parametrize("ids", [None, [1, 2, 7, 4], [1, 2, -1, 4], [5, 2, -1, 4]])
+def test_a_teacher_that_scored_the_sample(ids: list[int] | None) -> None:
+    check_teacher("train-0.0-1-0", ids, SCORED)
+
+
+@pytest.mark.parametrize(
+    ("ids", "scored", "at"),
+    [
+        ([1, 2, 7, 4, 5], SCORED, 4),
+        ([1, 2, 7], SCORED, 3),
+        ([1, 3, 7, 4], SCORED, 1),
+        ([1, 3], None, 0),
+    ],
+)
+def test_a_teacher_that_scored_other_tokens_is_named(ids: list[int], scored: Any, at: int) -> None:
+    with pytest.raises(DisagreementError, match=f"train-0.0-1-0: .* from token {at} on"):
+        check_teacher("train-0.0-1-0", ids, scored)
