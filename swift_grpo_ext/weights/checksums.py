@@ -13,7 +13,7 @@ own takes, such as adapters of a vision tower, without a word (vLLM 0.32, lora/m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,9 @@ class Loads:
     filled: set[str] | None = field(default_factory=set)
     """Names of the model's parameters that it says it filled; None where it does not say."""
 
+    note: Callable[[list[tuple[str, torch.Tensor]]], None] = lambda weights: None
+    """Is told of all that has come."""
+
 
 @contextmanager
 def recorded_loads(model: torch.nn.Module, loads: Loads) -> Iterator[None]:
@@ -114,6 +117,7 @@ def recorded_loads(model: torch.nn.Module, loads: Loads) -> Iterator[None]:
 
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kw: Any) -> Any:
         held = list(weights)  # an iterator is read once
+        loads.note(held)
         filled = load(held, *args, **kw)
         # vLLM's loaders return the names that they filled; some models' return None.
         if filled is None or filled:
@@ -168,9 +172,9 @@ def recorded_adapter(manager: Any) -> Iterator[WeightChecksums]:
         if ignored:
             raise WeightUpdateError(
                 "vLLM has no place for parts of the adapter: it ignores those of "
-                f"{len(ignored)} modules ({_first(ignored)}). Train none there (--freeze_vit true "
-                "and --freeze_aligner true for the tower of a model that sees, --target_modules "
-                f"for others), or leave out {MERGED}"
+                f"{len(ignored)} modules ({first_names(ignored)}). Train none there (--freeze_vit "
+                "true and --freeze_aligner true for the tower of a model that sees, "
+                f"--target_modules for others), or leave out {MERGED}"
             )
         return added
 
@@ -214,7 +218,9 @@ def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> N
         "arrived changed": [n for n in sent if n in received and sent[n] != received[n]],
         "were not sent": [name for name in received if name not in sent],
     }
-    wrong = [f"{len(names)} {what} ({_first(names)})" for what, names in faults.items() if names]
+    wrong = [
+        f"{len(names)} {what} ({first_names(names)})" for what, names in faults.items() if names
+    ]
     if wrong:
         raise WeightUpdateError(
             f"{who} does not hold the trainer's weights: of {len(sent)} tensors "
@@ -223,6 +229,6 @@ def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> N
         )
 
 
-def _first(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Spell the first names of a list that may be long."""
     return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")

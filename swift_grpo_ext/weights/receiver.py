@@ -19,20 +19,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
+from swift.rlhf_trainers.utils import VLLM_LORA_INT_ID
+from swift.utils import get_logger
 
+from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.upstream.weight_sync import (
     bounded_broadcasts,
     bounded_rendezvous,
 )
 from swift_grpo_ext.weights.checksums import (
+    UNFILLED,
     Loads,
     WeightChecksums,
     note_unfilled,
     recorded_adapter,
     recorded_loads,
 )
+from swift_grpo_ext.weights.watch import WeightWatch
+
+logger = get_logger()
 
 REPLICA_NUMBER = "SWIFT_ROLLOUT_DP_RANK"
 
@@ -50,9 +58,34 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     _timeout = 0.0
     """Seconds for each wait of the group; set when this worker joins it."""
 
+    _watch: WeightWatch | None = None
+    _faults: tuple[str, ...] = ()
+    _adapter_faults: tuple[str, ...] = ()
+    """What is wrong with the weights, and with the adapter over them, in words."""
+
     def read_weight_checksums(self) -> WeightChecksums:
         """Return the checksums of all that the last update loaded."""
         return self._loads.checksums if self._loads else {}
+
+    def read_weight_faults(self) -> list[str]:
+        """Return what is wrong with what the last update made, whoever its client is."""
+        if self._loads is not None and not self._update_has_ended:
+            self._judge()  # of a client that sends weights and does not say when all have come
+        return [*self._faults, *self._adapter_faults]
+
+    def _begin_watch(self) -> None:
+        if self._watch is None and self._loads is None:  # before the first update
+            with self._looking():
+                self._watch = WeightWatch(self.model_runner.model, self.model_runner.model_config)
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Log a failure of the watch, which ends then: to look at weights must not end a run."""
+        try:
+            yield
+        except Exception:
+            self._watch = None
+            logger.exception("The watch over weights has failed: further updates go unwatched.")
 
     def init_communicator(
         self,
@@ -61,6 +94,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         world_size: int,
         replica: int | None,
         timeout: float,
+        watches: bool = True,
     ) -> None:
         """Join the trainer's group.
 
@@ -68,8 +102,11 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
             replica: the number of this replica among the living ones; None where one engine
                 numbers its replicas itself.
             timeout: seconds for each wait of this group.
+            watches: whether to look at what updates make of the weights.
         """
         self._timeout = timeout
+        if watches:
+            self._begin_watch()
         # ms-swift's extension reads the number from there, and so does the engine for its name,
         # which stays.
         name = os.environ.get(REPLICA_NUMBER, "0")
@@ -97,7 +134,16 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         if self._loads is not None:
             config = getattr(self.model_runner, "model_config", None)
             note_unfilled(self.model_runner.model, self._loads, config)
+            self._judge()
         self._update_has_ended = True
+
+    def _judge(self) -> None:
+        if self._watch is None or self._loads is None:
+            return
+        with self._looking():
+            unfilled = self._loads.checksums.get(UNFILLED, "").split()
+            self._faults = self._watch.judge(self.model_runner.model, unfilled)
+            self._adapter_faults = ()
 
     def update_adapter_flattened_param(
         self, peft_config: dict[str, Any], metadatas: list[dict[str, Any]]
@@ -119,19 +165,31 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         if self._has_adapter or self._loads is None:
             self._loads = Loads(filled=None)
         self._has_adapter = True
-        recorded = recorded_adapter(getattr(self.model_runner, "lora_manager", None))
+        manager = getattr(self.model_runner, "lora_manager", None)
+        recorded = recorded_adapter(manager)
         adapter: WeightChecksums = {}
         try:
             with recorded as adapter, bounded_broadcasts([self.communicator], self._timeout):
                 yield
         finally:
             self._loads.checksums |= adapter
+            self._adapter_faults = (adapter[ADAPTER_FAULT],) if ADAPTER_FAULT in adapter else ()
+            if self._watch is not None and manager is not None and not self._adapter_faults:
+                with self._looking():
+                    held = manager._adapter_manager.get_adapter(VLLM_LORA_INT_ID)
+                    self._adapter_faults = self._watch.judge_adapter(held.loras)
+
+    def _note_arrived(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        if self._watch is not None:
+            with self._looking():
+                self._watch.note_arrived(weights)
 
     @contextmanager
     def _recorded_loads(self) -> Iterator[None]:
         # An update arrives in many calls; the first one behind the end of the last begins anew.
         if self._loads is None or self._update_has_ended:
-            self._loads, self._update_has_ended, self._has_adapter = Loads(), False, False
+            loads = Loads(note=self._note_arrived)
+            self._loads, self._update_has_ended, self._has_adapter = loads, False, False
         bounded = bounded_broadcasts([self.communicator], self._timeout)
         with bounded, recorded_loads(self.model_runner.model, self._loads):
             yield

@@ -1,0 +1,285 @@
+"""What an engine holds after a weight update, looked at without the client's help (C2).
+
+    watch = WeightWatch(model, config)          before the first update
+        watch.note_arrived(weights)             all that an update brings, in parts
+        watch.judge(model)                      what is wrong with the model now, in words
+        watch.judge_adapter(loras)              the same of an adapter, with the base below it
+
+Every layer multiplies four fixed random vectors, with its own kernel: so packed, quantized and
+sharded weights are looked at as they are used, and each of them is read once. The products' entries
+are a sketch of the matrix: the cosine of two sketches is that of two matrices, within 1/sqrt(n).
+
+An optimizer's step is small beside a matrix, and all but orthogonal to it: after a way as long as
+the matrix itself the cosine with the matrix of before is 0.71, after three times that 0.32. A
+matrix that is transposed, random or another's has a cosine of 0 with it.
+
+Symptom: rollouts are garbage after a weight update ("!!!"), and neither client nor server fails
+(ms-swift's issues 9787, 9835, 9656, 9619, 9697, 9226; 8233: an adapter counts twice).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from math import ceil, sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch.nn.functional import linear
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from swift_grpo_ext.weights.checksums import first_names, plain_name
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+Sketches = dict[str, torch.Tensor]
+"""By name, float32 [B, N]: B blocks (experts; else 1) with N entries each."""
+
+NUM_VECTORS = 4
+MOST_ENTRIES = 4096
+"""Of a sketch: 20 MB for a model with 28 layers."""
+
+MOST_OF_EXPERT = 256
+FEWEST_ENTRIES = 128
+"""Two random sketches of so many have a cosine of 0.09 (standard deviation)."""
+
+EXPERTS = ".experts."
+
+LEAST_COSINE = 0.3
+MOST_SCALE = 8.0
+"""A norm that is so many times what it was, or so small a part."""
+
+ENTRIES_THAT_TELL = 64
+"""Rounding of a layer's results may hide a weight's change by one bit, but not so many of them;
+quantization may hide more (`MOST_ENTRIES`)."""
+
+SAME_DIRECTION = 0.5
+"""Cosine of a base's change and an adapter's effect from which the base holds the adapter: chance
+gives 0.01, rounding of the base nothing."""
+
+
+class WeightWatch:
+    """Judges the updates of one worker's model.
+
+    Args:
+        model: vLLM's, with the weights that it was loaded with.
+        config: vLLM's, of the model.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: ModelConfig) -> None:
+        self._dtype, self._names = config.dtype, checkpoint_names(Path(config.model))
+        self._packed: dict[str, Sequence[str]] = {}
+        for module in model.modules():  # a model within another has its own (InternVL)
+            self._packed |= getattr(module, "packed_modules_mapping", None) or {}
+        self._telling = MOST_ENTRIES if config.quantization else ENTRIES_THAT_TELL
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        self._engine_name: Callable[[str], str] = lambda name: str(
+            mapper._map_name(name) if mapper else name
+        ).removesuffix(".weight")
+        self._layers: set[str] = set()
+        # `_sound` and what had arrived for it stay until an update is sound once more: what comes
+        # after a faulty one is held against these.
+        self._at_start = self._sound = self._now = self._sketch(model)
+        self._arrived: Sketches = {}
+        self._arrived_sound: Sketches = {}
+
+    @torch.no_grad()
+    def note_arrived(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Sketch what an update brings: some rows of each matrix, fewer where it is an expert's."""
+        for name, tensor in weights:
+            rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim > 1 else tensor[None]
+            most = MOST_OF_EXPERT if EXPERTS in name and tensor.ndim == 2 else MOST_ENTRIES
+            some = rows[:: ceil(len(rows) * NUM_VECTORS / most)].to(self._dtype)
+            self._arrived[plain_name(name)] = entries(linear(vectors_like(some), some))
+
+    def judge(self, model: torch.nn.Module, unfilled: Iterable[str]) -> tuple[str, ...]:
+        """Return what is wrong with the model after an update, in words.
+
+        Args:
+            unfilled: parameters that the update has left as they were.
+        """
+        now = self._sketch(model)
+        arrived, self._arrived = {n: each.cpu() for n, each in self._arrived.items()}, {}
+        told = first_names(
+            [f"{name} {what}" for name, a in now.items() if (what := change(self._sound[name], a))]
+        )
+        faults = [f"weights are not what an update makes of them: {told}"] if told else []
+        if stale := self._stale(arrived, now):
+            faults.append(
+                f"all weights are those of before, though {len(stale)} others arrived (stale): "
+                f"{first_names(stale)}"
+            )
+        # A bias or a norm that a client does not send stays as it was loaded, as in the trainer.
+        matrices = {name for name, sketch in now.items() if sketch.shape[1] >= FEWEST_ENTRIES}
+        left = [n for n in unfilled if n.removesuffix(".weight") in self._layers or n in matrices]
+        if left:
+            faults.append(f"{len(left)} matrices were left as they were ({first_names(left)})")
+        # Published checkpoints have weights that nobody uses: what counts is what vLLM has.
+        missing = [
+            name
+            for name in left_out(self._names, arrived)
+            if EXPERTS in name or self._engine_name(name) in matrices
+        ]
+        if missing:
+            faults.append(f"{len(missing)} tensors did not arrive ({first_names(missing)})")
+        self._now = now
+        if not faults:
+            self._sound, self._arrived_sound = now, arrived
+        return tuple(faults)
+
+    def _stale(self, arrived: Sketches, now: Sketches) -> list[str]:
+        """Return what changed of what arrived, where nothing changed in the model."""
+        before = self._arrived_sound
+        changed = {
+            name: int((sketch != before[name]).sum())
+            for name, sketch in arrived.items()
+            if name in before and sketch.shape == before[name].shape
+        }
+        moved = any(not torch.equal(now[name], self._sound[name]) for name in now)
+        if moved or sum(changed.values()) < self._telling:
+            return []
+        return [name for name, count in changed.items() if count]
+
+    @torch.no_grad()
+    def judge_adapter(self, loras: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return what is wrong with the base below an adapter, in words.
+
+        Args:
+            loras: vLLM's `LoRALayerWeights` by their modules' names.
+        """
+        both = changed = effect = 0.0
+        for path, lora in loras.items():
+            # Lists where several matrices lie together in one layer.
+            parts = [
+                each if isinstance(each, list) else [each]
+                for each in (lora.lora_a, lora.lora_b, lora.scaling)
+            ]
+            names = self._shards(path.removesuffix(".base_layer"), len(parts[0]))
+            for name, a_RH, b_OR, scaling in zip(names, *parts, strict=True):
+                now, at_start = self._now.get(name), self._at_start.get(name)
+                if a_RH is None or b_OR is None or now is None or at_start is None:
+                    continue
+                product_VO = linear(linear(vectors_like(a_RH), a_RH), b_OR)
+                moved, made = now - at_start, entries(product_VO).cpu() * scaling
+                if moved.shape == made.shape:  # not where ranks have parts of the layer
+                    both += float((moved * made).sum())
+                    changed += float(moved.square().sum())
+                    effect += float(made.square().sum())
+        if both <= SAME_DIRECTION * sqrt(changed * effect):
+            return ()
+        return (
+            "the adapter counts twice: the weights below it hold it already (merged). Send the "
+            "base as it is with --vllm_enable_lora, or leave that out on both sides",
+        )
+
+    def _shards(self, path: str, count: int) -> list[str]:
+        """Return the names of what lies together in one layer, as a checkpoint has them."""
+        parent, _, leaf = path.rpartition(".")
+        parts = self._packed.get(leaf, ())
+        if len(parts) != count or count == 1:
+            return [path] if count == 1 else [f"{path}[{i}]" for i in range(count)]
+        return [f"{parent}.{part}".lstrip(".") for part in parts]
+
+    @torch.no_grad()
+    def _sketch(self, model: torch.nn.Module) -> Sketches:
+        sketches: Sketches = {}
+        layers: set[str] = set()
+        for path, module in model.named_modules():
+            if not isinstance(module, LinearBase | VocabParallelEmbedding):
+                continue
+            is_linear = isinstance(module, LinearBase)
+            width = module.input_size if is_linear else module.embedding_dim
+            width = getattr(module, "input_size_per_partition", width)
+            device = next((p.device for p in module.parameters()), "cpu")
+            x_VH = vectors(width, self._dtype, torch.device(device))
+            try:
+                y_VO = module.quant_method.apply(module, x_VH, None)
+            except Exception:  # a convolution in a linear layer's clothes (Qwen3.5): as it lies
+                continue
+            layers.add(path)
+            self._layers.add(path := path.removesuffix(".base_layer"))
+            sizes = module.output_partition_sizes if is_linear else []
+            sizes = sizes if sum(sizes) == y_VO.shape[-1] else [y_VO.shape[-1]]
+            names = self._shards(path, len(sizes))
+            for name, part_VO in zip(names, y_VO.split(sizes, -1), strict=True):
+                sketches[name] = entries(part_VO)
+        for name, weight in model.named_parameters():
+            path, _, leaf = name.rpartition(".")
+            is_number = weight.is_floating_point() and weight.element_size() > 1
+            if (path in layers and leaf == "weight") or not is_number or not weight.numel():
+                continue
+            if weight.ndim == 3 and min(weight.shape[1:]) >= FEWEST_ENTRIES // NUM_VECTORS:
+                if leaf.startswith("w13"):  # of each expert the gate and what it gates
+                    weight = weight.unflatten(1, (2, -1)).flatten(0, 1)
+                # [V, H] x [E, O, H]: one product for each expert.
+                sketches[name] = entries(vectors_like(weight) @ weight.mT, MOST_OF_EXPERT)
+            elif weight.ndim > 1:
+                matrix_OH = weight.flatten(1)
+                sketches[name] = entries(linear(vectors_like(matrix_OH), matrix_OH))
+            else:  # a few numbers: too few for a cosine, enough for NaN and for what is stale
+                sketches[name] = entries(weight[None], most=FEWEST_ENTRIES - 1)
+        return {name: sketch.cpu() for name, sketch in sketches.items()}
+
+
+@lru_cache(maxsize=256)
+def vectors(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the vectors that every matrix of this width multiplies, [V, H]."""
+    drawn = torch.randn(NUM_VECTORS, width, generator=torch.Generator().manual_seed(width))
+    return drawn.to(device, dtype)
+
+
+def vectors_like(matrix: torch.Tensor) -> torch.Tensor:
+    return vectors(matrix.shape[-1], matrix.dtype, matrix.device)
+
+
+def entries(product: torch.Tensor, most: int = MOST_ENTRIES) -> torch.Tensor:
+    """Return evenly spaced entries of each block of [(B,) V, O], [B, N]; NaN or infinity anywhere
+    in a block makes its first one NaN."""
+    blocks = product.float().reshape(-1, *product.shape[-2:])
+    some = blocks[..., :: ceil(blocks[0].numel() / most)].flatten(1).clone()
+    some[:, 0] += 0 * blocks.sum((1, 2))
+    return some
+
+
+def change(before_BN: torch.Tensor, after_BN: torch.Tensor) -> str:
+    """Return how a tensor differs from before, where no update makes it so; "" otherwise."""
+    # What nobody has filled may hold anything from the start.
+    if not before_BN.isfinite().all():
+        return ""
+    if not after_BN.isfinite().all():
+        return "holds NaN or infinity"
+    old_B, new_B = before_BN.norm(dim=1), after_BN.norm(dim=1)
+    cosine_B, scale_B = torch.cosine_similarity(before_BN, after_BN), new_B / old_B
+    is_usual_B = (cosine_B >= LEAST_COSINE) & (scale_B < MOST_SCALE) & (scale_B > 1 / MOST_SCALE)
+    # A matrix of zeros, as some are at the start of a training, has no direction.
+    wrong_B = ~is_usual_B & (old_B > 0)
+    if before_BN.shape[1] < FEWEST_ENTRIES or not wrong_B.any():
+        return ""
+    way = ((after_BN - before_BN)[wrong_B].norm() / old_B[wrong_B].norm()).item()
+    what = f"moved by {way:.0%} of its norm" if new_B[wrong_B].any() else "is all zeros"
+    return what + (f" ({int(wrong_B.sum())} of {len(wrong_B)} blocks)" if len(wrong_B) > 1 else "")
+
+
+def checkpoint_names(folder: Path) -> frozenset[str]:
+    """Return the names of a checkpoint's tensors; none where it has other files."""
+    names: set[str] = set()
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return frozenset(names)
+
+
+def left_out(names: Iterable[str], arrived: Mapping[str, object]) -> list[str]:
+    """Return the weights of the checkpoint that did not arrive while others of their block did."""
+
+    def block(name: str) -> str:
+        path, found, _ = name.partition(EXPERTS)
+        return path + found if found else ".".join(name.split(".")[:-2])
+
+    weights = [name for name in names if name.endswith(".weight")]
+    begun = {block(name) for name in weights if name in arrived}
+    return sorted(n for n in weights if n not in arrived and block(n) in begun)

@@ -1,0 +1,148 @@
+"""What the watch says of sketches, names and layers that no CPU engine has. Real engines have
+faults and sound updates in tests/stack/test_watch.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.model_executor.layers.linear import LinearBase
+
+from swift_grpo_ext.weights.watch import WeightWatch, change, checkpoint_names, entries, left_out
+
+CONFIG: Any = SimpleNamespace(dtype=torch.float32, model="/nowhere", quantization=None)
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+OLD, OTHER = drawn(1, 1, 512), drawn(2, 1, 512)
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        (OLD, ""),
+        (OLD + 0.1 * OTHER, ""),
+        (OLD + OTHER, ""),  # a way as long as the matrix itself
+        (OLD + 2 * OTHER, ""),
+        (OLD * 5, ""),
+        (OTHER, "moved by 1"),
+        (-OLD, "moved by 200% of its norm"),
+        (OLD * 10, "moved by 900% of its norm"),
+        (OLD / 10, "moved by 90% of its norm"),
+        (OLD * 0, "is all zeros"),
+        (OLD.index_fill(1, torch.tensor([7]), float("nan")), "holds NaN or infinity"),
+    ],
+)
+def test_what_no_update_makes_of_a_matrix(after: torch.Tensor, told: str) -> None:
+    assert change(OLD, after).startswith(told)
+    assert bool(change(OLD, after)) == bool(told)
+    blocks = change(torch.cat([OLD, OTHER, OLD]), torch.cat([OLD, OTHER, after]))
+    assert blocks.startswith(told)
+    assert blocks.endswith(" (1 of 3 blocks)") == ("moved" in told or "zeros" in told)
+
+
+def test_a_matrix_of_zeros_and_a_small_one_may_become_anything() -> None:
+    assert change(OLD * 0, OTHER) == ""
+    assert change(OLD[:, :100], OTHER[:, :100]) == ""
+    assert change(OLD * float("nan"), OTHER) == ""  # what nobody has filled
+
+
+def test_infinity_anywhere_is_in_the_sketch() -> None:
+    product = drawn(3, 4, 100_000)
+    assert entries(product).isfinite().all()
+    product[2, 77] = float("inf")  # between two entries that are kept
+    assert entries(product).isnan().sum() == 1
+
+
+def test_names_that_are_left_out(tmp_path: Path) -> None:
+    assert checkpoint_names(tmp_path) == frozenset()
+    names = [
+        *(f"m.0.attn.{part}.weight" for part in "qkv"),
+        *("m.0.attn.rotary.inv_freq", "m.0.attn.q.bias", "lm_head.weight"),
+        *(f"m.0.mlp.experts.{i}.{part}.weight" for i in range(3) for part in "ab"),
+        *("mtp.0.attn.q.weight", "mtp.0.attn.k.weight"),
+    ]
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    assert checkpoint_names(tmp_path) == frozenset(names)
+    for shard, name in enumerate(("one", "other")):
+        save_file({name: torch.zeros(1)}, tmp_path / f"model-0000{shard}-of-00002.safetensors")
+    assert checkpoint_names(tmp_path) == {*names, "one", "other"}
+
+    # A part that a training does not have, a head that is tied: nothing of them arrives.
+    sent = dict.fromkeys(name for name in names if name[0] == "m" and name[:3] != "mtp")
+    assert left_out(names, sent) == []
+    for name in ("m.0.attn.k.weight", "m.0.mlp.experts.2.b.weight"):
+        assert left_out(names, {n: None for n in sent if n != name}) == [name]
+    without_expert = {n: None for n in sent if ".experts.1." not in n}
+    assert left_out(names, without_expert) == [f"m.0.mlp.experts.1.{x}.weight" for x in "ab"]
+    # Experts of all layers in one tensor, as transformers 5 has them, under another name.
+    fused = {n: None for n in sent if ".experts." not in n} | {"m.0.mlp.experts.ab": None}
+    assert left_out(names, fused) == []
+
+
+class Packed(LinearBase):
+    """A layer whose kernel multiplies bytes, and scales what comes out."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        torch.nn.Module.__init__(self)
+        self.input_size, self.output_partition_sizes = weight.shape[1], [len(weight)]
+        self.quant_method = self
+        self.load(weight)
+
+    def load(self, weight: torch.Tensor) -> None:
+        self.scale = weight.abs().max() / 127
+        self.packed = torch.nn.Parameter((weight / self.scale).round().char(), requires_grad=False)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: None) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.packed.float()) * self.scale
+
+
+def test_a_quantized_layer_that_is_given_raw_weights() -> None:
+    weight = drawn(4, 64, 64) / 8
+    model = torch.nn.ModuleDict({"layer": Packed(weight)})
+    watch = WeightWatch(model, SimpleNamespace(**{**vars(CONFIG), "quantization": "int8"}))
+    for seed in range(3):
+        model.layer.load(weight + 1e-3 * drawn(seed, 64, 64))
+        assert watch.judge(model, ()) == ()
+    model.layer.packed.data = weight.char()  # its numbers as they come
+    [fault] = watch.judge(model, ())
+    assert fault == "weights are not what an update makes of them: layer is all zeros"
+    model.layer.load(weight)
+    model.layer.scale = torch.tensor(1.0)  # nobody has quantized it anew
+    [fault] = watch.judge(model, ())
+    assert "layer moved by 2" in fault
+    model.layer.load(weight)
+    assert watch.judge(model, ()) == ()
+
+
+def test_weights_that_stay_though_others_arrive() -> None:
+    """Held against the last sound update: a client may send a second time what did not take, and
+    may take back what it sent."""
+    model = torch.nn.Linear(64, 64, bias=False)
+    watch = WeightWatch(model, CONFIG)
+    weight = model.weight.detach().clone()
+
+    def update(arrived: torch.Tensor, held: torch.Tensor) -> tuple[str, ...]:
+        watch.note_arrived([("weight", arrived)])
+        model.weight.data = held.clone()
+        return watch.judge(model, ())
+
+    assert update(weight, weight) == ()
+    moved = weight + 1e-3 * drawn(5, 64, 64)
+    for _ in range(2):
+        assert update(moved, weight) == (
+            "all weights are those of before, though 1 others arrived (stale): weight",
+        )
+    assert update(weight, weight) == ()
+    assert update(moved, moved) == ()
+    # Learning rates of 1e-6 change few numbers in 16 bits: an engine's rounding may hide that.
+    nearly = moved.clone()
+    nearly[0, 0] += 1e-3
+    assert update(nearly, moved) == ()
