@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -105,7 +105,7 @@ class Conversation:
 
 
 def first_prompt(
-    row: RolloutSample | RolloutInferRequest,
+    row: RolloutSample | RolloutInferRequest | Mapping[str, Any],
 ) -> tuple[list[dict[str, Any]], list[Picture]]:
     """Return a row's messages, with marks where parts of `content` were media, and all media by
     name."""
@@ -113,7 +113,7 @@ def first_prompt(
         read = read_row(row)
         messages, media = read.messages, [medium.value for medium in read.media]
     except RowFormError:  # of a scheduler that has requests of its own
-        messages = [dict(message) for message in row.messages]
+        messages = [dict(message) for message in column_of(row, "messages")]
         media = [m for column in COLUMNS for m in column_of(row, column) or ()]
     return messages, [Picture(media_name(medium)) for medium in media]
 

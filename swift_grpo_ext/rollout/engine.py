@@ -1,7 +1,8 @@
 """The rollout engine: ms-swift's vLLM engine for GRPO, which answers for groups by their metadata.
 
 It replaces `GRPOVllmEngine` in the trainer (colocate) and in `swift rollout` (server), sync and
-async. A request without our metadata (an evaluation, another client) gets ms-swift's behaviour.
+async. A request without metadata gets ms-swift's behaviour; one of another client, for which the
+server made them, does too, with a seed of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from swift_grpo_ext.rollout.dispatch import (
     activity,
     noted_failure,
 )
-from swift_grpo_ext.rollout.generate import GroupResponse
+from swift_grpo_ext.rollout.generate import GroupResponse, NamedResponse
 from swift_grpo_ext.rollout.positions import kept_positions
 from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
@@ -75,9 +76,10 @@ REQUEST = f"{wire.KEY}.request"
 CUT = f"{wire.KEY}.cut"
 NO_ROOM = f"{wire.KEY}.no_room"
 REPLICA = f"{wire.KEY}.replica"
+SEED = f"{wire.KEY}.seed"
 """Keys that an encoded request has inside the engine: metadata, what ends completions, what it was,
-its length where `--max_length` has cut it, whether it is a turn that has no room, and the number of
-the replica that draws it, where an engine has several."""
+its length where `--max_length` has cut it, whether it is a turn that has no room, the number of the
+replica that draws it, where an engine has several, and the seed that vLLM was given."""
 
 
 try:  # vLLM 0.32 has a class of its own for what it refuses
@@ -166,6 +168,11 @@ class RolloutEngine(GRPOVllmEngine):
         with self._noted():
             return self._written_outputs(await super().async_infer(infer_requests, *args, **kwargs))
 
+    def read_texts(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what `infer` does, or a coroutine: schedulers hand on what they do not know."""
+        infer = self.async_infer if self.use_async_engine else self.infer
+        return infer(*args, **kwargs)
+
     @contextmanager
     def _noted(self) -> Iterator[None]:
         """Have a server's replica answer why it failed; ms-swift's loop would answer None."""
@@ -197,7 +204,8 @@ class RolloutEngine(GRPOVllmEngine):
         if metadata is not None and data_dict is not None:
             # Before the first `await`: requests side by side are turns of their own.
             wire.write_metadata(data_dict, metadata.next_turn())
-        if metadata is not None and request_config is not None and (request_config.n or 1) > 1:
+        is_ours = metadata is not None and not metadata.is_other_clients
+        if is_ours and request_config is not None and (request_config.n or 1) > 1:
             raise RequestError(
                 f"--multi_turn_scheduler: its `run` asked for n={request_config.n} completions in "
                 "one request: their seeds would be those of other samples. Expected: one request "
@@ -234,7 +242,8 @@ class RolloutEngine(GRPOVllmEngine):
         finally:
             if replica is not None:
                 self._num_drawing[replica] -= count
-        if led is not None and metadata is not None and not metadata.as_arrays:
+        is_one = len(response.choices) == 1  # another client's scheduler may ask for several
+        if led is not None and metadata is not None and not metadata.as_arrays and is_one:
             led.note(infer_request, metadata, response, _name(replica), began)
         return response
 
@@ -290,13 +299,14 @@ class RolloutEngine(GRPOVllmEngine):
     ) -> Any:
         """Every path of ms-swift adds its requests here, one at a time, with their parameters."""
         metadata = inputs.get(METADATA)
-        if metadata is not None:
+        if metadata is not None and metadata.seed is not None:
+            generation_config.seed = metadata.seed
+        inputs[SEED] = generation_config.seed
+        if metadata is not None and metadata.stop_token_ids is not None:
             generation_config.n = metadata.count
             # Else the last output of a request holds the one sample that ended last (vLLM 0.32,
             # v1/engine/parallel_sampling.py), and ms-swift keeps the last.
             generation_config.output_kind = RequestOutputKind.FINAL_ONLY
-            if metadata.seed is not None:
-                generation_config.seed = metadata.seed
             if metadata.as_arrays and hasattr(generation_config, "flat_logprobs"):  # not vLLM 0.11
                 # No text of each log-probability's token, which nobody reads.
                 generation_config.flat_logprobs = generation_config.logprobs == 0
@@ -352,9 +362,16 @@ class RolloutEngine(GRPOVllmEngine):
         prompt_positions = kept_positions.pop(request_id, None)
         args = (result, inputs, request_config, request_id)
         if metadata is None:
-            return super()._create_chat_completion_response(*args)
+            response = super()._create_chat_completion_response(*args)
+            if getattr(request_config, "prompt_logprobs", None) is not None:  # ms-swift drops them
+                response.prompt_logprobs = self._format_prompt_logprobs(result.prompt_logprobs)
+            return response
         if inputs.get(NO_ROOM):
             return self._no_room(metadata, request_id, inputs.get(REPLICA))
+        if metadata.is_other_clients:
+            response = super()._create_chat_completion_response(*args)
+            named = {"seed": inputs[SEED], "replica": _name(inputs.get(REPLICA))}
+            return NamedResponse(**vars(response), **named)
         ended = []
         for output in result.outputs:
             # Cut first: what ms-swift or we make of an output below reads the cut token ids.
@@ -455,6 +472,8 @@ class RolloutEngine(GRPOVllmEngine):
         for i, output in enumerate(outputs):
             record_stop_reason(output)
             response = output.response
+            if isinstance(response, NamedResponse):
+                output.rollout_infos |= {"seed": response.seed, "replica": response.replica}
             if not self.serves or not isinstance(response, GroupResponse):
                 continue
             completions = [
@@ -492,7 +511,8 @@ class _Led:
         replica: str,
         began: float,
     ) -> None:
-        infos = {"seed": metadata.seed, "replica": replica}
+        seed = response.seed if isinstance(response, NamedResponse) else metadata.seed
+        infos = {"seed": seed, "replica": replica}
         output = record_stop_reason(RolloutOutput(response=response, rollout_infos=infos))
         now = time.monotonic()
         turn = turn_of(
@@ -518,8 +538,9 @@ async def _in_conversation(task: Coroutine[Any, Any, Any]) -> Any:
     """
     data_dict = wire.data_dict_of(request_of(task))
     metadata = wire.read_metadata(data_dict)
-    # Another client's request, or a training's for a group: neither is a conversation.
-    if metadata is None or metadata.as_arrays or metadata.count > 1:
+    # A single turn is no conversation: the engine's own coroutine, or a training's for a group.
+    is_single = getattr(task, "cr_code", None) is RolloutEngine.infer_async.__code__
+    if metadata is None or is_single or metadata.as_arrays or metadata.count > 1:
         return await task
     led = _Led(data_dict)
     _led.set(led)
@@ -544,6 +565,9 @@ async def _in_conversation(task: Coroutine[Any, Any, Any]) -> Any:
         turns = [t for t, r in pairs if len(outputs) == 1 or r is output.response]
         if turns:
             write_turns(output, turns)
+            if metadata.is_other_clients:
+                last = turns[-1].completion
+                output.rollout_infos |= {"seed": last.seed, "replica": last.replica}
     return made
 
 

@@ -234,19 +234,30 @@ class GroupResponse(PromptResponse):
     completions: list[Completion] = field(default_factory=list)
 
 
+@dataclass
+class NamedResponse(ChatCompletionResponse):
+    """ms-swift's response to another client's request, and who drew it with which seed: choice k
+    with `seed + k`."""
+
+    seed: int | None = None
+    replica: str = ""
+
+
 def to_rollout_outputs(
     output: RolloutOutput, metadata: RequestMetadata, replica: str
 ) -> list[RolloutOutput]:
-    """Return a colocated engine's output for one request as one output for each of its samples."""
+    """Return an engine's output for one request as one output for each of its samples."""
     response = output.response
     if isinstance(response, GroupResponse):
         prompt = Prompt(response.prompt_token_ids or [], response.prompt_positions)
         named = [replace(completion, replica=replica) for completion in response.completions]
         return [to_rollout_output(completion, prompt) for completion in named]
-    # The engine of `--use_vllm false`, which `selftest` asks, answers in ms-swift's form.
+    # The engine of `--use_vllm false`, which `selftest` asks, answers in ms-swift's form, and so
+    # does a server to another client, which may have seeds of its own.
     outputs = []
+    first = output.rollout_infos.get("seed", metadata.seed)
     for choice in response.choices:
-        infos = {"seed": metadata.seed_of(choice.index), "replica": replica}
+        infos = {"seed": None if first is None else first + choice.index, "replica": replica}
         single = replace(response, choices=[replace(choice, index=0)])
         outputs.append(record_stop_reason(RolloutOutput(response=single, rollout_infos=infos)))
     return outputs

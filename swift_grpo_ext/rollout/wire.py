@@ -80,11 +80,18 @@ class RequestMetadata:
     """Answer with flat token ids and log-probabilities; ms-swift's multi-turn schedulers read its
     own form."""
 
-    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = ()
-    """End a completion, beside the stop strings of ms-swift's request configuration."""
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = ()
+    """End a completion, beside the stop strings of ms-swift's request configuration. None, which a
+    server writes for a client that sends no metadata, leaves stops and texts to ms-swift."""
 
     include_stop_str_in_output: bool = True
     """Whether the text ends with what stopped it, or right before it."""
+
+    @property
+    def is_other_clients(self) -> bool:
+        """True if a server made it for a client that sends none: it names a sample and seeds it,
+        and changes nothing else."""
+        return self.stop_token_ids is None
 
     @property
     def seed(self) -> int | None:

@@ -38,19 +38,22 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from swift.arguments import RolloutArguments
-from swift.infer_engine.protocol import RequestConfig
+from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import InitCommunicatorRequest, SwiftRolloutDeploy
 from swift.utils import get_logger
 from typing_extensions import Required, TypedDict
 
 from swift_grpo_ext.media.paths import check_media
-from swift_grpo_ext.rollout import engine, wire
+from swift_grpo_ext.rollout import conversation, engine, wire
 from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, estimate_cost
 from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.server import api_key, bodies, replicas
 from swift_grpo_ext.server.lease import Lease
+from swift_grpo_ext.server.other_clients import OtherClients
+from swift_grpo_ext.server.record import ServerRecord
+from swift_grpo_ext.server.updates import Updates
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.determinism import batches_follow_arrival
@@ -87,6 +90,9 @@ class Caller:
 
     came_in_at: str
     """This machine's address that the request reached; "" where a proxy brought it."""
+
+    is_ours: bool
+    """A training with the plugin, which compares weights and samples by itself."""
 
 
 CALLER: ContextVar[Caller] = ContextVar("CALLER")
@@ -150,9 +156,14 @@ def get_rollout_engine_type(args: RolloutArguments, engine: Any) -> Any:
 
 
 def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:
+    self.updates = Updates(self)
     self.app.router.route_class = bodies.Route
     self.app.add_exception_handler(RequestValidationError, bodies.refuse_values)
     _upstream_register(self)
+    own = self.args.rollout_seed_mode == "sample"
+    self.other_clients = OtherClients(self.args.seed if own else None, INSTANCE)
+    self.record = None if self.args.sample_log == "none" else ServerRecord(self.args)
+    self.num_updates = 0
     self.app.get(CHECKSUMS_PATH)(partial(_loaded_checksums, self))
     self.app.add_middleware(Turns, server=self, key=api_key.key_of(self.args))
 
@@ -199,7 +210,9 @@ class Turns(BaseHTTPMiddleware):
             if not (alive or ready):
                 return _refuse(503, "no replica is left")
             health = {"status": "ok", "replicas": alive, "waiting_for_weights": ready}
-            return JSONResponse(health)
+            updates = self._server.updates
+            weights = updates.fault or ("sound" if updates.watches else "not looked at")
+            return JSONResponse({**health, "weights": weights})
         authorization = request.headers.get("Authorization", "")
         if self._key is not None and not api_key.is_authorized(authorization, self._key):
             what = "the API key is not this server's" if authorization else "the API key is missing"
@@ -255,13 +268,17 @@ class Turns(BaseHTTPMiddleware):
             return _refuse(503, "the server is busy with another request", {"Retry-After": "1"})
         is_direct = "X-Forwarded-For" not in request.headers
         came_in_at = request.scope["server"][0] if is_direct else ""
-        CALLER.set(Caller(timeout, not self._lease.is_others(request), came_in_at))
+        is_ours = wire.INSTANCE_HEADER in request.headers
+        CALLER.set(Caller(timeout, not self._lease.is_others(request), came_in_at, is_ours))
         try:
             # In a thread: it waits for processes to end.
             await asyncio.to_thread(replicas.prune, self._server)
             response = await call_next(request)
             content = b"".join([part async for part in response.body_iterator])  # type: ignore[attr-defined]
+            if path.startswith("/update_") and response.status_code == 200:
+                self._server.updates.is_due = self._server.updates.watches
             if path.startswith(BRING_WEIGHTS) and response.status_code == 200:
+                self._server.num_updates += 1
                 for connection in self._server.connections:
                     connection.holds_weights = True
         finally:
@@ -371,11 +388,15 @@ async def init_communicator(
     caller = CALLER.get()
     host = _store_host(request.host, self.args.host, caller.came_in_at)
     timeout = wire.GROUP_TIMEOUTS * caller.timeout
+    self.updates.is_due = False  # a client that is no more may have brought weights
+    if not caller.is_ours:
+        await _in_thread(self.updates.begin, caller.timeout)
     for number, connection in enumerate(self.connections):
         # A replica's number among the living; ms-swift's is that of its start, which leaves a
         # hole where one has ended.
         replica = None if self.use_async_engine else number
-        args = (host, request.port, request.world_size, replica, timeout)
+        group = (host, request.port, request.world_size, replica, timeout)
+        args = (*group, self.updates.watches)
         connection.send(_rpc("fire_and_forget", "init_communicator", args))
     return {"message": "The replicas are connecting."}
 
@@ -399,9 +420,20 @@ async def close_communicator(self: SwiftRolloutDeploy) -> dict[str, str]:
 async def process_weights_after_loading(self: SwiftRolloutDeploy) -> dict[str, str]:
     replies = await _call_all(self, _rpc("call", "process_weights_after_loading"))
     if None in replies:
-        detail = "a replica could not load its weights; the log of `swift rollout` tells why"
-        raise HTTPException(status_code=500, detail=detail)
+        self.updates.is_due = False  # there is nothing to look at
+        self.updates.fault = "A replica could not load its weights; this server's log tells why."
+        raise HTTPException(status_code=500, detail=self.updates.fault)
+    await _require_sound(self)
     return {"message": "The weights are loaded."}
+
+
+async def _require_sound(server: SwiftRolloutDeploy) -> None:
+    """Look at weights that have come, and refuse a client that does not itself compare them."""
+    is_ours, updates = CALLER.get().is_ours, server.updates
+    if updates.is_due:
+        await _in_thread(partial(updates.look, reads=not is_ours), CALLER.get().timeout)
+    if updates.fault and not is_ours and server.args.rollout_mismatch == "stop":
+        raise HTTPException(status_code=409, detail=updates.fault)
 
 
 async def _loaded_checksums(server: SwiftRolloutDeploy) -> list[dict[str, str]]:
@@ -417,6 +449,8 @@ async def _loaded_checksums(server: SwiftRolloutDeploy) -> list[dict[str, str]]:
 def _reset(name: str) -> Callable[..., Any]:
     async def reset(self: SwiftRolloutDeploy) -> dict[str, str]:
         await _call_all(self, {"type": "call", "method": name})
+        if self.updates.is_due:  # clients do this behind every update, and once before all
+            await _require_sound(self)
         return {"message": f"{name} is done."}
 
     return reset
@@ -429,9 +463,13 @@ def _rpc(kind: str, method: str, args: tuple[Any, ...] = ()) -> dict[str, Any]:
 
 
 async def _call_all(server: SwiftRolloutDeploy, command: replicas.Command) -> list[Any]:
+    return await _in_thread(partial(replicas.call_all, server, command), CALLER.get().timeout)
+
+
+async def _in_thread(ask: Callable[[float], Any], timeout: float) -> Any:
+    """Return what replicas answer within the timeout of each."""
     try:
-        timeout = CALLER.get().timeout
-        return await asyncio.to_thread(replicas.call_all, server, command, timeout)
+        return await asyncio.to_thread(ask, timeout)
     except NoWorkerError as e:
         raise HTTPException(status_code=503, detail=str(e)) from e
 
@@ -446,6 +484,7 @@ async def infer(
     *,
     use_tqdm: bool | None = None,
 ) -> Any:
+    await _require_sound(self)
     return await asyncio.to_thread(_infer, self, infer_requests, request_config)
 
 
@@ -456,20 +495,30 @@ def _infer(
     slices (a server's scheduler may make several outputs of one request)."""
     timeout = CALLER.get().timeout
     try:
-        metadatas = [wire.read_metadata(request.get("data_dict")) for request in requests]
+        sent = [wire.read_metadata(request.get("data_dict")) for request in requests]
         for number, request in enumerate(requests):
             try:
                 check_media(request)
             except ValueError as e:
                 raise ValueError(f"infer_requests[{number}].{e}") from e
-        ours = [metadata for metadata in metadatas if metadata and metadata.as_arrays]
-        if len(ours) == len(requests):
+        # After all checks: a call that is refused is none.
+        others = [r for r, metadata in zip(requests, sent, strict=True) if metadata is None]
+        made = iter(server.other_clients.name(others, config) if others else ())
+        metadatas = [metadata or next(made) for metadata in sent]
+        num_updates = server.num_updates
+
+        def noted(outputs: list[RolloutOutput]) -> list[RolloutOutput]:
+            if server.record is not None:
+                server.record.note(requests, metadatas, outputs, config, num_updates=num_updates)
+            return outputs
+
+        if all(metadata.as_arrays for metadata in metadatas):
             max_tokens = (config and config.max_tokens) or 0
             costs = [
                 estimate_cost(request, metadata.count, max_tokens)
-                for request, metadata in zip(requests, ours, strict=True)
+                for request, metadata in zip(requests, metadatas, strict=True)
             ]
-            outputs = replicas.infer_groups(server, requests, config, costs, timeout)
+            outputs = noted(replicas.infer_groups(server, requests, config, costs, timeout))
             # Plain values, which FastAPI need not look into any further.
             return [
                 {"response": asdict(output.response), "rollout_infos": output.rollout_infos}
@@ -479,7 +528,11 @@ def _infer(
         parts = np.array_split(np.arange(len(requests)), max(len(server.connections), 1))
         slices = [[requests[i] for i in part] for part in parts if len(part)]
         answers = replicas.infer_slices(server, slices, config, timeout)
-        return [output for outputs in answers for output in outputs]
+        outputs = noted([output for outputs in answers for output in outputs])
+        if others:  # what only we read
+            for output in outputs:
+                output.rollout_infos.pop(conversation.KEY, None)
+        return outputs
     except (ValueError, RequestError) as e:
         raise HTTPException(status_code=400, detail=str(e)) from e
     except NoWorkerError as e:

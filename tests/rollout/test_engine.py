@@ -37,6 +37,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.rollout import engine as engine_module
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.conversation import read_turns
 from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, RequestError
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.generate import GroupResponse
@@ -50,6 +51,7 @@ RUN_SEED = 42
 EOS, END_OF_TEXT, IMAGE, VIDEO = 151645, 151643, 151655, 151656
 BIAS = {IMAGE: float("-inf"), VIDEO: float("-inf")}
 ID = SampleId(phase="train", step=0, number=0, group=0, index=0)
+OTHERS = {"as_arrays": False, "stop_token_ids": None}  # for a client that sends no metadata
 
 FlatLogprobs = getattr(vllm_logprobs, "FlatLogprobs", None)
 """vLLM 0.11 has none: it answers with a dictionary a token, whatever is asked for."""
@@ -60,16 +62,16 @@ def ids_of(text: str) -> list[int]:
     return [EOS if c == "." else ord(c) - 33 if c != "\n" else 198 for c in text]
 
 
-def is_flat(params: SamplingParams) -> bool:
-    return getattr(params, "flat_logprobs", False)
-
-
 @pytest.fixture(scope="module")
 def template(assets: Path) -> Any:
     processor = get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
     made = get_template(processor, template_type="qwen2_5_vl")
     made.set_mode("vllm")
     return made
+
+
+def is_flat(params: SamplingParams) -> bool:
+    return getattr(params, "flat_logprobs", False)
 
 
 class RecordingVllm:
@@ -277,12 +279,20 @@ def test_what_cannot_be_encoded_is_named(
     assert f"it shows images[0] {str(whole)!r})" in text
 
 
-def test_a_request_without_metadata_is_ms_swifts(make: Any) -> None:
+@pytest.mark.parametrize(
+    ("metadata", "seed"),
+    [(None, 5), (metadata_of(**OTHERS, run_seed=None), 5), (metadata_of(**OTHERS), None)],
+)
+def test_a_request_without_metadata_is_ms_swifts(make: Any, metadata: Any, seed: Any) -> None:
+    """So is one that a server gave a name; its seed may be the server's, and is told."""
     vllm = RecordingVllm(["a."])
-    engine = make(vllm)
-    output = ask(engine, None, seed=5)
+    engine = make(vllm, serves=metadata is not None)
+    output = ask(engine, metadata, seed=5)
     [params] = vllm.params
-    assert (params.n, params.seed) == (1, 5)
+    assert (params.n, params.seed) == (1, seed or sample_seed(RUN_SEED, ID))
+    assert params.skip_special_tokens is SamplingParams().skip_special_tokens
+    infos = {"seed": params.seed, "replica": "replica 0"} if metadata else {}
+    assert output.rollout_infos == infos
     assert {"<|endoftext|>", "<|im_end|>"} == set(params.stop)
     assert params.detokenize
     assert params.logit_bias == BIAS
@@ -408,19 +418,24 @@ class OwnRequests(RolloutScheduler):
         return RolloutOutput(response=response)
 
 
-def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(make: Any) -> None:
-    """Its requests have no metadata; copies of one request have the same."""
+@pytest.mark.parametrize("stops", [(7,), None])
+def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(
+    make: Any, stops: Any
+) -> None:
+    """Its requests have no metadata; copies of one request have the same. So it is for a client
+    that sends none."""
     vllm = RecordingVllm([*"abcdefgh"])
     engine = make(vllm, use_async=True, serves=True)
     other = replace(ID, index=1)
-    first = metadata_of(as_arrays=False, stop_token_ids=(7,))
+    first = metadata_of(as_arrays=False, stop_token_ids=stops)
     asked = [first, replace(first, sample_id=other)]
     scheduler = OwnRequests(engine)
-    served(scheduler, [*map(request, asked)])
+    outputs = served(scheduler, [*map(request, asked)])
+    assert [len(read_turns(output, RUN_SEED)) for output in outputs] == [4, 4]
     expected = {sample_seed(RUN_SEED, replace(i, turn=t)) for i in (ID, other) for t in range(4)}
     assert len(vllm.params) == 8
     assert {params.seed for params in vllm.params} == expected
-    assert all(7 in params.stop_token_ids for params in vllm.params)
+    assert all((7 in params.stop_token_ids) is bool(stops) for params in vllm.params)
 
 
 def test_a_coroutine_that_does_not_say_its_request_is_refused(make: Any) -> None:
@@ -440,8 +455,9 @@ def test_a_coroutine_that_does_not_say_its_request_is_refused(make: Any) -> None
 
 
 def test_several_completions_of_a_schedulers_request_are_refused(make: Any) -> None:
-    """Their seeds would be those of other samples of the group."""
-    engine = make(RecordingVllm([*"ab"]), use_async=True, serves=True)
+    """Their seeds would be those of other samples of the group; another client has none."""
+    vllm = RecordingVllm([*"ab"])
+    engine = make(vllm, use_async=True, serves=True)
 
     class Several(RolloutScheduler):
         async def run(self, infer_request: Any, request_config: Any, **_: Any) -> Any:
@@ -452,6 +468,9 @@ def test_several_completions_of_a_schedulers_request_are_refused(make: Any) -> N
     told = r"--multi_turn_scheduler: its `run` asked for n=2 .* one request each"
     with pytest.raises(ValueError, match=told):
         served(Several(engine), asked)
+    [response] = served(Several(engine), [request(metadata_of(**OTHERS))])
+    assert [choice.message.content for choice in response.choices] == ["a", "b"]
+    assert [params.seed for params in vllm.params] == [sample_seed(RUN_SEED, ID)]
 
 
 # --- servers ---

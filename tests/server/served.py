@@ -68,7 +68,13 @@ class Replica:
         self.groups: list[int] = []
         self.calls: list[str] = []
         self.commands: list[tuple[Any, ...]] = []
+        self.requests: list[dict[str, Any]] = []
+        self.says_to_others: list[Any] = []
         self.checksums = [{"w": "float32 (1,) 00"}]
+        self.weight_faults: list[str] = []
+        self.readings: Any = None
+        """Outputs for the server's own texts; None where it cannot read them."""
+
         self.exitcode = -9
         self.goes_on = threading.Event()
         self._child = child
@@ -84,8 +90,9 @@ class Replica:
                 assert command["type"] in ("call", "fire_and_forget")  # all that ms-swift knows
                 kwargs = command.get("kwargs", {})
                 method = kwargs.get("method", command["method"])
-                self.calls.append(method)
-                self.commands.append(kwargs.get("args", ()))
+                if method not in ("read_texts", "read_weight_faults"):
+                    self.calls.append(method)
+                    self.commands.append(kwargs.get("args", ()))
                 reply = self._reply(method, kwargs)
                 if command["type"] == "call":
                     self._send(connection, method, reply)
@@ -113,14 +120,21 @@ class Replica:
             return None
         if method == "read_weight_checksums":
             return self.checksums
+        if method == "read_weight_faults":
+            return [self.weight_faults]
+        if method == "read_texts":
+            return self.readings
         if method == "get_state_keys":
             return [["model.w"]]
         return [None] if method == "process_weights_after_loading" else True
 
     def _outputs(self, requests: list[dict[str, Any]], fault: str) -> Any:
         metadatas = [wire.read_metadata(r.get("data_dict")) for r in requests]
+        # Another client's have names of the server's making.
+        metadatas = [m if m and not m.is_other_clients else None for m in metadatas]
         groups = [-1 if metadata is None else metadata.sample_id.group for metadata in metadatas]
         self.groups += groups
+        self.requests += requests
         if fault == "raises":
             return {FAILURE: "OSError: the disk is gone", REQUEST_FAULT: False}
         if fault == "cannot encode":
@@ -134,7 +148,7 @@ class Replica:
         infos: dict[str, Any] = {"group": group}
         if metadata is not None:
             infos[wire.KEY] = drawn_by(metadata, self.name)
-        response = ChatCompletionResponse("m", [], UsageInfo(1, 1, 2))
+        response = ChatCompletionResponse("m", self.says_to_others, UsageInfo(1, 1, 2))
         return RolloutOutput(response=response, rollout_infos=infos)
 
     def says(self, status: dict[str, str]) -> None:
@@ -165,11 +179,14 @@ class Deployed(SwiftRolloutDeploy):
         timeout: float = 60.0,
         key: str | None = None,
         use_async: bool = False,
+        **settings: Any,
     ) -> None:
         apply(Moment.SERVER)
         self.args = SimpleNamespace(
             api_key=key,
             rollout_timeout=timeout,
+            rollout_mismatch="stop",
+            watches_weights=True,
             host="127.0.0.1",
             vllm_tensor_parallel_size=2,
             vllm_data_parallel_size=3,
@@ -177,6 +194,7 @@ class Deployed(SwiftRolloutDeploy):
             multi_turn_scheduler=None,
             new_special_tokens=[],
             vllm_max_model_len=512,
+            **({"seed": 42, "rollout_seed_mode": "sample", "sample_log": "none"} | settings),
         )
         self.app = FastAPI()
         self.use_async_engine, self.use_gym_env = use_async, False

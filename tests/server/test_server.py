@@ -382,14 +382,14 @@ def test_replicas_join_the_group_under_their_numbers() -> None:
     assert connecting.json() == {"message": "The replicas are connecting."}
     wait_until(lambda: all(replica.calls for replica in two))
     assert [replica.commands for replica in two] == [
-        [("127.0.0.1", 7, 5, 0, 4.5)],
-        [("127.0.0.1", 7, 5, 1, 4.5)],
+        [("127.0.0.1", 7, 5, 0, 4.5, True)],
+        [("127.0.0.1", 7, 5, 1, 4.5, True)],
     ]
     one = Replica()
     engine = TestClient(Deployed(one, use_async=True).app)
     engine.post("/init_communicator/", json=asked)
     wait_until(lambda: bool(one.calls))
-    assert one.commands == [("127.0.0.1", 7, 5, None, 30.0)]
+    assert one.commands == [("127.0.0.1", 7, 5, None, 30.0, True)]
     assert engine.get("/get_world_size/").json() == {"world_size": 6}
     assert engine.post("/get_engine_type/").json()[wire.KEY]["replicas"] == 3
     assert groups_of(engine.post("/infer/", json={"infer_requests": [request(0)]})) == [0]
@@ -418,7 +418,7 @@ def test_the_weights_store_opens_where_the_training_came_in(
         asked = {"host": "0.0.0.0", "port": 7, "world_size": 2}
         requests.post(f"{url}/init_communicator/", json=asked, headers=headers, timeout=20)
         wait_until(lambda: bool(replica.commands))
-    assert replica.commands == [(opens_at, 7, 2, 0, 30.0)]
+    assert replica.commands == [(opens_at, 7, 2, 0, 30.0, True)]
 
 
 def test_checksums_are_those_of_each_worker_of_each_replica() -> None:

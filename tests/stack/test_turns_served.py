@@ -170,7 +170,7 @@ def test_slow_and_failing_tools_and_a_trainer_that_leaves(
             wait_until((tmp_path / "waiting").exists, training)
             assert health(port) == (
                 200,
-                {"status": "ok", "replicas": 1, "waiting_for_weights": 0},
+                {"status": "ok", "replicas": 1, "waiting_for_weights": 0, "weights": "sound"},
             )
             for pid in map(int, (folder / "cores").read_text().split()):
                 psutil.Process(pid).kill()

@@ -1,0 +1,86 @@
+"""Names and seeds for the requests of a client that sends no metadata: plain ms-swift, Megatron.
+
+Symptom: such requests have no seeds, so that vLLM draws each of them from its engine's one
+generator, which begins anew with the engine; where a client gives a seed, ms-swift's client gives
+one for all requests of a call, at every step the same, and each replica begins at it.
+Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py (`infer`) and infer_engine/vllm_engine.py
+(`infer`: `seed += i`, counted by each replica for itself). Can go when ms-swift's clients give each
+request a seed of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+from swift.infer_engine.protocol import RequestConfig
+from swift.utils import get_logger
+
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.wire import RequestMetadata
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
+from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, SampleId
+
+logger = get_logger()
+
+
+class OtherClients:
+    """Names each of their samples, from which the seed rule makes a seed that is never the same
+    twice, over all replicas and restarts.
+
+    A call of `/infer` is a round, and its equal prompts are a group, in their order.
+
+    Args:
+        seed: the server's `--seed`; None leaves seeds to client and engine
+            (`--rollout_seed_mode engine`).
+        instance: this start of the server, as hexadecimal digits.
+    """
+
+    def __init__(self, seed: int | None, instance: str) -> None:
+        self._run_seed: int | None = None
+        if seed is not None:
+            mixed = np.random.SeedSequence([seed, int(instance, 16)])
+            self._run_seed = int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1))
+        self._calls = count()
+
+    def name(
+        self, requests: Sequence[MutableMapping[str, Any]], config: RequestConfig | None
+    ) -> list[RequestMetadata]:
+        """Write into each request its metadata, and return them."""
+        call, num_samples = next(self._calls), max((config.n if config else 1) or 1, 1)
+        run_seed = self._run_seed
+        if config is not None and config.seed is not None and run_seed is not None:
+            if len(requests) == 1:
+                run_seed = None  # the client's own
+            else:
+                logger.warning_once(
+                    f"A client gives one seed ({config.seed}) for {len(requests)} requests: the "
+                    "same noise on each replica, and in each call that gives it. Each request gets "
+                    "a seed of its own instead, which `rollout_infos` says; start `swift rollout` "
+                    "with --rollout_seed_mode engine to leave the client's. (Said once.)",
+                    hash_id="one_seed_for_many",
+                )
+        upcoming: dict[str, SampleId] = {}
+        num_groups = 0
+        metadatas = []
+        for request in requests:
+            prompt = prompt_hash(request)
+            first = upcoming.get(prompt)
+            if first is None or first.index + num_samples > MAX_GROUP_SIZE:
+                first = SampleId(phase="train", step=call, number=0, group=num_groups, index=0)
+                num_groups += 1
+            upcoming[prompt] = replace(first, index=first.index + num_samples)
+            metadata = RequestMetadata(
+                sample_id=first,
+                count=min(num_samples, MAX_GROUP_SIZE),
+                run_seed=run_seed,
+                as_arrays=False,
+                stop_token_ids=None,
+            )
+            request["data_dict"] = {**(request.get("data_dict") or {})}
+            wire.write_metadata(request["data_dict"], metadata)
+            metadatas.append(metadata)
+        return metadatas

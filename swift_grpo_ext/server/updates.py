@@ -1,0 +1,152 @@
+"""Whether a server's last weight update was sound, whoever sent it (docs/promises.md, C2).
+
+Each worker has looked at its weights (`weights/watch.py`). Each replica reads two sentences before
+the first update and after every one, and goes on from them: what weights do together shows there.
+
+A client of ours holds engines against its own weights, and decides by its own settings: its updates
+are looked at, and told in the log and in `/health`. Any other client gets the fault as the answer
+to its update, or to what follows where that was answered before it was made (adapters), and draws
+nothing until an update is sound (`--rollout_mismatch stop`). `/health` stays 200: what restarts a
+server that is not well would throw the evidence away, and the next update may be sound.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from swift.infer_engine.protocol import RequestConfig, RolloutOutput
+from swift.pipelines.infer.rollout import SwiftRolloutDeploy
+from swift.utils import get_logger
+
+from swift_grpo_ext.server import replicas
+
+logger = get_logger()
+
+TEXTS = (
+    "Water freezes at zero degrees and boils at one hundred. The sun rises in the east.",
+    "水在零度结冰，在一百度沸腾。太阳从东方升起，在西方落下。",
+)
+NUM_TOKENS = 16
+MOST_FALL = 8.0
+"""Nats a token by which an update may lower the log-probability of plain sentences. Models give
+them some 4; 12 are what a vocabulary of 160,000 tokens gives by chance."""
+
+FALL_OF_REPETITION = 2.0
+"""The same, where the model now says one token over and over, and has not before: "!!!"."""
+
+REMEDY = (
+    "Rollouts would be garbage. Send the weights anew; start `swift rollout` with the --model that "
+    "the client trains, and both with the same versions of ms-swift and transformers; or go on "
+    "with `swift rollout ... --rollout_mismatch warn`."
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a replica makes of one of the texts."""
+
+    mean: float
+    """Log-probability of the text's tokens, in nats a token."""
+
+    repeats: bool
+    """It goes on with one token, over and over."""
+
+
+class Updates:
+    """What `server` knows of its updates."""
+
+    def __init__(self, server: SwiftRolloutDeploy) -> None:
+        self._server = server
+        self.watches: bool = server.args.watches_weights
+        """Whether updates are looked at."""
+
+        self._readings: dict[str, list[Reading]] = {}
+        """Of the last sound weights, by replica."""
+
+        self.is_due = False
+        """Weights have come that were not looked at yet."""
+
+        self.fault = ""
+
+    def begin(self, timeout: float) -> None:
+        """Have replicas that were not given weights yet read the texts."""
+        if not self.watches or all(c.name in self._readings for c in self._server.connections):
+            return
+        self._readings = {**self._read(timeout), **self._readings}
+
+    def look(self, timeout: float, *, reads: bool) -> None:
+        """Look at all replicas after an update, and set `fault`.
+
+        Args:
+            reads: have them read the texts.
+
+        Raises:
+            NoWorkerError: no replica is left.
+        """
+        self.is_due = False
+        ask = {"method": "collective_rpc", "kwargs": {"method": "read_weight_faults"}}
+        replies = replicas.call_all(self._server, {"type": "call", **ask}, timeout)
+        connections = list(self._server.connections)
+        readings = self._read(timeout) if reads else {}
+        told = []
+        for connection, workers in zip(connections, replies, strict=True):
+            found = [fault for faults in workers or () for fault in faults]
+            reading = readings.get(connection.name, [])
+            found += worsening(self._readings.get(connection.name, []), reading)
+            if found:
+                told.append(f"replica {connection.number}: {'; '.join(dict.fromkeys(found))}")
+            elif reading:
+                self._readings[connection.name] = reading
+        self.fault = f"The weight update has failed. {'. '.join(told)}. {REMEDY}" if told else ""
+        if self.fault:
+            logger.error(self.fault)
+
+    def _read(self, timeout: float) -> dict[str, list[Reading]]:
+        """Return what each replica makes of the texts; nothing of one that cannot read them (a
+        template that asks for an image, a short context)."""
+        size = self._server.args.vllm_data_parallel_size if self._server.use_async_engine else 1
+        # An async engine gives them to its replicas in turn.
+        messages = [[{"role": "user", "content": t}] for t in TEXTS for _ in range(size)]
+        kwargs = {
+            "infer_requests": [{"messages": m} for m in messages],
+            "request_config": RequestConfig(
+                max_tokens=NUM_TOKENS, temperature=0, prompt_logprobs=0, return_details=True
+            ),
+            "use_tqdm": False,
+        }
+        replies = replicas.call_all(
+            self._server, {"type": "call", "method": "read_texts", "kwargs": kwargs}, timeout
+        )
+        readings = {}
+        for connection, reply in zip(self._server.connections, replies, strict=True):
+            if isinstance(reply, list):
+                readings[connection.name] = [reading_of(output) for output in reply]
+            else:
+                logger.warning_once(
+                    f"Replica {connection.number} does not read the plain sentences that tell "
+                    f"garbage after a weight update ({reply}): weights alone are looked at."
+                )
+        return readings
+
+
+def reading_of(output: RolloutOutput) -> Reading:
+    response: Any = output.response
+    logprobs = [next(iter(p.values()))["logprob"] for p in response.prompt_logprobs if p]
+    tokens = response.choices[0].token_ids
+    mean = math.fsum(logprobs) / len(logprobs)
+    return Reading(mean, len(set(tokens)) == 1 and len(tokens) == NUM_TOKENS)
+
+
+def worsening(before: list[Reading], after: list[Reading]) -> list[str]:
+    """Return in words how replicas read worse than before an update, where none makes it so."""
+    if any(not math.isfinite(reading.mean) for reading in after):
+        return ["its log-probabilities are NaN"]
+    falls = [(b.mean - a.mean, b, a) for b, a in zip(before, after, strict=False)]
+    return [
+        f"plain sentences have {-a.mean:.1f} nats a token, {-b.mean:.1f} before"
+        + (", and it goes on with one token over and over" if a.repeats else "")
+        for fall, b, a in sorted(falls, key=lambda each: -each[0])[:1]
+        if fall > MOST_FALL or (fall > FALL_OF_REPETITION and a.repeats and not b.repeats)
+    ]

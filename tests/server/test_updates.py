@@ -1,0 +1,185 @@
+"""A server's verdict on the last weight update: in its answers, in `/health`, and in its log."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    RolloutOutput,
+    UsageInfo,
+)
+
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.server import routes, updates
+from swift_grpo_ext.server.updates import NUM_TOKENS, Reading, reading_of, worsening
+from tests.server.served import Deployed, Replica, request
+
+JOIN = {"host": "0.0.0.0", "port": 7, "world_size": 5}
+NAMED = {"name": "w", "dtype": "float32", "shape": [1]}
+FAULT = "weights are not what an update makes of them: q_proj moved by 141% of its norm"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the server's log says of updates."""
+    lines: list[str] = []
+    monkeypatch.setattr(updates.logger, "error", lines.append)
+    monkeypatch.setattr(updates.logger, "warning_once", lines.append)
+    return lines
+
+
+def read(mean: float, *, repeats: bool = False) -> RolloutOutput:
+    """A replica's output for one of the texts."""
+    tokens = [0] * NUM_TOKENS if repeats else list(range(NUM_TOKENS))
+    choice = ChatCompletionResponseChoice(
+        0, ChatMessage(role="assistant", content=""), "length", token_ids=tokens
+    )
+    response = ChatCompletionResponse("m", [choice], UsageInfo(3, NUM_TOKENS, 3 + NUM_TOKENS))
+    response.prompt_logprobs = [None, {"5": {"logprob": mean - 1}}, {"6": {"logprob": mean + 1}}]
+    return RolloutOutput(response=response)
+
+
+def asked(client: TestClient, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+    answer = client.post(path, json=body, headers=headers)
+    return answer.status_code, answer.json().get("detail", "") if answer.status_code > 200 else ""
+
+
+def drew(client: TestClient) -> int:
+    return client.post("/infer/", json={"infer_requests": [request(0)]}).status_code
+
+
+def test_a_faulty_update_is_told_and_nothing_is_drawn_until_one_is_sound(said: list[str]) -> None:
+    one, two = Replica(number=0), Replica(number=1)
+    client = TestClient(Deployed(one, two).app)
+
+    def update() -> tuple[int, str]:
+        assert asked(client, "/update_named_param/", NAMED)[0] == 200
+        return asked(client, "/process_weights_after_loading/")
+
+    assert update() == (200, "")
+    assert client.get("/health/").json()["weights"] == "sound"
+    two.weight_faults = [FAULT]
+    status, detail = update()
+    assert status == 409
+    assert detail.startswith(f"The weight update has failed. replica 1: {FAULT}. Rollouts would be")
+    assert "--rollout_mismatch warn" in detail
+    assert detail in said
+    health = client.get("/health/")
+    assert (health.status_code, health.json()["weights"]) == (200, detail)
+    refused = client.post("/infer/", json={"infer_requests": [request(0)]})
+    assert (refused.status_code, refused.json()["detail"]) == (409, detail)
+    two.weight_faults = []
+    assert update() == (200, "")
+    assert (drew(client), client.get("/health/").json()["weights"]) == (200, "sound")
+
+
+def test_who_may_go_on(said: list[str]) -> None:
+    """A training with the plugin judges by itself; others where the server is told so."""
+    replica = Replica()
+    replica.weight_faults = [FAULT]
+    deployed = Deployed(replica)
+    client = TestClient(deployed.app)
+    ours = {wire.INSTANCE_HEADER: routes.INSTANCE}
+    assert asked(client, "/update_named_param/", NAMED, **ours)[0] == 200
+    assert asked(client, "/process_weights_after_loading/", **ours) == (200, "")
+    assert FAULT in client.get("/health/").json()["weights"]
+    assert drew(client) == 409
+    deployed.args.rollout_mismatch = "warn"
+    assert asked(client, "/process_weights_after_loading/") == (200, "")
+    assert drew(client) == 200
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache/", "/infer/"])
+def test_what_comes_behind_an_answered_update_tells_of_it(path: str, said: list[str]) -> None:
+    """An adapter is broadcast after the server has answered; clients empty caches, and draw."""
+    replica = Replica()
+    client = TestClient(Deployed(replica).app)
+    replica.weight_faults = ["vLLM refuses the adapter"]
+    assert asked(client, "/update_named_param/", NAMED)[0] == 200
+    body = {"infer_requests": [request(0)]} if path == "/infer/" else None
+    status, detail = asked(client, path, body)
+    assert (status, "vLLM refuses the adapter" in detail) == (409, True)
+
+
+def test_a_training_begins_behind_one_that_failed(said: list[str]) -> None:
+    """ms-swift's client empties a cache once it has joined, before it brings weights."""
+    replica = Replica()
+    client = TestClient(Deployed(replica).app)
+    replica.weight_faults = ["vLLM refuses the adapter"]
+    for announces in (False, True):  # the last one may have ended before anybody looked
+        assert asked(client, "/update_named_param/", NAMED)[0] == 200
+        assert announces or drew(client) == 409
+        assert client.post("/init_communicator/", json=JOIN).status_code == 200
+        assert asked(client, "/reset_mm_cache/") == (200, "")
+
+
+def test_weights_that_a_replica_cannot_load_are_named_until_others_come(said: list[str]) -> None:
+    replica = Replica()
+    client = TestClient(Deployed(replica).app)
+    assert asked(client, "/update_named_param/", NAMED)[0] == 200
+    replica.faults["process_weights_after_loading"] = "raises"
+    status, detail = asked(client, "/process_weights_after_loading/")
+    assert (status, "could not load its weights" in detail) == (500, True)
+    assert client.get("/health/").json()["weights"] == detail
+    assert drew(client) == 409
+    del replica.faults["process_weights_after_loading"]
+    assert asked(client, "/update_named_param/", NAMED)[0] == 200
+    assert asked(client, "/process_weights_after_loading/") == (200, "")
+    assert drew(client) == 200
+
+
+def test_replicas_read_before_and_after(said: list[str]) -> None:
+    replica = Replica()
+    replica.readings = [read(-4.0), read(-5.0)]
+    client = TestClient(Deployed(replica).app)
+    assert client.post("/init_communicator/", json=JOIN).status_code == 200
+
+    def update(*readings: RolloutOutput) -> str:
+        replica.readings = list(readings)
+        assert asked(client, "/update_named_param/", NAMED)[0] == 200
+        return asked(client, "/process_weights_after_loading/")[1]
+
+    assert update(read(-6.0), read(-7.0)) == ""
+    assert "plain sentences have 15.5 nats a token, 7.0 before" in update(read(-6.0), read(-15.5))
+    assert update(read(-6.0), read(-9.0)) == ""  # held against the last sound one
+    told = update(read(-8.5, repeats=True), read(-9.0))
+    assert "have 8.5 nats a token, 6.0 before, and it goes on with one token over and" in told
+    assert "log-probabilities are NaN" in update(read(math.nan), read(-9.0))
+    assert update(read(-6.0, repeats=True), read(-9.0)) == ""
+
+
+def test_what_cannot_read_is_told_once_and_served(said: list[str]) -> None:
+    replica = Replica()
+    client = TestClient(Deployed(replica).app)
+    assert client.post("/init_communicator/", json=JOIN).status_code == 200
+    assert drew(client) == 200
+    assert "does not read the plain sentences" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_worse"),
+    [
+        ((-12.0, True), (-13.0, True), False),  # a small model says one word for ever
+        ((-3.0, False), (-10.9, False), False),
+        ((-3.0, False), (-11.1, False), True),
+        ((-3.0, False), (-4.9, True), False),
+        ((-3.0, False), (-5.1, True), True),
+        ((-3.0, False), (-math.inf, False), True),
+    ],
+)
+def test_how_much_worse_is_garbage(
+    before: tuple[float, bool], after: tuple[float, bool], is_worse: bool
+) -> None:
+    assert bool(worsening([Reading(*before)], [Reading(*after)])) == is_worse
+
+
+def test_a_reading_is_the_mean_of_the_texts_tokens() -> None:
+    assert reading_of(read(-2.0)) == Reading(-2.0, repeats=False)
+    assert reading_of(read(-2.0, repeats=True)) == Reading(-2.0, repeats=True)

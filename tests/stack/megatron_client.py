@@ -1,0 +1,128 @@
+"""What Megatron's trainers (`megatron rlhf --rlhf_type grpo|gkd`) ask of a `swift rollout`, request
+by request and in their order, without Megatron.
+
+Places are those of ms-swift 4.6, below swift/megatron/ where no other folder is named. The main
+process, its last rank, asks for all.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from swift.infer_engine.protocol import RequestConfig, RolloutOutput
+from swift.rl_core.data import OnPolicySample
+from swift.rlhf_trainers import vllm_client
+from swift.rlhf_trainers.utils import (
+    FlattenedTensorBucket,
+    add_base_layer_suffix_by_param_names,
+    check_vllm_version_ge,
+    expand_vllm_param_name_aliases,
+)
+
+from swift_grpo_ext.cpu import patches
+from swift_grpo_ext.upstream.patches import Moment, apply
+
+BUCKET_BYTES = 1 << 20
+"""Instead of 512 MB (SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE), for several buckets of a tiny model."""
+
+Weights = dict[str, torch.Tensor]
+"""By the names of the checkpoint, as `bridge.export_weights` yields them."""
+
+
+class MegatronClient:
+    """Connects, as a training does before its first step."""
+
+    def __init__(self, port: int, group_port: int) -> None:
+        # pipelines/train/rlhf.py, `_prepare_vllm_client`
+        self._client = vllm_client.VLLMClient(
+            base_urls=None,
+            hosts=["127.0.0.1"],
+            server_ports=[port],
+            group_ports=[group_port],
+            connection_timeout=60.0,
+        )
+        self._client.close_communicator()
+        # On CPU the plugin's own broadcasts, which a user's Megatron with NCCL does not need.
+        patches.register()
+        apply(Moment.TRAINER)
+        self._client.init_communicator(device="cpu")
+        atexit.unregister(self._client.close_communicator)
+        # trainers/rollout_mixin.py, `_init_rollout_engine`
+        self._client.get_engine_type()
+        self._client.reset_mm_cache()
+        self._enables_lora = self._client.enable_lora
+        # trainers/rollout_mixin.py, `_init_rollout_params`
+        self._config = RequestConfig(
+            n=1,
+            max_tokens=16,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=-1,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            stop=None,
+            return_details=True,
+            logprobs=True,
+        )
+
+    def send(self, weights: Weights, adapter: Weights | None, config: LoraConfig) -> None:
+        """Send whole weights and, where the server takes them apart, the adapter."""
+        # trainers/rollout_mixin.py, `_move_full_model_to_vllm`: else the adapter is merged before.
+        named = iter(weights.items())
+        if self._enables_lora:  # `_get_vllm_param_names_for_mapping`
+            names = expand_vllm_param_name_aliases({*self._client.get_model_state_keys()})
+            named = iter(add_base_layer_suffix_by_param_names(named, names))
+        bucket: list[tuple[str, torch.Tensor]] = []  # `_load_weights_to_server_in_buckets`
+        size = 0
+        for name, tensor in named:
+            bucket.append((name, tensor))
+            size += tensor.numel() * tensor.element_size()
+            if size > BUCKET_BYTES:
+                self._send_bucket(bucket)
+                bucket, size = [], 0
+        if bucket:
+            self._send_bucket(bucket)
+        self._client.process_weights_after_loading()
+        if self._enables_lora and adapter is not None:
+            self.send_adapter(adapter, config)
+        self._reset_caches()
+
+    def _send_bucket(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        # trainers/rollout_mixin.py, `_sync_bucket_to_server`
+        bucket = FlattenedTensorBucket(named_tensors=named)
+        self._client.update_flattened_params(bucket.get_metadata(), bucket.get_flattened_tensor())
+
+    def send_adapter(self, adapter: Weights, config: LoraConfig) -> None:
+        # trainers/rollout_mixin.py, `_move_adapter_to_vllm`; names are PEFT's before the HF path.
+        params = OrderedDict((f"base_model.model.{name}", t) for name, t in adapter.items())
+        bucket = FlattenedTensorBucket(named_tensors=list(params.items()))
+        metadata, flat = bucket.get_metadata(), bucket.get_flattened_tensor()
+        self._client.update_adapter_flattened_param(config, metadata, flat)
+        self._reset_caches()
+
+    def _reset_caches(self) -> None:
+        # trainers/rollout_mixin.py, `_reset_vllm_cache`
+        self._client.reset_prefix_cache()
+        if check_vllm_version_ge("0.16"):
+            self._client.reset_encoder_cache()
+
+    def draw(self, rows: Sequence[dict[str, Any]], **config: Any) -> list[RolloutOutput]:
+        """Return an output for each row: a group is as many equal rows, one behind another."""
+        # trainers/rollout_mixin.py, `_preprocess_inputs`, `samples2requests`, `_server_rollout`
+        samples = [OnPolicySample.from_row({**row}) for row in rows]
+        for number, sample in enumerate(samples):
+            sample.request_id = sample.request_id or f"chatcmpl-{number}"
+        requests = [sample.to_infer_request(include_extra=False) for sample in samples]
+        asked = RequestConfig(**{**vars(self._config), **config})
+        outputs = self._client.infer(infer_requests=requests, request_config=asked)
+        assert len(outputs) == len(requests)
+        return list(outputs)
+
+    def close(self) -> None:
+        self._client.close_communicator()
+        self._client.pynccl_comms = []
