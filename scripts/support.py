@@ -39,6 +39,7 @@ REASONS = {
     "refused": {
         "streaming": f"{PREFLIGHT}::test_arguments",
         "vllm_reasoning_parser": "ms-swift",
+        "seq_kd": "ms-swift",
         "cached_dataset": "ms-swift",
         "cached_val_dataset": "ms-swift",
     },
@@ -64,8 +65,8 @@ REASONS = {
     "not GRPO's": dict.fromkeys(
         (
             *("label_smoothing", "rpo_alpha", "ld_alpha", "discopop_tau", "loss_weights"),
-            *("cpo_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "sft_alpha"),
-            *("center_rewards_coefficient", "lmbda", "seq_kd", "gkd_logits_topk", "kl_coef"),
+            *("cpo_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight"),
+            *("center_rewards_coefficient", "kl_coef"),
             *("num_ppo_epochs", "whiten_rewards", "cliprange", "vf_coef", "cliprange_value"),
             *("gamma", "lam", "num_mini_batches", "local_rollout_forward_batch_size"),
             *("num_sample_generations", "response_length", "missing_eos_penalty"),
