@@ -390,11 +390,14 @@ class RowError(ValueError):
         return ValueError, self.args  # another process gets the text
 
 
-def encoding_error(template: Template, row: Row, max_tokens: int | None = None) -> str | None:
+def encoding_error(
+    template: Template, row: Row, max_tokens: int | None = None, *, strip_response: bool = True
+) -> str | None:
     """Say why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it.
 
     Args:
         max_tokens: that the engine takes, prompt and completion together.
+        strip_response: leave out the row's own answer, in whose place one will be sampled.
     """
     import torch
     from swift.utils import remove_response
@@ -404,7 +407,8 @@ def encoding_error(template: Template, row: Row, max_tokens: int | None = None) 
     if fault := row_fault(row, placeholder_texts(template)):
         return fault
     prompt = {**row, "messages": [dict(message) for message in row["messages"]]}
-    remove_response(prompt["messages"])
+    if strip_response:
+        remove_response(prompt["messages"])
     try:
         # Without the wrapper that ms-swift has around it, which would try three times: readers of
         # URLs have their own retries.
@@ -414,7 +418,7 @@ def encoding_error(template: Template, row: Row, max_tokens: int | None = None) 
         return encoding_fault(row, e)
     ids = encoded.get("input_ids")
     num_tokens = 0 if ids is None else int(torch.as_tensor(ids).numel())
-    if max_tokens is not None and num_tokens >= max_tokens:
+    if strip_response and max_tokens is not None and num_tokens >= max_tokens:
         return (
             f"its prompt has {num_tokens} tokens, those of its media included; expected fewer than "
             f"the {max_tokens} that the engine takes (--vllm_max_model_len)"

@@ -19,7 +19,6 @@ from swift.utils import get_logger
 
 from swift_grpo_ext.checks.rows import (
     RowError,
-    encoding_error,
     encoding_fault,
     question_of,
     row_fault,
@@ -57,9 +56,8 @@ def replace_failing_prompts(
     first_group: int,
     group_size: int,
     seed: int,
-    template: Template,
     ranks: RankGroup,
-    max_tokens: int | None = None,
+    error_of: Callable[[Row], str | None],
 ) -> tuple[list[Row], list[int]]:
     """Put other prompts in the place of those that cannot be encoded, by whole groups.
 
@@ -71,8 +69,8 @@ def replace_failing_prompts(
         others: the data set from which other prompts come.
         round_: the round that is about to be generated.
         first_group: the batch's first group in it.
-        max_tokens: that the engines take, prompt and completion together; None where not known.
         seed: `--seed`, which decides with the round in what order other rows are tried.
+        error_of: says why a row cannot be encoded.
 
     Returns:
         This rank's rows, and the numbers of the replaced groups in the generation batch, of all
@@ -88,7 +86,7 @@ def replace_failing_prompts(
     distinct = dict(zip(zip(group_of, map(prompt_hash, rows), strict=True), rows, strict=True))
     failed_here: dict[int, tuple[str, Row]] = {}
     for (group, _), row in distinct.items():
-        if group not in failed_here and (error := encoding_error(template, row, max_tokens)):
+        if group not in failed_here and (error := error_of(row)):
             failed_here[group] = error, row
     # Of a group on several ranks the first rank's row counts: it is written last.
     by_rank = reversed(ranks.all_gather(failed_here))
@@ -102,7 +100,7 @@ def replace_failing_prompts(
         numbers = cycle(candidate_order(seed, round_, first_group, len(others)))
         for group in sorted(failed):
             for number in islice(numbers, MAX_CANDIDATES):
-                if not encoding_error(template, others[number], max_tokens):
+                if not error_of(others[number]):
                     found[group] = others[number]
                     break
     found = ranks.all_gather(found)[0]

@@ -19,6 +19,7 @@ from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 from swift.rlhf_trainers.utils import profiling_context
 from swift.utils import get_logger
 
+from swift_grpo_ext.checks.rows import encoding_error
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.media.encode import MediaCache
 from swift_grpo_ext.media.encoder_cache import EncoderCache
@@ -201,7 +202,9 @@ class RolloutTraining(RolloutTrainerMixin):
         self._eval_rows = dataloader.dataset
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
-    def resample_encode_failed_inputs(self, inputs: list[Any], *_: Any, **__: Any) -> list[Any]:
+    def resample_encode_failed_inputs(
+        self, inputs: list[Any], max_resample_rounds: int = 10, strip_response: bool = True
+    ) -> list[Any]:
         """Replace failing prompts by whole groups, with `--truncation_strategy delete`."""
         is_training = self.model.training
         round_, first_group = self._rounds.upcoming(training=is_training)
@@ -213,9 +216,10 @@ class RolloutTraining(RolloutTrainerMixin):
                 first_group=first_group,
                 group_size=self._group_size,
                 seed=self.args.seed,
-                template=self.template,
                 ranks=self.ranks,
-                max_tokens=self._max_model_len,
+                error_of=lambda row: encoding_error(
+                    self.template, row, self._max_model_len, strip_response=strip_response
+                ),
             )
         self._rewards.replaced(round_, [first_group + group for group in replaced])
         metrics = self._metrics["train" if is_training else "eval"]
@@ -372,11 +376,7 @@ class RolloutTraining(RolloutTrainerMixin):
         joins_late = self.encoder_cache.is_on or self.completion_logps.shares_prompts
         media = self._media.in_training(self.template, joins_late=joins_late)
         # `named_rows` comes last: it tells the row of whatever fails within the others.
-        with (
-            media,
-            encoding_for_training(self.template, samples),
-            named_rows(self.template),
-        ):
+        with media, encoding_for_training(self.template, samples), named_rows(self.template):
             batches = super()._prepare_batch_inputs(samples)
         # Every rank comes here once a round: these gather over ranks, which passes must not do.
         self.completion_logps.end_round()

@@ -107,11 +107,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
             # one: `--loss_type real` and `fipo`, `--off_policy_sequence_mask_delta`.
             self._has_teacher = any(b.teacher_per_token_logps is not None for b in grpo_batches)
         micro_batches = list(zip(chunks, grpo_batches, strict=True))
-        self._note(
-            measure_rollout_gap(
-                micro_batches, self.args, self.ranks, self.gap_limit, self.state.global_step
-            )
-        )
+        limit, step = self.gap_limit, self.state.global_step
+        self._note(measure_rollout_gap(micro_batches, self.args, self.ranks, limit, step))
         return batches
 
     def _micro_batches(

@@ -64,6 +64,7 @@ swift.rlhf_trainers
     GKDConfig GRPOConfig
 swift.rlhf_trainers.rollout_mixin:RolloutTrainerMixin
     _load_state_dict_to_vllm: self state_dict
+    resample_encode_failed_inputs: self inputs max_resample_rounds strip_response
     _infer_teacher_requests: self handle topk teacher_client
     _scatter_teacher_parsed: self handle parsed_global
 swift.rlhf_trainers:GKDTrainer

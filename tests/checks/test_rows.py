@@ -196,6 +196,11 @@ def test_a_prompt_that_cannot_be_encoded(assets: Path, png: Path) -> None:
     answered = {"messages": [question, {"role": "assistant", "content": "7 " * 50}]}
     assert encoding_error(template, answered) is None
     assert len(answered["messages"]) == 2
+    template.set_mode("train")  # which distillation does with the answers of its data
+    whole = encoding_error(template, answered, strip_response=False)
+    assert str(whole).startswith("MaxLengthError: ")
+    short = {"messages": [question, {"role": "assistant", "content": "7"}]}
+    assert encoding_error(template, short, 10, strip_response=False) is None  # no engine draws
     assert encoding_error(template, {"messages": []}) == "it has no messages"
     missing = encoding_error(template, {"messages": [question], "images": ["/none.png"]})
     assert missing == "images[0]: '/none.png' does not exist"

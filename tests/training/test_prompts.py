@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
+from swift_grpo_ext.checks.rows import encoding_error
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.training.prompts import (
     MAX_CANDIDATES,
@@ -65,8 +67,8 @@ def replaced(
             first_group=first,
             group_size=2,
             seed=42,
-            template=Template(),
             ranks=ranks,
+            error_of=partial(encoding_error, Template()),
         )
         assert len({id(row) for row in rows}) == share  # ms-swift changes each sample's own
         return "".join(map(words_of, rows)), groups
