@@ -71,8 +71,8 @@ class RolloutExtArguments(ExtFlags, RolloutArguments):
     """A training with the plugin records the samples already."""
 
     watches_weights: ClassVar[bool] = True
-    """Whether weights are looked at after each update. On GPUs, where none has done so yet, it has
-    to be asked for: by `--rollout_mismatch`, whichever value it has."""
+    """It says whether weights are looked at after each update. On GPUs, where none has done so yet,
+    that has to be asked for: by `--rollout_mismatch`, whichever value it has."""
 
     def _check_device_count(self) -> None:
         # ms-swift calls it once it knows the model; a server has no hook of its own for checks.

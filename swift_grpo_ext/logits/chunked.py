@@ -1,5 +1,5 @@
-"""What is made of logits, a number of positions at a time: log-probabilities and entropies of
-tokens (docs/promises.md, L4), or whatever a loss needs.
+"""This module makes values of logits, a number of positions at a time: log-probabilities and
+entropies of tokens (docs/promises.md, L4), or whatever a loss needs.
 
 Letters in names are shapes: B rows, T positions of a row, N chosen positions, H hidden size, V
 vocabulary.
@@ -32,7 +32,7 @@ class Logps(NamedTuple):
 
 
 Outputs = tuple[Tensor | None, ...]
-"""What is made of N positions: tensors that begin with N, or with one value for each chunk."""
+"""It holds what is made of N positions: tensors that begin with N, or a value for each chunk."""
 
 FromLogits = Callable[..., Outputs]
 """Takes logits [n, V] and the same n positions of each column, and `overwrite` by name: whether it

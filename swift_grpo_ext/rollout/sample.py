@@ -20,7 +20,7 @@ from swift_grpo_ext.sampling.seeding import SampleId
 
 @dataclass
 class RolloutFields:
-    """What we add to a sample of ms-swift's. What is not there yet raises AttributeError."""
+    """These are the fields that we add to a sample. What is not there yet raises AttributeError."""
 
     upstream: ClassVar[type[OnPolicySample]]
 

@@ -1,4 +1,4 @@
-"""What `swift rollout --sample_log all` writes down: each sample that it draws, for whomever.
+"""`swift rollout --sample_log all` writes down each sample that it draws, for whomever.
 
 The record is that of a training (docs/internals.md). A call of another client is a round, watched
 as `--callbacks diversity` watches a training's; the rounds of a training with the plugin have its

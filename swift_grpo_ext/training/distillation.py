@@ -188,11 +188,12 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         """Return log-probabilities as the rollout has them: among the tokens that are no
         placeholders."""
         logps_N = token_logps(logits_NV, targets_N, temperature=self.temperature).logps_N
-        for placeholder in self._placeholders:
-            other = torch.full_like(targets_N, placeholder)
-            shares = token_logps(logits_NV, other, temperature=self.temperature).logps_N
-            logps_N = logps_N - torch.log1p(-shares.exp())
-        return logps_N
+        # The logarithm of the sum over the vocabulary is known by now: it is not made again.
+        sampled_N = logits_NV.gather(-1, targets_N[:, None]).squeeze(-1)
+        total_N = sampled_N.float() / self.temperature - logps_N
+        others_NP = logits_NV[:, self._placeholders].float() / self.temperature
+        shares_NP = (others_NP - total_N[:, None]).exp()
+        return logps_N - torch.log1p(-shares_NP.sum(1))
 
     def _measure(
         self, samples: list[RolloutGKDSample], both_sides: GRPOBatch, logps_N: Tensor | None

@@ -175,7 +175,7 @@ def test_rows_that_share_a_prompt_read_it_once() -> None:
 
 
 def test_ranks_measure_together_where_a_teacher_says_less_on_one() -> None:
-    model = build("Qwen2")
+    models = [build("Qwen2"), build("Qwen2")]  # threads must not share its hooks
     metrics: dict[int, dict[str, list[float]]] = {}
 
     def work(ranks: ThreadRanks) -> None:
@@ -203,11 +203,23 @@ def test_ranks_measure_together_where_a_teacher_says_less_on_one() -> None:
             "gkd_batch": gkd_batch,
             "rollout": ([], both_sides),
         }
-        assert trainer.compute_loss(model, inputs).isfinite()
+        assert trainer.compute_loss(models[ranks.rank], inputs).isfinite()
 
     run_rank_groups(2, work)
     assert metrics[0] == metrics[1]
     assert metrics[0]["rollout_gap/mean"][0] > 0
+
+
+@pytest.mark.parametrize("placeholders", [[], [3], [3, 7, 11]])
+def test_a_rollouts_logps_leave_placeholders_out(placeholders: list[int]) -> None:
+    torch.manual_seed(1)
+    logits, targets = 2 * torch.randn(9, 40), torch.arange(12, 21)
+    trainer = Ours(distillation_arguments(), None, top=None, served=False)
+    trainer._placeholders = placeholders
+    masked = logits.index_fill(-1, torch.tensor(placeholders, dtype=torch.int64), -torch.inf)
+    expected = (masked / trainer.temperature).log_softmax(-1).gather(-1, targets[:, None])
+    found = trainer._sampled_logps(logits, targets)
+    torch.testing.assert_close(found, expected.squeeze(-1), rtol=1e-6, atol=2e-6)
 
 
 def sample(ids: list[int], num_prompt: int, logprobs: list[float]) -> RolloutGKDSample:
