@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv (or what VENV names) with all that CPU runs need; does nothing where it is complete.
-# Linux, Python 3.10 to 3.12; about 5 minutes and 4.3 GB. Ctrl-C is harmless: run it again.
-# BASE_PYTHON names an interpreter, such as /usr/bin/python3.11; else it is the newest that runs.
-# With 3.10, vLLM is 0.25.1: newer ones take 3.11 and later.
+# Makes .venv (or the folder that VENV names) for CPU runs: Linux, Python 3.10 to 3.12. It does nothing
+# where the environment is complete. Ctrl-C is harmless: run it again.
+#   bash scripts/setup.sh            what the demo needs
+#   bash scripts/setup.sh --tests    what the tests need too
+# BASE_PYTHON names an interpreter, such as /usr/bin/python3.11; else the newest of the three is taken.
+# With Python 3.10, vLLM is 0.25.1: newer ones need 3.11.
 # shellcheck source=scripts/common.sh
 source "$(dirname "$0")/common.sh"
 
-stamp=$VENV/.swift-grpo-ext      # what was installed, and where; written last
 made=$VENV/.swift-grpo-ext-made  # this script made the folder, and may remove it
 logs=$VENV/setup-logs
 mkdir -p "$(dirname "$VENV")"
@@ -14,31 +15,6 @@ here=$(cd "$(dirname "$VENV")" && pwd)/$(basename "$VENV")
 
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
 is_tried() { [[ $1 =~ ^3\.1[0-2]$ ]]; }
-
-install_project() {
-  "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation -e .
-  printf '%s\n' "$PWD" >"$VENV/.swift-grpo-ext-clone"
-}
-
-# run_pip LOG ARGUMENTS...: `pip install`, with its output in LOG; shows large downloads and every 20th
-# package. Not by awk: Debian's and Ubuntu's mawk reads a pipe in blocks, and shows nothing for minutes.
-# Python compiles what it imports: a quarter of 33,000 files, which together take 150 s of a slow core.
-run_pip() {
-  local line n=0
-  PYTHONUNBUFFERED=1 "$PYTHON" -m pip install --no-compile "${@:2}" 2>&1 | tee "$1" | while IFS= read -r line; do
-    case $line in
-      Collecting* | Processing* | Requirement*) ((++n % 20)) || printf '   %s packages\n' "$n" ;;
-      *Downloading*[0-9][0-9][0-9].[0-9]\ MB*) printf '  %s\n' "$line" ;;
-      Installing\ collected*) printf '   installing\n' ;;
-    esac
-  done
-}
-
-pip_failed() { # LOG: ends with the end of pip's log
-  tail -n 5 "$1" >&2
-  fail "pip failed (above; the whole log is $1). Look at the network, at PIP_INDEX_URL and proxies, and
-at the disk (4.3 GB, or 7.3 with torch's CUDA build, and pip's cache), and run this again."
-}
 
 # --- which Python: the environment's own; else one that BASE_PYTHON names; else the newest ---
 
@@ -54,54 +30,118 @@ if [ "${BASE_PYTHON:-}" ] || ! is_tried "$present"; then
   [ "$version" ] || fail "expected Python 3.10, 3.11 or 3.12 with its venv module${BASE_PYTHON:+ as BASE_PYTHON}. Install one, or name one:
 BASE_PYTHON=/path/to/python3.12 bash scripts/setup.sh"
 fi
-requirements=scripts/requirements-cpu-$version.txt
-[ -f "$requirements" ] || requirements=scripts/requirements-cpu.txt
+list=scripts/requirements-cpu-$version.txt
+[ -f "$list" ] || list=scripts/requirements-cpu.txt
+
+# --- which lists are not installed yet: each has a stamp, which is written last ---
+
 # An environment that was moved or copied is another one.
-wanted="$(cat "$requirements" pyproject.toml scripts/fix_torchvision.py | sha256sum) $here"
+wanted() { echo "$(cat "$1" pyproject.toml scripts/fix_torchvision.py | sha256sum) $here"; }
+is_installed() { [ "$(cat "$VENV/.swift-grpo-ext-$(basename "$1")" 2>/dev/null)" = "$(wanted "$1")" ]; }
+missing=()
+if [ "$present" != "$version" ] || ! is_installed "$list"; then missing+=("$list"); fi
+if [ "${1:-}" = --tests ] && ! is_installed scripts/requirements-tests.txt; then
+  missing+=(scripts/requirements-tests.txt)
+fi
 
-# --- an environment that is complete, or cannot be used ---
+install_project() {
+  "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation -e .
+  printf '%s\n' "$PWD" >"$VENV/.swift-grpo-ext-clone"
+}
 
-if [ "$present" = "$version" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+if ! ((${#missing[@]})); then
   # Another clone with the same VENV, or this clone under another path: its code is meant.
   [ "$(cat "$VENV/.swift-grpo-ext-clone" 2>/dev/null)" = "$PWD" ] || install_project
   exit 0
 fi
-if [ -f "$made" ]; then
-  if [ "$present" != "$version" ] || [[ "$(cat "$stamp" 2>/dev/null)" != *" $here" ]]; then
-    step "$VENV is made anew: it is unfinished, was moved, or has another Python than $version"
-    rm -rf "$VENV"
-    exec bash scripts/setup.sh
-  fi
+if [ "${missing[0]}" = "$list" ] && [ -f "$made" ]; then
+  step "$VENV is unfinished or out of date: it is made again"
+  rm -rf "$VENV"
 elif [ -e "$VENV" ] && ! { [ "$present" = "$version" ] && "$PYTHON" -m pip --version >/dev/null; }; then
   fail "VENV $VENV is no environment with pip and Python $version, and this script did not make it:
 remove it, or name another place, VENV=/other/venv bash scripts/setup.sh"
 fi
 
-# --- the installation ---
+# --- the installation: by uv, which is three times as fast as pip; by pip where uv cannot ---
 
-step "Setting up $VENV (once; about 5 minutes and 4.3 GB)"
+# follow LOG WORDS COUNT COMMAND...: runs a command with its output in LOG. Every 10 seconds a line has
+# the WORDS and what COUNT prints. Python compiles what it imports, so nothing is compiled here.
+follow() {
+  local log=$1 words=$2 count=$3 start=$SECONDS next=10 pid
+  "${@:4}" >"$log" 2>&1 &
+  pid=$!
+  while kill -0 "$pid" 2>/dev/null; do
+    sleep 0.5
+    if ((SECONDS - start >= next)); then
+      printf '  %3d s: %s%s\n' "$next" "$words" "$($count)"
+      ((next += 10))
+    fi
+  done
+  wait "$pid"
+}
+
+uv() { # REQUIREMENTS ARGUMENTS...
+  env "${uv_settings[@]}" "$VENV/bin/uv" pip install --python "$PYTHON" --index-strategy unsafe-best-match -r "$@"
+}
+# Whether uv finds each package of the list; `num_missing` of them are not in its cache.
+plan() { # ARGUMENTS...
+  uv "$all" --no-deps --dry-run "$@" >"$logs/plan.log" 2>&1 || return 1
+  num_missing=$(sed -n 's/^Would download \([0-9]*\) .*/\1/p' "$logs/plan.log")
+}
+unpacked() { echo ", $(find "$cache" -mindepth 1 -maxdepth 1 -newer "$logs/plan.log" | wc -l) of ${num_missing:-0}"; }
+collected() { echo ", $(grep -cE '^(Collecting|Processing|Requirement)' "$logs/pip.log") of $(wc -l <"$all")"; }
+
+with_uv() {
+  local arguments=()
+  "$PYTHON" -m pip install --quiet "$(grep '^uv==' "$list")" >"$logs/uv.log" 2>&1 || return 1
+  mapfile -t uv_settings < <("$PYTHON" scripts/uv_settings.py)
+  cache=$("$VENV/bin/uv" cache dir)/archive-v0
+  if ! plan; then
+    grep -q 'no version of torch==' "$logs/plan.log" || return 1
+    # The package index has torch's CUDA build alone. PyTorch's own index has the CPU build.
+    arguments=(--torch-backend cpu)
+    if ! plan "${arguments[@]}"; then
+      echo "PyTorch's index of CPU builds cannot be reached: the CUDA build is taken, which runs without a GPU too and
+takes 3 GB more. To do without, name an index that has it: PIP_EXTRA_INDEX_URL=... bash scripts/setup.sh"
+      arguments=()
+      sed -i 's/+cpu$//' "$all"
+      grep '^torch==' "$all" >"$logs/torch.txt"
+      # With what it depends on, which a CPU build does without.
+      follow "$logs/uv.log" "downloading torch's CUDA build" true uv "$logs/torch.txt" -c "$all" || return 1
+      plan || return 1
+    fi
+  fi
+  mkdir -p "$cache"
+  follow "$logs/uv.log" 'downloading packages' unpacked uv "$all" --no-deps "${arguments[@]}"
+}
+
+with_pip() {
+  follow "$logs/pip.log" 'pip looks for packages, then installs them' collected \
+    "$PYTHON" -m pip install --no-compile --no-deps -r "$all"
+}
+
+step "Setting up $VENV (once; ${missing[*]})"
 if [ ! -d "$VENV" ]; then
   mkdir "$VENV"
   touch "$made"
   "$interpreter" -m venv "$VENV"
 fi
 mkdir -p "$logs"
-torch=$(grep '^torch==' "$requirements")
-others=$logs/requirements.txt
-grep -v '^torch==' "$requirements" >"$others"
-if ! run_pip "$logs/torch.log" --no-deps "$torch"; then
-  # pip that reached no index says so as well, after its last try.
-  grep -qE 'No matching distribution' "$logs/torch.log" || pip_failed "$logs/torch.log"
-  ! grep -qF 'Retry(total=0,' "$logs/torch.log" || pip_failed "$logs/torch.log"
-  step "$torch, PyTorch's CPU build, is not in the package index that pip uses here for Python $version"
-  echo "Taking its CUDA build, which runs without a GPU too and takes 3 GB and some minutes more. To do without, name
-PyTorch's own index of CPU wheels to pip: PIP_EXTRA_INDEX_URL=... bash scripts/setup.sh"
-  grep -vE '^(torch|triton)==' "$requirements" >"$others" # it brings a triton of its own
-  run_pip "$logs/torch.log" "${torch%+cpu}" --constraint "$others" || pip_failed "$logs/torch.log"
+all=$logs/requirements.txt
+# The lists are complete, and leave three packages out on purpose (their heads): --no-deps.
+cat "${missing[@]}" | grep -v '^#' >"$all"
+if ! with_uv; then
+  tail -n 3 "$logs/plan.log" "$logs/uv.log" 2>/dev/null || true
+  step "uv failed (above): pip takes its place"
+  with_pip || {
+    tail -n 5 "$logs/pip.log" >&2
+    fail "pip failed too (above; the whole log is $logs/pip.log). Look at the network, at PIP_INDEX_URL and
+proxies, and at the disk (3 GB, and 3 more for uv's cache), and run this again. Where the index has no CPU build of torch,
+name one that has it: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash scripts/setup.sh"
+  }
 fi
-# --no-deps: the list is complete, and two packages are left out on purpose (see its head).
-run_pip "$logs/packages.log" --no-deps -r "$others" || pip_failed "$logs/packages.log"
 install_project
-"$PYTHON" scripts/fix_torchvision.py
-"$PYTHON" -c 'import swift, torchvision, vllm, swift_grpo_ext'
-printf '%s\n' "$wanted" >"$stamp"
+prepare() { "$PYTHON" scripts/fix_torchvision.py && "$PYTHON" -c 'import swift, torchvision, vllm, swift_grpo_ext'; }
+follow "$logs/import.log" 'first import: Python compiles ms-swift, vLLM and torch' true prepare ||
+  { tail -n 25 "$logs/import.log" >&2; fail "the packages cannot be imported (above)"; }
+for list in "${missing[@]}"; do wanted "$list" >"$VENV/.swift-grpo-ext-$(basename "$list")"; done
