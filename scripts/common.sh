@@ -16,8 +16,26 @@ export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # everything here is made on this mac
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
+# follow LOG WORDS COUNT COMMAND...: runs a command with its output in LOG. Every 10 seconds a line has
+# the WORDS and what COUNT prints.
+follow() {
+  local log=$1 words=$2 count=$3 start=$SECONDS next=10 pid
+  "${@:4}" >"$log" 2>&1 &
+  pid=$!
+  while kill -0 "$pid" 2>/dev/null; do
+    sleep 0.5
+    if ((SECONDS - start >= next)); then
+      printf '  %3d s: %s%s\n' "$next" "$words" "$($count)"
+      ((next += 10))
+    fi
+  done
+  wait "$pid"
+}
+
 # make_assets: the tiny model and the digits, unless they are there.
 make_assets() {
+  [ -f "$ASSETS/tiny_vlm/tiny_vlm.json" ] || step "A tiny Qwen2.5-VL and handwritten digits, in $ASSETS (once; about a minute)
+   Supervised training teaches the model the form of an answer, and a third of the digits: GRPO needs a start."
   "$PYTHON" scripts/make_digits.py --output "$ASSETS/digits"
   "$PYTHON" scripts/make_tiny_vlm.py --output "$ASSETS/tiny_vlm" --data "$ASSETS/digits"
 }

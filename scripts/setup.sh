@@ -64,22 +64,6 @@ fi
 
 # --- the installation: by uv, which is three times as fast as pip; by pip where uv cannot ---
 
-# follow LOG WORDS COUNT COMMAND...: runs a command with its output in LOG. Every 10 seconds a line has
-# the WORDS and what COUNT prints. Python compiles what it imports, so nothing is compiled here.
-follow() {
-  local log=$1 words=$2 count=$3 start=$SECONDS next=10 pid
-  "${@:4}" >"$log" 2>&1 &
-  pid=$!
-  while kill -0 "$pid" 2>/dev/null; do
-    sleep 0.5
-    if ((SECONDS - start >= next)); then
-      printf '  %3d s: %s%s\n' "$next" "$words" "$($count)"
-      ((next += 10))
-    fi
-  done
-  wait "$pid"
-}
-
 uv() { # REQUIREMENTS ARGUMENTS...
   env "${uv_settings[@]}" "$VENV/bin/uv" pip install --python "$PYTHON" --index-strategy unsafe-best-match -r "$@"
 }
@@ -88,7 +72,7 @@ plan() { # ARGUMENTS...
   uv "$all" --no-deps --dry-run "$@" >"$logs/plan.log" 2>&1 || return 1
   num_missing=$(sed -n 's/^Would download \([0-9]*\) .*/\1/p' "$logs/plan.log")
 }
-unpacked() { echo ", $(find "$cache" -mindepth 1 -maxdepth 1 -newer "$logs/plan.log" | wc -l) of ${num_missing:-0}"; }
+unpacked() { [ -z "$num_missing" ] || echo ", $(find "$cache" -mindepth 1 -maxdepth 1 -newer "$logs/plan.log" | wc -l) of $num_missing"; }
 collected() { echo ", $(grep -cE '^(Collecting|Processing|Requirement)' "$logs/pip.log") of $(wc -l <"$all")"; }
 
 with_uv() {
@@ -140,8 +124,10 @@ proxies, and at the disk (3 GB, and 3 more for uv's cache), and run this again. 
 name one that has it: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash scripts/setup.sh"
   }
 fi
-install_project
-prepare() { "$PYTHON" scripts/fix_torchvision.py && "$PYTHON" -c 'import swift, torchvision, vllm, swift_grpo_ext'; }
-follow "$logs/import.log" 'first import: Python compiles ms-swift, vLLM and torch' true prepare ||
-  { tail -n 25 "$logs/import.log" >&2; fail "the packages cannot be imported (above)"; }
+if [ "${missing[0]}" = "$list" ]; then
+  install_project
+  prepare() { "$PYTHON" scripts/fix_torchvision.py && "$PYTHON" -c 'import swift, torchvision, vllm, swift_grpo_ext'; }
+  follow "$logs/import.log" 'first import: Python compiles ms-swift, vLLM and torch' true prepare ||
+    { tail -n 25 "$logs/import.log" >&2; fail "the packages cannot be imported (above)"; }
+fi
 for list in "${missing[@]}"; do wanted "$list" >"$VENV/.swift-grpo-ext-$(basename "$list")"; done

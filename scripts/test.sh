@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Lint, types and tests; sets up what it needs.
-#   bash scripts/test.sh                   unit tests and the core tier of the stack tests
+#   bash scripts/test.sh                   unit tests, and six real processes: training, server, resume
+#   bash scripts/test.sh --core            each promise once on real processes (CI)
 #   bash scripts/test.sh --all             all tests
 #   bash scripts/test.sh -m "not stack"    other arguments go to pytest: the unit tests
 #   bash scripts/test.sh --all --durations 20    the seconds of the slowest tests, at the end
 #   bash scripts/test.sh --stack 4.6.0-0.23.0    beside another ms-swift and vLLM (compatibility.py)
-bash "$(dirname "$0")/setup.sh"
+bash "$(dirname "$0")/setup.sh" --tests
 # shellcheck source=scripts/common.sh
 source "$(dirname "$0")/common.sh"
 bin=$(cd "$VENV/bin" && pwd)
@@ -15,13 +16,13 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # tests run side by side
 step "Lint and types"
 ruff check .
 ruff format --check .
-mypy
-step "Tiny model and data"
+follow "$VENV/mypy.log" 'mypy, half a minute' true mypy || { cat "$VENV/mypy.log"; exit 1; }
 make_assets
 step "Tests"
 case "${1:-}" in
   --stack) shift && exec python scripts/compatibility.py --cells "$@" ;;
-  "") set -- -m "not extra" ;;
+  "") set -- -m "not stack or smoke" ;;
+  --core) set -- -m "not extra" "${@:2}" ;;
   --all) shift ;;
 esac
 exec python -m pytest -n "${WORKERS:-3}" --max-worker-restart 0 --dist loadfile --no-loadscope-reorder "$@"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     names = [name if "/" in name else f"test_{name}" for name in LONG_FILES]
     order = {(folder / f"{name}.py").resolve(): i for i, name in enumerate(names)}
     items.sort(key=lambda item: order.get(item.path, len(order)))  # stable: the rest stays
+
+
+# --- a line every 10 seconds while pytest's workers import torch, ms-swift and vLLM ---
+
+collected = threading.Event()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("dist", "no") != "no" and not hasattr(
+        session.config, "workerinput"
+    ):
+        threading.Thread(target=show_collection, args=[session], daemon=True).start()
+
+
+def show_collection(session: pytest.Session) -> None:
+    start, writer = time.monotonic(), session.config.get_terminal_writer()
+    while not collected.wait(10):
+        writer.line(f"  {time.monotonic() - start:3.0f} s: importing and collecting tests")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished() -> None:
+    collected.set()
 
 
 @pytest.fixture(scope="session")

@@ -24,10 +24,10 @@ PASSAGES = ["Eiffel Tower: in Paris, of 1889", "Paris: the capital of France", "
 
 def test_a_run_is_held_against_the_band_of_its_own_start_model() -> None:
     """The demo asks for a gain of every start, and for the band of the published one alone."""
-    published = records.read_results(records.RESULTS)
-    gained = "As it should be: on any machine both gain 15 points or more."
+    published = records.published(200)
     seeds = f"the band of the {len(published)} published seeds"
     run = published[0]
+    gained = f"As it should be: {run.gain:+.2f}, and any machine gains 0.1 or more."
     assert experiment.verdict(run, published) == ([gained, f"Within {seeds}."], False)
     high = replace(run, after={**run.after, "greedy_accuracy": 0.9})
     [first, second], is_wrong = experiment.verdict(high, published)
@@ -38,9 +38,21 @@ def test_a_run_is_held_against_the_band_of_its_own_start_model() -> None:
     assert (first, is_wrong) == (gained, False)
     assert second.startswith(f"Not held against {seeds}, which is for their start model: on anoth")
     assert second.endswith("(greedy accuracy 47.7%, not 48.4%).")
-    short = replace(run, after={**run.after, "sampled_accuracy": run.before["sampled_accuracy"]})
-    assert experiment.verdict(short, published)[0][0].startswith("Too little: on any machine")
-    assert "sampled accuracy 33.6% to 33.6% (+0.0 points)" in band.gains(short)
+    flat = replace(run, curves={**run.curves, "reward": [0.5] * 199 + [0.6]})
+    assert experiment.verdict(flat, [])[0] == [
+        "Too little: +0.01, and any machine gains 0.1 or more.",
+        "No runs of 200 steps are published.",
+    ]
+    assert band.gains(flat).startswith(
+        "mean reward 0.50 in the first 20 steps, 0.51 in the last 20"
+    )
+
+
+def test_the_promised_gain_is_what_the_published_seeds_of_the_demo_show() -> None:
+    """Student's t puts one more run above it with a probability of 99.9%."""
+    gains = [record.gain for record in records.published(80)]
+    assert len(gains) == 10
+    assert band.prediction_interval(gains, miss=0.002).low >= band.PROMISED_GAIN
 
 
 def module_of(file: str) -> Any:

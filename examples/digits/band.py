@@ -15,7 +15,7 @@ one is outside with some figure.
 
 The band is that of one start model, and so of one kind of processor: sums round in another order on
 others, the warm start ends elsewhere, and so does what is trained on. `start_differs` says so. What
-holds on any machine is the gain (`missing_gain`).
+holds on any machine is the gain in reward (`missing_gain`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, stdev
 
-from records import LAST_STEPS, Record
+from records import NUM_ENDS, Record
 from scipy.stats import t
 
 MISS = 0.05
 """Probability, at most, that a sound run is outside in one or more figures."""
 
-PROMISED_GAIN = 0.15
-"""What every run of the demo gains in greedy and in sampled accuracy, at least."""
-
-GAINS = ("greedy_accuracy", "sampled_accuracy")
+PROMISED_GAIN = 0.1
+"""Mean reward that every run gains, at least, from its first 20 steps to its last 20: the published
+seeds of 80 steps put one more run above it with a probability of 99.9%."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ FIGURES = (
         percent=True,
     ),
     Figure(
-        label=f"mean reward of the last {LAST_STEPS} steps",
+        label=f"mean reward of the last {NUM_ENDS} steps",
         of=lambda r: r.last_reward,
         highest=1.2,
     ),
@@ -123,14 +122,15 @@ def start_differs(record: Record, published: Sequence[Record]) -> str:
 
 def gains(record: Record) -> str:
     """Return what a run gained, in words."""
-    told = []
-    for name in GAINS:
-        before, after = record.before[name], record.after[name]
-        points = f"{100 * (after - before):+.1f} points"
-        told.append(f"{name.replace('_', ' ')} {before:.1%} to {after:.1%} ({points})")
-    return ", ".join(told)
+    first, last = record.first_reward, record.last_reward
+    text = (
+        f"mean reward {first:.2f} in the first {NUM_ENDS} steps, {last:.2f} in the last {NUM_ENDS}"
+    )
+    for name in ("greedy_accuracy", "sampled_accuracy"):
+        text += f"; {name.replace('_', ' ')} {record.before[name]:.1%} to {record.after[name]:.1%}"
+    return text
 
 
 def missing_gain(record: Record) -> bool:
-    """Return whether an accuracy gained less than is promised."""
-    return any(record.after[n] - record.before[n] < PROMISED_GAIN - 1e-9 for n in GAINS)
+    """Return whether the reward gained less than is promised."""
+    return record.gain < PROMISED_GAIN

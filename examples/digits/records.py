@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 
 PRESET = Path(__file__).with_name("grpo.yaml")
-RESULTS = Path(__file__).with_name("results") / "experiment.json"
-"""This folder holds what is published: several seeds."""
+RESULTS = Path(__file__).with_name("results")
+"""This folder holds what is published: several seeds of runs of 80 and of 200 steps."""
 
-LAST_STEPS = 20
-"""Steps at the end of training over which the final reward is averaged."""
+NUM_ENDS = 20
+"""Steps at each end of training over which the reward is averaged."""
 
 CURVES = {
     "reward": ("reward", 3),
@@ -26,11 +26,11 @@ CURVES = {
 
 SHARES = ("greedy_accuracy", "sampled_accuracy", "sampled_format")
 NOT_COMPARED = {
-    *("callbacks", "report_to"),
+    *("callbacks", "report_to", "max_steps"),
     *("dataloader_persistent_workers", "ddp_find_unused_parameters"),
 }
-"""Settings that change nothing in a run's result: who watches it and where it is logged; there are
-no dataloader workers, and all parameters are used."""
+"""Settings that change nothing in a run's result (who watches it and where it is logged; there are
+no dataloader workers, and all parameters are used), and the steps: `published` looks at these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,22 @@ class Record:
     """Values of each step, from the first: keys as in `CURVES`."""
 
     @property
+    def first_reward(self) -> float:
+        """Mean reward of the first steps' samples."""
+        return fmean(self.curves["reward"][:NUM_ENDS])
+
+    @property
     def last_reward(self) -> float:
         """Mean reward of the last steps' samples."""
-        return fmean(self.curves["reward"][-LAST_STEPS:])
+        return fmean(self.curves["reward"][-NUM_ENDS:])
+
+    @property
+    def gain(self) -> float:
+        return self.last_reward - self.first_reward
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.curves["reward"])
 
 
 def rows_by_step(run: Path) -> list[dict[str, Any]]:
@@ -109,10 +122,10 @@ def read_run(run: Path) -> Record:
 
 def deviations(made: Mapping[str, Any]) -> dict[str, str]:
     """How a run's recorded settings differ from the published ones, by setting, in words."""
-    published = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
+    preset = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
     return {
         name: f"{name} is {made.get(name)!r}, published with {value!r}"
-        for name, value in published.items()
+        for name, value in preset.items()
         if name not in NOT_COMPARED and _plain(made.get(name)) != _plain(value)
     }
 
@@ -132,6 +145,12 @@ def write_results(path: Path, command: str, records: Iterable[Record]) -> None:
     runs = ",\n".join(json.dumps(asdict(record)) for record in records)
     text = f'{{"command": {json.dumps(command)},\n"runs": [\n{runs}\n]}}\n'
     path.write_text(text, encoding="utf-8")
+
+
+def published(num_steps: int) -> list[Record]:
+    """The published runs of so many steps; none where there are no such runs."""
+    path = RESULTS / f"steps{num_steps}.json"
+    return read_results(path) if path.is_file() else []
 
 
 def read_results(path: Path) -> list[Record]:

@@ -37,6 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="the run's directory")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--max-steps", type=int, required=True)
+    parser.add_argument("--page", type=Path, help="file with the address of the run's page")
     parser.add_argument("swift", nargs="*", help="arguments for `swift rlhf`, after --")
     return parser.parse_args()
 
@@ -88,6 +89,14 @@ def new_bar(done: int, total: int, *, has_estimate: bool) -> tqdm[NoReturn]:
     )
 
 
+def page_line(page: Path | None) -> str:
+    """Say where the run can be looked at: the first line of the server's output is its address."""
+    lines = page.read_text(encoding="utf-8").splitlines() if page and page.is_file() else []
+    if lines and lines[0].startswith("http"):
+        return f"See samples, rewards and curves while it trains: {lines[0]}"
+    return "The page of this run could not be served" + (f", see {page}" if page else "")
+
+
 @contextmanager
 def recorded(path: Path, first_step: int) -> Iterator[list[float]]:
     """Writes what this session ran on when it ends; gives a list for the machine's load averages.
@@ -130,6 +139,8 @@ def main() -> int:
             is_running = process.poll() is None
             rows = new_rows(logging, seen)
             seen += len(rows)
+            if rows and not loads:
+                bar.write(f"\n{page_line(options.page)}\n")
             for row in rows:
                 loads.append(os.getloadavg()[0])
                 bar.set_postfix(reward=f"{row['reward']:.2f}", refresh=False)

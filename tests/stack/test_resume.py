@@ -102,7 +102,13 @@ def assert_same_killed_and_resumed(
     return finished
 
 
-@pytest.mark.parametrize("way", ["full", pytest.param("lora", marks=pytest.mark.extra)])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("full", marks=pytest.mark.smoke),
+        pytest.param("lora", marks=pytest.mark.extra),
+    ],
+)
 def test_colocated(
     way: str, assets: Path, learning_rows: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

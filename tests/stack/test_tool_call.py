@@ -97,7 +97,13 @@ def colocated(
     return drawn_rows
 
 
-@pytest.mark.parametrize("leader", [pytest.param("training", marks=pytest.mark.extra), "server"])
+@pytest.mark.parametrize(
+    "leader",
+    [
+        pytest.param("training", marks=pytest.mark.extra),
+        pytest.param("server", marks=pytest.mark.smoke),
+    ],
+)
 def test_whoever_leads_the_conversations_they_are_the_same(
     leader: str, assets: Path, rows: Path, colocated: list[SampleRow], tmp_path: Path
 ) -> None:

@@ -30,7 +30,9 @@ from tests.stack.rounds import (
 pytestmark = pytest.mark.stack
 
 
-@pytest.mark.parametrize("run", ["learned_full", "learned_lora"])
+@pytest.mark.parametrize(
+    "run", [pytest.param("learned_full", marks=pytest.mark.smoke), "learned_lora"]
+)
 def test_engine_samples_with_the_trained_weights(
     run: str, assets: Path, request: pytest.FixtureRequest
 ) -> None:
