@@ -25,4 +25,5 @@ case "${1:-}" in
   --core) set -- -m "not extra" "${@:2}" ;;
   --all) shift ;;
 esac
-exec python -m pytest -n "${WORKERS:-3}" --max-worker-restart 0 --dist loadfile --no-loadscope-reorder "$@"
+exec python -m pytest -n "${WORKERS:-3}" --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
+  --disable-warnings "$@"
