@@ -90,9 +90,8 @@ BOUNDED = (SAMPLES, REWARDS)
 
 FILE_NAME = re.compile(
     r"session-(\d+)-step-(\d+)-rank-(\d+)-"
-    r"(?:file-(\d+)-(train|eval)-(\d+)-(\d+)|(?:files-(\d+)-|part-)(\d+))\.parquet"
+    r"(?:file-(\d+)-(train|eval)-(\d+)-(\d+)|files-(\d+)-(\d+))\.parquet"
 )
-"""Version 0.1.0 wrote parts, of up to 32 rounds each."""
 
 LOCK_NAME = re.compile(r"\.session-(\d+)\.lock")
 
@@ -131,7 +130,7 @@ def parse_name(path: Path) -> RecordFile | None:
     session, start_step, rank = map(int, match.groups()[:3])
     number, phase, step, number_in_step, first, last = match.groups()[3:]
     if number is None:
-        return RecordFile(session, start_step, rank, int(first or last), int(last), path, None)
+        return RecordFile(session, start_step, rank, int(first), int(last), path, None)
     round_ = RoundId("eval" if phase == "eval" else "train", int(step), int(number_in_step))
     return RecordFile(session, start_step, rank, int(number), int(number), path, round_)
 

@@ -13,14 +13,10 @@ the sessions before it,
 A session that wrote no rows supersedes nothing. Scores count where they are of the session whose
 samples count. A damaged file is left out whole; a warning names it. A file that the system cannot
 read now (a file server's hiccup) is no damaged one: its rows are left out until it can.
-
-Version 0.1.0 wrote parts of several rounds, the newest anew with each, and what the monitor
-measured as the lines of `diversity.jsonl`. Both are read as well.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import defaultdict
@@ -38,12 +34,10 @@ import pyarrow.parquet as pq
 
 from swift_grpo_ext.record.log import RecordFile, parse_name, record_files, without_merged
 from swift_grpo_ext.record.tables import (
-    ADDED,
     DIVERSITY,
     REWARDS,
     ROUND_COLUMNS,
     SAMPLES,
-    VERDICTS,
     DiversityRow,
     SampleRow,
     Table,
@@ -58,14 +52,8 @@ DAMAGE = (pa.ArrowException, OSError, ValueError, AttributeError)
 """pyarrow raises these where bytes, or columns, are not what was written; `AttributeError` where a
 footer lacks statistics."""
 
-DIVERSITY_LINES = "diversity.jsonl"
-"""Version 0.1.0 wrote a JSON object for each round of `DIVERSITY`, and `{"start_step": s}` where a
-session began."""
-
 Version = tuple[int, int]
 """A file's size and time in ns: of one version, the content is the same."""
-
-MAX_NAMED_LINES = 5
 
 Failed = dict[RecordFile, Version | None]
 """Files that were not read: the version that is damaged; None where another try may succeed."""
@@ -260,7 +248,6 @@ class DiversityReader:
     not read again."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
-        self._run_dir = run_dir
         self._index = TableIndex(DIVERSITY, run_dir)
         self._known: dict[RoundId, tuple[list[RowGroup], list[DiversityRow]]] = {}
         self._lock = Lock()  # pages are made by several threads
@@ -277,12 +264,6 @@ class DiversityReader:
                     known[name] = index.rounds[name], to_diversity(rows)
             self._known = known
             found = [row for _, rows in known.values() for row in rows]
-            starts = [*self._index.start_steps.values()]
-        for row in _diversity_lines(Path(self._run_dir) / DIVERSITY_LINES):
-            phase, step, _ = row.round
-            is_replaced = any(is_superseded(phase, step, start) for start in starts)
-            if not is_replaced and row.round not in index.rounds:
-                found.append(row)
         return sorted(found, key=lambda r: (r.steps_done, r.round.phase == "eval", r.round.number))
 
 
@@ -304,9 +285,7 @@ class TableIndex:
         """Files whose footers were."""
 
         self._folder = table.folder(run_dir)
-        self._inodes: dict[RecordFile, int] = {}
-        """A run of version 0.1.0 that goes on replaces its newest file."""
-
+        self._listed: set[RecordFile] = set()
         self._groups: dict[RecordFile, list[RowGroup]] = {}
         self._by_round: defaultdict[RoundId, dict[RecordFile, list[RowGroup]]]
         self._by_round = defaultdict(dict)
@@ -321,26 +300,22 @@ class TableIndex:
         Raises:
             OSError: it cannot be listed.
         """
-        inodes: dict[RecordFile, int] = {}
         try:
-            with os.scandir(self._folder) as entries:
-                for entry in entries:
-                    if file := parse_name(self._folder / entry.name):
-                        inodes[file] = entry.inode()
-        except FileNotFoundError:
-            is_there = False
-        else:
+            paths = [*self._folder.iterdir()]
             is_there = True
+        except FileNotFoundError:
+            paths = []
+            is_there = False
+        listed = {file for path in paths if (file := parse_name(path))}
         changed = set[RoundId]()
-        if inodes != self._inodes or self._failed:  # a file that failed may be whole now
-            files = without_merged(inodes)
+        if listed != self._listed or self._failed:  # a file that failed may be whole now
+            files = without_merged(listed)
             for file in self._groups.keys() - set(files):
                 changed |= self._replace(file, None)
             for file in files:
-                is_known = self._inodes.get(file) == inodes[file] and file in self._groups
-                if not is_known or file in self._failed:
+                if file not in self._groups or file in self._failed:
                     changed |= self._look_at(file)
-            self._inodes = inodes
+            self._listed = listed
         if changed:
             self._count(changed)
         return is_there
@@ -449,10 +424,6 @@ def _read_file(
     # One by one, a merged file's 64 small row groups take four times as long.
     rows = source.read_row_groups(positions, columns=[field.name for field in fields])
     rows.validate(full=True)  # checksums cover pages, and neither their headers nor the footer
-    for place, column in enumerate(fields):
-        if column.name in ADDED and column.name not in rows.column_names:
-            empty = pa.nulls(rows.num_rows, column.type)
-            rows = rows.add_column(place, column, empty if column.nullable else empty.fill_null(0))
     rows = rows.cast(pa.schema(fields)).combine_chunks()  # log-probabilities to 32 bits
     sizes = [source.metadata.row_group(position).num_rows for position in positions]
     return [
@@ -485,35 +456,3 @@ def _tell(file: RecordFile, cause: Exception, failed: Failed) -> None:
         logger.warning(
             "%s is damaged (%s): its rows are left out. Restore it from a copy.", file.path, cause
         )
-
-
-def _diversity_lines(path: Path) -> list[DiversityRow]:
-    """Read the lines that version 0.1.0 wrote, each round once.
-
-    Lines that a crash or damage has spoilt are left out, and a warning names them.
-    """
-    rows: list[DiversityRow] = []
-    spoilt: list[str] = []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else (), 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-            if "start_step" in values:
-                start = int(values["start_step"])
-                rows = [r for r in rows if not is_superseded(r.round.phase, r.round.step, start)]
-                continue
-            name = RoundId(*(values.pop(name) for name in ROUND_COLUMNS))
-            row = DiversityRow(round=name, **values)
-            VERDICTS.index(row.verdict)  # raises ValueError for a verdict that is spoilt
-            rows.append(row)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            spoilt.append(str(number))
-    if spoilt:
-        shown = ", ".join(spoilt[:MAX_NAMED_LINES])
-        num_more = len(spoilt) - MAX_NAMED_LINES
-        more = f" and {num_more} more" if num_more > 0 else ""
-        logger.warning(
-            "%s: the lines %s%s are damaged or incomplete, and are left out.", path, shown, more
-        )
-    return rows

@@ -121,9 +121,6 @@ TABLES = (SAMPLES, REWARDS, DIVERSITY)
 VERDICTS = ("broken", "collapse", "unknown", "healthy")
 """On a round, the worst first."""
 
-ADDED = ("pictures", "mask", "engine_seconds", "tool_seconds", "columns")
-"""Columns that files of version 0.1.0 lack: they are read as null, and as 0 seconds."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:

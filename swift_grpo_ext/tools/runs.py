@@ -12,9 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_grpo_ext.record.reader import DIVERSITY_LINES
-
-MARKS = ("args.json", "logging.jsonl", DIVERSITY_LINES, "samples/*session-*")
+MARKS = ("args.json", "logging.jsonl", "samples/*session-*")
 """What a training writes to its folder; `args.json` comes first, before the model is loaded."""
 
 VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
@@ -57,9 +55,8 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     runs = [run for run in map(_run_or_newest_version, inner) if run]
     if not runs:
         raise FileNotFoundError(
-            f"{path} holds no run: neither it nor a folder in it has args.json, logging.jsonl, "
-            f"{DIVERSITY_LINES} or samples. It has {_content(folder)}. Give the --output_dir of a "
-            "training."
+            f"{path} holds no run: neither it nor a folder in it has args.json, logging.jsonl "
+            f"or samples. It has {_content(folder)}. Give the --output_dir of a training."
         )
     return runs
 

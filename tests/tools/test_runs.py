@@ -47,7 +47,7 @@ def test_ms_swift_names_versions_so(tmp_path: Path) -> None:
         assert find_run(tmp_path) == version
 
 
-@pytest.mark.parametrize("mark", ["args.json", "logging.jsonl", "diversity.jsonl"])
+@pytest.mark.parametrize("mark", ["args.json", "logging.jsonl"])
 def test_a_run_that_has_just_begun_is_one(tmp_path: Path, mark: str) -> None:
     (tmp_path / mark).touch()
     assert (find_run(tmp_path), run_name(tmp_path)) == (tmp_path, tmp_path.name)

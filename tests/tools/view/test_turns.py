@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
-from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.tables import ADDED, to_rows
 from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.overview import make_panels
@@ -100,19 +97,6 @@ def test_each_turn_of_a_group_has_the_media_that_it_names(run: RunView) -> None:
     for wrong in ((1, 2), (0, 1), (7, 0)):
         with pytest.raises((KeyError, IndexError)):
             run.medium_name(NAME, 1, 0, *wrong)
-
-
-def test_a_record_of_the_version_before_is_read(tmp_path: Path) -> None:
-    """It lacks what was added since."""
-    Writer(tmp_path).write(rows := [replace(row, columns=None) for row in make_rows(0)])
-    [path] = (tmp_path / "samples").iterdir()
-    pq.write_table(pq.read_table(path).drop_columns(list(ADDED)), path)
-    assert to_rows(read_samples(tmp_path)) == rows
-    run = RunView(tmp_path)
-    run.refresh()
-    assert len(run.group(NAME, 0)["samples"]) == 2
-    pq.write_table(pq.read_table(path).drop_columns(["seed"]), path)
-    assert read_samples(tmp_path).num_rows == 0  # damage
 
 
 def test_each_conversation_has_its_own_question_where_they_differ(tmp_path: Path) -> None:
