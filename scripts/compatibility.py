@@ -1,4 +1,4 @@
-"""Tests this project beside releases of ms-swift, vLLM and Python, and writes the tables of them.
+"""Tests this project beside releases of ms-swift, vLLM and Python, and writes the table of them.
 
     python scripts/compatibility.py --write                        every cell that was not tried yet
     python scripts/compatibility.py --cells 4.6.0-0.23.0 --keep    one, and its environment stays
@@ -25,19 +25,17 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
-from pages import ROOT, SUPPORT, markdown, write_into
+from pages import ROOT, SUPPORT, commit, markdown, today, write_into
 
 FOLDER = ROOT / ".compat"
 RESULTS = FOLDER / "results"
 UV = (sys.executable, "-m", "uv")
-READMES = [ROOT / name for name in ("README.md", "README_CN.md")]
 TABLE = "compatibility"
-"""The name of its marks, in `SUPPORT` and in both READMEs."""
+"""The name of its marks in `SUPPORT`."""
 
 
 class Stack(NamedTuple):
@@ -172,7 +170,7 @@ class Trial:
     """A trial says how a cell did; what was not tried is empty."""
 
     cell: str
-    date: str = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    date: str = field(default_factory=today)
     commit: str = ""
     excluded: str = ""
     """Why there is no such environment."""
@@ -306,9 +304,7 @@ def try_out(cell: Cell, wheel: Path, assets: Path, *, quick: bool) -> Trial:
     Args:
         quick: look at names and the dry run only.
     """
-    describe = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True)
-    trial = Trial(cell=str(cell), commit=done.stdout.strip())
+    trial = Trial(cell=str(cell), commit=commit())
     environment = Environment(cell)
     trial.excluded = environment.make()
     if trial.excluded:
@@ -331,7 +327,7 @@ def save(trial: Trial) -> None:
     (RESULTS / f"{trial.cell}.json").write_text(text, encoding="utf-8")
 
 
-# --- the tables ---
+# --- the table ---
 
 
 def table(trials: Iterable[Trial]) -> str:
@@ -343,6 +339,7 @@ def table(trials: Iterable[Trial]) -> str:
     missing: dict[str, set[str]] = {}
     reasons: dict[str, list[str]] = {}
     wrong: list[str] = []
+    trials = list(trials)
     for trial in trials:
         cell = Cell.of(trial.cell)
         wrong += [f"{trial.cell}: `{text}`" for text in trial.pins_wrong]
@@ -365,31 +362,15 @@ def table(trials: Iterable[Trial]) -> str:
         notes.append(f"vLLM {release} goes without: {'; '.join(sorted(what))}")
     for reason, cells in reasons.items():
         notes.append(f"{', '.join(cells)} cannot be installed: {reason}")
-    return "\n".join([markdown((*head, "tried"), rows), "", *(f"- {note}." for note in notes)])
+    dates = sorted({trial.date for trial in trials if trial.tests})
+    age = [f"Tried on {' and '.join(dates)}, at the commits of the last column.", ""]
+    found = [markdown((*head, "tried"), rows), "", *(f"- {note}." for note in notes)]
+    return "\n".join([*(age if dates else ()), *found])
 
 
 def counted(tests: dict[str, int]) -> str:
     found = [f"{number} {how}" for how, number in tests.items() if number or how == "passed"]
     return ", ".join(found) or "not run"
-
-
-def overview(trials: dict[Cell, Trial]) -> str:
-    """Return ms-swift by vLLM with the releases of Python that each works on, as Markdown."""
-    rows = []
-    for swift in reversed(SWIFT):
-        cells = [swift]
-        for vllm in STACKS:
-            words: dict[str, list[str]] = {"Python": [], "names only:": [], "not:": []}
-            tried = [trials[c] for p in PYTHON if (c := Cell(swift, vllm, p)) in trials]
-            for trial in tried:
-                if not trial.excluded:
-                    how = "Python" if trial.works else "names only:" if trial.names_hold else "not:"
-                    words[how].append(Cell.of(trial.cell).python)
-            said = "; ".join(f"{word} {', '.join(found)}" for word, found in words.items() if found)
-            none = "excluded by their own requirements" if tried else "not tried"
-            cells.append(said or none)
-        rows.append(cells)
-    return markdown(("ms-swift", *(f"vLLM {release}" for release in STACKS)), rows)
 
 
 def main() -> int:
@@ -400,7 +381,7 @@ def main() -> int:
         "not tried)")  # fmt: skip
     add("--quick", action="store_true", help="only names and the dry run")
     add("--keep", action="store_true", help="leave environments where they are")
-    add("--write", action="store_true", help="put the tables into docs/ and README")
+    add("--write", action="store_true", help="put the table into docs/support.md")
     options = parser.parse_args()
     assets = Path(os.environ.get("ASSETS", ROOT / ".assets")).resolve()
     if not (assets / "tiny_vlm").is_dir():
@@ -421,8 +402,6 @@ def main() -> int:
     print(f"\n{table(trials.values())}")
     if options.write:
         write_into(SUPPORT, TABLE, table(trials.values()))
-        for readme in READMES:
-            write_into(readme, TABLE, overview(trials))
     tried = [trials[cell] for cell in cells if not trials[cell].excluded]
     return int(any(trial.tests and not trial.works for trial in tried))
 

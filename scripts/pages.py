@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -13,6 +15,17 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table."""
     first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
     return "\n".join([first, f"{'|---' * len(head)}|", *others])
+
+
+def today() -> str:
+    return f"{datetime.now(timezone.utc):%Y-%m-%d}"
+
+
+def commit() -> str:
+    """Return the commit that is checked out, with `-dirty` where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def read_from(page: Path, name: str) -> str:

@@ -24,7 +24,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 import yaml
-from pages import ROOT, SUPPORT, markdown, write_into
+from pages import ROOT, SUPPORT, commit, markdown, today, write_into
 from swift.arguments import RLHFArguments
 from tiny_vlm.families import FAMILIES, Family
 
@@ -156,6 +156,9 @@ def options_table() -> str:
 
 # --- families ---
 
+FOUND_AT = ROOT / "scripts/bench/results/found_at.json"
+"""Date and commit of the newest result, of families and of conversations."""
+
 FOUND_OF_FAMILIES = ROOT / "scripts/bench/results/families.json"
 
 REMOTE_CODE = "not made: its code comes with its checkpoints, in no package"
@@ -205,7 +208,13 @@ def families_table() -> str:
         rows.append(row)
     names = ("all weights", "LoRA, 2 ranks", "server", "videos", "audio", "stops", "shapes")
     trained = markdown(("model type", "in", "prompts", *names), rows)
-    return f"{trained}\n\n{markdown(('model type', 'no run'), OTHERS.items())}"
+    no_run = markdown(("model type", "no run"), OTHERS.items())
+    return f"{found_at('families')}\n\n{trained}\n\n{no_run}"
+
+
+def found_at(what: str) -> str:
+    """Say how old the results are that a table shows."""
+    return f"Newest result: {json.loads(FOUND_AT.read_text(encoding='utf-8'))[what]}."
 
 
 def experts_table() -> str:
@@ -219,7 +228,7 @@ def experts_table() -> str:
                 gaps = (f"{found['mean']:.3f}", f"{found['max']:.2f}")
                 rows.append((f"`{name}`", label, share, *gaps))
     head = ("model type", "replayed", "equal choices", "mean gap", "largest gap of a token")
-    return markdown(head, rows)
+    return f"{found_at('families')}\n\n{markdown(head, rows)}"
 
 
 def _gap(family: Family, run: str, runs: Mapping[str, Any]) -> str:
@@ -247,7 +256,8 @@ def conversations_table() -> str:
         cell = f"{equal} of {total}, {ranks} rank{'s' * (ranks > 1)}"
         rows.setdefault((leader, engine), {})[deployment] = cell
     cells = ([*names, *(found.get(c, "") for c in COLUMNS)] for names, found in rows.items())
-    return markdown(("led by", "engine", *COLUMNS), cells)
+    table = markdown(("led by", "engine", *COLUMNS), cells)
+    return f"{found_at('conversations')}\n\n{table}"
 
 
 # --- the page ---
@@ -274,7 +284,11 @@ def run(what: str) -> int:
             # may begin with it.
             tests += ["-k", f"[{what}] or [{what}-"]
     command = [sys.executable, "-m", "pytest", "-q", *tests]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **found}, check=False).returncode
+    status = subprocess.run(command, cwd=ROOT, env={**os.environ, **found}, check=False).returncode
+    dates = json.loads(FOUND_AT.read_text(encoding="utf-8"))
+    dates["conversations" if what == "conversations" else "families"] = f"{today()}, {commit()}"
+    FOUND_AT.write_text(json.dumps(dates, indent=1) + "\n", encoding="utf-8")
+    return status
 
 
 def main() -> int:
