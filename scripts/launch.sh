@@ -146,11 +146,18 @@ replicas=$((gpus_of_server / tensor_parallel))
   fail "--rollout-gpus ${rollout_gpus[*]} cannot be shared evenly by $num_servers server(s) of replicas with" \
     "$tensor_parallel GPU(s) each (vllm_tensor_parallel_size in $config.rollout.yaml)"
 
+# The training's file names the model for the servers too, where theirs names none.
+model=()
+for name in model model_type template; do
+  value=$(sed -nE "s/^$name: *['\"]?([^'\"# ]+).*/\1/p" "$config.train.yaml")
+  [ -z "$value" ] || grep -q "^$name:" "$config.rollout.yaml" || model+=("--$name" "$value")
+done
+
 server_command() { # NUMBER
   local gpus=''
   [ "$cpu" ] || gpus=$(join "${rollout_gpus[@]:$1 * gpus_of_server:gpus_of_server}")
   # A server that takes itself for a rank, by variables left from torchrun, waits for others.
-  command=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK "CUDA_VISIBLE_DEVICES=$gpus" swift rollout "$config.rollout.yaml" "${both[@]}"
+  command=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK "CUDA_VISIBLE_DEVICES=$gpus" swift rollout "$config.rollout.yaml" "${model[@]}" "${both[@]}"
     --host "$bind" --port $((port + $1)) --vllm_data_parallel_size "$replicas")
 }
 

@@ -10,13 +10,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from swift_grpo_ext.tools.check.settings import (
-    devices_of,
-    environment,
-    files_of,
-    read_run,
-    read_settings,
-)
+from swift_grpo_ext.tools.check.settings import files_of, read_settings
 
 SHARE = Path(__file__).resolve().parents[1] / "share"
 PLUGIN_FILE = SHARE / "plugins" / "grpo_ext.py"
@@ -49,18 +43,8 @@ def preset_names() -> list[str]:
 
 
 def command(name: str) -> str:
-    """Return how a preset is run from the folder that it was copied to."""
-    if not _is_pair(name):
-        return f"swift rlhf {name}.yaml --dataset train.jsonl"
-    run = read_run(PRESETS / name)
-    env = environment(run.training)
-    first = 0 if env.get("NNODES") else run.num_rollout_gpus  # else nodes of their own
-    last = first + int(env.get("NPROC_PER_NODE", 1)) - 1
-    if not devices_of(run.training):  # made for CPU
-        return f"bash launch.sh --cpu --model MODEL --dataset train.jsonl {name}"
-    gpus = f"--rollout-gpus 0-{run.num_rollout_gpus - 1} --train-gpus {first}-{last}"
-    nodes = "" if first else "--rollout-nodes 2 "
-    return f"bash launch.sh {nodes}{gpus} --dataset train.jsonl {name}"
+    """Return how a preset is run from the folder that it was copied to: its second line says so."""
+    return _main_file(name).read_text(encoding="utf-8").splitlines()[1].removeprefix("#   ")
 
 
 def copy_preset(name: str, directory: Path) -> list[Path]:

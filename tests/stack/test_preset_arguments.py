@@ -72,6 +72,8 @@ def test_a_preset_is_parsed(preset: Path, assets: Path, tmp_path: Path) -> None:
     copy.write_text(yaml.safe_dump(settings), encoding="utf-8")
     is_server = preset.name.endswith(".rollout.yaml")
     argv = [str(copy), "--model", str(assets / "tiny_vlm"), "--torch_dtype", "float32"]
+    if "model_type" not in settings:  # the presets' own models are known by their names
+        argv += ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
     if is_server:
         argv += ["--port", "0"]
     else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,10 @@ def test_a_preset_is_copied_with_all_that_it_names(
     assert how == f"In {folder}: {command}"
     assert main(["init", str(folder), "--preset", name]) == 1
     assert "is there already: nothing was copied" in capsys.readouterr().err
+    # All that its files speak of is in the folder.
+    texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.yaml")]
+    named = {path for text in texts for path in re.findall(r"[\w./-]+\.(?:py|sh|yaml)\b", text)}
+    assert [path for path in named if not (folder / path).is_file()] == []
     is_served = command.startswith("bash")
     for _, settings in read_run(folder / (name if is_served else f"{name}.yaml")).sides:
         assert all((folder / plugin).is_file() for plugin in settings["external_plugins"])
@@ -63,8 +69,21 @@ def test_a_preset_is_copied_with_all_that_it_names(
         # A stand-in for the command, whose check would take seconds of imports.
         (tmp_path / "swift-grpo-ext").symlink_to("/bin/true")
         path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        shown = subprocess.check_output(argv, cwd=folder, env={**os.environ, "PATH": path})
-        assert f"swift rlhf {name}.train.yaml" in shown.decode()
+        shown = subprocess.check_output(argv, cwd=folder, env={**os.environ, "PATH": path}).decode()
+        assert f"swift rlhf {name}.train.yaml" in shown
+        if name == "server_2x6_lora":  # the training's file names the model for both sides
+            model = "--model Qwen/Qwen2.5-VL-7B-Instruct"
+            assert f"swift rollout server_2x6_lora.rollout.yaml {model} --host" in shown
+
+
+def test_the_reward_to_start_from() -> None:
+    spec = importlib.util.spec_from_file_location("my_reward", ROOT / "plugins/my_reward.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    completions = ["<think>2 + 1</think> <answer> 3\n</answer>", "<answer>4</answer>", "3"]
+    assert module.orms["my_reward"]()(completions, solution=["3"] * 3) == [1.0, 0.0, 0.0]
 
 
 def test_init_lists_presets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

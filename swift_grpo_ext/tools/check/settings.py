@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any]
 Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
+MODEL = ("model", "model_type", "template")
+"""`launch.sh` gives servers these settings of the training, where their own file has none."""
+
 COMMAND_WORDS = {word for command in COMMANDS.values() for word in command.split()}
 
 
@@ -179,6 +182,9 @@ def read_run(
             raise ValueError(f"{beginning}{str(e).removeprefix(f'{file}: ')}") from e
         if env and side == side_of_words:
             parsed[side]["ENV"] = {**environment(parsed[side]), **env}
+    if len(parsed) == 2:
+        of_training = {n: parsed["training"][n] for n in MODEL if n in parsed["training"]}
+        parsed["rollout"] = {**of_training, **parsed["rollout"]}
     return Run(
         training=parsed.get("training"),
         rollout=parsed.get("rollout"),
