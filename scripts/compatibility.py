@@ -356,10 +356,10 @@ def table(trials: Iterable[Trial]) -> str:
             tests = (counted(trial.tests.get(part, {})) for part in PARTS)
             releases = (cell.swift, cell.vllm, cell.python, *versions)
             rows.append((*releases, works, installs, *tests, f"{trial.date}, {trial.commit}"))
-    names = "Names hold, an installation changes none of the stack, nothing was run"
+    names = "Nothing was run; names exist, and an installation changes none of the stack"
     notes = [f"{names}: {', '.join(names_only)}", *wrong]
     for release, what in sorted(missing.items()):
-        notes.append(f"vLLM {release} goes without: {'; '.join(sorted(what))}")
+        notes.append(f"Not available on vLLM {release}: {'; '.join(sorted(what))}")
     for reason, cells in reasons.items():
         notes.append(f"{', '.join(cells)} cannot be installed: {reason}")
     dates = sorted({trial.date for trial in trials if trial.tests})

@@ -147,5 +147,7 @@ def summary(logs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> s
         part: f"{part} {means[f'time/{part}'] / step:.1%}" for part in (*PARTS, *ROLLOUT_PARTS)
     }
     shares["rollout"] += f" ({', '.join(shares[part] for part in ROLLOUT_PARTS)})"
-    text = f"A step took {step:.3g} s: {', '.join(shares[part] for part in PARTS)}."
+    has_more = sum("time/rollout" in log for log in logs) > 1
+    left_out = ", not counting the first log" if has_more else ""  # by `mean_step`
+    text = f"A step took {step:.3g} s{left_out}: {', '.join(shares[part] for part in PARTS)}."
     return "\n".join([text, *(f"- {advice.texts[0]}" for advice in advise(means, settings))])

@@ -149,6 +149,9 @@ def test_summary() -> None:
         "rewards 0.8%, batch 3.1%, logps 10.2%, loss 15.7%, optimizer 4.7%, rest 1.6%."
     )
     assert told == f"- {advise(means, SETTINGS)[0].texts[0]}"
+    first = dict.fromkeys(means, 1000.0)
+    several = text.replace("12.7 s", "12.7 s, not counting the first log")
+    assert summary([first, means], SETTINGS).partition("\n")[0] == several
     assert summary([{"loss": 0.1}], SETTINGS) == ""
     assert summary([], {}) == ""
 
