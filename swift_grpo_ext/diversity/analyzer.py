@@ -6,8 +6,8 @@ The verdict on a round:
   says nothing about the policy.
 - `collapse`: the noise is sound as far as the test can see, and yet the policy gives one
   completion: the same to nearly all prompts (`common_mode`), or to each prompt its own without
-  exception (`copied_ratio`). Its groups then have no advantage to learn from. Short correct answers
-  come close to the second; where the reward is high, it is success.
+  exception (`copied_ratio`). Its groups then have no advantage to learn from. Prompts that are
+  solved look like the second: a round with `SOLVED` of them is healthy.
 - `unknown`: the round looks collapsed, and the noise could not be tested.
 - `healthy`: anything else, duplicates included.
 """
@@ -31,6 +31,7 @@ from swift_grpo_ext.diversity.metrics import (
     Group,
     Scores,
     group_samples,
+    is_solved,
     outcome_metrics,
     round_metrics,
     token_bytes,
@@ -41,7 +42,11 @@ COMMON_MODE = 0.9
 """`common_mode` from which on a round looks collapsed, if half of the samples are copies too."""
 
 COPIED = 0.98
-"""`copied_ratio` from which on a round looks collapsed in any case."""
+"""`copied_ratio` from which on a round looks collapsed, unless its prompts are solved."""
+
+SOLVED = 0.5
+"""The share of groups whose samples are all correct, from which on one completion for each prompt is
+success: a short answer has one right form. One completion for nearly all prompts is none."""
 
 PATIENCE = 3
 """Collapsed rounds in a row that make an alarm. One round of easy prompts can look collapsed, three
@@ -102,7 +107,7 @@ class RoundAnalyzer:
             num_earlier_pairs=test.num_earlier_pairs,
             num_untested=test.num_untested,
             metrics=metrics,
-            worst_groups=worst_groups(groups, test.collisions),
+            worst_groups=worst_groups(groups, test.collisions, scores),
         )
         for collision in test.collisions:
             record.collisions.append(
@@ -141,23 +146,29 @@ def judge(test: CollisionTest, metrics: Mapping[str, float], alarm_p: float) -> 
 
     Args:
         test: the round's; an empty one for greedy decoding.
-        metrics: the round's, `copied_ratio` and `common_mode` among them.
+        metrics: the round's, `copied_ratio` and `common_mode` among them, and `solved` where its
+            samples were scored.
         alarm_p: as of `RoundAnalyzer`.
     """
     if test.log2_p < math.log2(alarm_p):
         return "broken"
     copied, common_mode = metrics["copied_ratio"], metrics["common_mode"]
-    if copied >= COPIED or (copied >= 0.5 and common_mode >= COMMON_MODE):
+    is_copied = copied >= COPIED and metrics.get("solved", 0.0) < SOLVED
+    if is_copied or (copied >= 0.5 and common_mode >= COMMON_MODE):
         return "collapse" if test.is_tested else "unknown"
     return "healthy"
 
 
-def worst_groups(groups: Sequence[Group], collisions: Sequence[Collision]) -> list[int]:
-    """Return the numbers of the groups with collisions, then of those with most copies."""
+def worst_groups(
+    groups: Sequence[Group], collisions: Sequence[Collision], scores: Scores
+) -> list[int]:
+    """Return the numbers of the groups with collisions, then of those with most copies; of these,
+    solved ones come last."""
     worst = [sample.sample_id.group for c in collisions for sample in c.samples[:2]]
     share_distinct = {
         group[0].sample_id.group: len(set(map(token_bytes, group))) / len(group) for group in groups
     }
     copied = [number for number, share in share_distinct.items() if share < 1]
-    worst += sorted(copied, key=share_distinct.__getitem__)
+    solved = {group[0].sample_id.group for group in groups if is_solved(group, scores)}
+    worst += sorted(copied, key=lambda number: (number in solved, share_distinct[number]))
     return list(dict.fromkeys(worst))[:MAX_WORST_GROUPS]

@@ -107,6 +107,7 @@ def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]
     - `pass_at_1`, `pass_at_2`, `pass_at_4` ...: the chance that one of k samples is correct.
     - `equal_rewards`: the share of groups whose samples all have one reward, from which GRPO
       learns nothing. Groups of one sample do not count.
+    - `solved`: the share of groups whose samples are all correct and all have one reward.
     - `correct_answers`, `correct_vendi`: `distinct_answers` and `vendi_score` of the correct
       samples of a group. Groups without a correct sample do not count; one correct sample counts 1.
     """
@@ -127,6 +128,7 @@ def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]
     some_correct = [group for group in correct if group]
     metrics = {
         "equal_rewards": mean(float(min(r) == max(r)) for r in rewards if len(r) > 1),
+        "solved": mean(float(is_solved(group, scores)) for group in groups) if rewards else None,
         "correct_answers": mean(map(distinct_answers, some_correct)),
         "correct_vendi": mean(
             vendi_score(list(ngram_counts(tokens))) if len(tokens) > 1 else 1.0
@@ -142,6 +144,12 @@ def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]
         )
         k *= 2
     return {name: value for name, value in metrics.items() if value is not None}
+
+
+def is_solved(group: Group, scores: Scores) -> bool:
+    """Return whether all samples of a group are correct and all have one reward."""
+    rewards = {scores.get(replace(sample.sample_id, turn=0), 0.0) for sample in group}
+    return len(rewards) == 1 and min(rewards) >= CORRECT_REWARD
 
 
 def mean(values: Iterable[float]) -> float | None:

@@ -257,7 +257,8 @@ class DiversityRow:
     """Key of the remedy in `alarms`; empty without alarm."""
 
     alarm: str | None = None
-    """The alarm's text; None for none."""
+    """The alarm's text; None for none. The log, the page and the reporters count these alarms and
+    no others."""
 
     @property
     def steps_done(self) -> int:
@@ -271,8 +272,8 @@ class DiversityRow:
             **{f"diversity/{name}": value for name, value in self.metrics.items()},
             "diversity/log10_p": self.log10_p,
             "diversity/shared_bits": self.shared_bits,
-            "diversity/broken": float(self.verdict == "broken"),
-            "diversity/collapse": float(self.verdict == "collapse"),
+            "diversity/broken": float(bool(self.alarm) and self.verdict == "broken"),
+            "diversity/collapse": float(bool(self.alarm) and self.verdict == "collapse"),
         }
 
 

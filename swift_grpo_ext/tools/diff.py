@@ -97,7 +97,7 @@ class Difference:
                 (at, a, b) for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b
             )
         if isinstance(one, str) and isinstance(other, str):
-            one, other = _from_where_they_part(one, other)
+            one, other = from_where_they_part(one, other)
         one, other = map(self._show, (one, other), decoders)
         place = f"{self.phase} round {self.step}.{self.number}"
         turn = None if self.turn is None else self.turn + 1
@@ -157,7 +157,7 @@ def _messages_as_text(prompt: str) -> str:
     return "\n".join(lines)
 
 
-def _from_where_they_part(one: str, other: str) -> tuple[str, str]:
+def from_where_they_part(one: str, other: str) -> tuple[str, str]:
     """Cut two texts to the place where they part: long prompts often begin alike."""
     start = max(len(os.path.commonprefix([one, other])) - 20, 0)  # noqa: RUF071
     first, second = (

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
@@ -25,8 +26,9 @@ from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.tools.diff import Decode, find_decoder, read_args
 from swift_grpo_ext.tools.replay.run import Drawn, why_not
-from swift_grpo_ext.tools.runs import run_name
-from swift_grpo_ext.tools.view.runs import Follower, Prompt, describe
+from swift_grpo_ext.tools.runs import find_runs, run_name
+from swift_grpo_ext.tools.view.log import Log, read_log
+from swift_grpo_ext.tools.view.runs import MARK, Follower, NotFoundError, Prompt, describe
 from swift_grpo_ext.upstream.upright import upright
 
 SIDES = {"small": 112, "full": 2048}
@@ -57,9 +59,27 @@ class Piece(NamedTuple):
 class RunView(Follower):
     """A run that is followed, with what the pages of its groups need: tokenizer and images."""
 
+    _log = Log()
+
     @property
     def name(self) -> str:
         return run_name(self.run_dir)
+
+    @property
+    def log(self) -> Log:
+        """What the run has logged; its file is read where it has changed."""
+        self._log = read_log(self.run_dir, self._log)
+        return self._log
+
+    def refresh(self) -> bool:
+        """Read what is new on disk; return True if anything was. A folder that was served before
+        its training began may get the run in a folder of its own (`--add_version`)."""
+        if not self.snapshot.rounds and not self.log.steps:
+            with suppress(OSError):
+                [folder] = find_runs(self.run_dir)[:1]
+                if folder != self.run_dir:
+                    self.follow(folder)
+        return super().refresh()
 
     @cached_property
     def decode(self) -> Decode | None:
@@ -108,7 +128,7 @@ class RunView(Follower):
                 as the record still has them.
 
         Raises:
-            KeyError: the record has no such group.
+            NotFoundError: the record has no such group.
         """
         turns = self._turns(name, group)
         prompt = self.snapshot.prompts[turns[0]["fingerprint"]]
@@ -118,7 +138,7 @@ class RunView(Follower):
             for t in turns
         ]
         for other, number, index in earlier:
-            with suppress(KeyError):
+            with suppress(NotFoundError):
                 beside = self._turns(other, number)
                 turns += [{**t, "is_earlier": True} for t in beside if t["index"] == index]
         for position in {turn["turn"] for turn in turns}:
@@ -128,7 +148,7 @@ class RunView(Follower):
         return {
             "round": ".".join(map(str, name)),
             "group": group,
-            "prompt": prompt.messages,
+            "prompt": said(prompt, None),
             "columns": turns[0]["columns"],
             "media": prompt.media,
             "samples": _samples(turns),
@@ -161,18 +181,18 @@ class RunView(Follower):
 
     def _turns(self, name: RoundId, group: int) -> list[dict[str, Any]]:
         """Return a group's completions by index and turn, with tokens, their gaps by position, and
-        what was said before; raises KeyError where the record has no such group, or cannot be
+        what was said before; raises NotFoundError where the record has no such group, or cannot be
         read."""
         snapshot = self.snapshot
-        rows = snapshot.rounds[name].rows
+        rows = self._rows_of(name)
         rows = rows.filter(pc.equal(rows["group"], group))
         if not rows.num_rows or snapshot.samples is None or snapshot.scores is None:
-            raise KeyError(f"{name} {group}")
+            raise NotFoundError(f"{name} has no group {group}")
         columns = [*SAMPLE_ID_COLUMNS, "token_ids", "logprobs", "mask", "pictures"]
         [tokens] = snapshot.samples.read_rounds([name], columns)
         tokens = tokens.filter(pc.equal(tokens["group"], group))
         if tokens.num_rows != rows.num_rows:  # a file that cannot be read (now), or was removed
-            raise KeyError(f"the tokens of {name} group {group} cannot be read: try again")
+            raise NotFoundError(f"the tokens of {name} group {group} cannot be read: try again")
         gaps = {}
         if name in snapshot.scores.rounds:
             [scores] = snapshot.scores.read_rounds([name], ["group", "index", "gaps"])
@@ -200,16 +220,22 @@ class RunView(Follower):
         self, name: RoundId, group: int, number: int, index: int | None = None, turn: int = 0
     ) -> str:
         """Return the name of one medium of a group's prompt, or of what was added for one turn;
-        raises KeyError or IndexError."""
-        rows = self.snapshot.rounds[name].rows
+        raises NotFoundError."""
+        rows = self._rows_of(name)
         is_asked = pc.equal(rows["group"], group)
         if index is not None:
             is_turn = pc.and_(pc.equal(rows["index"], index), pc.equal(rows["turn"], turn))
             is_asked = pc.and_(is_asked, is_turn)
         at = pc.index(is_asked, True).as_py()
-        if at < 0 or number < 0:
-            raise KeyError(group)
-        return self.snapshot.prompts[rows["fingerprint"][at].as_py()].media[number]
+        media = self.snapshot.prompts[rows["fingerprint"][at].as_py()].media if at >= 0 else []
+        if not 0 <= number < len(media):
+            raise NotFoundError(f"{name} group {group} has no medium {number}")
+        return media[number]
+
+    def _rows_of(self, name: RoundId) -> pa.Table:
+        if name not in self.snapshot.rounds:
+            raise NotFoundError(f"the record has no {name}")
+        return self.snapshot.rounds[name].rows
 
 
 def is_rounding(samples: Sequence[Mapping[str, Any]]) -> bool:
@@ -225,6 +251,8 @@ class Said(NamedTuple):
 
     role: str
     text: str
+    """What it says, without the marks of the media: they stand beside it."""
+
     media: list[tuple[int, str, str]]
     """Number in the prompt, name, and the picture that the record has, as an address (`data:`);
     empty without one."""
@@ -242,7 +270,8 @@ def said(prompt: Prompt, pictures: Sequence[bytes | None] | None) -> list[Said]:
     for place, message in enumerate(prompt.messages, 1):
         text = text_of(message)
         count = len(media) if place == len(prompt.messages) else text.count("<image>")
-        messages.append(Said(str(message.get("role", "")), text, media[:count]))
+        shown = MARK.sub("", text).strip() if prompt.media else text
+        messages.append(Said(str(message.get("role", "")), shown, media[:count]))
         media = media[count:]
     return messages
 
@@ -322,19 +351,20 @@ def image_bytes(name: str, size: str) -> bytes:
         size: a key of `SIDES`.
 
     Raises:
-        ValueError: it is no image on this machine, or it has more pixels than Pillow opens.
+        NotFoundError: it is no image on this machine, or it has more pixels than Pillow opens.
     """
     path = media_content(name)
     if not isinstance(path, Path):
-        raise ValueError("The record holds its digest or its address only.")
+        raise NotFoundError("the record holds its digest or its address only")
     if not path.is_file():  # to open a pipe could wait for ever
-        raise ValueError(f"{path.name[:80]} is not on this machine.")
+        raise NotFoundError(f"{path.name[:80]} is not on this machine")
     try:
         with Image.open(path) as image:
             shown = upright(image).convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as e:
-        raise ValueError(f"{path.name[:80]} is no image that can be read ({e}).") from e
-    shown.thumbnail((SIDES[size], SIDES[size]))
+        raise NotFoundError(f"{path.name[:80]} is no image that can be read ({e})") from e
+    side = SIDES["small" if size == "small" else "full"]
+    shown.thumbnail((side, side))
     buffer = io.BytesIO()
     shown.save(buffer, "PNG")
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""A run's overview: the verdict, the alarms, the curves as charts, and the worst groups. Pure.
+"""A run's overview: how it is now, its alarms with their groups, and its curves as charts. Pure.
 
 Curves come from the run's record and from ms-swift's `logging.jsonl`. All
 share one axis, optimizer steps done: a training round that begins at step s stands at s + 1, where
@@ -21,12 +21,13 @@ from swift_grpo_ext.record.tables import VERDICTS, DiversityRow
 from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
 from swift_grpo_ext.tools.view.group import RunView
-from swift_grpo_ext.tools.view.runs import Snapshot
+from swift_grpo_ext.tools.view.log import LAST_STEPS
+from swift_grpo_ext.tools.view.runs import NotFoundError, Snapshot
 
 MAX_ALARMS = 50
 MAX_GROUPS, MAX_GROUPS_OF_ROUND = 6, 2
 MAX_COMPLETIONS = 16
-"""Of a worst group, equal ones counted once."""
+"""Different completions of a group that an alarm is about."""
 
 MAX_POINTS = 400
 """Points of a curve, evenly spaced: a chart is about as many pixels wide."""
@@ -53,11 +54,23 @@ DIVERSITY = {
 }
 """Panels of the monitor's metrics."""
 
+COLLISION = "collision"
+FIRST, MORE = ("reward", "reward/reward"), ("kl", "grad_norm", "clip_ratio", "learning_rate")
+"""Panels that come first and largest, and those that are folded, as the monitor's are."""
+
 SHARES = ("copies", "likeness", "ngrams", "passes")
 """Panels of values between 0 and 1: all of that range is drawn, so that noise looks small."""
 
 TIME = "time"
 """Panel of a step's parts, which are stacked."""
+
+UNITS = {
+    **{"length": "tokens", "length_spread": "tokens", "turns": "turns", "turn_seconds": "seconds"},
+    **{"gap": "nats", "entropy": "nats", "kl": "nats", "surprisal": "nats", "reward": "reward"},
+    **{TIME: "seconds", "step_time": "seconds", "clip_ratio": "share", "effective": "samples"},
+    **{"correct": "samples", COLLISION: "p", **dict.fromkeys(SHARES, "share")},
+}
+"""The unit of a panel's values, by its key; others have none."""
 
 LAYERS = {
     "generate": "c0",
@@ -90,7 +103,7 @@ Panels = dict[str, dict[str, Points]]
 
 
 def overall_verdict(records: Sequence[DiversityRow]) -> str:
-    """Return the worst verdict that rose an alarm, or `unknown`; `none` without rounds."""
+    """Return the worst verdict that gave an alarm, or `unknown`; `none` without rounds."""
     alarming = {r.verdict for r in records if r.alarm or r.verdict == "unknown"}
     return next((v for v in VERDICTS if v in alarming), "healthy" if records else "none")
 
@@ -114,8 +127,6 @@ def list_alarms(records: Sequence[DiversityRow]) -> list[dict[str, Any]]:
             {
                 "kind": first.verdict,
                 "phase": first.round.phase,
-                "first": str(first.round),
-                "last": f"{last.round.step}.{last.round.number}",
                 "first_step": first.steps_done,
                 "last_step": last.steps_done,
                 "num_rounds": len(streak),
@@ -185,7 +196,9 @@ def make_panels(
             name: _points((r.steps_done, r.metrics.get(name)) for r in training) for name in metrics
         }
     tested = ((r.steps_done, -r.log10_p) for r in training if r.num_pairs)
-    panels["collision"] = {"-log10 p": _points(tested)}
+    panels[COLLISION] = {"-log10 p": _points(tested)}
+    if not any(panels["entropy"].values()):  # what the samples' log-probabilities say of it
+        panels["entropy"] = panels["surprisal"]
     filled = {key: {n: p for n, p in curves.items() if p} for key, curves in panels.items()}
     return {key: curves for key, curves in filled.items() if curves}
 
@@ -263,7 +276,8 @@ def evenly_spaced(values: list[Any], count: int) -> list[Any]:
 
 def make_charts(panels: Panels, alarms: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
     """Return a chart for each panel, as `script.js` draws it: the values of its curves at `steps`,
-    None where a curve has none, and the `range` of its values where not all of it is to be seen.
+    None where a curve has none, the `unit` of its values, and their `range` where it is not that of
+    the values. `place` says where it stands: `first`, `main`, `more` or `diversity`.
 
     All have one axis of steps, so that what happened at the same time stands at the same place.
 
@@ -274,7 +288,13 @@ def make_charts(panels: Panels, alarms: Sequence[dict[str, Any]] = ()) -> list[d
     steps += [alarm[end] for alarm in alarms for end in ("first_step", "last_step")]
     charts = []
     for key, curves in panels.items():
+        name = key.partition("/")[0]
         chart: dict[str, Any] = {"key": key, "axis": [min(steps) - 0.5, max(steps) + 0.5]}
+        if name in (*DIVERSITY, COLLISION):
+            chart["place"] = "diversity"
+        else:
+            chart["place"] = "first" if key in FIRST else "more" if name in MORE else "main"
+        chart["unit"] = UNITS.get(name, "")
         chart["steps"] = sorted({step for points in curves.values() for step, _ in points})
         chart["curves"] = []
         for number, (name, points) in enumerate(curves.items()):
@@ -282,13 +302,15 @@ def make_charts(panels: Panels, alarms: Sequence[dict[str, Any]] = ()) -> list[d
             colour = LAYERS.get(name, "c5") if key == TIME else f"c{number % NUM_COLOURS}"
             values = [value_at.get(step) for step in chart["steps"]]
             chart["curves"].append({"name": name, "colour": colour, "values": values})
-        chart["range"] = [-0.03, 1.03] if key in SHARES else None
-        chart["is_stacked"] = key == TIME
+        chart["range"] = [-0.03, 1.03] if name in SHARES else None
+        chart["is_stacked"], chart["cut"] = key == TIME, None
         if chart["is_stacked"]:
             # A run begins with what it does once: its first step may be cut.
             layers = (map(_value, points) for points in curves.values())
             totals = [*map(sum, zip(*layers, strict=True))]
             chart["range"] = [0.0, max(totals[1:] or totals) * 1.05]
+            if totals[0] > chart["range"][1]:
+                chart["cut"] = [chart["steps"][0], totals[0]]
         charts.append(chart)
     return charts
 
@@ -311,20 +333,24 @@ def _value(point: tuple[float, float]) -> float:
     return point[1]
 
 
-# --- the worst groups ---
+def mean_of_last(points: Points) -> float | None:
+    """Return the mean of a curve's last `LAST_STEPS` steps; None where it has no point."""
+    last = [value for step, value in points if step > points[-1][0] - LAST_STEPS]
+    return float(np.mean(last)) if last else None
 
 
-def worst_groups(run: RunView, records: Sequence[DiversityRow]) -> list[dict[str, Any]]:
-    """Return groups of the worst rounds, alarms first, as `RunView.group` has them, each with its
-    `verdict`. Frozen noise stands beside what it repeats; equal completions stand once, with all
-    their indices. Groups that the record has lost are left out."""
+# --- the groups that alarms are about ---
+
+
+def alarm_groups(run: RunView, records: Sequence[DiversityRow]) -> list[dict[str, Any]]:
+    """Return groups of the rounds that gave alarms, the most improbable first, as `RunView.group`
+    has them, each with its `verdict`. Frozen noise stands beside what it repeats; equal completions
+    stand once, with all their indices. Groups that the record has lost are left out."""
 
     def badness(record: DiversityRow) -> tuple[Any, ...]:
-        unique_ratio = record.metrics.get("unique_ratio", 1.0)
-        verdict = VERDICTS.index(record.verdict)
-        return verdict, record.alarm is None, record.log10_p, unique_ratio, record.round.step
+        return VERDICTS.index(record.verdict), record.log10_p, record.round.step
 
-    ranked = sorted(records, key=badness)
+    ranked = sorted((record for record in records if record.alarm), key=badness)
     wanted = [(r, group) for r in ranked for group in r.worst_groups[:MAX_GROUPS_OF_ROUND]]
     shown = []
     for record, number in wanted[:MAX_GROUPS]:
@@ -337,7 +363,7 @@ def worst_groups(run: RunView, records: Sequence[DiversityRow]) -> list[dict[str
                     earlier.append((name, place["group"], place["index"]))
         try:
             group = run.group(record.round, number, earlier)
-        except KeyError:
+        except NotFoundError:
             continue
         equal: dict[tuple[Any, ...], dict[str, Any]] = {}
         for sample in sorted(group["samples"], key=_tokens):

@@ -12,7 +12,9 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime, timezone
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -24,17 +26,17 @@ from markupsafe import Markup
 from swift_grpo_ext.diversity.alarms import read_words
 from swift_grpo_ext.timing.advice import advise, mean_step
 from swift_grpo_ext.tools.diff import read_args
-from swift_grpo_ext.tools.updates import LOGS, read_steps
 from swift_grpo_ext.tools.view import overview, several
 from swift_grpo_ext.tools.view.group import RunView, image_bytes
 from swift_grpo_ext.tools.view.overview import evenly_spaced
 from swift_grpo_ext.tools.view.runs import (
     FUNCTION,
+    NotFoundError,
     facets,
     list_groups,
     list_samples,
     matching,
-    parse_round,
+    parse_place,
 )
 
 HERE = Path(__file__).parent
@@ -50,19 +52,20 @@ def words() -> dict[str, list[str]]:
 
 
 def both(texts: Sequence[str]) -> Markup:
-    """Return English and Chinese, of which the page shows the one that its reader chose."""
+    """Return English and Chinese; the page shows the one that its reader chose."""
     return Markup('<span lang="en">{}</span><span lang="zh">{}</span>').format(*texts)
 
 
-def word(key: str) -> Markup | str:
-    """Return the words of a key in both languages; a key without words, such as the name of a
+def pair(key: str) -> list[str]:
+    """Return the words of a key as [English, Chinese]; a key without words, such as the name of a
     reward function, as it is."""
-    return both(words()[key]) if key in words() else key.removeprefix(FUNCTION)
+    return words().get(key, [key.removeprefix(FUNCTION)] * 2)
 
 
-def label(key: str) -> str:
-    """Return both languages for where no markup can stand, such as a menu."""
-    return " · ".join(dict.fromkeys(words().get(key, [key.removeprefix(FUNCTION)])))
+def word(key: str, **values: object) -> Markup | str:
+    """Return the words of a key in both languages, with values in their places."""
+    texts = [text.format(**values) if values else text for text in pair(key)]
+    return both(texts) if texts[0] != texts[1] else texts[0]
 
 
 def number(value: float | None) -> str:
@@ -72,6 +75,25 @@ def number(value: float | None) -> str:
     if float(value).is_integer():
         return f"{value:,.0f}"
     return f"{value:.1e}" if abs(value) < 1e-3 else f"{value:.3f}"
+
+
+def rounded(value: object) -> str:
+    """Return a setting as the page shows it: of a number, six digits at most."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)[:120]
+
+
+def apart(*values: object) -> list[object]:
+    """Return values that differ with as many digits as show it."""
+    for digits in range(4, 17):
+        shown = [f"{v:.{digits}g}" if isinstance(v, float) else v for v in values]
+        if len({*map(str, shown)}) == len(values):
+            return shown
+    return list(values)
+
+
+def utc(seconds: float) -> str:
+    """Return a time for readers without script."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 @cache
@@ -87,11 +109,12 @@ def _environment() -> Environment:
     texts = [(HERE / "static" / name).read_text(encoding="utf-8") for name in files]
     digests = [hashlib.sha256(script.encode()).digest() for script in texts[:2]]
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-    environment.filters["number"] = number
+    environment.filters.update(number=number, rounded=rounded, utc=utc)
     environment.globals.update(
         t=word,
         both=both,
-        label=label,
+        pair=pair,
+        apart=apart,
         plotting=Markup(texts[0]),
         script=Markup(texts[1]),
         style=Markup("".join(texts[2:])),
@@ -135,19 +158,19 @@ def render(
 
 def state_of(runs: Sequence[RunView]) -> str:
     """Return a text that changes when what is read of the runs does."""
-    states = []
-    for run in runs:
-        states.append(f"{run.snapshot.version}{'' if run.snapshot.is_whole else '…'}")
-        with suppress(OSError):  # of a run that has logged nothing yet
-            states.append(str((run.run_dir / LOGS).stat().st_size))
-    return " ".join(states)
+    return " ".join(
+        f"{run.snapshot.version}{'' if run.snapshot.is_whole else '…'} "
+        f"{run.log.version[1]} {run.log.state}"
+        for run in runs
+    )
 
 
 # --- what each page shows ---
 
 
 def samples_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of `samples.html`: one page of the samples that match, or the problem."""
+    """Return the values of `samples.html`: one page of the samples that match, by prompt, or the
+    problem."""
     snapshot = run.snapshot
     problem = ""
     rows = np.arange(0)
@@ -157,13 +180,16 @@ def samples_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
         offset = max(int(query.get("offset") or 0), 0)
     except ValueError as e:
         problem = str(e)
+    shown = list_samples(snapshot, rows[offset : offset + PAGE_ROWS])
+    # What follows one another and has one prompt stands below it.
+    blocks = groupby(shown, key=lambda row: (row["round"], row["group"], row["fingerprint"]))
     return {
         "query": query,
         "problem": problem,
         "count": len(rows),
         "offset": offset,
         "next_offset": offset + PAGE_ROWS if offset + PAGE_ROWS < len(rows) else None,
-        "samples": list_samples(snapshot, rows[offset : offset + PAGE_ROWS]),
+        "blocks": [list(samples) for _, samples in blocks],
         "facets": facets(snapshot),
         "is_live": not offset,
     }
@@ -171,25 +197,26 @@ def samples_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
 
 def groups_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of `groups.html`: the groups of a round, the newest if none is named;
-    raises ValueError where there is no such round."""
+    raises NotFoundError where there is no such round."""
     snapshot = run.snapshot
     names = [".".join(map(str, name)) for name in snapshot.rounds]
     shown = query.get("round") or next(iter(names), "")
+    if shown and shown not in names:
+        raise NotFoundError(f"the record has no {shown}")
     at = names.index(shown) if names else 0
     return {
         "names": names,
         "shown": shown,
         "later": names[at - 1] if at > 0 else None,
         "earlier": names[at + 1] if at + 1 < len(names) else None,
-        "groups": list_groups(snapshot, parse_round(shown)) if names else [],
+        "groups": list_groups(snapshot, list(snapshot.rounds)[at]) if names else [],
         "is_live": not query.get("round"),
     }
 
 
 def group_values(run: RunView, query: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `group.html`; raises LookupError or ValueError where there is no such
-    group."""
-    name, number = parse_round(query["round"]), int(query["group"])
+    """Return the values of `group.html`; raises NotFoundError where there is no such group."""
+    name, number = parse_place(query, "group")
     group = run.group(name, number)
     numbers = run.snapshot.rounds[name].rows["group"].unique().to_pylist()
     at = numbers.index(number)
@@ -201,21 +228,26 @@ def group_values(run: RunView, query: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overview_values(run: RunView) -> dict[str, Any]:
-    """Return the values of `overview.html`: verdict, alarms, worst groups, and curves, in which
-    alarms in training are shaded."""
+    """Return the values of `overview.html`: how the run is now, its alarms with their groups, and
+    its curves, in which alarms in training are shaded."""
     records = run.diversity.read()
     alarms = overview.list_alarms(records)
     shaded = [alarm for alarm in alarms if alarm["phase"] == "train"]
-    logs = read_steps(run.run_dir)
-    panels = overview.make_panels(run.snapshot, records, logs)
-    timed = [*overview.timed_steps(logs).values()]
+    log = run.log
+    panels = overview.make_panels(run.snapshot, records, log.steps)
+    rewards = panels.get("reward", {}).get("reward", [])
+    timed = [*overview.timed_steps(log.steps).values()]
     return {
+        "log": log,
+        "reward": rewards[-1][1] if rewards else None,
+        "mean_reward": overview.mean_of_last(rewards),
+        "minutes_left": (log.max_steps - log.step) * (log.seconds or 0) / 60,
         "verdict": overview.overall_verdict(records),
         "alarms": alarms,
         "shaded": shaded,
         "charts": overview.make_charts(panels, shaded),
         "advices": advise(mean_step(timed), read_args(run.run_dir)),
-        "groups": overview.worst_groups(run, records),
+        "alarm_groups": overview.alarm_groups(run, records),
         "is_live": True,
     }
 
@@ -232,13 +264,13 @@ def write_page(runs: Sequence[Path], output: str | os.PathLike[str], num_groups:
         num_groups: how many groups it holds at most, spread evenly over the rounds.
 
     Raises:
-        FileNotFoundError: there are neither samples nor what the monitor measured yet.
+        FileNotFoundError: there are neither samples nor logs nor what the monitor measured yet.
         OSError: the page cannot be written.
     """
     views = [RunView(folder) for folder in runs]
     for run in views:
         run.refresh()
-        if not run.snapshot.rounds and not run.diversity.read():
+        if not run.snapshot.rounds and not run.log.steps and not run.diversity.read():
             raise FileNotFoundError(f"{run.run_dir}: {words()['no_samples'][0]}")
     if len(views) == 1:
         page = _saved_run(views[0], num_groups)
@@ -255,18 +287,17 @@ def _saved_run(run: RunView, num_groups: int) -> str:
     groups = [group for name in reversed(snapshot.rounds) for group in list_groups(snapshot, name)]
     listed, shown = [], []
     for group in evenly_spaced(groups, num_groups):
-        with suppress(KeyError):  # a file that cannot be read, which was said
+        with suppress(NotFoundError):  # a file that cannot be read, which was said
             shown.append(group_values(run, group))
             listed.append(group)
 
     def address_inside(page: str, **values: Any) -> str:
         if page == "image":
-            name = parse_round(values["round"])
             try:
+                place = parse_place(values, "group", "number")
                 turn = values.get("index"), values.get("turn", 0)
-                image = run.medium_name(name, values["group"], values["number"], *turn)
-                content = image_bytes(image, "small")
-            except ValueError:
+                content = image_bytes(run.medium_name(*place, *turn), "small")
+            except NotFoundError:
                 return ""
             return f"data:image/png;base64,{base64.b64encode(content).decode()}"
         place = f"-{values['round']}-{values['group']}" if page == "group" else ""

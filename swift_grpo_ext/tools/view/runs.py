@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -65,6 +66,14 @@ MAX_QUESTION = 160
 """Characters of a prompt's last message in a list."""
 
 
+MARK = re.compile(r"<(image|video|audio)>")
+"""Stands in a text where a medium does, as ms-swift has it."""
+
+
+class NotFoundError(ValueError):
+    """A page asks for something that is not there: what its address names is in no record."""
+
+
 class Prompt(NamedTuple):
     """A prompt as the record has it: its messages as JSON, and the names of its media."""
 
@@ -78,8 +87,9 @@ class Prompt(NamedTuple):
 
     @property
     def question(self) -> str:
-        """The beginning of its last message."""
-        return str(self.messages[-1]["content"])[:MAX_QUESTION]
+        """The beginning of its last message, without marks: its media stand beside it."""
+        text = str(self.messages[-1]["content"])
+        return (MARK.sub("", text).strip() if self.media else text)[:MAX_QUESTION]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +137,12 @@ class Snapshot:
         names: list[str] = pc.unique(self.table["rewards"].combine_chunks().keys).to_pylist()
         return names
 
+    @cached_property
+    def best_reward(self) -> float:
+        """The greatest reward, 1 at the least: what is coloured by its reward has all of its colour
+        here."""
+        return max(pc.max(self.table["reward"]).as_py() or 0.0, 1.0)
+
     @property
     def ranges(self) -> list[str]:
         """The columns that are bounded and sorted by: `RANGES`, and the reward functions'."""
@@ -143,6 +159,10 @@ class Follower:
     """Keeps the newest `Snapshot` of a run; one thread at a time may call `refresh`."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self.follow(run_dir)
+
+    def follow(self, run_dir: str | os.PathLike[str]) -> None:
+        """Begin with a folder."""
         self.run_dir = Path(run_dir)
         self.snapshot = Snapshot(version=0)
         self.diversity = DiversityReader(run_dir)
@@ -257,10 +277,16 @@ _EMPTY = _with_scores(
 # --- which samples, which groups ---
 
 
-def parse_round(text: str) -> RoundId:
-    """Read `train.3.0`; raises ValueError."""
-    phase, step, number = text.split(".")
-    return RoundId(PHASES[PHASES.index(phase)], int(step), int(number))
+def parse_place(values: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
+    """Return the round that an address names, such as `round=train.3.0`, and the numbers that it
+    gives under some names; raises NotFoundError where one is missing or unreadable."""
+    try:
+        phase, step, number = values["round"].split(".")
+        place = RoundId(PHASES[PHASES.index(phase)], int(step), int(number))
+        return place, *(int(values[name]) for name in names)
+    except (KeyError, ValueError) as e:
+        asked = ", ".join(f"{name}={value}" for name, value in values.items()) or "no round"
+        raise NotFoundError(f"{asked}: expected round=train.3.0 and a number as {names}") from e
 
 
 def matching(snapshot: Snapshot, values: Mapping[str, str]) -> np.ndarray:

@@ -1,7 +1,9 @@
 """`swift-grpo-ext view`: the server, for one person.
 
 It listens on 127.0.0.1, or where `--host` says. Every address begins with a token that only the
-printed URL holds; what lacks it is answered 404. One background thread reads what the run writes.
+printed URL holds; what lacks it is answered 404, as is what no record has. An error of a page is
+answered 500, and its traceback is in the log (uvicorn's). One background thread reads what the run
+writes.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from swift_grpo_ext.tools.view import pages, several
 from swift_grpo_ext.tools.view.group import RunView, image_bytes
-from swift_grpo_ext.tools.view.runs import parse_round
+from swift_grpo_ext.tools.view.runs import NotFoundError, parse_place
 
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0
+
+Query = Mapping[str, str]
+"""The values of an address."""
 
 HEADERS = {
     "content-security-policy": "frame-ancestors 'none'",  # the page itself holds the rest of it
@@ -45,69 +50,63 @@ def make_app(runs: Sequence[RunView], token: str) -> Starlette:
     number."""
 
     def start(request: Request) -> Response:
-        return RedirectResponse("0/samples" if len(runs) == 1 else "runs", headers=HEADERS)
+        return RedirectResponse("0/overview" if len(runs) == 1 else "runs", headers=HEADERS)
 
-    def values_of(name: str, query: Mapping[str, str]) -> dict[str, Any]:
-        return {
-            "runs": lambda: several.runs_values(runs),
-            "pair": lambda: several.pair_values(runs, (int(query["a"]), int(query["b"]))),
-        }[name]()
+    def pair(query: Query) -> dict[str, Any]:
+        numbers = query.get("a", ""), query.get("b", "")
+        if not all(number.isdecimal() and int(number) < len(runs) for number in numbers):
+            raise NotFoundError(f"a={numbers[0]}, b={numbers[1]}: expected the numbers of two runs")
+        return several.pair_values(runs, (int(numbers[0]), int(numbers[1])))
 
-    routes = [Route("/", start), *_routes(runs, None, values_of)]
-    routes[1:1] = [
-        Mount(f"/{number}", routes=_run_routes(runs, run)) for number, run in enumerate(runs)
-    ]
-    return Starlette(routes=[Mount(f"/{token}", routes=routes)])
+    of_all = {"runs": lambda query: several.runs_values(runs), "pair": pair}
+    of_each = [Mount(f"/{number}", routes=_run_routes(runs, run)) for number, run in enumerate(runs)]
+    routes = [Route("/", start), *of_each, *_routes(runs, None, of_all)]
+    return Starlette(
+        routes=[Mount(f"/{token}", routes=routes)], exception_handlers={NotFoundError: _not_found}
+    )
 
 
 def _run_routes(runs: Sequence[RunView], run: RunView) -> list[BaseRoute]:
     """Return the routes of one run's pages and images."""
 
     def image(request: Request) -> Response:
-        query = request.query_params
-        try:  # by round, group and number: what the run's record names
-            place = parse_round(query["round"]), int(query["group"]), int(query["number"])
-            index = int(query["index"]) if "index" in query else None
-            medium = run.medium_name(*place, index, int(query.get("turn", 0)))
-            content = image_bytes(medium, query["size"])
-        except (LookupError, ValueError) as e:
-            return _nothing(e)
+        query = request.query_params  # by round, group and number: what the run's record names
+        place = parse_place(query, "group", "number")
+        turn = parse_place(query, "index", "turn")[1:] if "index" in query else ()
+        content = image_bytes(run.medium_name(*place, *turn), query.get("size", ""))
         return Response(content, media_type="image/png", headers=HEADERS)
 
-    def values_of(name: str, query: Mapping[str, str]) -> dict[str, Any]:
-        return {
-            "samples": lambda: pages.samples_values(run, query),
-            "groups": lambda: pages.groups_values(run, query),
-            "group": lambda: pages.group_values(run, query),
-            "overview": lambda: pages.overview_values(run),
-        }[name]()
-
-    return [Route("/image", image), *_routes(runs, run, values_of)]
+    of_run = {
+        "overview": lambda query: pages.overview_values(run),
+        "samples": lambda query: pages.samples_values(run, query),
+        "groups": lambda query: pages.groups_values(run, query),
+        "group": lambda query: pages.group_values(run, query),
+    }
+    return [Route("/image", image), *_routes(runs, run, of_run)]
 
 
 def _routes(
     runs: Sequence[RunView],
     run: RunView | None,
-    values_of: Callable[[str, Mapping[str, str]], dict[str, Any]],
+    values_of: Mapping[str, Callable[[Query], dict[str, Any]]],
 ) -> list[BaseRoute]:
-    """Return the routes of a run's pages, or of all runs', and of their state."""
+    """Return the routes of a run's pages, or of all runs', by their names, and of their state."""
 
     def state(request: Request) -> Response:
         return PlainTextResponse(pages.state_of(runs if run is None else [run]), headers=HEADERS)
 
     def page(request: Request) -> Response:
         name = request.path_params["page"]
-        try:
-            values = values_of(name, request.query_params)
-        except (LookupError, ValueError) as e:
-            return _nothing(e)
+        if name not in values_of:
+            raise NotFoundError(f"there is no page {name}")
+        values = values_of[name](request.query_params)
         return HTMLResponse(pages.render(name, run, runs, **values), headers=HEADERS)
 
     return [Route("/state", state), Route("/{page}", page)]
 
 
-def _nothing(cause: Exception) -> Response:
-    return PlainTextResponse(f"There is no such thing here ({cause}).", 404)
+def _not_found(request: Request, cause: Exception) -> Response:
+    return PlainTextResponse(f"Not found: {cause}.", 404, headers=HEADERS)
 
 
 def serve(runs: Sequence[Path], port: int, host: str) -> None:

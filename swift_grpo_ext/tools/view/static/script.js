@@ -16,8 +16,25 @@ root.lang = chosen("language") || (navigator.language.startsWith("zh") ? "zh" : 
 document.getElementById("language").addEventListener("click", () => {
   root.lang = root.lang === "en" ? "zh" : "en";
   chosen("language", root.lang);
-  drawCharts();
+  show();
 });
+
+// What no style can choose: words of menus, and times by the reader's clock.
+function show() {
+  document.querySelectorAll("[data-en]").forEach((e) => { e.textContent = e.dataset[root.lang]; });
+  showTimes();
+  drawCharts();
+}
+
+function showTimes() {
+  document.querySelectorAll("time").forEach((e) => {
+    const then = e.dataset.time * 1000, seconds = Math.round((Date.now() - then) / 1000);
+    const [unit, length] = [["day", 86400], ["hour", 3600], ["minute", 60], ["second", 1]].find(([, n]) => seconds >= n) || ["second", 1];
+    const ago = new Intl.RelativeTimeFormat(root.lang).format(-Math.floor(seconds / length), unit);
+    const text = "relative" in e.dataset ? ago : new Date(then).toLocaleString(root.lang, {dateStyle: "medium", timeStyle: "short"});
+    if (e.textContent !== text) e.textContent = text;
+  });
+}
 
 // --- a saved page shows one section ---
 
@@ -63,18 +80,28 @@ function smooth(values, weight) {
   });
 }
 
-// Each curve as it is, and, where it is smoothed, that in front of it.
-function lines(curves, weight) {
+// A legend has the values of the step that is pointed at, and else the last ones, with their step
+// where it is not the last.
+function last(values, steps) {
+  const at = values.findLastIndex((value) => value !== null);
+  return readable(values[at]) + (at < steps.length - 1 ? ` (${steps[at]})` : "");
+}
+
+// Each curve as it is, and, where it is smoothed, that in front of it. Later curves are dashed, so
+// that those below show through where they coincide.
+function lines(curves, steps, weight) {
   const series = [], data = [];
   curves.forEach(({name, colour: own, values}, number) => {
-    const dash = [[], [7, 4], [2, 3]][Math.floor(number / 6) % 3];
-    const line = {label: name, stroke: colour(own), width: 1.6, dash, spanGaps: true, value: (u, value) => readable(value)};
+    const dash = [[], [8, 6], [2, 4], [12, 4, 2, 4]][number % 4];
+    const shown = weight ? smooth(values, weight) : values;
+    const value = (u, pointed, index, at) => at === null ? last(shown, steps) : readable(pointed);
+    const line = {label: name, stroke: colour(own), width: number ? 1.6 : 2, dash, spanGaps: true, value};
     if (weight) {
       series.push({...line, stroke: colour(own, 0.25), width: 1, class: "u-raw", points: {show: false}});
       data.push(values);
     }
     series.push(line);
-    data.push(weight ? smooth(values, weight) : values);
+    data.push(shown);
   });
   return {series, data, bands: []};
 }
@@ -87,24 +114,26 @@ function areas(curves, steps) {
     const fill = colour(own, own.endsWith("light") ? 0.5 : 1);
     values.forEach((value, at) => { sums[at] += value; });
     data.push([sums[0], ...sums]);
-    const value = (u, sum, index, at) => readable(at === null ? null : values[Math.max(at - 1, 0)]);
+    const value = (u, sum, index, at) => at === null ? last(values, steps) : readable(values[Math.max(at - 1, 0)]);
     series.push({label: name, stroke: fill, width: 0, paths, points, value, ...(number ? {} : {fill})});
     if (number) bands.push({series: [number + 1, number], fill});
   });
   return {series, data, bands};
 }
 
-// A flat curve has room, too.
-function around(u, least, most) {
-  if (least === null) return [0, 1];  // all curves are hidden
-  const room = least === most ? Math.abs(least) / 10 || 1 : 0;
-  return uPlot.rangeNum(least - room, most + room, 0.1, true);
-}
+// Room around curves; none below 0 where no value is, and none above 1 in what is a share.
+const around = (isShare) => (u, least, most) => {
+  if (least === null || (least === 0 && most === 0)) return [0, 1];  // null: all curves are hidden
+  if (least === most) return [Math.min(2 * least, 0), Math.max(2 * least, 0)];
+  const [low, high] = uPlot.rangeNum(least, most, 0.1, true);
+  return [least >= 0 ? Math.max(low, 0) : low, isShare && most <= 1 ? Math.min(high, 1) : high];
+};
 
 function drawChart(figure) {
-  const {axis: [low, high], range, steps, curves, is_stacked: isStacked} = JSON.parse(figure.dataset.chart);
-  const {alarms, step: names} = figure.parentElement.dataset;
-  const {series, data, bands} = isStacked ? areas(curves, steps) : lines(curves, smoothing);
+  const {axis: [low, high], range, steps, curves, unit, is_stacked: isStacked} = JSON.parse(figure.dataset.chart);
+  const {alarms, step: names} = figure.parentElement.dataset, spoken = root.lang === "zh" ? 1 : 0;
+  const [step, unitName] = [JSON.parse(names)[spoken], JSON.parse(figure.dataset.unit)[spoken]];
+  const {series, data, bands} = isStacked ? areas(curves, steps) : lines(curves, steps, smoothing);
   const plot = figure.querySelector(".plot");
   const shade = (u) => JSON.parse(alarms).forEach(({kind, first_step: first, last_step: last}) => {
     const [start, end] = [first - 0.5, last + 0.5].map((step) => Math.min(Math.max(
@@ -112,19 +141,22 @@ function drawChart(figure) {
     u.ctx.fillStyle = colour(kind, 0.18);
     u.ctx.fillRect(start, u.bbox.top, Math.max(end - start, 2), u.bbox.height);
   });
+  const height = figure.closest(".first") ? 280 : 190;
   const axis = {stroke: colour("soft"), grid: {stroke: colour("line"), width: 1}, ticks: {show: false}, font: "10px system-ui"};
   const options = {
-    width: Math.max(plot.clientWidth, 100), height: 200, series: [{label: JSON.parse(names)[root.lang]}, ...series], bands,
-    scales: {x: {time: false, min: low, max: high}, y: {range: range || around}},
+    width: Math.max(plot.clientWidth, 100), height, bands,
+    series: [{label: step, value: (u, value, index, at) => at === null ? steps[steps.length - 1] : value}, ...series],
+    scales: {x: {time: false, min: low, max: high}, y: {range: range || around(unit === "share")}},
     axes: [
-      {...axis, label: JSON.parse(names)[root.lang], labelSize: 14, labelFont: axis.font, size: 22, incrs: [1, 2, 5].flatMap((n) => [n, n * 10, n * 100, n * 1000, n * 1e4, n * 1e5]).sort((a, b) => a - b)},
-      {...axis, size: 52, values: (u, ticks) => ticks.map(readable)},
+      {...axis, label: step, labelSize: 14, labelFont: axis.font, size: 22, incrs: [1, 2, 5].flatMap((n) => [n, n * 10, n * 100, n * 1000, n * 1e4, n * 1e5]).sort((a, b) => a - b)},
+      {...axis, label: unitName || undefined, labelSize: unitName ? 16 : 0, labelFont: axis.font, size: 48, values: (u, ticks) => ticks.map(readable)},
     ],
     legend: {markers: {fill: (u, index) => series[index - 1].stroke}},
     cursor: {sync: {key: "steps"}, y: false}, hooks: {drawClear: [shade]},
   };
   const chart = new uPlot(options, [isStacked ? [steps[0] - 1, ...steps] : steps, ...data], plot);
-  const watcher = new ResizeObserver(() => chart.setSize({width: Math.max(plot.clientWidth, 100), height: 200}));
+  chart.setLegend({idx: null});
+  const watcher = new ResizeObserver(() => chart.setSize({width: Math.max(plot.clientWidth, 100), height}));
   watcher.observe(plot);
   charts.push({chart, watcher, low, high});
 }
@@ -146,7 +178,7 @@ document.addEventListener("input", ({target}) => {
   drawCharts();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
-drawCharts();
+show();
 
 // --- the run goes on: what is being read stays as it is, lists and charts follow ---
 
@@ -160,9 +192,12 @@ async function follow() {
     if (state !== main.dataset.state && "live" in main.dataset && !isBusy) {
       const answer = await (await fetch(location.href)).text();
       const page = new DOMParser().parseFromString(answer, "text/html");
+      const opened = [...document.querySelectorAll("details[id]")].map(({id, open}) => [id, open]);
       for (const part of ["main", "#status"]) document.querySelector(part).replaceWith(page.querySelector(part));
-      drawCharts();
+      for (const [id, open] of opened) if (document.getElementById(id)) document.getElementById(id).open = open;
+      show();
     }
+    showTimes();
   } catch {
     lost.hidden = false;
   }
