@@ -171,8 +171,17 @@ def flag_table() -> str:
 
 
 def view(options: argparse.Namespace) -> None:
-    """Serve runs as pages, or write one page."""
-    runs = [run for folder in options.run_dirs for run in find_runs(folder)]
+    """Serve runs as pages, or write one page. A folder that is new may wait for its run."""
+    runs: list[Path] = []
+    for folder in map(Path, options.run_dirs):
+        try:
+            runs += find_runs(folder)
+        except FileNotFoundError as e:
+            is_new = not any(path.is_dir() for path in folder.glob("[!.]*"))
+            if options.output is not None or folder.is_file() or not is_new:
+                raise
+            print(f"{e} The page waits for it.", file=sys.stderr, flush=True)
+            runs.append(folder)
     if options.output is not None:
         from swift_grpo_ext.tools.view.pages import write_page
 

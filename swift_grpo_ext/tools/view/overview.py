@@ -288,13 +288,13 @@ def make_charts(panels: Panels, alarms: Sequence[dict[str, Any]] = ()) -> list[d
     steps += [alarm[end] for alarm in alarms for end in ("first_step", "last_step")]
     charts = []
     for key, curves in panels.items():
-        name = key.partition("/")[0]
+        panel = key.partition("/")[0]
         chart: dict[str, Any] = {"key": key, "axis": [min(steps) - 0.5, max(steps) + 0.5]}
-        if name in (*DIVERSITY, COLLISION):
+        if panel in (*DIVERSITY, COLLISION):
             chart["place"] = "diversity"
         else:
-            chart["place"] = "first" if key in FIRST else "more" if name in MORE else "main"
-        chart["unit"] = UNITS.get(name, "")
+            chart["place"] = "first" if key in FIRST else "more" if panel in MORE else "main"
+        chart["unit"] = UNITS.get(panel, "")
         chart["steps"] = sorted({step for points in curves.values() for step, _ in points})
         chart["curves"] = []
         for number, (name, points) in enumerate(curves.items()):
@@ -302,7 +302,7 @@ def make_charts(panels: Panels, alarms: Sequence[dict[str, Any]] = ()) -> list[d
             colour = LAYERS.get(name, "c5") if key == TIME else f"c{number % NUM_COLOURS}"
             values = [value_at.get(step) for step in chart["steps"]]
             chart["curves"].append({"name": name, "colour": colour, "values": values})
-        chart["range"] = [-0.03, 1.03] if name in SHARES else None
+        chart["range"] = [-0.03, 1.03] if panel in SHARES else None
         chart["is_stacked"], chart["cut"] = key == TIME, None
         if chart["is_stacked"]:
             # A run begins with what it does once: its first step may be cut.
