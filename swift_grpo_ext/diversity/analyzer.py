@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
@@ -169,6 +169,10 @@ def worst_groups(
         group[0].sample_id.group: len(set(map(token_bytes, group))) / len(group) for group in groups
     }
     copied = [number for number, share in share_distinct.items() if share < 1]
-    solved = {group[0].sample_id.group for group in groups if is_solved(group, scores)}
+    solved = {
+        group[0].sample_id.group
+        for group in groups
+        if is_solved([scores.get(replace(sample.sample_id, turn=0), 0.0) for sample in group])
+    }
     worst += sorted(copied, key=lambda number: (number in solved, share_distinct[number]))
     return list(dict.fromkeys(worst))[:MAX_WORST_GROUPS]

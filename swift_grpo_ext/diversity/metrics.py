@@ -128,7 +128,7 @@ def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]
     some_correct = [group for group in correct if group]
     metrics = {
         "equal_rewards": mean(float(min(r) == max(r)) for r in rewards if len(r) > 1),
-        "solved": mean(float(is_solved(group, scores)) for group in groups) if rewards else None,
+        "solved": mean(float(is_solved(r)) for r in rewards if len(r) > 1),
         "correct_answers": mean(map(distinct_answers, some_correct)),
         "correct_vendi": mean(
             vendi_score(list(ngram_counts(tokens))) if len(tokens) > 1 else 1.0
@@ -146,10 +146,9 @@ def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def is_solved(group: Group, scores: Scores) -> bool:
-    """Return whether all samples of a group are correct and all have one reward."""
-    rewards = {scores.get(replace(sample.sample_id, turn=0), 0.0) for sample in group}
-    return len(rewards) == 1 and min(rewards) >= CORRECT_REWARD
+def is_solved(rewards: Sequence[float]) -> bool:
+    """Return whether the samples of a group are all correct and all have one reward."""
+    return CORRECT_REWARD <= min(rewards, default=0.0) == max(rewards, default=0.0)
 
 
 def mean(values: Iterable[float]) -> float | None:

@@ -97,6 +97,27 @@ def test_verdicts(log2_p: float, copied: float, common_mode: float, verdict: str
     assert judge(CollisionTest(log2_p=log2_p), metrics, 1e-6) == untested
 
 
+@pytest.mark.parametrize(
+    ("solved", "common_mode", "verdict"),
+    [(0.49, 0.25, "collapse"), (0.5, 0.25, "healthy"), (1.0, 0.9, "collapse")],
+)
+def test_solved_prompts_are_no_collapse(solved: float, common_mode: float, verdict: str) -> None:
+    """One completion for nearly all prompts is one, whatever its reward."""
+    metrics = {"copied_ratio": 1.0, "common_mode": common_mode, "solved": solved}
+    assert judge(CollisionTest(num_pairs=1), metrics, 1e-6) == verdict
+
+
+def test_a_solved_prompt_is_no_alarm_and_the_last_of_the_worst() -> None:
+    analyzer = analyzer_of()
+    for step in range(4):
+        groups = groups_of([LONG] * 4, [[*LONG, 1]] * 4, step=step, bits=0.001)
+        samples = [sample for group in groups for sample in group]
+        scores = {s.sample_id: 1.0 if step == 3 else 1.0 - s.sample_id.group for s in samples}
+        [record] = analyzer.analyze(samples, scores)
+        assert (record.metrics["solved"], record.alarm) == (1.0 if step == 3 else 0.5, None)
+        assert record.worst_groups == ([0, 1] if step == 3 else [1, 0])
+
+
 def test_greedy_copies_are_no_alarm_and_not_remembered() -> None:
     analyzer = analyzer_of(is_greedy=True)
     for step in range(3):
@@ -113,6 +134,7 @@ def test_collapse_is_an_alarm_in_its_third_round_for_each_phase() -> None:
     ]
     records = [analyzer.analyze(samples)[0] for samples in rounds]
     alarms = [bool(record.alarm) for record in records]
+    assert [record.scalars()["diversity/collapse"] for record in records] == alarms
     assert alarms == [False] * 4 + [True] * 2 + [False] * 3 + [True]
     assert "collapsed policy in train round 3.0, 4 rounds in a row: 100%" in str(records[5].alarm)
 

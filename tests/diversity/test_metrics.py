@@ -208,7 +208,7 @@ WRONG, ONE_WAY = (
             [TWO_WAYS, WRONG, ONE_WAY],
             [1.0, 1.5, 0.5, 0.0, *[0.25] * 4, *[1.0] * 4],
             {
-                "equal_rewards": 2 / 3,
+                **{"equal_rewards": 2 / 3, "solved": 1 / 3},
                 **{"correct_answers": 1.5, "correct_vendi": 1.5},  # 2 and 1
                 **{"pass_at_1": 0.5, "pass_at_2": (5 / 6 + 0 + 1) / 3, "pass_at_4": 2 / 3},
             },
@@ -217,10 +217,10 @@ WRONG, ONE_WAY = (
         (
             [WRONG[:2]],
             [1.0, 0.999],
-            {"equal_rewards": 0, "correct_answers": 1, "correct_vendi": 1, "pass_at_1": 0.5,
-             "pass_at_2": 1},
+            {"equal_rewards": 0, "solved": 0, "correct_answers": 1, "correct_vendi": 1,
+             "pass_at_1": 0.5, "pass_at_2": 1},
         ),
-        ([WRONG[:2]], [0, 0], {"equal_rewards": 1, "pass_at_1": 0, "pass_at_2": 0}),
+        ([WRONG[:2]], [0, 0], {"equal_rewards": 1, "solved": 0, "pass_at_1": 0, "pass_at_2": 0}),
         # Samples without a score are left out.
         ([WRONG], [], {}),
         ([WRONG], [1], {"correct_answers": 1, "correct_vendi": 1, "pass_at_1": 1}),

@@ -182,7 +182,9 @@ def test_steps_count_both_ends() -> None:
     assert steps("3:5") == range(3, 6)
 
 
-def test_view_serves_or_writes_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_serves_or_writes_one_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         Path(name).mkdir()
@@ -192,8 +194,12 @@ def test_view_serves_or_writes_one_page(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("swift_grpo_ext.tools.view.pages.write_page", lambda *a: calls.append(a))
     assert main(["view", "a"]) == main(["view", "b", "a", "--port", "0", "--host", "::1"]) == 0
     assert main(["view", ".", "--output", "page.html"]) == 0
+    assert main(["view", "new", "--output", "page.html"]) == 1
     a, b = Path("a"), Path("b")
-    assert calls == [([a], 8462, "127.0.0.1"), ([b, a], 0, "::1"), ([a, b], "page.html")]
+    assert main(["view", "new"]) == 0
+    assert capsys.readouterr().err.endswith(" of a training. The page waits for it.\n")
+    served, new = [([a], 8462, "127.0.0.1"), ([b, a], 0, "::1")], ([Path("new")], 8462, "127.0.0.1")
+    assert calls == [*served, ([a, b], "page.html"), new]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

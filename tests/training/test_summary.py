@@ -83,7 +83,7 @@ def test_alarms_and_times_are_in_the_block(monkeypatch: pytest.MonkeyPatch) -> N
     parts = {f"time/{part}": 1.0 for part in (*PARTS, *ROLLOUT_PARTS)}
     logs = [{"step": s, "diversity/broken": 0.0, "diversity/collapse": s / 2} for s in range(3)]
     first, *others = told(monkeypatch, [*logs, {"step": 3, **parts}])[1].split("\n")
-    assert first.endswith("; alarms of diversity at 2 steps, from 1 on.")
+    assert first.endswith("; alarms of diversity at 2 steps, from step 1 on.")
     assert others[0].startswith("A step took ")
     [line] = told(monkeypatch, [], callbacks=[])[1:]
     assert line.endswith("1 of evaluation.")

@@ -89,7 +89,7 @@ def pair_values(runs: Sequence[RunView], numbers: tuple[int, int]) -> dict[str, 
         values["problems"].append(str(e))
     else:
         both = pd.concat(pair.means, axis=1, keys=(0, 1)).dropna()
-        values["pair"], values["num_equal"] = pair, int((both[0] == both[1]).sum())
+        values["paired"], values["num_equal"] = pair, int((both[0] == both[1]).sum())
         values["prompts"] = _prompts_apart((one, other), both)
     return values
 

@@ -19,7 +19,7 @@ from tests.tools.view.chrome import BROWSER, Chrome, open_chrome
 from tests.tools.view.runs import HOSTILE, Writer, add_logs, add_tokenizer, make_rows, make_run
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
-ROWS = "ol.samples li"
+ROWS = "tr.sample"
 VIEW = (
     "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(main(['view', *sys.argv[1:]]))"
 )
@@ -54,7 +54,7 @@ def url(run_dir: Path) -> Iterator[str]:
 def page(chrome: Chrome, url: str) -> Iterator[Chrome]:
     chrome.call("Page.navigate", url="about:blank")
     chrome.problems.clear()
-    chrome.open(url)
+    chrome.open(f"{url}0/samples")
     chrome.until(f"document.querySelectorAll('{ROWS}').length >= 12")
     yield chrome
     assert chrome.problems == []
@@ -69,6 +69,12 @@ def test_filters_and_groups(page: Chrome) -> None:
     page.until("location.search.includes('phase=train')")
     assert "where" not in page.run("location.search")
     page.until("document.querySelector('details').open")
+    options = page.texts("option")
+    assert {"newest", "Reward ↓", "stop (12)"} <= {*options}
+    page.click("#language")
+    assert {"最新", "奖励 ↓", "正常停止 (12)"} <= {*page.texts("option")}
+    page.click("#language")
+    assert page.texts("option") == options
     page.click("nav a[href^=groups]")
     page.until("document.querySelectorAll('ol.groups li').length >= 2")
     page.click("ol.groups li:nth-child(2) a")
@@ -84,11 +90,13 @@ def test_values_of_curves(page: Chrome) -> None:
     page.click("nav a[href^=overview]")
     page.until("document.querySelector('[data-panel=length]')")
     page.until("document.querySelector('[data-panel=length] canvas')")
+    page.click("#more summary")
+    values = "document.querySelector('[data-panel=%s] .u-legend').innerText"
+    assert page.run(values % "length") == "Step3length3"  # the last value, without pointing
     x, y = page.run("""(plot => { plot.scrollIntoView(); const box = plot.getBoundingClientRect();
         return [box.left + box.width / 2, box.top + box.height / 2] })(
         document.querySelector('[data-panel=length] .u-over'))""")
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    values = "document.querySelector('[data-panel=%s] .u-legend').innerText"
     page.until(f"{values % 'length'} === 'Step2length3'")
     # One cursor stands in all charts.
     assert page.run(values % "gap") == "Step2gap0.1"
@@ -104,7 +112,7 @@ def test_a_run_that_goes_on_and_hostile_text(page: Chrome, run_dir: Path) -> Non
     rows = [replace(row, text=HOSTILE) for row in make_rows(3)]
     Writer(run_dir, session=1, start_step=3).write(rows)
     page.until("document.querySelector('#count').innerText === '16 of 16'")
-    assert "onerror" in page.texts(f"{ROWS} a > .text")[0]
+    assert "onerror" in page.texts(f"{ROWS} td.text")[0]
     page.click(f"{ROWS} a")
     page.until("document.querySelector('.completion')")
     assert "<script>" in page.texts(".completion .tokens")[0]
@@ -176,6 +184,7 @@ def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
     chrome.problems.clear()
     chrome.open(page.as_uri())
     chrome.until("document.querySelector('main:target canvas')")
+    assert chrome.run("scrollY") == 0
     chrome.click("nav a[href='#groups']")
     images = "[...document.querySelectorAll('main:target ol.groups img')]"
     chrome.until(f"{images}.some(image => image.naturalWidth === 56)")

@@ -21,6 +21,7 @@ from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.sampling.seeding import RoundId, sample_seed
 from swift_grpo_ext.tools.view.group import RunView, image_bytes, pieces, shared_lengths
 from swift_grpo_ext.tools.view.pages import group_values, render, words, write_page
+from swift_grpo_ext.tools.view.runs import NotFoundError
 from tests.tools.view.runs import Writer, make_rows, make_run
 
 
@@ -64,7 +65,7 @@ def test_a_group(tmp_path: Path) -> None:
     run = RunView(make_run(tmp_path / "a run"))
     run.refresh()
     group = run.group(RoundId("train", 1, 0), 1, earlier=[(RoundId("train", 0, 0), 1, 1)])
-    assert group["prompt"] == [{"role": "user", "content": "<image>Question 1?"}]
+    assert [(said.role, said.text) for said in group["prompt"]] == [("user", "Question 1?")]
     assert group["media"] == [str(tmp_path / "a run/images/1.png")]
     assert group["replay"] == f"swift-grpo-ext replay '{tmp_path}/a run' --round 1.0 --group 1"
     # Without a tokenizer, the texts tell what is shared.
@@ -116,7 +117,7 @@ def test_a_group_whose_tokens_cannot_be_read_now(
 
     with monkeypatch.context() as patched:
         patched.setattr(pq, "ParquetFile", fail)
-        with pytest.raises(KeyError, match="group 1 cannot be read: try again"):
+        with pytest.raises(NotFoundError, match="group 1 cannot be read: try again"):
             run.group(RoundId("train", 1, 0), 1)
     assert len(run.group(RoundId("train", 1, 0), 1)["samples"]) == 2
 
@@ -226,5 +227,5 @@ def test_what_is_no_local_image_is_refused(tmp_path: Path, monkeypatch: pytest.M
         "large.png": "large.png is no image that can be read \\(Image size",
     }.items():
         path = name if "://" in name else str(tmp_path / name)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(NotFoundError, match=message):
             image_bytes(path, "full")

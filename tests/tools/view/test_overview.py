@@ -12,13 +12,14 @@ from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.tools.updates import read_steps
 from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.overview import (
+    alarm_groups,
     compare_curves,
     evenly_spaced,
     list_alarms,
     make_charts,
     make_panels,
     overall_verdict,
-    worst_groups,
+    mean_of_last,
 )
 from swift_grpo_ext.tools.view.runs import Follower, Snapshot
 from tests.diversity.runs import frozen_rounds
@@ -57,6 +58,11 @@ def test_panels_of_the_monitor(tmp_path: Path) -> None:
     assert "reward" not in panels
 
 
+def test_the_mean_of_the_last_steps() -> None:
+    assert mean_of_last([(step, float(step)) for step in range(1, 41)]) == 30.5
+    assert mean_of_last([]) is None
+
+
 def test_long_curves_are_thinned() -> None:
     assert evenly_spaced(list(range(101)), 5) == [0, 25, 50, 75, 100]
     assert evenly_spaced([1, 2], 5) == [1, 2]
@@ -69,6 +75,7 @@ def test_charts_share_one_axis_of_steps() -> None:
     assert (kl["key"], copies["key"]) == ("kl", "copies")
     assert kl["axis"] == copies["axis"] == [0.5, 11.5]
     assert (copies["range"], kl["range"]) == ([-0.03, 1.03], None)
+    assert [(c["place"], c["unit"]) for c in (kl, copies)] == [("more", "nats"), ("diversity", "share")]
     assert kl["steps"] == [1, 4, 9]
     assert kl["curves"] == [
         {"name": "kl", "colour": "c0", "values": [0.0, None, 1.0]},
@@ -102,6 +109,7 @@ def test_parts_of_a_step_stand_one_on_the_other(tmp_path: Path) -> None:
     chart = make_charts(panels)[-1]
     assert (chart["key"], chart["is_stacked"], chart["steps"]) == ("time", True, [1, 2, 3])
     assert chart["range"] == pytest.approx([0, 8.4])
+    assert chart["cut"] == [1, pytest.approx(40)]
     assert [chart["curves"][at]["colour"] for at in (0, -1)] == ["c0", "c1"]
     compared = compare_curves({"one": panels, "two": {"kl": {"kl": [(7, 1.0)]}}})
     assert compared["step_time"] == {"one": [(1, 40.0), (2, 4.0), (3, 8.0)]}
@@ -126,7 +134,6 @@ def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
     records = [record for record in records if record.round.phase == "train"]
     assert (collapse["phase"], collapse["first_step"], collapse["last_step"]) == ("train", 1, 3)
     assert (broken["kind"], broken["first_step"], broken["last_step"]) == ("broken", 6, 7)
-    assert (collapse["first"], collapse["last"]) == ("train round 0.0", "2.0")
     assert (collapse["num_rounds"], collapse["collisions"]) == (3, [])
     assert "repeat another of their group" in collapse["cause"][0]
     assert "样本共用了随机噪声" in broken["cause"][1]
@@ -140,7 +147,7 @@ def test_frozen_noise_stands_beside_what_it_repeats(tmp_path: Path) -> None:
     records = make_watched_run(tmp_path, frozen_rounds())
     run = RunView(tmp_path)
     run.refresh()
-    worst = worst_groups(run, records)[0]
+    worst = alarm_groups(run, records)[0]
     assert (worst["round"], worst["verdict"]) == ("train.2.0", "broken")
     shown = [(s["round"], s["indices"]) for s in worst["samples"] if 0 in s["indices"]]
     assert shown == [("train.2.0", [0]), ("train.0.0", [0])]
@@ -148,13 +155,15 @@ def test_frozen_noise_stands_beside_what_it_repeats(tmp_path: Path) -> None:
 
 
 def test_equal_completions_stand_once(tmp_path: Path) -> None:
-    records = make_watched_run(tmp_path, [group_of([1], [1], [1], [2], text="seven")])
+    rounds = [group_of([1], [1], [1], [2], text="seven"), *(collapsed(step) for step in (1, 2, 3))]
+    records = make_watched_run(tmp_path, rounds)
     run = RunView(tmp_path)
     run.refresh()
-    [group] = worst_groups(run, records)
-    assert [s["indices"] for s in group["samples"]] == [[0, 1, 2], [3]]
+    [group] = alarm_groups(run, records)
+    assert group["round"] == "train.3.0"  # the others gave no alarm
+    assert [s["indices"] for s in group["samples"]] == [[0, 1, 2, 3]]
     assert group["num_more"] == 0
     shutil.rmtree(tmp_path / "samples")  # the bound on the record's size removes the oldest rounds
     lost = RunView(tmp_path)
     lost.refresh()
-    assert worst_groups(lost, records) == []
+    assert alarm_groups(lost, records) == []

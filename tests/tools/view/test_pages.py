@@ -15,10 +15,11 @@ from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.pages import (
     HERE,
     groups_values,
-    label,
     number,
     overview_values,
+    pair,
     render,
+    samples_values,
     word,
     words,
     write_page,
@@ -87,8 +88,9 @@ def test_the_overview_says_what_would_save_time(tmp_path: Path) -> None:
         text = write_page([run_dir], tmp_path / "page.html").read_text(encoding="utf-8")
         panel = text.partition('data-panel="time"')[2].partition("</figure>")[0]
         assert panel.count('"name"') == 7
+        assert "Step 1 took 9 s and is cut" in panel
         told = "time/rollout is 50% of a step"
-        assert (told in panel, "--async_generate" in panel) == (not is_asynchronous,) * 2
+        assert (told in text, "--async_generate" in text) == (not is_asynchronous,) * 2
 
 
 def test_tokens_carry_their_values(tmp_path: Path) -> None:
@@ -101,14 +103,40 @@ def test_tokens_carry_their_values(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="No samples yet: the first appear when a round"):
+    with pytest.raises(FileNotFoundError, match=r"No samples yet. The first appear when a round"):
         write_page([tmp_path], tmp_path / "page.html")
     run = RunView(tmp_path)
     run.refresh()
-    for page, values in (("groups", groups_values(run, {})), ("overview", overview_values(run))):
+    for page, values, told in (
+        ("samples", samples_values(run, {}), "No samples yet. "),
+        ("groups", groups_values(run, {}), "No samples yet. "),
+        ("overview", overview_values(run), "No step yet. "),
+    ):
         text = render(page, run, **values)
-        assert '<p><span lang="en">No samples yet: ' in text
-        assert "Not watched by" not in text
+        assert f'<p><span lang="en">{told}' in text
+        assert "waiting for the first step" in text
+        assert "Nobody watches" not in text
+
+
+def test_a_folder_that_is_not_there_yet_is_followed_into_its_version(tmp_path: Path) -> None:
+    run = RunView(tmp_path / "new")
+    run.refresh()
+    assert run.log.state == "waiting"
+    made = make_run(tmp_path / "new/v0-20261128-093000")
+    run.refresh()
+    assert (run.run_dir, run.snapshot.table.num_rows) == (made, 12)
+
+
+def test_a_prompt_stands_once_above_its_samples(tmp_path: Path) -> None:
+    run = RunView(make_run(tmp_path))
+    run.refresh()
+    page = render("samples", run, **samples_values(run, {"steps": "1"}))
+    assert page.count("Question 1?") == 1
+    assert "&lt;image&gt;" not in page
+    assert page.count('<tr class="sample">') == 4
+    assert page.count('<b class="chip" style="--share:1.00">1</b>') == 1
+    page = render("samples", run, **samples_values(run, {"text": "nowhere"}))
+    assert "No sample matches these filters." in page
 
 
 def test_rounds_lead_to_their_neighbours(tmp_path: Path) -> None:
@@ -126,14 +154,16 @@ def test_rounds_lead_to_their_neighbours(tmp_path: Path) -> None:
 def test_all_words_are_there_in_both_languages() -> None:
     """Each key that a template names has words, and each pair has Chinese in it."""
     chinese = re.compile(r"[一-鿿]")
-    same = ("language", "completion", "prompt", "of")
-    assert [k for k, (_, text) in words().items() if not chinese.search(text)] == list(same)
+    same = {"language", "completion", "prompt", "what_prompt", "of", "token", "unit_tokens"}
+    same |= {"unit_nats", "unit_p"}
+    assert {k for k, (_, text) in words().items() if not chinese.search(text)} == same
     texts = [path.read_text(encoding="utf-8") for path in (HERE / "templates").iterdir()]
     asked = {key for text in texts for key in re.findall(r'\bt\("(\w+)"\)', text)}
     assert asked - set(words()) == set()
     assert str(word("of")) == '<span lang="en">of</span><span lang="zh">/</span>'
     assert word("x") == "x"
-    assert (label("reward"), label("stop")) == ("Reward · 奖励", "stop")
+    assert (pair("reward"), pair("reward.x")) == (["Reward", "奖励"], ["x", "x"])
+    assert "3 s" in word("first_cut", step=1, seconds="3")
 
 
 def test_numbers() -> None:

@@ -146,7 +146,7 @@ def test_a_sample_as_a_list_shows_it(snapshot: Snapshot, monkeypatch: pytest.Mon
     assert sample["seed"] == 2**62 + 100
     assert sample["parts"] == {"Accuracy": 0.0, "Format": 1.0}
     assert (sample["round"], sample["num_media"]) == ("train.1.0", 1)
-    assert (sample["text"], sample["question"]) == ("g0 i0", "<image>Question 0?")
+    assert (sample["text"], sample["question"]) == ("g0 i0", "Question 0?")
     assert sample["columns"] == {"solution": "s0"}
 
 
@@ -160,7 +160,7 @@ def test_menus(snapshot: Snapshot) -> None:
 def test_groups_of_a_round(snapshot: Snapshot) -> None:
     _, scored = list_groups(snapshot, RoundId("train", 1, 0))
     assert scored == {
-        **{"round": "train.1.0", "group": 1, "prompt": "<image>Question 1?", "num_media": 1},
+        **{"round": "train.1.0", "group": 1, "prompt": "Question 1?", "num_media": 1},
         **{"columns": {"solution": "s1"}},
         **{"samples": 2, "distinct": 2, "rewards": [0.0, 1.0], "reward": 0.5, "spread": 0.5},
     }

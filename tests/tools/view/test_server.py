@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import io
+import logging
 import re
 import socket
 import threading
@@ -53,7 +54,7 @@ def test_nothing_without_the_token(client: TestClient) -> None:
 
 
 def test_the_page_may_run_its_own_script_only(client: TestClient) -> None:
-    assert client.get("..").url == client.get("samples").url
+    assert client.get("..").url == client.get("overview").url
     page = client.get("overview").text
     scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
@@ -79,7 +80,7 @@ def test_the_page_may_run_its_own_script_only(client: TestClient) -> None:
         ("groups", "train.3.0·Group0"),
         ("groups?round=train.1.0", "Spreadofrewards0.500"),
         ("group?round=train.2.0&group=1", "g1i1s2"),
-        ("overview", "Notwatchedbythediversitymonitor"),
+        ("overview", "Nobodywatchesthesamples"),
     ],
 )
 def test_pages(client: TestClient, path: str, expected: str) -> None:
@@ -102,8 +103,8 @@ def test_one_page_of_many_samples(client: TestClient, monkeypatch: pytest.Monkey
 
 
 def test_the_state_tells_when_something_is_new(client: TestClient, tmp_path: Path) -> None:
-    assert client.get("state").text == "1"
-    assert 'data-state="1"' in client.get("samples").text
+    assert client.get("state").text == "1 0 waiting"
+    assert 'data-state="1 0 waiting"' in client.get("samples").text
     # A step's times are logged after its samples are on disk.
     run = RunView(make_run(tmp_path / "run"))
     states = [pages.state_of([run])]
@@ -143,6 +144,7 @@ def test_wrong_questions_and_other_files(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 404
     assert answer.headers["content-type"].startswith("text/plain")
+    assert answer.text.startswith("Not found: " if "%2fsecret" not in path else "Not Found")
     assert SECRET not in answer.text
 
 
@@ -182,6 +184,11 @@ def test_the_command_serves_until_it_is_ended(
             command = f"ssh -N -L {port}:{shown}:{port} ann@gpu-7"
             assert remote[0] == f"From another machine, type there: {command}"
         assert "<main" in requests.get(address, timeout=60).text
+        monkeypatch.setattr(pages, "groups_values", lambda *_: [].pop())
+        told: list[logging.LogRecord] = []
+        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handle", told.append)
+        assert requests.get(f"{address}0/groups", timeout=60).status_code == 500
+        assert [record.exc_info[0] for record in told if record.exc_info] == [IndexError]
         root, _, token = address.rstrip("/").rpartition("/")
         assert len(token) > 16
         assert requests.get(f"{root}/samples", timeout=60).status_code == 404

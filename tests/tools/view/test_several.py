@@ -19,19 +19,23 @@ from tests.tools.view.runs import Writer, add_logs, make_rows, score
 
 
 def make_pair(folder: Path) -> list[RunView]:
-    """Two runs of three and two steps, the second with another text and other rewards in step 1."""
+    """Two runs of three and two steps, the second with another text and other rewards in step 1;
+    group 2 has the same rewards in both."""
     runs = []
     for number, num_steps in enumerate((3, 2)):
         run_dir = folder / f"run-{number}" / "v0"
         run_dir.mkdir(parents=True)
         writer = Writer(run_dir)
         for step in range(num_steps):
-            rows = make_rows(step)
+            rows = make_rows(step, num_groups=3)
             if number and step:
                 rows[3] = replace(rows[3], text="else")
             writer.write(rows, scored=False)
-            writer.append_scores([score(row, 1.0 * number * step) for row in rows])
-        (run_dir / "args.json").write_text(json.dumps({"seed": number, "output_dir": str(run_dir)}))
+            own = 1.0 * number * step
+            scores = [score(row, 0.5 if row.sample_id.group == 2 else own) for row in rows]
+            writer.append_scores(scores)
+        settings = {"seed": number, "output_dir": str(run_dir), **({"new": 1} if number else {})}
+        (run_dir / "args.json").write_text(json.dumps(settings))
         add_logs(run_dir, *[1.0] * num_steps)
         runs.append(RunView(run_dir))
         runs[-1].refresh()
@@ -42,14 +46,14 @@ def test_runs_have_a_curve_each(tmp_path: Path) -> None:
     values = runs_values(make_pair(tmp_path))
     names = [f"{tmp_path}/run-{number}/v0" for number in range(2)]  # both are called v0
     assert [row["name"] for row in values["rows"]] == names
-    assert [(row["steps"], row["samples"]) for row in values["rows"]] == [(3, 12), (2, 8)]
-    assert [row["last_reward"] for row in values["rows"]] == [0.0, 0.5]
-    assert values["settings"] == {"seed": (0, 1)}
+    assert [(row["steps"], row["samples"]) for row in values["rows"]] == [(3, 18), (2, 12)]
+    assert [row["last_reward"] for row in values["rows"]] == pytest.approx([1 / 6, 0.5])
+    assert values["settings"] == {"seed": (0, 1)}  # one run alone has the setting `new`
     charts = {chart["key"]: chart for chart in values["charts"]}
     assert {"reward/reward", "reward/Accuracy", "length", "loss", "kl", "step_time"} <= set(charts)
     assert charts["reward/reward"]["curves"] == [
-        {"name": names[0], "colour": "c0", "values": [0.0, 0.0, 0.0]},
-        {"name": names[1], "colour": "c1", "values": [0.0, 1.0, None]},
+        {"name": names[0], "colour": "c0", "values": [0.16667] * 3},
+        {"name": names[1], "colour": "c1", "values": [0.16667, 0.83333, None]},
     ]
     assert not charts["step_time"]["is_stacked"]
 
@@ -64,12 +68,13 @@ def test_a_pair(tmp_path: Path) -> None:
     values = pair_values(runs, (0, 1))
     assert values["diff"].num_rounds == 1
     assert values["diff"].difference.what == "text"
-    assert "text" in values["parted"]
+    assert values["parted"] == ["g1 i1 s1", "else"]
     assert values["problems"] == []
-    assert values["comparison"].difference == pytest.approx(0.5)
+    assert values["comparison"].difference == pytest.approx(1 / 3)
+    assert values["num_equal"] == 1
     assert [prompt["means"] for prompt in values["prompts"]] == [[0.0, 0.5], [0.0, 0.5]]
     first = values["prompts"][0]
-    assert (first["question"], first["columns"]) == ("<image>Question 0?", {"solution": "s0"})
+    assert (first["question"], first["columns"]) == ("Question 0?", {"solution": "s0"})
     assert [group["round"] for group in first["groups"]] == ["train.2.0", "train.1.0"]
     (tmp_path / "empty").mkdir()
     values = pair_values([runs[0], RunView(tmp_path / "empty")], (0, 1))
@@ -84,14 +89,17 @@ def test_pages_of_several_runs(tmp_path: Path) -> None:
         assert start.url == client.get("runs").url
         assert "2 <span" in start.text
         pair = client.get("pair?a=0&b=1")
-        assert "B - A +0.5000 [" in pair.text
+        assert "B - A +0.333 [" in pair.text
+        assert "2 of the 3 prompts that both runs met are listed." in pair.text
+        assert "1 have equal mean rewards in both and are left out." in pair.text
+        assert "train.1.0 · <span" in pair.text
         [(number, link)] = set(re.findall(r'href="(1)/(group\?[^"]*group=0)"', pair.text))
         group = client.get(f"{number}/{link.replace('&amp;', '&')}")
         assert group.status_code == 200
         assert 'href="../runs"' in group.text
         assert client.get("pair?a=0&b=7").status_code == 404
-        assert client.get("state").text.count(" ") == 3
+        assert client.get("state").text.count(" ") == 5
     text = write_page([run.run_dir for run in runs], tmp_path / "page.html").read_text()
     assert 'id="runs"' in text
-    assert "B - A +0.5000 [" in text
+    assert "B - A +0.333 [" in text
     assert "href=" not in text.partition("<main")[2]
