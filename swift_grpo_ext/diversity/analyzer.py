@@ -45,8 +45,8 @@ COPIED = 0.98
 """`copied_ratio` from which on a round looks collapsed, unless its prompts are solved."""
 
 SOLVED = 0.5
-"""The share of groups whose samples are all correct, from which on one completion for each prompt is
-success: a short answer has one right form. One completion for nearly all prompts is none."""
+"""The share of solved groups from which on one completion for each prompt is success: a short
+answer has one right form. One completion for nearly all prompts is no success."""
 
 PATIENCE = 3
 """Collapsed rounds in a row that make an alarm. One round of easy prompts can look collapsed, three

@@ -80,8 +80,11 @@ class RunSummary:
         if "diversity" in args.callbacks:
             kinds = ("diversity/broken", "diversity/collapse")
             steps = [log["step"] for log in logs if any(log.get(kind) for kind in kinds)]
-            told = f"alarms of diversity at {len(steps)} steps, from step {min(steps, default=0)} on"
-            found.append(told if steps else "no alarm of diversity")
+            found.append(
+                f"alarms of diversity at {len(steps)} steps, from step {min(steps)} on"
+                if steps
+                else "no alarm of diversity"
+            )
         seen = f"Seen by swift-grpo-ext: {'; '.join(found)}."
         logger.info(f"{seen}\n{summary(logs, vars(args))}".strip())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from swift_grpo_ext.tools.diff import Decode, find_decoder, read_args
 from swift_grpo_ext.tools.replay.run import Drawn, why_not
 from swift_grpo_ext.tools.runs import find_runs, run_name
 from swift_grpo_ext.tools.view.log import Log, read_log
-from swift_grpo_ext.tools.view.runs import MARK, Follower, NotFoundError, Prompt, describe
+from swift_grpo_ext.tools.view.runs import Follower, NotFoundError, Prompt, describe, text_of
 from swift_grpo_ext.upstream.upright import upright
 
 SIDES = {"small": 112, "full": 2048}
@@ -64,6 +63,12 @@ class RunView(Follower):
     @property
     def name(self) -> str:
         return run_name(self.run_dir)
+
+    @property
+    def state(self) -> str:
+        """Return the state of the log; `live` where samples are there before the first log."""
+        state = self.log.state
+        return "live" if state == "waiting" and self.snapshot.rounds else state
 
     @property
     def log(self) -> Log:
@@ -268,23 +273,12 @@ def said(prompt: Prompt, pictures: Sequence[bytes | None] | None) -> list[Said]:
         media.append((number, name, encoded and f"data:image/webp;base64,{encoded}"))
     messages = []
     for place, message in enumerate(prompt.messages, 1):
-        text = text_of(message)
-        count = len(media) if place == len(prompt.messages) else text.count("<image>")
-        shown = MARK.sub("", text).strip() if prompt.media else text
-        messages.append(Said(str(message.get("role", "")), shown, media[:count]))
+        is_last = place == len(prompt.messages)
+        count = len(media) if is_last else text_of(message).count("<image>")
+        said_of = text_of(message, has_marks=not prompt.media)
+        messages.append(Said(str(message.get("role", "")), said_of, media[:count]))
         media = media[count:]
     return messages
-
-
-def text_of(message: Mapping[str, Any]) -> str:
-    """Return what a message says: its text, or JSON of what is none, such as calls of tools."""
-    others = {k: v for k, v in message.items() if k not in ("role", "content", "loss") and v}
-    content = message.get("content")
-    parts = [content] if content not in (None, "") else []
-    parts += [others] if others else []
-    return "\n".join(
-        part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts
-    )
 
 
 def _samples(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a run has logged in `logging.jsonl`: its steps, how fast they are, and whether it goes on."""
+"""What a run has logged: its steps, how fast they are, and whether it goes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SILENT_SECONDS, SILENT_STEPS = 300.0, 10
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """The file as it was read."""
+    """A run's `logging.jsonl` as it was read."""
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     """As `read_steps` returns them."""

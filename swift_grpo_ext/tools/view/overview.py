@@ -42,6 +42,13 @@ LOGGED = {
 }
 """Panels of what ms-swift logs."""
 
+LOGGED_MEANS = {
+    "reward": "reward",
+    "length": "completions/mean_length",
+    "gap": "rollout_gap/mean",
+}
+"""What is logged of the samples, for a run without a record of them."""
+
 DIVERSITY = {
     "copies": ("unique_ratio", "groups_with_duplicates", "common_mode"),
     "likeness": ("edit_similarity", "self_bleu"),
@@ -175,6 +182,8 @@ def make_panels(
     recorded = {
         name: _points((step, row[f"{name}_mean"]) for step, row in trained_means) for name in names
     }
+    for name, key in LOGGED_MEANS.items():
+        recorded[name] = recorded[name] or _points((s, log.get(key)) for s, log in logs.items())
     evaluated = _points((step, row["reward_mean"]) for step, row in eval_means)
     panels: Panels = {
         "reward": {

@@ -160,7 +160,7 @@ def state_of(runs: Sequence[RunView]) -> str:
     """Return a text that changes when what is read of the runs does."""
     return " ".join(
         f"{run.snapshot.version}{'' if run.snapshot.is_whole else '…'} "
-        f"{run.log.version[1]} {run.log.state}"
+        f"{run.log.version[1]} {run.state}"
         for run in runs
     )
 
@@ -233,12 +233,13 @@ def overview_values(run: RunView) -> dict[str, Any]:
     records = run.diversity.read()
     alarms = overview.list_alarms(records)
     shaded = [alarm for alarm in alarms if alarm["phase"] == "train"]
-    log = run.log
+    log, trained = run.log, [name.step for name in run.snapshot.rounds if name.phase == "train"]
     panels = overview.make_panels(run.snapshot, records, log.steps)
     rewards = panels.get("reward", {}).get("reward", [])
     timed = [*overview.timed_steps(log.steps).values()]
     return {
         "log": log,
+        "step": max(log.step, max(trained, default=-1) + 1),  # some steps may not be logged
         "reward": rewards[-1][1] if rewards else None,
         "mean_reward": overview.mean_of_last(rewards),
         "minutes_left": (log.max_steps - log.step) * (log.seconds or 0) / 60,

@@ -88,8 +88,20 @@ class Prompt(NamedTuple):
     @property
     def question(self) -> str:
         """The beginning of its last message, without marks: its media stand beside it."""
-        text = str(self.messages[-1]["content"])
-        return (MARK.sub("", text).strip() if self.media else text)[:MAX_QUESTION]
+        return text_of(self.messages[-1], has_marks=not self.media)[:MAX_QUESTION]
+
+
+def text_of(message: Mapping[str, Any], *, has_marks: bool = True) -> str:
+    """Return what a message says: its text, or JSON of what is none, such as calls of tools; with
+    the marks of its media, or without."""
+    others = {k: v for k, v in message.items() if k not in ("role", "content", "loss") and v}
+    content = message.get("content")
+    parts = [content] if content not in (None, "") else []
+    parts += [others] if others else []
+    text = "\n".join(
+        part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts
+    )
+    return text if has_marks else MARK.sub("", text).strip()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ def make_app(runs: Sequence[RunView], token: str) -> Starlette:
         return several.pair_values(runs, (int(numbers[0]), int(numbers[1])))
 
     of_all = {"runs": lambda query: several.runs_values(runs), "pair": pair}
-    of_each = [Mount(f"/{number}", routes=_run_routes(runs, run)) for number, run in enumerate(runs)]
+    of_each = [Mount(f"/{n}", routes=_run_routes(runs, run)) for n, run in enumerate(runs)]
     routes = [Route("/", start), *of_each, *_routes(runs, None, of_all)]
     return Starlette(
         routes=[Mount(f"/{token}", routes=routes)], exception_handlers={NotFoundError: _not_found}

@@ -52,7 +52,7 @@ def runs_values(runs: Sequence[RunView]) -> dict[str, Any]:
                 "steps": max(steps, default=0),
                 "samples": run.snapshot.table.num_rows,
                 "last_reward": overview.mean_of_last(rewards),
-                "state": run.log.state,
+                "state": run.state,
                 "verdict": overview.overall_verdict(records),
             }
         )

@@ -18,8 +18,8 @@ from swift_grpo_ext.tools.view.overview import (
     list_alarms,
     make_charts,
     make_panels,
-    overall_verdict,
     mean_of_last,
+    overall_verdict,
 )
 from swift_grpo_ext.tools.view.runs import Follower, Snapshot
 from tests.diversity.runs import frozen_rounds
@@ -75,7 +75,8 @@ def test_charts_share_one_axis_of_steps() -> None:
     assert (kl["key"], copies["key"]) == ("kl", "copies")
     assert kl["axis"] == copies["axis"] == [0.5, 11.5]
     assert (copies["range"], kl["range"]) == ([-0.03, 1.03], None)
-    assert [(c["place"], c["unit"]) for c in (kl, copies)] == [("more", "nats"), ("diversity", "share")]
+    assert (kl["place"], kl["unit"]) == ("more", "nats")
+    assert (copies["place"], copies["unit"]) == ("diversity", "share")
     assert kl["steps"] == [1, 4, 9]
     assert kl["curves"] == [
         {"name": "kl", "colour": "c0", "values": [0.0, None, 1.0]},

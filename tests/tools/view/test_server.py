@@ -103,8 +103,8 @@ def test_one_page_of_many_samples(client: TestClient, monkeypatch: pytest.Monkey
 
 
 def test_the_state_tells_when_something_is_new(client: TestClient, tmp_path: Path) -> None:
-    assert client.get("state").text == "1 0 waiting"
-    assert 'data-state="1 0 waiting"' in client.get("samples").text
+    assert client.get("state").text == "1 0 live"
+    assert 'data-state="1 0 live"' in client.get("samples").text
     # A step's times are logged after its samples are on disk.
     run = RunView(make_run(tmp_path / "run"))
     states = [pages.state_of([run])]
