@@ -28,13 +28,11 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chr
 VIEW = Path(sys.executable).with_name("swift-grpo-ext")
 MAX_BYTES = 300_000
 PICTURES = (
-    ("docs/img/view_group.png", "digits-seed42", "group?round=train.25.0&group=0", 1200),
-    ("examples/diversity/collapse.png", "diversity-collapse", "overview", 1000),
-    ("examples/diversity/frozen.png", "diversity-frozen", "overview", 1000),
+    ("docs/img/view_group.png", "digits-seed42", "group?round=train.23.0&group=3", (1280, 720)),
+    ("examples/diversity/collapse.png", "diversity-collapse", "overview", (1000, 860)),
+    ("examples/diversity/frozen.png", "diversity-frozen", "overview", (1000, 860)),
 )
-"""Each file, the run's folder, the page of `swift-grpo-ext view`, and the width in pixels."""
-
-HEIGHT = 860
+"""Each file, the run's folder, the page of `swift-grpo-ext view`, and its size in pixels."""
 
 
 @contextmanager
@@ -62,21 +60,21 @@ def read(address: str) -> str:
         return str(answer.read().decode())
 
 
-def take(address: str, width: int, path: Path) -> None:
-    """Take the picture of a page, of 256 colours."""
+def take(address: str, size: tuple[int, int], path: Path) -> None:
+    """Take the picture of the top of a page, of 256 colours."""
     with tempfile.TemporaryDirectory() as profile:
         raw = Path(profile) / "raw.png"
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        options += ["--lang=en-US", f"--window-size={width},{HEIGHT}", "--virtual-time-budget=8000"]
+        options += ["--lang=en-US", "--window-size={},{}".format(*size), "--virtual-time-budget=8000"]
         options += [f"--user-data-dir={profile}", f"--screenshot={raw}", address]
         subprocess.run([str(BROWSER), *options], check=True, stderr=subprocess.DEVNULL)
         picture = Image.open(raw).convert("RGB")
     path.parent.mkdir(exist_ok=True)
     picture.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
-    size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise ValueError(f"{path} has {size:,} bytes, expected {MAX_BYTES:,} at most")
-    print(f"{path.relative_to(ROOT)}: {size:,} bytes")
+    num_bytes = path.stat().st_size
+    if num_bytes > MAX_BYTES:
+        raise ValueError(f"{path} has {num_bytes:,} bytes, expected {MAX_BYTES:,} at most")
+    print(f"{path.relative_to(ROOT)}: {num_bytes:,} bytes")
 
 
 def main() -> None:
@@ -87,12 +85,12 @@ def main() -> None:
     folder: Path = parser.parse_args().runs
     if BROWSER is None:
         parser.error("neither chromium nor google-chrome is installed")
-    for name, run, page, width in PICTURES:
+    for name, run, page, size in PICTURES:
         if not (folder / run).is_dir():
             print(f"{name}: left as it is, since {folder / run} is not there (see --help)")
             continue
         with served(folder / run) as address:
-            take(address + page, width, ROOT / name)
+            take(address + page, size, ROOT / name)
 
 
 if __name__ == "__main__":
