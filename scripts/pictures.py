@@ -28,7 +28,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chr
 VIEW = Path(sys.executable).with_name("swift-grpo-ext")
 MAX_BYTES = 300_000
 PICTURES = (
-    ("docs/img/view_group.png", "digits-seed42", "group?round=train.23.0&group=3", (1280, 720)),
+    ("docs/img/view_group.png", "digits-seed42", "group?round=train.23.0&group=3", (1280, 744)),
     ("examples/diversity/collapse.png", "diversity-collapse", "overview", (1000, 860)),
     ("examples/diversity/frozen.png", "diversity-frozen", "overview", (1000, 860)),
 )

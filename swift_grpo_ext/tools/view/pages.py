@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timezone
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -91,11 +90,6 @@ def apart(*values: object) -> list[object]:
     return list(values)
 
 
-def utc(seconds: float) -> str:
-    """Return a time for readers without script."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-
-
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -109,7 +103,7 @@ def _environment() -> Environment:
     texts = [(HERE / "static" / name).read_text(encoding="utf-8") for name in files]
     digests = [hashlib.sha256(script.encode()).digest() for script in texts[:2]]
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-    environment.filters.update(number=number, rounded=rounded, utc=utc)
+    environment.filters.update(number=number, rounded=rounded)
     environment.globals.update(
         t=word,
         both=both,
