@@ -118,12 +118,12 @@ def overall_verdict(records: Sequence[DiversityRow]) -> str:
 def list_alarms(records: Sequence[DiversityRow]) -> list[dict[str, Any]]:
     """Return the alarms of training, then those of evaluations, with causes as (English, Chinese).
 
-    Rounds in a row are one; a collapse so begins with the rounds that the analyzer's patience
-    waited for.
+    Rounds in a row are one. Only rounds that gave an alarm count, as in the log: not those that the
+    analyzer's patience waited for.
     """
     by_phase = sorted(records, key=lambda r: r.round.phase == "eval")
-    streaks = (list(s) for _, s in groupby(by_phase, key=lambda r: (r.round.phase, r.verdict)))
-    alarming = [streak for streak in streaks if any(record.alarm for record in streak)]
+    streaks = groupby(by_phase, key=lambda r: (r.round.phase, r.verdict, bool(r.alarm)))
+    alarming = [list(streak) for (_, _, is_alarm), streak in streaks if is_alarm]
     listed = []
     for streak in alarming[:MAX_ALARMS]:
         first, last = streak[0], streak[-1]

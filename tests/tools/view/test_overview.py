@@ -124,23 +124,25 @@ def collapsed(step: int) -> list[SampleRow]:
 
 
 def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
-    """Rounds that patience waited for belong to their collapse; spans are in steps done."""
-    rounds = [collapsed(step) for step in range(5)]
-    rounds[3] = group_of([1], [2], [3], [4], step=3)
-    rounds += [group_of(*[list(range(60))] * 2, step=step) for step in (5, 6)]
+    """Rounds that patience waited for are none, as in the log; spans are in steps done."""
+    rounds = [collapsed(step) for step in range(6)]
+    rounds[4] = group_of([1], [2], [3], [4], step=4)
+    rounds += [group_of(*[list(range(60))] * 2, step=step) for step in (6, 7)]
     rounds.insert(0, group_of(*[list(range(90))] * 2, phase="eval", prompt="other"))
     records = make_watched_run(tmp_path, rounds)
     collapse, broken, of_evaluation = list_alarms(records)
     assert (of_evaluation["phase"], of_evaluation["kind"]) == ("eval", "broken")
     records = [record for record in records if record.round.phase == "train"]
-    assert (collapse["phase"], collapse["first_step"], collapse["last_step"]) == ("train", 1, 3)
-    assert (broken["kind"], broken["first_step"], broken["last_step"]) == ("broken", 6, 7)
-    assert (collapse["num_rounds"], collapse["collisions"]) == (3, [])
+    assert (collapse["phase"], collapse["first_step"], collapse["last_step"]) == ("train", 3, 4)
+    assert (broken["kind"], broken["first_step"], broken["last_step"]) == ("broken", 7, 8)
+    assert (collapse["num_rounds"], collapse["collisions"]) == (2, [])
+    logged = [record.steps_done for record in records if record.scalars()["diversity/collapse"]]
+    assert logged == [3, 4]
     assert "repeat another of their group" in collapse["cause"][0]
     assert "样本共用了随机噪声" in broken["cause"][1]
     assert broken["remedy"] == "remedy_seed_mode"
     assert "the first 60 tokens" in broken["collisions"][0][0]
-    verdicts = [overall_verdict(records[:end]) for end in (0, 1, 3, 7)]
+    verdicts = [overall_verdict(records[:end]) for end in (0, 1, 3, 8)]
     assert verdicts == ["none", "healthy", "collapse", "broken"]  # one odd round is no alarm
 
 
