@@ -65,8 +65,9 @@ def take(address: str, size: tuple[int, int], path: Path) -> None:
     with tempfile.TemporaryDirectory() as profile:
         raw = Path(profile) / "raw.png"
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        options += ["--lang=en-US", "--window-size={},{}".format(*size), "--virtual-time-budget=8000"]
-        options += [f"--user-data-dir={profile}", f"--screenshot={raw}", address]
+        options += ["--lang=en-US", "--virtual-time-budget=8000"]
+        options += ["--window-size={},{}".format(*size), f"--user-data-dir={profile}"]
+        options += [f"--screenshot={raw}", address]
         subprocess.run([str(BROWSER), *options], check=True, stderr=subprocess.DEVNULL)
         picture = Image.open(raw).convert("RGB")
     path.parent.mkdir(exist_ok=True)

@@ -249,15 +249,11 @@ def turn_panels(snapshot: Snapshot) -> Panels:
     }
 
 
-def timed_steps(logs: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return what was logged of the steps whose parts were timed."""
-    return {step: log for step, log in logs.items() if "time/rollout" in log}
-
-
 def time_layers(logs: Mapping[int, dict[str, Any]]) -> dict[str, Points]:
     """Return the seconds of each part of the steps that were timed; parts do not overlap."""
     layers: dict[str, Points] = {name: [] for name in LAYERS}
-    for step, log in evenly_spaced([*timed_steps(logs).items()], MAX_POINTS):
+    timed = [(step, log) for step, log in logs.items() if "time/rollout" in log]
+    for step, log in evenly_spaced(timed, MAX_POINTS):
         seconds = {part: log[f"time/{part}"] for part in (*PARTS, *ROLLOUT_PARTS)}
         engine = sum(seconds[part] for part in ROLLOUT_PARTS)
         seconds["other rollout"] = max(seconds.pop("rollout") - engine, 0.0)

@@ -230,7 +230,6 @@ def overview_values(run: RunView) -> dict[str, Any]:
     log, trained = run.log, [name.step for name in run.snapshot.rounds if name.phase == "train"]
     panels = overview.make_panels(run.snapshot, records, log.steps)
     rewards = panels.get("reward", {}).get("reward", [])
-    timed = [*overview.timed_steps(log.steps).values()]
     return {
         "log": log,
         "step": max(log.step, max(trained, default=-1) + 1),  # some steps may not be logged
@@ -241,7 +240,7 @@ def overview_values(run: RunView) -> dict[str, Any]:
         "alarms": alarms,
         "shaded": shaded,
         "charts": overview.make_charts(panels, shaded),
-        "advices": advise(mean_step(timed), read_args(run.run_dir)),
+        "advices": advise(mean_step([*log.steps.values()]), read_args(run.run_dir)),
         "alarm_groups": overview.alarm_groups(run, records),
         "is_live": True,
     }
