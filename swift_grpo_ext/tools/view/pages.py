@@ -288,9 +288,9 @@ def _saved_run(run: RunView, num_groups: int) -> str:
     def address_inside(page: str, **values: Any) -> str:
         if page == "image":
             try:
-                place = parse_place(values, "group", "number")
+                name, group, number = parse_place(values, "group", "number")
                 turn = values.get("index"), values.get("turn", 0)
-                content = image_bytes(run.medium_name(*place, *turn), "small")
+                content = image_bytes(run.medium_name(name, group, number, *turn), "small")
             except NotFoundError:
                 return ""
             return f"data:image/png;base64,{base64.b64encode(content).decode()}"
