@@ -31,9 +31,10 @@ from scipy.stats import t
 MISS = 0.05
 """Probability, at most, that a sound run is outside in one or more figures."""
 
-PROMISED_GAIN = 0.1
+PROMISED_GAIN = 0.08
 """Mean reward that every run gains, at least, from its first 20 steps to its last 20: the published
-seeds of 80 steps put one more run above it with a probability of 99.9%."""
+seeds of 80 steps put one more run above it with a probability of 99%. Without learning the reward
+of 20 steps moves by about 0.03."""
 
 
 @dataclass(frozen=True, kw_only=True)
