@@ -19,10 +19,7 @@ run=${RUN:-output/$name}
 make_assets
 step "Training: $steps steps of GRPO, seed $seed (the first one takes about a minute)"
 mkdir -p "$run"
-{ # The page is served from the moment at which the run has settings, until the demo ends.
-  until [ -f "$run/args.json" ]; do sleep 1; done
-  exec "$VENV/bin/swift-grpo-ext" view "$run" --port 0
-} >"$run/page.log" 2>&1 &
+"$VENV/bin/swift-grpo-ext" view "$run" --port 0 >"$run/page.log" 2>&1 & # it waits for the run
 trap 'kill $! 2>/dev/null || true' EXIT
 "$PYTHON" examples/digits/train.py --model "$ASSETS/tiny_vlm" --data "$ASSETS/digits" \
   --output "$run" --seed "$seed" --max-steps "$steps" --page "$run/page.log" -- "$@"
