@@ -90,10 +90,10 @@ def new_bar(done: int, total: int, *, has_estimate: bool) -> tqdm[NoReturn]:
 
 
 def page_line(page: Path | None) -> str:
-    """Say where the run can be looked at: the first line of the server's output is its address."""
+    """Say where the run can be looked at: the server of the page has printed its address."""
     lines = page.read_text(encoding="utf-8").splitlines() if page and page.is_file() else []
-    if lines and lines[0].startswith("http"):
-        return f"See samples, rewards and curves while it trains: {lines[0]}"
+    for address in (line for line in lines if line.startswith("http")):
+        return f"See samples, rewards and curves while it trains: {address}"
     return "The page of this run could not be served" + (f", see {page}" if page else "")
 
 
