@@ -4,8 +4,8 @@ Symptom: accelerate does not gather over several CPU ranks unless told that it r
 (ms-swift then fails an assertion); torch.distributed has no default backend there; vLLM's engine
 core must live in the training process for the weights to be reached; vLLM takes the share
 `gpu_memory_utilization` (0.9) of the machine's memory for its KV cache; ms-swift trains float32
-models under fp16 autocast; glibc gives every large buffer back to the system, and gets it anew page
-by page (full-vocabulary logits are such buffers: 4.0 s a step became 2.5 s on the digits); gloo
+models under fp16 autocast; glibc gives every large buffer back to the system, and gets it page
+by page once more (full-vocabulary logits are such buffers: 4.0 s a step became 2.5 s); gloo
 threads that outlive the interpreter may abort a rank at its very end ("terminate called without an
 active exception", pytorch issue 190489: 4 of 7 times with six ranks on four busy cores), and
 `destroy_process_group` leaves them running for as long as anything refers to the group; and a build
@@ -58,12 +58,7 @@ KEEP_FREED_MEMORY = {
 
 
 def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
-    """Set what CPU runs need and the user has not set, on `args` and in the environment.
-
-    Args:
-        args: `swift rlhf`'s or `swift rollout`'s arguments, in the middle of their own set-up.
-        given: the flags that stand on the command line.
-    """
+    """Set what CPU runs need and the user has not set, on `args` and in the environment."""
     if has_accelerator():
         return
     patches.register()

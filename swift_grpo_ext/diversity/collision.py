@@ -12,7 +12,7 @@ bits, of their longest common prefix. Then P(b >= c) <= 2^-c: one shortest prefi
   a token that a grammar forces has probability 1 and adds 0 bits;
 - for completions of any length: the end-of-sequence token is a token, and a completion that was cut
   off only has a shorter prefix;
-- for y from another policy (an earlier round, other weights), since only Y is drawn anew;
+- for y from another policy (an earlier round, other weights), since only Y is drawn again;
 - for k samples and y: independent draws multiply, P <= 2^-(k c). So n samples that all share a
   prefix of b bits have probability <= 2^-((n - 1) b), any of them taken as given. Their number of
   *coincidences* is e = n - 1, or e = n against a completion of an earlier round.

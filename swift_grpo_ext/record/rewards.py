@@ -80,7 +80,7 @@ class RewardRecorder:
             row = self._row(sample, row_values, fate=fate, **extras.get(sample.sample_id, {}))
             rows[row.sample_id] = row
         if self._generated:  # on all ranks or on none, as the collective needs
-            # ms-swift deals the samples out anew: what this rank generated, another may train on.
+            # ms-swift deals the samples out again: what this rank generated, another may train on.
             kept = {name for names in all_gather(list(rows)) for name in names}
             rows |= {name: row for name, row in self._generated.items() if name not in kept}
         self._generated = {}

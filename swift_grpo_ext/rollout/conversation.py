@@ -83,7 +83,7 @@ class Conversation:
         held = list(request.messages)
         if held and held[-1]["role"] == "assistant" and held[-1].get("content") in EMPTY:
             held.pop()
-        # Where there are fewer than before, a scheduler wrote the conversation anew: all are added.
+        # Where there are fewer than before, a scheduler rewrote the conversation: all are added.
         start = self._num_messages if self._num_messages <= len(held) else 0
         self._num_messages = len(held) + 1  # with the answer
         added = []

@@ -134,7 +134,7 @@ class RoundNames:
         each its own."""
         clock, step = self.clock, self._regular.step
         # Each regular round has as many numbers as it may need, behind all regular ones: names do
-        # not depend on how often earlier rounds were sampled anew, which a resumed run cannot know.
+        # not depend on how often earlier rounds were resampled, which a resumed run cannot know.
         regular_rounds = -(-clock.batches_per_step // clock.batches_per_round)  # of a step, at most
         added = self._regular.number * clock.max_resamples + self._resamples
         self.current = RoundId("train", step, regular_rounds + added)

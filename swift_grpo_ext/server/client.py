@@ -153,7 +153,7 @@ class RolloutServers:
             for scheme in ("http://", "https://"):
                 server.session.mount(scheme, _BoundedAdapter(wire.TRAINER_TIMEOUTS * timeout))
             server.replicas, server.members = self._identify(server)
-            # From here on, a server that is started anew refuses what rests on weights.
+            # From here on, a restarted server refuses what rests on weights.
             server.session.headers[wire.INSTANCE_HEADER] = server.members[0]
 
     @property
@@ -245,7 +245,7 @@ class RolloutServers:
             raise RolloutError(str(e)) from e
 
     def _note_failure(self, server: Server, error: WorkerError) -> None:
-        logger.warning(f"{error} Others generate its groups, if there are any.")
+        logger.warning(f"{error} Retrying on the remaining servers.")
         if isinstance(error, WorkerLostError) and len(self._servers) > 1:
             self._dropped.append(server)
             self._use([other for other in self._servers if other is not server])
@@ -266,10 +266,10 @@ class RolloutServers:
 
     def reconnect(self, *, again: bool = False) -> bool:
         """Connect to the servers as they are now, before weights are sent, and return whether a
-        group was made anew.
+        group was made again.
 
         Servers that were dropped and are healthy again are taken back; those that are lost are
-        dropped; those that were started anew, or have other replicas, get a new group.
+        dropped; those that were restarted, or have other replicas, get a new group.
 
         Args:
             again: connect to all, since an update has failed.
@@ -298,7 +298,7 @@ class RolloutServers:
         return has_changed
 
     def _reconnect_if_changed(self, server: Server, again: bool) -> bool:
-        """Make the weights' group with a server anew, where it changed, and return whether it
+        """Make the weights' group with a server again, where it changed, and return whether it
         was made."""
         for tries_left in reversed(range(TRIES_TO_CONNECT)):
             replicas, members = self._identify(server, wait=True)
@@ -307,9 +307,9 @@ class RolloutServers:
             if members == server.members and not again:
                 return False
             if members[0] != server.session.headers.get(wire.INSTANCE_HEADER):
-                change = "was started anew; it is given the weights."
+                change = "was restarted; it gets the weights."
             else:
-                change = f"is connected anew; weights go to its {replicas} replicas."
+                change = f"has reconnected; weights go to its {replicas} replicas."
             logger.warning(f"{server.name} {change}")
             server.session.headers[wire.INSTANCE_HEADER] = members[0]
             try:

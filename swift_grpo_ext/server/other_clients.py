@@ -1,7 +1,7 @@
 """Names and seeds for the requests of a client that sends no metadata: plain ms-swift, Megatron.
 
 Symptom: such requests have no seeds, so that vLLM draws each of them from its engine's one
-generator, which begins anew with the engine; where a client gives a seed, ms-swift's client gives
+generator, which starts over with the engine; where a client gives a seed, ms-swift's client gives
 one for all requests of a call, at every step the same, and each replica begins at it.
 Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py (`infer`) and infer_engine/vllm_engine.py
 (`infer`: `seed += i`, counted by each replica for itself). Can go when ms-swift's clients give each

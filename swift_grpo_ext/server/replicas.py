@@ -1,9 +1,9 @@
 """The replicas of a `swift rollout`: each call is paired with its answer, and bounded in time.
 
 Both ends of a replica's pipe number their messages (docs/promises.md, F1). A replica whose reply is
-missing, late or to another message is ended, and others generate its groups (F3). It is started
-anew, joins the others when a trainer is about to send weights, and generates once it holds them
-(F4).
+missing, late or to another message is ended, and others generate its groups (F3). It is
+restarted, joins the others when a trainer is about to send weights, and generates once it holds
+them (F4).
 
 Symptom: after one lost or late reply a replica answers every request with the reply before. One
 that was killed answers with an error while `/health` says that all is well; one that hangs is
@@ -164,7 +164,7 @@ class ReplicaConnection:
 
     Args:
         number: of the replica, which names its devices.
-        start: 0, or how often replicas of this server had been started anew with this one.
+        start: 0, or how often replicas of this server had been restarted, with this one.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class ReplicaConnection:
 
 
 class Restarts:
-    """Replicas of `server` that were lost, and are started anew, `budget` times in all.
+    """Replicas of `server` that were lost, and are restarted, `budget` times in all.
 
     All is done in the event loop's thread: a replica ends with the thread that started it.
     """
@@ -288,9 +288,8 @@ class Restarts:
             number = self.lost.pop()
             if self._count >= self._budget:
                 logger.error(
-                    f"Replica {number} stays lost: a server starts replicas anew {self._budget} "
-                    "times in all. This log tells above why they ended; mend that, and start "
-                    "`swift rollout` anew."
+                    f"Giving up on replica {number} after {self._budget} restarts. Fix the cause "
+                    "above and restart `swift rollout`."
                 )
                 continue
             self._count += 1
@@ -311,7 +310,7 @@ class Restarts:
             finally:
                 child.close()
             self.starting.append(ReplicaConnection(parent, process, number, self._count))
-            logger.warning(f"Replica {number} is started anew ({self._count} of {self._budget}).")
+            logger.warning(f"Restarting replica {number} ({self._count} of {self._budget}).")
         self.lost += failed  # tried again after the next request
 
     def admit(self) -> None:
@@ -349,8 +348,8 @@ def remove(server: SwiftRolloutDeploy, connection: ReplicaConnection, cause: obj
     server.processes.pop(number)
     connection.end()
     logger.error(
-        f"A replica is lost ({cause}); {len(server.connections)} are left. Weights reach these "
-        "once the trainer has connected to them anew."
+        f"A replica is lost ({cause}); {len(server.connections)} are left. They get "
+        "new weights when the trainer reconnects."
     )
     server.restarts.lost.append(connection.number)
 

@@ -64,7 +64,7 @@ logger = get_logger()
 CHECKSUMS_PATH = "/swift_grpo_ext/weight_receipts/"
 
 INSTANCE = uuid.uuid4().hex
-"""This start of the server: one that was started anew has other weights, and no trainer."""
+"""This start of the server: one that was restarted has other weights, and no trainer."""
 
 RESETS = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
 
@@ -220,7 +220,7 @@ class Turns(BaseHTTPMiddleware):
             return _refuse(401, detail, {"WWW-Authenticate": "Bearer"})
         instance = request.headers.get(wire.INSTANCE_HEADER, INSTANCE)
         if instance != INSTANCE and path.startswith(NEED_WEIGHTS):
-            return _refuse(409, "the server was started anew, and has the base model's weights")
+            return _refuse(409, "the server was restarted, and has the base model's weights")
         bound = request.headers.get(wire.TIMEOUT_HEADER)
         try:
             is_bound = bound is None or wire.MIN_TIMEOUT <= float(bound) < math.inf

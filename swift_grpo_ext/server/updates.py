@@ -37,9 +37,9 @@ FALL_OF_REPETITION = 2.0
 """The same, where the model now says one token over and over, and has not before: "!!!"."""
 
 REMEDY = (
-    "Rollouts would be garbage. Send the weights anew; start `swift rollout` with the --model that "
-    "the client trains, and both with the same versions of ms-swift and transformers; or go on "
-    "with `swift rollout ... --rollout_mismatch warn`."
+    "Rollouts would be garbage. Send the weights again; start `swift rollout` with the --model "
+    "that the client trains, and both with the same versions of ms-swift and transformers; or go "
+    "on with `swift rollout ... --rollout_mismatch warn`."
 )
 
 
@@ -145,8 +145,8 @@ def worsening(before: list[Reading], after: list[Reading]) -> list[str]:
         return ["its log-probabilities are NaN"]
     falls = [(b.mean - a.mean, b, a) for b, a in zip(before, after, strict=False)]
     return [
-        f"plain sentences have {-a.mean:.1f} nats a token, {-b.mean:.1f} before"
-        + (", and it goes on with one token over and over" if a.repeats else "")
+        f"perplexity check failed: {-a.mean:.1f} nats/token (was {-b.mean:.1f})"
+        + (", and it repeats one token" if a.repeats else "")
         for fall, b, a in sorted(falls, key=lambda each: -each[0])[:1]
         if fall > MOST_FALL or (fall > FALL_OF_REPETITION and a.repeats and not b.repeats)
     ]

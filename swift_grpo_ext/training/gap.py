@@ -243,8 +243,8 @@ def _tell_groups(
         cause = "Other rows agree: such media are read, placed or encoded otherwise on one side."
     elif engines < {engine for engine, _ in groups}:
         cause = (
-            "Other engines agree: this one has other weights, or a cache of older ones. Start it "
-            "anew and resume from the last checkpoint."
+            "Other engines agree: this one has other weights, or a cache of older ones. Restart "
+            "it and resume from the last checkpoint."
         )
     settings = f", and the {shift:.3g} of the sampling settings" if 0 < shift < inf else ""
     text = (

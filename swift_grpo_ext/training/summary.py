@@ -183,5 +183,5 @@ def _finding(
         f"in {rounds} all rewards of each group are equal ({metrics.get('reward', 0):g} in the "
         f"last round's mean): advantages are 0, and {what} is trained.",
         "`swift-grpo-ext view` shows completions beside their rewards; --dynamic_sample true draws "
-        "anew where prompts are too easy or too hard.",
+        "other prompts where these are too easy or too hard.",
     )

@@ -17,7 +17,7 @@ at first, and in pieces of 25 MB in another order from the second backward pass 
 lies in its piece decides in which order ranks are added up. Can go when the pieces stay.
 
 Symptom: with LoRA, base weights are no longer the model's after an update of the engine, so that a
-resumed run, which loads them anew, parts from the one that was not interrupted.
+resumed run, which loads them again, parts from the one that was not interrupted.
 Upstream: ms-swift 4.6, rlhf_trainers/rollout_mixin.py (`_move_full_model_to_vllm` and
 `_move_adapter_to_vllm`) has PEFT add adapters to them and subtract them again, which rounds both.
 Can go when base weights are left alone, or copied back.

@@ -43,7 +43,7 @@ def upright(image: Image.Image) -> Image.Image:
         return image
     if orientation not in range(2, 9):
         return image
-    # Pillow would write the other tags anew, which fails for some: with the one tag it does not.
+    # Pillow would write the other tags again, which fails for some: with the one tag it does not.
     bare = image.copy()
     bare.info = {name: value for name, value in bare.info.items() if name not in MARKS}
     bare.getexif()[Base.Orientation] = orientation

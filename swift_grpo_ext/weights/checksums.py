@@ -225,7 +225,7 @@ def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> N
         raise WeightUpdateError(
             f"{who} does not hold the trainer's weights: of {len(sent)} tensors "
             f"{'; '.join(wrong)}. Rollouts would come from another policy. Its "
-            "log tells why; start it anew and resume from the last checkpoint."
+            "log tells why; restart it and resume from the last checkpoint."
         )
 
 

@@ -186,7 +186,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
     @contextmanager
     def _recorded_loads(self) -> Iterator[None]:
-        # An update arrives in many calls; the first one behind the end of the last begins anew.
+        # An update arrives in many calls; the first one behind the end of the last starts over.
         if self._loads is None or self._update_has_ended:
             loads = Loads(note=self._note_arrived)
             self._loads, self._update_has_ended, self._has_adapter = loads, False, False

@@ -199,7 +199,7 @@ def test_what_one_server_cannot_answer_another_does(
         assert {c.replica for c in completions} == {"server 1 (http://host1) replica 0"}
 
 
-def test_servers_are_connected_anew_where_they_changed(
+def test_servers_are_connected_again_where_they_changed(
     connected: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer replicas, a start anew, an update that failed."""
@@ -221,8 +221,8 @@ def test_servers_are_connected_anew_where_they_changed(
     for ours in (ours_of(1), ours_of(1, "second start")):
         server.ours = ours
         assert servers.reconnect()
-        what = "started" if ours["instance"] == "second start" else "connected"
-        assert f"{what} anew" in said.pop()
+        what = "was restarted" if ours["instance"] == "second start" else "has reconnected"
+        assert f"{what}; " in said.pop()
         assert made.pop() == (1, ["http://host1"], ["host1"], [1])
         assert client.pynccl_comms == ["group 0", "a new group"]
         assert client.sessions[1].headers[wire.INSTANCE_HEADER] == ours["instance"]
@@ -252,7 +252,7 @@ def test_a_group_that_cannot_be_made_is_tried_thrice(
     assert tried == ["http://host0"] * 3 + ["http://host1"] * 3
     failed = "server 0 (http://host0): the weights' group was not made (no answer)."
     assert said[1] == f"{failed} It is tried again."
-    assert said[5] == f"{failed} Others generate its groups, if there are any."
+    assert said[5] == f"{failed} Retrying on the remaining servers."
 
 
 class Clock:

@@ -74,7 +74,7 @@ def test_a_replica_that_was_lost_is_started_anew(
     connected = {wire.INSTANCE_HEADER: routes.INSTANCE}
     ended.kill()
     assert drew() == [4, 0]
-    assert said[-1] == "Replica 0 is started anew (1 of 3)."
+    assert said[-1] == "Restarting replica 0 (1 of 3)."
     assert told(**connected) == (1, 1)  # it is still loading
     assert health() == (1, 0)
     started[0].says({"status": "error", "why": "no memory"})
@@ -98,7 +98,7 @@ def test_a_replica_that_was_lost_is_started_anew(
     started[2].kill()
     assert drew() == [4, 0, 0, 0]
     assert told(**connected) == (1, 0)
-    assert "Replica 0 stays lost: a server starts replicas anew 3 times in all" in said[-1]
+    assert "Giving up on replica 0 after 3 restarts." in said[-1]
 
 
 def test_a_machine_that_cannot_start_a_replica_goes_on_serving(
@@ -120,4 +120,4 @@ def test_a_machine_that_cannot_start_a_replica_goes_on_serving(
         assert not deployed.restarts.starting
     failed = "Replica 0 could not be started ([Errno 12] Cannot allocate memory): try "
     assert [text.partition(failed)[2] for text in said[1:3]] == ["1 of 2.", "2 of 2."]
-    assert said[3].startswith("Replica 0 stays lost: a server starts replicas anew 2 times in all.")
+    assert said[3].startswith("Giving up on replica 0 after 2 restarts.")

@@ -367,7 +367,7 @@ def test_a_server_that_was_started_anew_takes_no_work() -> None:
     for path in ("/infer/", "/update_flattened_params/", "/process_weights_after_loading/"):
         refused = client.post(path, json={})
         assert refused.status_code == 409, path
-        assert "started anew, and has the base model's weights" in refused.json()["detail"]
+        assert "restarted, and has the base model's weights" in refused.json()["detail"]
     closed = client.post("/close_communicator/")
     assert closed.json() == {"message": "The group is closed."}
     same = {wire.INSTANCE_HEADER: routes.INSTANCE}

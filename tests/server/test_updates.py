@@ -147,10 +147,10 @@ def test_replicas_read_before_and_after(said: list[str]) -> None:
         return asked(client, "/process_weights_after_loading/")[1]
 
     assert update(read(-6.0), read(-7.0)) == ""
-    assert "plain sentences have 15.5 nats a token, 7.0 before" in update(read(-6.0), read(-15.5))
+    assert "perplexity check failed: 15.5 nats/token (was 7.0)" in update(read(-6.0), read(-15.5))
     assert update(read(-6.0), read(-9.0)) == ""  # held against the last sound one
     told = update(read(-8.5, repeats=True), read(-9.0))
-    assert "have 8.5 nats a token, 6.0 before, and it goes on with one token over and" in told
+    assert "8.5 nats/token (was 6.0), and it repeats one token" in told
     assert "log-probabilities are NaN" in update(read(math.nan), read(-9.0))
     assert update(read(-6.0, repeats=True), read(-9.0)) == ""
 

@@ -65,11 +65,11 @@ def test_a_run_goes_on_and_a_lost_replica_comes_back(
     assert_logged(tmp_path / "run/run", samples, ranks=2)
     assert_same(samples, reference)
     assert [replicas_of(samples, step) for step in range(3)] == [{"0"}, {"0"}, {"0", "1"}]
-    assert "is connected anew; weights go to its 2 replicas" in finished.output
+    assert "has reconnected; weights go to its 2 replicas" in finished.output
     server_log = (tmp_path / "server.log").read_text(encoding="utf-8")
     assert "OSError: the disk is gone" in server_log
     assert "A replica is lost (a replica has ended (EOFError))" in server_log
-    assert "Replica 1 is started anew (1 of 3)" in server_log
+    assert "Restarting replica 1 (1 of 3)" in server_log
 
 
 def test_servers_are_lost_one_by_one(
@@ -126,7 +126,7 @@ def test_trainer_and_server_come_back(
         finally:
             (tmp_path / "go").touch()
     assert finished.returncode == 0, finished.cause
-    assert f"server 0 (http://127.0.0.1:{port}) was started anew" in finished.output
+    assert f"server 0 (http://127.0.0.1:{port}) was restarted" in finished.output
     assert_same(recorded(tmp_path / "b"), reference, range(1, 3))
 
 

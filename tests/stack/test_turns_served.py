@@ -114,7 +114,7 @@ def test_an_engine_then_a_server_is_killed(
     assert told_lost[0] < 5
     log = (tmp_path / "one.log").read_text(encoding="utf-8")
     assert "this replica ends with it" in log
-    assert "Replica 0 is started anew (1 of 3)" in log
+    assert "Restarting replica 0 (1 of 3)" in log
     assert (tmp_path / "two/server").exists()
     assert f"server 0 (http://127.0.0.1:{port}) answers again" in finished.output
 

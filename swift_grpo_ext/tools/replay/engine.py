@@ -34,7 +34,7 @@ def generate_again(
     weights: Sequence[str],
     asked: Sequence[tuple[SampleRow, Mapping[str, Any]]],
 ) -> list[Completion]:
-    """Generate samples of a group, or turns of them, anew, in their order.
+    """Generate samples of a group, or turns of them, again, in their order.
 
     Args:
         weights: a model, and adapters to merge into it, as `weights_of` returns them.
