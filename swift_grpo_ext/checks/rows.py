@@ -7,27 +7,28 @@ Only headers are read, so that tens of thousands of images take seconds.
 from __future__ import annotations
 
 import base64
+import csv
 import inspect
 import io
+import json
 import os
 import random
 import re
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import pyarrow as pa
 import requests
 from PIL import Image
 from requests.utils import requote_uri
-from xxhash import xxh3_64_intdigest
 
 from swift_grpo_ext.checks.finding import Findings, error, warning
-from swift_grpo_ext.sampling.prompt_hash import PROMPT_FIELDS, count_duplicates, prompt_hash
+from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
 from swift_grpo_ext.upstream.rows import (
+    COLUMNS,
     FILE,
     KINDS,
     LONGEST_SHOWN,
@@ -47,12 +48,20 @@ Row = Mapping[str, Any]
 MAX_IMAGES_OPENED = 20_000
 """Rows of a larger data set that are chosen at random and looked at."""
 
-COMPARED = 4096
-"""Bytes of an image's beginning, and of its end, that are compared before the whole is."""
+MAX_CONTENT = 2**31
+"""Bytes of content in `images` after which no more rows are looked at: 20,000 rows with images of
+1 MB would be 20 GB."""
 
-MAX_COMPARED = 2**28
-"""Bytes of content that are compared whole; images of one size, beginning and end beyond them are
-taken for one, which pictures that are not compressed may not be."""
+READERS: Mapping[str, Callable[[IO[str]], Iterable[object]]] = {
+    ".jsonl": lambda file: (json.loads(line or "null") for line in map(str.strip, file)),
+    ".json": json.load,
+    ".csv": csv.DictReader,
+}
+"""How a file's rows are read where one of them is looked for, by the file's suffix."""
+
+ROLES = {"system", "user", "assistant", "tool"}
+MAX_SEARCHED = 2**26
+"""Bytes of a file that is searched for a row: half a second."""
 
 SHOWN_MEDIA = 3
 """Media that an error names where it may be about any of them."""
@@ -75,11 +84,7 @@ def check_rows(
     """Refuse the first row that has a fault (`row_fault`); warn of a data set without any image,
     and of prompts that stand twice in it, media included (docs/promises.md, G4).
 
-    Each row is read once, and of content that it holds the header and the end alone.
-
     Args:
-        dataset: rows of ms-swift, with random access.
-        setting: the flag that named the data set.
         expects_media: whether the model takes media, so that their absence is worth a warning.
         deletes_bad_rows: whether ms-swift replaces bad rows (`--truncation_strategy delete`): their
             number is a warning then.
@@ -89,22 +94,24 @@ def check_rows(
     if len(numbers) > MAX_IMAGES_OPENED:
         # By chance, and the same in each run: a fixed stride would meet the same kind of row again
         # and again where kinds alternate.
-        numbers = sorted(random.Random(0).sample(numbers, MAX_IMAGES_OPENED))
-    read = _reader(dataset)
-    has_media = False
+        numbers = random.Random(0).sample(numbers, MAX_IMAGES_OPENED)
+    num_rows, num_bytes, has_media = 0, 0, False
     bad: list[str] = []
-    numbers_by_prompt: dict[str, list[int]] = {}
+    hashes: list[str] = []
     for i in numbers:
-        row = read(i)
-        has_media = has_media or bool(media_of(row))
+        if num_bytes > MAX_CONTENT:
+            break
+        row = dataset[i]
+        media = media_of(row)
+        num_rows += 1
+        num_bytes += sum(len(c) for m in media if isinstance(c := source_of(m.value), bytes))
+        has_media = has_media or bool(media)
         if fault := row_fault(row, placeholders):
-            bad.append(f"in the row that asks {question_of(row)!r}, {fault}")
+            bad.append(fault if bad else f"{name_of(row)}: {fault}")
             if not deletes_bad_rows:
                 break
-        # The first pass over content is a cheap one (`_cut_content`): what looks alike is compared
-        # whole later.
         if tells_duplicates:
-            numbers_by_prompt.setdefault(prompt_hash(_cut_content(prompt_of(row))), []).append(i)
+            hashes.append(prompt_hash(prompt_of(row)))
     if bad and not deletes_bad_rows:
         yield error(
             setting,
@@ -115,7 +122,7 @@ def check_rows(
     elif bad:
         yield warning(
             setting,
-            f"{len(bad)} of {len(numbers)} rows that were looked at cannot be used, the first: "
+            f"{len(bad)} of {num_rows} rows that were looked at cannot be used, the first: "
             f"{bad[0]}. Whenever such a row is met, another takes its place "
             "(--truncation_strategy delete).",
         )
@@ -126,74 +133,12 @@ def check_rows(
             'If they should: add the column, e.g. {"messages": [...], "images": ["digit.png"]}, or '
             "map yours with --columns.",
         )
-    if duplicates := _count_duplicates(dataset, numbers_by_prompt.values()):
+    if duplicates := count_duplicates(hashes):
         yield warning(
             setting,
-            f"{duplicates} of {len(numbers)} rows repeat a prompt that stands earlier in the data "
+            f"{duplicates} of {num_rows} rows repeat a prompt that stands earlier in the data "
             "set, media included; each gets noise of its own.",
         )
-
-
-def _reader(dataset: Sequence[Row]) -> Callable[[int], Row]:
-    """Return what reads a row of a data set. Content in `images` is a view of the data set's file,
-    which is mapped into memory: of images of 1 MB nothing is copied."""
-    features: Any = getattr(dataset, "features", None) or {}
-    inner = getattr(features.get("images"), "feature", None)
-    if not isinstance(inner, dict) or "bytes" not in inner:
-        return dataset.__getitem__  # a list, or a data set that holds paths alone
-    whole: Any = dataset
-    names = [name for name in PROMPT_FIELDS if name in features and name != "images"]
-    texts = whole.select_columns(names)
-    images = whole.select_columns("images").with_format("arrow")
-
-    def read(i: int) -> Row:
-        [cell] = images[i].column("images")
-        views = [
-            {
-                "path": item["path"].as_py(),
-                "bytes": None if (held := item["bytes"].as_buffer()) is None else memoryview(held),
-            }
-            if item.is_valid
-            else None
-            for item in cell.values or ()
-        ]
-        return {**texts[i], "images": views if cell.is_valid else None}
-
-    return read
-
-
-def _cut_content(row: Row) -> Row:
-    """Return a row with the size, beginning and end of each content in `images` in its place."""
-    images = row.get("images")
-    if not isinstance(images, list):
-        return row
-    cut = []
-    for image in images:
-        view = image.get("bytes") if isinstance(image, Mapping) else None
-        if isinstance(view, memoryview):
-            ends = map(xxh3_64_intdigest, (view[:COMPARED], view[-COMPARED:]))
-            image = {**image, "bytes": [len(view), *ends]}
-        cut.append(image)
-    return {**row, "images": cut}
-
-
-def _count_duplicates(dataset: Sequence[Row], alike: Iterable[Sequence[int]]) -> int:
-    """Return how many prompts repeat an earlier one.
-
-    Args:
-        alike: the numbers of rows that may be one prompt; those whose content was cut are compared
-            whole, up to `MAX_COMPARED` bytes in all.
-    """
-    total, left = 0, MAX_COMPARED
-    for numbers in alike:
-        if len(numbers) > 1 and left > 0:
-            rows = [dataset[i] for i in numbers]
-            sources = (source_of(medium.value) for row in rows for medium in media_of(row))
-            left -= sum(len(source) for source in sources if isinstance(source, (bytes, str)))
-            total += count_duplicates(prompt_hash(prompt_of(row)) for row in rows)
-        else:
-            total += len(numbers) - 1
-    return total
 
 
 # --- one row ---
@@ -216,13 +161,7 @@ def prompt_of(row: Row) -> dict[str, Any]:
 
 
 def question_of(row: object) -> str:
-    """Return the start of a row's last question, which names it in errors.
-
-    A number would mislead: ms-swift shuffles as it loads.
-
-    Args:
-        row: of a data set, or a sample or a request.
-    """
+    """Return the start of a row's last question."""
     row = prompt_of(row) if isinstance(row, Mapping) else row
     try:
         messages: Any = read_row(row).messages
@@ -236,6 +175,46 @@ def question_of(row: object) -> str:
     return str(content)[:60]
 
 
+def name_of(row: object) -> str:
+    """Return how messages name a row: by its place in its file, where it is found, and by its
+    question."""
+    asks = f"asks {question_of(row)!r}"
+    place = place_of(row)
+    return f"{place} (which {asks})" if place else f"the row that {asks}"
+
+
+def place_of(row: object) -> str:
+    """Return a row's number, from 1 as in its file, and the file; "" where it is not found.
+
+    ms-swift shuffles as it loads. It notes each row's file (4.6, dataset/loader.py,
+    `_inject_dataset_routing_tag`), which is searched for the texts and paths of the row's prompt.
+    """
+    columns = row if isinstance(row, Mapping) else {**getattr(row, "__dict__", {})}
+    columns = {**columns, **(columns.get("extra") or {})}  # a sample's other columns
+    path = Path(str(columns.get("dataset", ""))).expanduser()
+    if path.suffix not in READERS or not path.is_file() or path.stat().st_size > MAX_SEARCHED:
+        return ""
+    prompt = {*_texts([columns.get(name) for name in ("messages", *COLUMNS)])} - ROLES
+    known = {*_texts([*columns.values()])}
+    found: list[tuple[int, int]] = []
+    with suppress(ValueError), path.open(encoding="utf-8", newline="") as file:
+        for number, written in enumerate(READERS[path.suffix](file), 1):
+            texts = {*_texts(written)}
+            if prompt <= texts:  # rows that ask the same may show more, or have other answers
+                found.append((len(texts - known), number))
+    return f"row {min(found)[1]} of {path}" if found else ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts and numbers within lists and dictionaries; a CSV file has texts alone."""
+    inner = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, (Mapping, list, tuple)):
+        for each in inner:
+            yield from _texts(each)
+    elif isinstance(value, (str, int, float)):
+        yield str(value)
+
+
 def row_fault(row: object, placeholders: Collection[str] = ()) -> str | None:
     """Say what is wrong with a row's prompt: field, value, and what was expected; None where
     nothing is.
@@ -245,7 +224,6 @@ def row_fault(row: object, placeholders: Collection[str] = ()) -> str | None:
     marks in front.
 
     Args:
-        row: of a data set, or a sample or a request.
         placeholders: the tokens that stand for media inside the model.
     """
     row = prompt_of(row) if isinstance(row, Mapping) else row
@@ -326,11 +304,7 @@ def _wrong_form(value: object) -> str | None:
 
 
 def unreadable(image: object) -> str | None:
-    """Say why an image cannot be read; None where it can, or where only fetching it would tell.
-
-    Args:
-        image: a path, a URL, a data URL, base64 text, raw bytes or a view of them.
-    """
+    """Say why an image cannot be read; None where it can, or where only fetching it would tell."""
     try:
         content = media_content(image)
         if content is None:
@@ -358,8 +332,6 @@ def media_content(medium: object) -> Path | IO[bytes] | None:
     """Return a local file or the content; None for what ms-swift alone reads (URLs, PIL images)."""
     if isinstance(medium, bytes):
         return io.BytesIO(medium)
-    if isinstance(medium, memoryview):  # of a data set's file, of which only a header is loaded
-        return pa.BufferReader(medium)
     if not isinstance(medium, str) or medium.strip().startswith(("http://", "https://")):
         return None
     medium = medium.strip()
@@ -383,8 +355,7 @@ class RowError(ValueError):
 
     def __init__(self, row: object, fault: str) -> None:
         self.fault = fault
-        asks = f"the row that asks {question_of(row)!r}"
-        super().__init__(f"{asks} cannot be encoded ({fault}). {REMEDY}")
+        super().__init__(f"{name_of(row)} cannot be encoded ({fault}). {REMEDY}")
 
     def __reduce__(self) -> Any:
         return ValueError, self.args  # another process gets the text
@@ -427,12 +398,7 @@ def encoding_error(
 
 
 def encoding_fault(row: object, error: Exception) -> str:
-    """Say which of a row's media an error in encoding was about, or else what it says.
-
-    Args:
-        row: of a data set, or a sample or a request.
-        error: what a template, a processor, a reader of media or vLLM raised.
-    """
+    """Say which of a row's media an error in encoding was about, or else what it says."""
     from swift.template import MaxLengthError
 
     # An error of a processor names no medium. What our own look finds is said first; then each

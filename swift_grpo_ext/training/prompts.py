@@ -20,7 +20,7 @@ from swift.utils import get_logger
 from swift_grpo_ext.checks.rows import (
     RowError,
     encoding_fault,
-    question_of,
+    name_of,
     row_fault,
 )
 from swift_grpo_ext.ranks import RankGroup
@@ -113,8 +113,8 @@ def replace_failing_prompts(
         )
     for group, (error, row) in sorted(failed.items()) if ranks.rank == 0 else ():
         logger.warning(
-            f"{round_}, group {first_group + group}: the row that asks {question_of(row)!r} "
-            f"cannot be encoded ({error}); another prompt takes the place of the whole group "
+            f"{round_}, group {first_group + group}: {name_of(row)} cannot be encoded ({error}); "
+            "another prompt takes the place of the whole group "
             "(--truncation_strategy delete)."
         )
     pairs = zip(rows, group_of, strict=True)

@@ -208,7 +208,7 @@ LONGEST_SHOWN = 255
 
 def short(value: object) -> str:
     """Return a value as a message shows it: names whole, content by its beginning and size."""
-    if isinstance(value, (bytes, bytearray, memoryview)):
+    if isinstance(value, (bytes, bytearray)):
         return f"<{len(value)} bytes>"
     if isinstance(value, Mapping) and set(value) <= {"bytes", "path"}:
         return short(value.get("path") or value.get("bytes"))

@@ -359,5 +359,5 @@ def test_content_in_a_file_of_rows(encoder: RowEncoder, folder: Path, tmp_path: 
     table = {"query": ["<image>Which?"], "response": ["0"], "images": ["['a.png', 'b.png']"]}
     pd.DataFrame(table).to_csv(path := tmp_path / "rows.csv", index=False)
     data, _ = load_dataset([str(path)], remove_unused_columns=False)
-    with pytest.raises(RowError, match=r"asks '<image>Which.' cannot .* text that holds a list"):
+    with pytest.raises(RowError, match=r"asks '<image>Which.'\) cannot .* text that holds a list"):
         in_a_round(encoder, dict(data[0]))
