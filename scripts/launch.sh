@@ -32,7 +32,7 @@ Several nodes, each of which runs this same command:
   --hosts A,B,...       all nodes in order, and with it
   --node-rank I         which of them this is. Under Slurm both are known:
                         srun --ntasks-per-node 1 launch.sh --rollout-nodes 2 ... CONFIG
-MASTER_PORT is torchrun's port on the first training node.
+MASTER_PORT is torchrun's port on the first training node (default 29500; on one node a free one).
 VLLM_API_KEY, where it is set (on all nodes), is what the servers ask for and the training sends.
 
 Exit status: that of the training; 1 where a server fails; 130 after Ctrl-C.
@@ -153,6 +153,16 @@ for name in model model_type template; do
   [ -z "$value" ] || grep -q "^$name:" "$config.rollout.yaml" || model+=("--$name" "$value")
 done
 
+listens() { # PORT, as in /proc/net/tcp, where 0A listens
+  grep -qsE "^ *[0-9]+: [0-9A-F]+:$(printf '%04X' "$1") [0-9A-F:]+ 0A " /proc/net/tcp /proc/net/tcp6
+}
+
+free_port() { # for torchrun, whose own default another training may hold
+  local free=29500
+  while listens "$free"; do free=$((free + 1)); done
+  printf '%s' "$free"
+}
+
 server_command() { # NUMBER
   local gpus=''
   [ "$cpu" ] || gpus=$(join "${rollout_gpus[@]:$1 * gpus_of_server:gpus_of_server}")
@@ -175,6 +185,8 @@ training_command() {
   if ((rollout_nodes)); then
     settings+=("NNODES=$num_training_nodes" "NODE_RANK=$training_node" "MASTER_ADDR=$master"
       "MASTER_PORT=${MASTER_PORT:-29500}")
+  else
+    settings+=("MASTER_PORT=${MASTER_PORT:-$(free_port)}")
   fi
   command=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u VLLM_API_KEY "${settings[@]}" swift rlhf "$config.train.yaml" "${both[@]}" "${data[@]}"
     --vllm_mode server --vllm_server_host "${hosts_of[@]}" --vllm_server_port "${ports[@]}"
@@ -189,6 +201,13 @@ gpus=("${train_gpus[@]}")
 how=(--gpus "$(join "${gpus[@]}")")
 if [ "$dry_run" ] || ((!trains)); then how=(--settings-only); fi
 ranks=$((${#train_gpus[@]} * num_training_nodes))
+if [ -z "$dry_run" ]; then
+  for ((n = 0; n < num_servers * serves; n++)); do
+    # What listens there already would be taken for the server: its own refusal comes later.
+    ! listens $((port + n)) || fail "port $((port + n)) is in use on this machine: give another --port"
+  done
+  say "checking the settings of $config"
+fi
 env -u CUDA_VISIBLE_DEVICES swift-grpo-ext check --quiet "${how[@]}" --ranks "$ranks" "${both[@]}" \
   "$config" -- "${data[@]}" "${more[@]}" >&2 || fail "$config cannot run like this (above)"
 if [ "$dry_run" ]; then
@@ -264,14 +283,6 @@ check_alive() { # ends the launch if a server has ended, once it trains only if 
   fi
 }
 
-# What listens there already would be taken for the server: its own refusal comes later.
-refuse_taken_port() { # PORT
-  local port # as in /proc/net/tcp, where 0A listens
-  port=$(printf '%04X' "$1")
-  ! grep -qsE "^ *[0-9]+: [0-9A-F]+:$port [0-9A-F:]+ 0A " /proc/net/tcp /proc/net/tcp6 ||
-    fail "port $1 is in use on this machine: give another --port"
-}
-
 healthy() { # HOST PORT
   # shellcheck disable=SC2016 # the inner shell expands them
   timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1" && printf "GET /health HTTP/1.0\r\nHost: $0\r\n\r\n" >&3 &&
@@ -311,7 +322,6 @@ open_netrc() {
 }
 
 for ((n = 0; n < num_servers * serves; n++)); do
-  refuse_taken_port $((port + n))
   server_command "$n"
   name=server$n
   ((!rollout_nodes)) || name=server$node.$n

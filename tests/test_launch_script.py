@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -235,6 +236,20 @@ def test_a_port_in_use(tmp_path: Path) -> None:
             assert run.end() == 1
     assert f"port {port} is in use on this machine" in run.output
     assert "[server0]" not in run.output
+
+
+def test_torchrun_gets_a_port_that_nobody_holds(tmp_path: Path) -> None:
+    """Its own default is one for all: the second training on a machine died."""
+    with ExitStack() as held:
+        with suppress(OSError):  # another training may hold it
+            held.enter_context(socket.create_server(("127.0.0.1", 29500)))
+        with launched(tmp_path, PRESET) as run:
+            assert run.end() == 0
+    assert re.search(r"MASTER_PORT=295(?!00)\d\d ", run.output)
+    logs = ("--logs", str(tmp_path / "again"))
+    with launched(tmp_path, *logs, PRESET, MASTER_PORT="29511") as run:
+        assert run.end() == 0
+    assert "MASTER_PORT=29511 " in run.output
 
 
 def test_nodes_end_together(tmp_path: Path) -> None:
