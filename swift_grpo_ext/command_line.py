@@ -10,18 +10,19 @@ the same where a script has called `register()` before.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
-from swift.utils import get_logger, set_default_ddp_config
+from swift.template import get_template_meta
+from swift.utils import get_dist_setting, get_logger, set_default_ddp_config
 from swift.utils.utils import _patch_get_type_hints
 from transformers import HfArgumentParser
 
 from swift_grpo_ext.checks import preflight
-from swift_grpo_ext.checks.finding import enforce
-from swift_grpo_ext.checks.former_flags import flag_hint
+from swift_grpo_ext.checks.finding import SettingsError, did_you_mean, enforce
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.flags import ExtFlags, flag_infos, flag_names
 from swift_grpo_ext.record.log import check_output_dir
@@ -35,13 +36,32 @@ from swift_grpo_ext.upstream.local_names import being_parsed
 from swift_grpo_ext.upstream.patches import Moment, apply, patch
 
 if TYPE_CHECKING:
+    import torch
     from datasets import Dataset
 
 logger = get_logger()
 
+UPSTREAM_PORT = "29500"
+"""ms-swift's MASTER_PORT for a training of one process (4.6, utils/torch_utils.py)."""
+
+
+class _NamedTypes:
+    """Arguments that say what to give where ms-swift cannot tell the model's type or template."""
+
+    def _init_model_info(self) -> torch.dtype:
+        args: Any = self
+        try:
+            dtype: torch.dtype = super()._init_model_info()  # type: ignore[misc]
+            get_template_meta(args.model_info, args.model_meta, template_type=args.template)
+        except ValueError as e:
+            if finding := preflight.unmatched(e):
+                raise SettingsError(finding.sentence) from e
+            raise
+        return dtype
+
 
 @dataclass
-class RLHFExtArguments(ExtFlags, RLHFArguments):
+class RLHFExtArguments(_NamedTypes, ExtFlags, RLHFArguments):
     """`swift rlhf`'s arguments with our flags."""
 
     def _check_grpo(self) -> None:
@@ -64,7 +84,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
 
 
 @dataclass
-class RolloutExtArguments(ExtFlags, RolloutArguments):
+class RolloutExtArguments(_NamedTypes, ExtFlags, RolloutArguments):
     """`swift rollout`'s arguments with our flags."""
 
     sample_log: Literal["all", "tokens", "none"] = "none"
@@ -120,7 +140,7 @@ def _check(args: BaseArguments, given: list[str]) -> None:
     ours = [name for name in given if name in flag_names()]
     if isinstance(args, RLHFArguments) and args.rlhf_type not in TRAINERS:
         if ours:
-            raise ValueError(
+            raise SettingsError(
                 f"--{ours[0]} is read with --rlhf_type grpo and gkd only; received --rlhf_type "
                 f"{args.rlhf_type}. Leave the flag out."
             )
@@ -138,8 +158,12 @@ def _check(args: BaseArguments, given: list[str]) -> None:
         # vLLM asks for a rank in the training process. ms-swift says it for GRPO (4.6,
         # arguments/rlhf_args.py, `_init_grpo`), and not for distillation.
         set_default_ddp_config()
+    if preflight.is_alone() and os.environ.get("MASTER_PORT") == UPSTREAM_PORT:
+        os.environ["MASTER_PORT"] = "0"  # any free one: another training may hold that port
     enforce(preflight.check_process(args))
     enforce(preflight.check_arguments(args, given))
+    if isinstance(args, RLHFArguments):
+        enforce(preflight.check_round(args, max(get_dist_setting()[2], 1)))
     # The environment is set last, and before CUDA or vLLM read it.
     if getattr(args, "full_determinism", False):  # not an argument of servers
         prepare_process()
@@ -160,9 +184,9 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     if unknown and not args.ignore_args_error:
         tokens = [token for token in unknown if token.startswith("--")] or unknown[:1]
         known = [f"--{action.dest}" for action in parser._actions]
-        hints = {token: flag_hint(f"--{_name(token)}", known) for token in tokens}
+        hints = {token: did_you_mean(f"--{_name(token)}", known) for token in tokens}
         named = [f"{token} ({hint})" if hint else token for token, hint in hints.items()]
-        raise ValueError(
+        raise SettingsError(
             f"Unknown argument {', '.join(named)}; left over: {' '.join(unknown)}. "
             "`swift-grpo-ext flags` lists our flags."
         )
@@ -207,4 +231,4 @@ class Parser(HfArgumentParser):
             super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}. `swift-grpo-ext flags` lists our flags and their values.")
+        raise SettingsError(f"{message}. `swift-grpo-ext flags` lists our flags and their values.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 
+from swift_grpo_ext.checks.finding import hide_tracebacks
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages, untried, verify
@@ -29,6 +30,7 @@ TRAINING_ARGUMENTS = {
 def register() -> None:
     """Let ms-swift use our flags, trainer, engine, server and callback (see
     `swift_grpo_ext.register`)."""
+    hide_tracebacks()
     verify(pins.COMMAND_LINE)
 
     # Not before ms-swift is known to fit: these modules build on its classes.

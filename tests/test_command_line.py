@@ -7,6 +7,7 @@ import contextlib
 import os
 import pickle
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, get_type_hints
@@ -26,9 +27,12 @@ PLUGIN = Path(__file__).resolve().parents[1] / "plugins/grpo_ext.py"
 KINDS = pytest.mark.parametrize("registered", [False, True], ids=["by flag", "register() first"])
 
 
-def parsed(argv: list[str] | None, *, registered: bool) -> dict[str, Any] | str:
+def parsed(
+    argv: list[str] | None, *, registered: bool, names: Sequence[str] = ()
+) -> dict[str, Any] | str:
     """What ms-swift makes of a list, or of this process's command line: the values of our flags, or
-    the error; in a child of this process, which stays as it is."""
+    the error; in a child of this process, which stays as it is. `names` are variables of its
+    environment that are wanted too."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -38,6 +42,7 @@ def parsed(argv: list[str] | None, *, registered: bool) -> dict[str, Any] | str:
             """End where settings are checked, which needs a model and data."""
             assert being_parsed(RLHFArguments)[1] == []  # nothing for ms-swift
             found.update({name: getattr(args, name) for name in MEANT}, given=given)
+            found.update({name: os.environ.get(name) for name in names})
             raise InterruptedError
 
         try:
@@ -84,23 +89,41 @@ def test_a_misspelt_flag_in_a_scripts_list_is_refused(registered: bool) -> None:
     """The beginning of one of our flags is none: ms-swift takes those of its own."""
     found = parsed([*BASE, "--rollout_seed", "sample"], registered=registered)
     assert found == (
-        "ValueError: Unknown argument --rollout_seed (did you mean --rollout_seed_mode?); "
+        "SettingsError: Unknown argument --rollout_seed (did you mean --rollout_seed_mode?); "
         "left over: --rollout_seed sample. `swift-grpo-ext flags` lists our flags."
     )
     found = parsed([*BASE, "--zzzz"], registered=registered)
     assert found.endswith("--zzzz; left over: --zzzz. `swift-grpo-ext flags` lists our flags.")  # type: ignore[union-attr]
 
 
-def test_flags_of_ms_swift_3_are_refused_by_their_new_names() -> None:
-    """All of a script at once."""
-    former = ["--train_type", "lora", "--max-prompt-length=512", "--gpu_memory_utilization", "0.5"]
-    found = parsed([*BASE, *former], registered=False)
+def test_a_training_alone_takes_any_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one on a machine died of EADDRINUSE: ms-swift gives each the same port."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    argv = [*BASE, "--use_vllm", "true", "--vllm_mode", "colocate"]
+    for given, taken in ((None, "0"), ("29500", "0"), ("29511", "29511")):
+        if given:
+            monkeypatch.setenv("MASTER_PORT", given)
+        found = parsed(argv, registered=False, names=["MASTER_PORT", "WORLD_SIZE"])
+        assert isinstance(found, dict), found
+        assert (found["MASTER_PORT"], found["WORLD_SIZE"]) == (taken, "1")
+    # torchrun's own agent listens at the port that it names.
+    started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in {**started, "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    found = parsed(argv, registered=False, names=["MASTER_PORT"])
+    assert isinstance(found, dict), found
+    assert found["MASTER_PORT"] == "29500"
+
+
+def test_all_misspelt_flags_are_named_at_once() -> None:
+    given = ["--tuner_typ3", "lora", "--max-lenght=512", "--gpu_memory_utilization", "0.5"]
+    found = parsed([*BASE, *given], registered=False)
     assert found == (
-        "ValueError: Unknown argument --train_type (ms-swift 4 calls it --tuner_type), "
-        "--max-prompt-length=512 (ms-swift 4 calls it --max_length), --gpu_memory_utilization "
-        "(ms-swift 4 calls it --vllm_gpu_memory_utilization); left over: --train_type lora "
-        "--max-prompt-length=512 --gpu_memory_utilization 0.5. `swift-grpo-ext flags` lists our "
-        "flags."
+        "SettingsError: Unknown argument --tuner_typ3 (did you mean --tuner_type?), "
+        "--max-lenght=512 (did you mean --max_length?), --gpu_memory_utilization "
+        "(did you mean --vllm_gpu_memory_utilization?); left over: --tuner_typ3 lora "
+        "--max-lenght=512 --gpu_memory_utilization 0.5. `swift-grpo-ext flags` lists our flags."
     )
 
 

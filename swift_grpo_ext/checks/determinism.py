@@ -40,19 +40,11 @@ def check_determinism(args: RLHFArguments) -> Findings:
             "Leave it out: it is set by itself.",
         )
     if args.use_vllm and args.rollout_seed_mode == "engine":
-        yield warning(
-            SETTING,
-            "does not keep tokens the same with --rollout_seed_mode engine: servers draw seeds at "
-            "random, and an engine's own generator begins anew in a resumed run.",
-            "Leave --rollout_seed_mode out.",
-        )
+        text = "is not kept with --rollout_seed_mode engine: its generators start over in a resumed"
+        yield warning(SETTING, f"{text} run, and servers draw seeds.", "Leave the mode out.")
     if args.logps_chunk_size == "auto":
-        yield warning(
-            SETTING,
-            "does not keep roundings the same with --logps_chunk_size auto, which follows from the "
-            "memory that is free at the start.",
-            "Give the number that an earlier run has said, or 0.",
-        )
+        text = "is not kept with --logps_chunk_size auto, which follows from the free memory."
+        yield warning(SETTING, text, "Give the number that an earlier run has said, or 0.")
     resumes = {
         "sync_ref_model true": (
             args.sync_ref_model,
@@ -60,7 +52,7 @@ def check_determinism(args: RLHFArguments) -> Findings:
         ),
         "async_generate true": (
             args.async_generate,
-            "the batch that was on its way when a checkpoint was written is generated anew, with "
+            "the batch that was on its way when a checkpoint was written is generated again, with "
             "newer weights.",
         ),
         "save_only_model true": (
@@ -76,11 +68,7 @@ def check_determinism(args: RLHFArguments) -> Findings:
 
 def check_checkpoints(args: RLHFArguments) -> Findings:
     """Warn of checkpoints between the updates that one rollout serves: a resumed run generates it
-    anew, with the weights that it has come to.
-
-    Args:
-        args: ms-swift's, with the training's that it has made of them.
-    """
+    again, with newer weights."""
     made = args.training_args
     if not args.full_determinism or made.save_strategy != "steps" or made.save_steps < 1:
         return
@@ -93,6 +81,6 @@ def check_checkpoints(args: RLHFArguments) -> Findings:
             SETTING,
             f"does not hold for a run that is resumed from any checkpoint: one rollout serves "
             f"{updates:g} updates, and --save_steps {made.save_steps:g} saves between them. The "
-            "resumed run generates it anew, with newer weights.",
+            "resumed run generates it again, with newer weights.",
             f"Set --save_steps to a multiple of {updates:g}.",
         )

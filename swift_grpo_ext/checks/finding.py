@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Literal
 
 Level = Literal["ok", "note", "skipped", "warning", "error"]
@@ -49,13 +52,34 @@ warning = partial(Finding, "warning")
 error = partial(Finding, "error")
 
 
+class SettingsError(ValueError):
+    """A mistake of the user's. Its text says all: where nobody catches it, it is printed alone."""
+
+
+def hide_tracebacks() -> None:
+    """Print a `SettingsError` that ends the process without its traceback, once on each machine:
+    all ranks have the same settings."""
+    show = sys.excepthook
+
+    def show_alone(
+        kind: type[BaseException], raised: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(raised, SettingsError):
+            show(kind, raised, trace)
+        elif os.environ.get("LOCAL_RANK", "0") == "0":
+            # Not `sys.stderr`, to which torch's own hook has led what it prefixes with the rank.
+            print(f"error: {raised}", file=sys.__stderr__)
+
+    sys.excepthook = show_alone
+
+
 def enforce(findings: Iterable[Finding]) -> None:
-    """Raise `ValueError` for the first error; log warnings on the way."""
+    """Raise `SettingsError` for the first error; log warnings on the way."""
     from swift.utils import get_logger
 
     for finding in findings:
         if finding.level == "error":
-            raise ValueError(finding.sentence)
+            raise SettingsError(finding.sentence)
         if finding.level == "warning":
             get_logger().warning(finding.sentence)
 

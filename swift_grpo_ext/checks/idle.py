@@ -1,7 +1,4 @@
-"""Settings with which nothing is trained, and rows that no batch ever holds: said before the start.
-
-What only rewards and completions tell is said in the run (training/summary.py).
-"""
+"""Rows that no batch ever holds: said before the start."""
 
 from __future__ import annotations
 
@@ -13,25 +10,6 @@ if TYPE_CHECKING:
     from collections.abc import Sized
 
     from swift.arguments import RLHFArguments
-
-
-def check_idle_settings(args: RLHFArguments) -> Findings:
-    """Warn of settings with which no weight ever changes."""
-    # Tower and aligner follow the model's rate unless they have their own.
-    if args.learning_rate == 0 and not args.vit_lr and not args.aligner_lr:
-        yield warning("learning_rate 0", "no weight changes: nothing is trained.")
-    # A teacher's log-probabilities are a signal of their own.
-    weights = [float(weight) for weight in args.reward_weights or ()]
-    teachers = ("teacher_model", "teacher_model_server")
-    has_teacher = any(getattr(args, name, None) for name in teachers)
-    if weights and not any(weights) and not has_teacher:
-        yield warning(
-            f"reward_weights {' '.join(f'{weight:g}' for weight in weights)}",
-            "all rewards are equal, whatever functions say, and advantages are 0.",
-            "Give one of them a weight.",
-        )
-    if args.num_train_epochs == 0 and args.max_steps <= 0:
-        yield warning("num_train_epochs 0", "no step is made (--max_steps is not given).")
 
 
 def group_size(args: RLHFArguments) -> int:

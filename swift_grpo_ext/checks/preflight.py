@@ -1,9 +1,9 @@
 """Checks in `swift rlhf` and `swift rollout` before a model is loaded: bad input ends early.
 
-In the order in which they run: `check_process` and `check_arguments` as soon as the arguments are
-parsed, `check_model` and `check_datasets` once ms-swift knows the model and has loaded the data.
-Each takes the arguments of `swift rlhf` or of `swift rollout` and yields findings. `swift-grpo-ext
-check` asks `check_arguments` too, with the arguments that a YAML file gives.
+`check_process`, `check_arguments` and `check_round` run as soon as the arguments are parsed,
+`check_model` and `check_datasets` once ms-swift knows the model and has loaded the data. Each takes
+the arguments of `swift rlhf` or of `swift rollout` and yields findings. `swift-grpo-ext check` asks
+`check_arguments`, `check_round` and `unmatched` too.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import socket
 import time
 from collections.abc import Collection
 from dataclasses import fields
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch.distributed as dist
 from packaging.version import Version
 from swift.utils import get_logger, is_local_master
 
 from swift_grpo_ext.checks.determinism import check_checkpoints, check_determinism
-from swift_grpo_ext.checks.finding import Findings, error, warning
-from swift_grpo_ext.checks.idle import check_idle_settings, check_unmet_rows, group_size
+from swift_grpo_ext.checks.finding import Finding, Findings, did_you_mean, error, warning
+from swift_grpo_ext.checks.idle import check_unmet_rows, group_size
 from swift_grpo_ext.checks.resume import check_resume
 from swift_grpo_ext.checks.rewards import COMPLETIONS, check_rewards, leads_conversations
 from swift_grpo_ext.checks.rows import check_rows
@@ -75,10 +77,10 @@ def _serves(args: Arguments) -> bool:
 
 
 def check_process(args: Arguments) -> Findings:
-    """Refuse what cannot run here and now: a training that needs accelerators where there are none,
-    and a server among ranks or on a port that is taken."""
+    """Refuse ports that are taken, and a server among ranks."""
     if not _serves(args):
-        yield from check_devices(args)
+        if is_alone():
+            yield from check_master_port(os.environ.get("MASTER_PORT", ""))
         return
     # ms-swift would take a server that torchrun's variables reach for one of several ranks, and
     # wait for the others until its `--ddp_timeout` of months.
@@ -101,26 +103,18 @@ def check_process(args: Arguments) -> Findings:
         )
 
 
-def check_devices(args: RLHFArguments) -> Findings:
-    """Refuse sharding and sleep where there is no accelerator.
+def is_alone() -> bool:
+    """Return whether a training is one process that will listen at MASTER_PORT itself: neither does
+    torchrun, nor has a script of the user's made the group."""
+    is_one = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
+    return is_one and not dist.is_initialized()
 
-    vLLM 0.32 on CPU has no sleep.
-    """
-    if has_accelerator():
-        return
-    # accelerate 1.15 (state.py) shards over devices only. On CPU, `--deepspeed` ends in one of its
-    # assertions, and `--fsdp` trains whole copies: of a reference model, which is never prepared
-    # then, all ranks but the first hold empty weights (seen: log-probabilities of -ln(vocabulary)).
-    # The variable is that of a user who has taught accelerate to do it all the same.
-    shards = () if "ACCELERATE_TORCH_DEVICE" in os.environ else ("deepspeed", "fsdp")
-    for name in (*shards, "sleep_level"):
-        if value := getattr(args, name, None):
-            yield error(
-                f"{name} {value}",
-                "needs accelerators, and this machine has none: ranks on CPU hold whole weights, "
-                "and vLLM does not sleep there.",
-                "Leave it out.",
-            )
+
+def check_master_port(port: str) -> Findings:
+    """Refuse a port that is taken: torch would say so after a minute, in thirty lines."""
+    if port.isdecimal() and not port_is_free(int(port), reuse=True):
+        text = "is in use on this machine."
+        yield error(f"MASTER_PORT {port}", text, "Leave it out: any free port is then taken.")
 
 
 def _port_becomes_free(port: int) -> bool:
@@ -154,13 +148,9 @@ def port_is_free(port: int, *, reuse: bool) -> bool:
 
 
 def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
-    """Say what the arguments of one side tell alone, wherever they come from.
-
-    Args:
-        args: the arguments.
-        given: the names of the flags that were given.
-    """
+    """Say what the arguments of one side tell alone, wherever they come from."""
     yield from check_ranges(args)
+    yield from check_devices(args, given)
     # ms-swift's trainer says so too, once it has loaded the model.
     if (_serves(args) or args.use_vllm) and importlib.util.find_spec("vllm") is None:
         yield error(
@@ -181,6 +171,33 @@ def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
         yield from check_training(args)
         yield from check_router_replay(args)
     yield from check_ignored_flags(args, given)
+
+
+def check_devices(args: Arguments, given: Collection[str]) -> Findings:
+    """Refuse sharding and sleep (vLLM 0.32) where there is no accelerator; warn of compilation."""
+    if has_accelerator():
+        return
+    has_engine = _serves(args) or (args.use_vllm and args.vllm_mode == "colocate")
+    # accelerate 1.15 (state.py) shards over devices only. On CPU, `--deepspeed` ends in one of its
+    # assertions, and `--fsdp` trains whole copies: of a reference model, which is never prepared
+    # then, all ranks but the first hold empty weights (seen: log-probabilities of -ln(vocabulary)).
+    # The variable is that of a user who has taught accelerate to do it all the same.
+    shards = () if "ACCELERATE_TORCH_DEVICE" in os.environ else ("deepspeed", "fsdp")
+    for name in (*shards, *(("sleep_level",) if has_engine else ())):
+        if value := getattr(args, name, None):
+            yield error(
+                f"{name} {value}",
+                "needs accelerators, and this machine has none: ranks on CPU hold whole weights, "
+                "and vLLM does not sleep there.",
+                "Leave it out.",
+            )
+    if has_engine and not args.vllm_enforce_eager and "vllm_enforce_eager" not in given:
+        yield warning(
+            "vllm_enforce_eager",
+            "is false: vLLM compiles the model, which takes minutes without an accelerator and "
+            "prints nothing.",
+            "Set it to true.",
+        )
 
 
 def check_ranges(args: Arguments) -> Findings:
@@ -209,21 +226,11 @@ def check_ranges(args: Arguments) -> Findings:
 def check_adapters(args: Arguments) -> Findings:
     """Refuse `--vllm_enable_lora` where adapters cannot lie apart from the engine's weights, or
     vLLM does not know their kind."""
-    setting, installed = "vllm_enable_lora true", tried_packages()
-    swift, vllm = Version(installed["ms-swift"]), Version(installed.get("vllm", "0"))
+    vllm = Version(tried_packages().get("vllm", "0"))
     merged = "here and on the other side; adapters are then merged into the engine's weights."
-    # ms-swift 4.5 sends weights by names that vLLM had until 0.27 (rlhf_trainers/utils.py,
-    # `add_base_layer_suffix_by_param_names`).
-    if swift < Version("4.6") and vllm >= Version("0.28"):
+    if not has_accelerator() and vllm < Version("0.28"):
         yield error(
-            setting,
-            f"does not work with ms-swift {swift}, which names weights under adapters "
-            f"otherwise than vLLM {vllm}.",
-            f"Install ms-swift 4.6, or leave it out, {merged}",
-        )
-    elif not has_accelerator() and vllm < Version("0.28"):
-        yield error(
-            setting,
+            "vllm_enable_lora true",
             f"does not work without an accelerator with vLLM {vllm}, which cannot reload its "
             "packed CPU layers under adapters.",
             f"Install vLLM 0.28 or newer, or leave it out, {merged}",
@@ -249,7 +256,6 @@ def check_adapters(args: Arguments) -> Findings:
 def check_training(args: RLHFArguments) -> Findings:
     """Refuse what a training's arguments tell of checkpoints, data, adapters and teachers."""
     yield from check_resume(args)
-    yield from check_idle_settings(args)
     yield from check_determinism(args)
     if args.streaming:
         yield error(
@@ -313,15 +319,77 @@ def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
             text = "is ignored by `swift rollout`; `swift rlhf` decides. Leave it out."
             yield warning(name, text)
         elif not _serves(args) and name in server_flags:
-            text = "is read by nothing in this training: ms-swift gives it to servers alone."
+            text = "has no effect with `swift rlhf`: ms-swift gives it to servers alone."
             yield warning(name, text, "Leave it out, or give it to `swift rollout`.")
         elif name in DIVERSITY_FLAGS and "diversity" not in (args.callbacks or ()):
-            yield warning(name, "is read by nothing without --callbacks diversity.")
+            yield warning(name, "has no effect without --callbacks diversity.")
         elif name == "tool_timeout" and not args.multi_turn_scheduler:
-            yield warning(name, "is read by nothing without --multi_turn_scheduler.")
+            yield warning(name, "has no effect without --multi_turn_scheduler.")
+
+
+def round_of(args: RLHFArguments | SimpleNamespace, num_ranks: int) -> SimpleNamespace:
+    """Return a training's arguments with the sizes of a round, as ms-swift works them out for so
+    many processes; raise its `ValueError` where groups do not fill a round."""
+    from swift.rlhf_trainers.args_mixin import RolloutTrainerArgumentsMixin
+
+    sizes = SimpleNamespace(**{**vars(args), "world_size": num_ranks})
+    if sizes.rlhf_type == "gkd":
+        sizes.num_generations = 1
+    # As ms-swift fills them in before that (rlhf_args.py, `_set_default`; sft_args.py).
+    sizes.gradient_accumulation_steps = sizes.gradient_accumulation_steps or 1
+    sizes.eval_strategy = sizes.eval_strategy or sizes.save_strategy
+    if not (sizes.val_dataset or sizes.split_dataset_ratio or sizes.eval_dataset):
+        sizes.eval_strategy = "no"
+    RolloutTrainerArgumentsMixin._init_generation_batch_params(sizes)
+    return sizes
+
+
+def check_round(args: RLHFArguments | SimpleNamespace, num_ranks: int) -> Findings:
+    """Refuse a round that groups do not fill, and say what would be one; ms-swift says it once it
+    has loaded the data set, in its own words."""
+    try:
+        round_of(args, num_ranks)
+        return
+    except ValueError as e:
+        reason = str(e).removesuffix(" Valid values: [].")
+    group, steps = args.num_generations, args.steps_per_generation
+    name = "steps_per_generation" if steps else "gradient_accumulation_steps"
+    steps = steps or args.gradient_accumulation_steps or 1
+    per_step = args.per_device_train_batch_size * num_ranks
+    size = per_step * steps
+    if args.generation_batch_size or size % group == 0:
+        yield error(f"num_generations {group}", reason)
+        return
+    ranks = f" x {num_ranks} ranks" if num_ranks > 1 else ""
+    divisors = [n for n in range(2, size + 1) if size % n == 0]
+    near = [n for n in divisors if n < group][-1:] + [n for n in divisors if n > group][:1]
+    use = "".join(f"{n} or " for n in near)
+    more = next(n for n in count(steps) if per_step * n % group == 0)
+    yield error(
+        f"num_generations {group}",
+        f"does not divide the {size} samples of a round (--{name} {steps} x "
+        f"--per_device_train_batch_size {args.per_device_train_batch_size}{ranks}).",
+        f"Use {use}--{name} {more} ({per_step * more} samples).",
+    )
 
 
 # --- once the model is known, and the data loaded ---
+
+
+def unmatched(problem: Exception) -> Finding | None:
+    """Return which flag a user has to give where ms-swift cannot tell a model's type or template;
+    None for other errors."""
+    named = re.match(r"(?:Failed to automatically match `)?(model|template)_type", str(problem))
+    if not named:
+        return None
+    flag = {"model": "model_type", "template": "template"}[named[1]]
+    begins, _, listed = str(problem).partition("[")
+    types = re.findall(r"'([\w.-]+)'", listed)
+    if given := re.search(r"_type: '(.*)' not in", begins):
+        text = "ms-swift has no such type."
+        return error(f"{flag} {given[1]}", text, did_you_mean(given[1], types) or "Leave it out.")
+    fitting = f"several fit this model: {', '.join(types)}" if types else "none fits this model"
+    return error(flag, f"is missing, and {fitting}.", f"Give --{flag} {[*types, 'NAME'][0]}.")
 
 
 def check_model(args: Arguments) -> Findings:

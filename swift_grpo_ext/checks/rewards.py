@@ -66,10 +66,7 @@ def check_rewards(
     """Refuse reward functions that nobody registered, or that fail with the rows of a data set.
 
     Args:
-        names: `--reward_funcs`.
         rows: the first ones, as ms-swift reads them; [] where they are not known.
-        args: what ms-swift makes the functions with.
-        setting: the flag that named the data set.
         knows_all_columns: False where other data sets, or a scheduler, may add columns.
         calls: whether functions are called; else their signatures alone are looked at.
         makes_all: whether those classes are called, too, whose `__init__` is their own: it may load

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 from swift.arguments import RLHFArguments, RolloutArguments
 
+from swift_grpo_ext.checks.finding import SettingsError
+
 VARIABLE = "VLLM_API_KEY"
 """The environment variable of vLLM's own server."""
 
@@ -36,12 +38,12 @@ def take(args: RolloutArguments) -> None:
     """Keep the key of a server for this process, and take it out of the environment.
 
     Raises:
-        ValueError: the arguments hold a key, or it cannot stand in a header.
+        SettingsError: the arguments hold a key, or it cannot stand in a header.
     """
     global kept_key
     was_taken = args.api_key == MASK and kept_key  # in this process, which checks them once more
     if args.api_key and not was_taken:
-        raise ValueError(
+        raise SettingsError(
             "--api_key stands in the command line, which every user of this machine can see, and "
             f"which `swift` prints; expected none. Set {VARIABLE} in the server's environment."
         )
@@ -49,7 +51,7 @@ def take(args: RolloutArguments) -> None:
     if not key:
         return
     if not (key.isascii() and key.isprintable()) or key != key.strip():
-        raise ValueError(
+        raise SettingsError(
             f"{VARIABLE} holds a character that cannot stand in a header; expected printable "
             "ASCII, without spaces around it. `openssl rand -hex 32` makes a key."
         )
@@ -57,12 +59,12 @@ def take(args: RolloutArguments) -> None:
 
 
 def check_urls(args: RLHFArguments) -> None:
-    """Raise `ValueError` for a key in the servers' URLs, which stand in the log and in
+    """Raise `SettingsError` for a key in the servers' URLs, which stand in the log and in
     args.json."""
     for url in args.vllm_server_base_url or ():
         if urlsplit(url).password is not None:
             host = urlsplit(url).hostname
-            raise ValueError(
+            raise SettingsError(
                 f"--vllm_server_base_url holds a password for {host}, which would be written to "
                 f"the log and to args.json; expected URLs without. {REMEDY}."
             )

@@ -14,12 +14,14 @@ from swift.arguments import RLHFArguments, RolloutArguments
 from swift.utils import HfConfigFactory
 from transformers import AutoConfig, AutoTokenizer
 
+from swift_grpo_ext.checks.finding import SettingsError
+
 
 def check_model_tokens(args: RLHFArguments | RolloutArguments) -> None:
     """Refuse `--new_special_tokens` for which the model that vLLM will load has no rows.
 
     Raises:
-        ValueError: names the setting, the rows that are free, and the remedy.
+        SettingsError: names the setting, the rows that are free, and the remedy.
     """
     new_tokens = args.new_special_tokens
     if not new_tokens or not (isinstance(args, RolloutArguments) or args.use_vllm):
@@ -32,7 +34,7 @@ def check_model_tokens(args: RLHFArguments | RolloutArguments) -> None:
     added = sum(token not in vocabulary for token in new_tokens)
     free = max(rows - taken, 0)
     if added > free:
-        raise ValueError(
+        raise SettingsError(
             f"--new_special_tokens {' '.join(new_tokens)}: {added} new tokens do not fit into the "
             f"model's embedding ({rows} rows, {taken} taken, {free} free), and vLLM cannot let it "
             "grow. Save a model that has them, with transformers: "

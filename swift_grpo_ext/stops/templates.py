@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutOutput
 
+from swift_grpo_ext.checks.finding import SettingsError
 from swift_grpo_ext.stops.rule import Ending, StopReason, Stops, find_ending
 
 if TYPE_CHECKING:
@@ -126,23 +127,23 @@ def check_stops(args: RLHFArguments, num_tokens: int, response_prefix: str = "")
         response_prefix: the text with which the prompt template begins every response.
 
     Raises:
-        ValueError: names the setting, the value received, what was expected and the remedy.
+        SettingsError: names the setting, the value received, what was expected and the remedy.
     """
     for word in args.stop_words or ():
         if word == "":
-            raise ValueError(
+            raise SettingsError(
                 "--stop_words holds an empty string, which would end every completion before its "
                 "first token: leave it out."
             )
         if word in response_prefix:
-            raise ValueError(
+            raise SettingsError(
                 f"--stop_words {word!r} stands in {response_prefix!r}, with which the template "
                 "begins every response: each text would hold it from the start. Take another stop "
                 "string, or another --response_prefix or --enable_thinking."
             )
     outside = [i for i in args.stop_token_ids if not 0 <= i < num_tokens]
     if outside:
-        raise ValueError(
+        raise SettingsError(
             f"--stop_token_ids {' '.join(map(str, args.stop_token_ids))}: {outside[0]} is no "
             f"token; the tokenizer has the ids 0 to {num_tokens - 1}. Ask it for the id: "
             "tokenizer.convert_tokens_to_ids('...')."

@@ -1,23 +1,25 @@
 """`swift-grpo-ext`: what can be asked of the plugin, and of a run's samples, without training.
 
-`main` adds a parser for each command, and imports what runs it only when it is asked for, so that
-`flags` does without the rest.
+`main` adds a parser for each command, and imports what runs it only when it is asked for: numpy and
+pyarrow take a second, ms-swift and torch ten.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from swift_grpo_ext.flags import flag_infos, show
-from swift_grpo_ext.sampling.seeding import PHASES
-from swift_grpo_ext.tools.replay.command import round_name, setting
-from swift_grpo_ext.tools.runs import find_runs
 from swift_grpo_ext.version import __version__
+
+PHASES = ("train", "eval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = ". Arguments of swift rlhf stand behind --" if takes_more else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.rest = words[end + 1 :]
+    if options.command in ("selftest", "view", "replay", "diff", "compare"):
+        print("loading ...", file=sys.stderr, flush=True)  # numpy, pyarrow, or ms-swift
     module, _, function = options.runs.rpartition(".")
     try:
         run = getattr(importlib.import_module(f"swift_grpo_ext.tools.{module}"), function)
@@ -147,6 +151,25 @@ def steps(text: str) -> range:
     """Parse the steps A:B, both included."""
     first, _, last = text.partition(":")
     return range(int(first), int(last) + 1)
+
+
+def round_name(text: str) -> tuple[int, int]:
+    """Parse the step and the number of a round."""
+    match = re.fullmatch(r"(\d+)(?:\.(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a step and a number, such as 12.0")
+    return int(match[1]), int(match[2] or 0)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE; the value is JSON or text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def flags(options: argparse.Namespace) -> None:
@@ -172,6 +195,8 @@ def flag_table() -> str:
 
 def view(options: argparse.Namespace) -> None:
     """Serve runs as pages, or write one page. A folder that is new may wait for its run."""
+    from swift_grpo_ext.tools.runs import find_runs
+
     runs: list[Path] = []
     for folder in map(Path, options.run_dirs):
         try:

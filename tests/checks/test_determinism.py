@@ -22,9 +22,9 @@ def asked(**changes: Any) -> Any:
     [
         ({}, None),
         ({"dataloader_num_workers": 4, "use_liger_kernel": True, "bf16": True}, None),
-        ({"rollout_seed_mode": "engine"}, "does not keep tokens the same with --rollout_seed_mode"),
+        ({"rollout_seed_mode": "engine"}, "is not kept with --rollout_seed_mode"),
         ({"rollout_seed_mode": "engine", "use_vllm": False}, None),
-        ({"logps_chunk_size": "auto"}, "does not keep roundings the same with --logps_chunk_size"),
+        ({"logps_chunk_size": "auto"}, "is not kept with --logps_chunk_size"),
         ({"async_generate": True}, "does not hold for a resumed run with --async_generate true"),
         ({"sync_ref_model": True}, "does not hold for a resumed run with --sync_ref_model true"),
         ({"save_only_model": True}, "a checkpoint does not hold the optimizer's state. Leave it"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +26,7 @@ from tests.arguments import command_line_arguments, training_arguments
 QUESTION = [{"role": "user", "content": "Which digit?"}]
 GIVEN: dict[str, Any] = {
     **{"model": "org/name", "tuner_type": "full", "num_generations": 8, "temperature": 1.0},
-    **{"dataset": ["rows.jsonl"]},
+    **{"dataset": ["rows.jsonl"], "vllm_enforce_eager": True},
 }
 SERVER = {"port": 0}
 LORA = {"tuner_type": "lora", "vllm_enable_lora": True}
@@ -34,7 +37,8 @@ def arguments(**changes: Any) -> Any:
     """Return arguments of `swift rlhf`, or of `swift rollout` where `changes` has a port. They name
     no model of this machine."""
     if "port" in changes:
-        return command_line_arguments("rollout", **{"model": "org/name", **changes})
+        given = {"model": "org/name", "vllm_enforce_eager": True}
+        return command_line_arguments("rollout", **{**given, **changes})
     args = command_line_arguments("rlhf", **{**GIVEN, **changes})
     args.training_args = training_arguments(generation_batch_size=16)
     return args
@@ -62,6 +66,26 @@ def assert_says(findings: Iterable[Finding], expected: str | None) -> None:
 
 
 # --- findings ---
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_mistake_is_printed_alone_and_once(rank: str) -> None:
+    """A traceback of 25 lines stood above it, once for each rank; other errors keep theirs."""
+    lines = (
+        "from swift_grpo_ext.checks.finding import SettingsError, hide_tracebacks",
+        "hide_tracebacks()",
+        "raise {}('--seed -1: expected 0 or more.')",
+    )
+    for kind in ("SettingsError", "ValueError"):
+        script = "\n".join(lines).format(kind)
+        env = {**os.environ, "LOCAL_RANK": rank}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        alone = "error: --seed -1: expected 0 or more.\n" if rank == "0" else ""
+        is_ours = kind == "SettingsError"
+        assert (done.stderr == alone) if is_ours else ("Traceback" in done.stderr), done.stderr
 
 
 def test_the_first_error_is_raised_after_the_warnings(
@@ -149,19 +173,19 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
         (
             {},
             ["tool_timeout"],
-            "warning: --tool_timeout: is read by nothing without --multi_turn_s",
+            "warning: --tool_timeout: has no effect without --multi_turn_s",
         ),
         (
             SERVER,
             ["tool_timeout"],
-            "warning: --tool_timeout: is read by nothing without --multi_tu",
+            "warning: --tool_timeout: has no effect without --multi_tu",
         ),
         ({"multi_turn_scheduler": "any"}, ["tool_timeout"], None),
-        ({}, ["diversity_action"], "warning: --diversity_action: is read by nothing without --cal"),
+        ({}, ["diversity_action"], "warning: --diversity_action: has no effect without --cal"),
         ({"callbacks": ["a", "diversity"]}, ["diversity_action", "diversity_alarm_p"], None),
-        ({}, ["vllm_max_lora_rank"], "warning: --vllm_max_lora_rank: is read by nothing in this"),
+        ({}, ["vllm_max_lora_rank"], "warning: --vllm_max_lora_rank: has no effect with `swift rl"),
         ({}, ["vllm_max_model_len", "sleep_level"], None),
-        ({"vllm_mode": "server"}, ["sleep_level"], "warning: --sleep_level: is read by nothing in"),
+        ({"vllm_mode": "server"}, ["sleep_level"], "warning: --sleep_level: has no effect with"),
         ({"vllm_mode": "server"}, ["vllm_server_port", "vllm_enable_lora"], None),
     ],
 )
@@ -182,19 +206,17 @@ def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("swift", "vllm", "has_gpu", "expected"),
+    ("vllm", "has_gpu", "expected"),
     [
-        ("4.6.0", "0.32.0", False, None),
-        ("4.6.0", "0.27.1", False, "true: does not work without an accelerator with vLLM 0.27.1"),
-        ("4.6.0", "0.27.1", True, None),
-        ("4.5.3", "0.27.1", True, None),
-        ("4.5.3", "0.28.0", True, "true: does not work with ms-swift 4.5.3"),
+        ("0.32.0", False, None),
+        ("0.27.1", False, "true: does not work without an accelerator with vLLM 0.27.1"),
+        ("0.27.1", True, None),
     ],
 )
 def test_what_adapters_in_the_engine_need(
-    swift: str, vllm: str, has_gpu: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+    vllm: str, has_gpu: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "tried_packages", lambda: {"ms-swift": swift, "vllm": vllm})
+    monkeypatch.setattr(preflight, "tried_packages", lambda: {"vllm": vllm})
     monkeypatch.setattr(preflight, "has_accelerator", lambda: has_gpu)
     expected = expected and f"error: --vllm_enable_lora {expected}... or leave it out, here and on"
     assert_says(preflight.check_arguments(arguments(vllm_enable_lora=True), []), expected)
@@ -268,18 +290,118 @@ def test_old_connections_to_a_port_are_waited_for() -> None:
         assert time.monotonic() - begin > 0.5
 
 
+def test_a_port_of_a_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second training on a machine died of EADDRINUSE after a minute."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        expected = f"error: MASTER_PORT {port}: is in use on this machine. Leave it out"
+        assert_says(preflight.check_process(arguments()), expected)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun listens there itself")
+        assert_says(preflight.check_process(arguments()), None)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert_says(preflight.check_process(arguments()), None)
+
+
 def test_sharding_and_sleep_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU, `--fsdp` would train unsharded, with empty reference models on all ranks but one."""
     monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
     for name, value in (("deepspeed", "zero3"), ("fsdp", "fsdp2"), ("sleep_level", 1)):
         expected = f"error: --{name} {value}: needs accelerators, and this machine has none"
-        assert_says(preflight.check_process(arguments(**{name: value})), expected)
-        assert_says(preflight.check_process(arguments(**{name: None})), None)
+        assert_says(preflight.check_arguments(arguments(**{name: value}), []), expected)
+        assert_says(preflight.check_arguments(arguments(**{name: None}), []), None)
+    elsewhere = arguments(sleep_level=1, vllm_mode="server")  # ms-swift sets it to 0
+    assert_says(preflight.check_arguments(elsewhere, []), None)
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")  # accelerate is told to take it for one
-    assert_says(preflight.check_process(arguments(fsdp="fsdp2")), None)
+    assert_says(preflight.check_arguments(arguments(fsdp="fsdp2"), []), None)
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
     monkeypatch.setattr(preflight, "has_accelerator", lambda: True)
-    assert_says(preflight.check_process(arguments(deepspeed="zero3")), None)
+    assert_says(preflight.check_arguments(arguments(deepspeed="zero3"), []), None)
+
+
+@pytest.mark.parametrize("changes", [{}, SERVER])
+def test_compilation_without_an_accelerator(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took minutes in silence."""
+    args = arguments(**changes, vllm_enforce_eager=False)
+    expected = "warning: --vllm_enforce_eager: is false: vLLM compiles ...Set it to true."
+    for has_gpu, given, said_of_it in (
+        (False, [], expected),
+        (False, ["vllm_enforce_eager"], None),
+        (True, [], None),
+    ):
+        monkeypatch.setattr(preflight, "has_accelerator", lambda given=has_gpu: given)
+        assert_says(preflight.check_arguments(args, given), said_of_it)
+    if not changes:
+        monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
+        args.vllm_mode = "server"
+        assert_says(preflight.check_arguments(args, []), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "expected"),
+    [
+        (
+            {"gradient_accumulation_steps": 6, "per_device_train_batch_size": 3},
+            1,
+            "18 samples of a round (--gradient_accumulation_steps 6 x --per_device_train_batch_size"
+            " 3). Use 6 or 9 or --gradient_accumulation_steps 8 (24 samples).",
+        ),
+        (
+            {"steps_per_generation": 1, "per_device_train_batch_size": 2},
+            7,
+            "14 samples of a round (--steps_per_generation 1 x --per_device_train_batch_size 2 x 7 "
+            "ranks). Use 7 or 14 or --steps_per_generation 4 (56 samples).",
+        ),
+        (
+            {"gradient_accumulation_steps": None, "per_device_train_batch_size": 1},
+            1,
+            "1 samples of a round (--gradient_accumulation_steps 1 x --per_device_train_batch_size "
+            "1). Use --gradient_accumulation_steps 8 (8 samples).",
+        ),
+        ({"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}, 1, None),
+    ],
+)
+def test_groups_that_do_not_fill_a_round(
+    changes: dict[str, Any], ranks: int, expected: str | None
+) -> None:
+    """Numbers are given that would."""
+    sizes = {"steps_per_generation": None, "generation_batch_size": None, **changes}
+    sentence = expected and f"error: --num_generations 8: does not divide the {expected}"
+    assert_says(preflight.check_round(arguments(**sizes), ranks), sentence)
+
+
+def test_types_that_ms_swift_cannot_match(assets: Path) -> None:
+    """ms-swift's own errors, of its own functions."""
+    from swift.model import get_model_info_meta
+    from swift.template import get_template_meta
+
+    folder = str(assets / "tiny_vlm")
+    info, meta = get_model_info_meta(folder)
+    several = SimpleNamespace(candidate_templates=["a", "b"], template=None)
+    none = SimpleNamespace(candidate_templates=[], template=None)
+    fitting = "--template: is missing, and several fit this model: a, b. Give --template a."
+    nothing = "--template: is missing, and none fits this model. Give --template NAME."
+    similar = "ms-swift has no such type. did you mean qwen2_5_vl?"
+    for call, expected in (
+        (lambda: get_template_meta(info, several), fitting),
+        (lambda: get_template_meta(info, none), nothing),
+        (lambda: get_template_meta(info, meta, "qwen2_5_v"), f"--template qwen2_5_v: {similar}"),
+        (
+            lambda: get_model_info_meta(folder, model_type="qwen2_5_v"),
+            f"--model_type qwen2_5_v: {similar}",
+        ),
+    ):
+        with pytest.raises(ValueError, match="_type") as raised:
+            call()
+        found = preflight.unmatched(raised.value)
+        assert found is not None
+        assert found.sentence == expected
+    assert preflight.unmatched(ValueError("other")) is None
 
 
 # --- once the model is known, and the data loaded ---
@@ -319,10 +441,10 @@ TEXT = [{"messages": QUESTION}, {"messages": []}]
     [
         (GOOD, GOOD, {}, None),
         (GOOD[:1], None, {}, "error: --dataset rows.jsonl: 1 rows are fewer than the 2 prompts of"),
-        (BAD, GOOD, {}, "error: --dataset: in the row"),
-        (GOOD, BAD, {}, "error: --val_dataset: in the row"),
+        (BAD, GOOD, {}, "error: --dataset: the row"),
+        (GOOD, BAD, {}, "error: --val_dataset: the row"),
         (BAD, None, {"truncation_strategy": "delete"}, "warning: --dataset: 1 of 3 rows that were"),
-        (BAD, None, {"truncation_strategy": "left"}, "error: --dataset: in the row"),
+        (BAD, None, {"truncation_strategy": "left"}, "error: --dataset: the row"),
         (TEXT, None, {}, "warning: --dataset: no row holds `images`"),
         (TEXT, None, {"model_meta": SimpleNamespace(is_multimodal=False)}, None),
         (GOOD[:1] * 2, None, {}, "warning: --dataset: 1 of 2 rows repeat a prompt"),
@@ -340,13 +462,11 @@ def test_placeholders_in_questions_are_refused_before_a_model_is_loaded(assets: 
     args.model_info = SimpleNamespace(config=None)
     typed = {"role": "user", "content": "<image><|vision_start|><|image_pad|><|vision_end|>Which?"}
     rows: Any = [*GOOD, {"messages": [typed], "images": ["http://x"]}]
-    refused = (
-        "error: --dataset: in the row that asks '<image><|vision_start|>...holds '<|image_pad|>'"
-    )
+    refused = "error: --dataset: the row that asks '<image><|vision_start|>...holds '<|image_pad|>'"
     assert_says(preflight.check_datasets(args, rows, None), refused)
 
 
 def test_one_rank_of_a_machine_looks_at_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank, expected in (("0", "error: --dataset: in the row"), ("1", None)):
+    for rank, expected in (("0", "error: --dataset: the row"), ("1", None)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert_says(preflight.check_datasets(arguments(), BAD, None), expected)

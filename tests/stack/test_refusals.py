@@ -17,7 +17,8 @@ pytestmark = pytest.mark.stack
 CASES = {
     "missing image": (
         ("--dataset", "{folder}/rows.jsonl"),
-        r"--dataset: in the row .*Which.* images\[0\]: '.*none\.png' does not exist\. Correct",
+        r"--dataset: row 1 of .*rows\.jsonl \(which asks '<image>Which digit is this\?'\): "
+        r"images\[0\]: '.*none\.png' does not exist\. Correct",
     ),
     "a column of another name": (
         ("--dataset", "{folder}/renamed.jsonl"),
@@ -27,6 +28,10 @@ CASES = {
     "unknown flag": (
         ("--logit_shim", "off"),
         r"Unknown argument --logit_shim .*did you mean --logits_shim\?",
+    ),
+    "no such template": (
+        ("--template", "qwen2_5_v"),
+        r"--template qwen2_5_v: ms-swift has no such type\. did you mean qwen2_5_vl\?",
     ),
     "no such stop token": (
         ("--stop_token_ids", "151936"),
@@ -52,7 +57,8 @@ def test_a_training_is_refused(case: str, assets: Path, tmp_path: Path) -> None:
         log=tmp_path / "log",
     )
     assert finished.returncode == 1
-    assert re.search(f"ValueError: {expected}", finished.output), finished.cause
+    assert re.search(f"^error: {expected}", finished.output, re.MULTILINE), finished.cause
+    assert "Traceback" not in finished.output
     assert "Loading weights" not in finished.output
 
 
@@ -65,4 +71,4 @@ def test_a_server_whose_port_is_taken_is_refused(assets: Path, tmp_path: Path) -
         finished = swift(*argv, log=tmp_path / "log")
     assert finished.returncode == 1
     expected = rf"--port {port}: is in use.*--vllm_server_port"
-    assert re.search(f"ValueError: {expected}", finished.output), finished.cause
+    assert re.search(f"^error: {expected}", finished.output, re.MULTILINE), finished.cause

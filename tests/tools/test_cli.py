@@ -161,7 +161,7 @@ def test_an_error_of_a_command_is_a_line_and_1(
 
         monkeypatch.setattr("swift_grpo_ext.tools.cli.view", run)
         assert main(["view", "run"]) == 1
-        assert capsys.readouterr().err == "swift-grpo-ext view: no such round\n"
+        assert capsys.readouterr().err == "loading ...\nswift-grpo-ext view: no such round\n"
 
 
 def test_flags_are_listed_and_the_page_holds_their_table(

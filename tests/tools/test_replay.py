@@ -16,9 +16,8 @@ from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
-from swift_grpo_ext.tools.cli import main
+from swift_grpo_ext.tools.cli import main, round_name, setting
 from swift_grpo_ext.tools.replay import command, engine
-from swift_grpo_ext.tools.replay.command import round_name, setting
 from swift_grpo_ext.tools.replay.run import (
     Drawn,
     ReplayError,

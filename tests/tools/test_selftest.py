@@ -298,8 +298,14 @@ def test_settings_come_from_a_file_and_the_command_line_wins(tmp_path: Path) -> 
     assert (bare["model"], bare["dataset"], bare["rlhf_type"]) == ("m", ["d"], "grpo")
     with pytest.raises(ValueError, match="or --model and --dataset"):
         read_training(options(model="m"))
-    with pytest.raises(ValueError, match="rlhf_type dpo: expected grpo"):
+    with pytest.raises(ValueError, match="--rlhf_type dpo: expected grpo or gkd"):
         read_training(options(model="m", dataset=["d"], rest=["--rlhf_type", "dpo"]))
+    # Its `beta` would be a KL term, and its teacher another trainer's.
+    distills = ["--rlhf_type", "gkd", "--teacher_model", "t", "--beta", "0.5", "--lmbda", "1"]
+    checked = read_training(options(model="m", dataset=["d"], rest=distills))
+    expected = {"rlhf_type": "grpo", "beta": 0.0, "lmbda": 1.0, "reward_funcs": ["format"]}
+    assert {name: checked[name] for name in expected} == expected
+    assert "teacher_model" not in checked
 
 
 # --- processes ---

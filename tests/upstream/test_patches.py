@@ -26,8 +26,8 @@ REGISTRATIONS = {"TrainerFactory.TRAINER_MAPPING", "TrainerFactory.TRAINING_ARGS
 REGISTRATIONS |= {"callbacks_map", "orms", "multi_turns"}
 """Places that ms-swift has for plugins."""
 
-SETTINGS = {"cudnn.deterministic", "cudnn.benchmark", "layer.cpu_linear"}
-"""Attributes that upstream has for others to set."""
+SETTINGS = {"cudnn.deterministic", "cudnn.benchmark", "layer.cpu_linear", "sys.excepthook"}
+"""Attributes that upstream, or Python, has for others to set."""
 
 ALL = list({each.function: each for each in (*patches.PATCHES, *CPU_PATCHES)}.values())
 

@@ -6,19 +6,24 @@ import argparse
 import contextlib
 import logging
 import os
+import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from swift_grpo_ext.checks.finding import Finding, Findings, error, warning
-from swift_grpo_ext.checks.rows import Row
 from swift_grpo_ext.tools.check import machine
-from swift_grpo_ext.tools.check.settings import Run, read_run
+from swift_grpo_ext.tools.check.glance import by_flag, check_files
+from swift_grpo_ext.tools.check.settings import Run, Source, parse_run, read_sources
 from swift_grpo_ext.tools.streams import redirected
+
+if TYPE_CHECKING:
+    from swift_grpo_ext.checks.rows import Row
 
 HERE = "this machine"
 GIVEN = "arguments"
@@ -64,7 +69,8 @@ def verdict(options: argparse.Namespace, found: list[Finding]) -> str:
 
 def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     """Yield the findings, each with what it is about: this machine, or the configuration. What
-    takes seconds comes last."""
+    takes a fraction of a second comes first, before ms-swift is imported; what takes longest comes
+    last."""
     found: list[Finding] = []
 
     def about(subject: str, *checks: Callable[[], Findings]) -> Iterator[tuple[str, Finding]]:
@@ -73,13 +79,25 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
                 found.append(finding)
                 yield subject, finding
 
+    def tell(text: str) -> None:
+        if not options.quiet:
+            print(text, file=sys.stderr, flush=True)
+
     has_settings = bool(options.config or options.rest)
     subject = options.config or (GIVEN if has_settings else HERE)
+    sources: list[Source] = []
     runs: list[Run] = []
     if not options.settings_only:
-        yield from about(HERE, machine.check_versions, machine.check_shared_memory)
+        yield from about(HERE, machine.check_versions)
     if has_settings or options.model or options.dataset:
-        yield from about(subject, partial(read, options, runs))
+        yield from about(subject, partial(glance, options, sources))
+        if not sources:
+            return
+    tell("loading ms-swift ...")
+    if not options.settings_only:
+        yield from about(HERE, machine.check_shared_memory)
+    if sources:
+        yield from about(subject, partial(read, sources, options.ranks, runs))
     for run in runs if has_settings else ():
         yield from about(subject, later("rules.check_settings", run))
     if options.settings_only:
@@ -87,6 +105,7 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     gpus = None if options.gpus is None else [gpu for gpu in options.gpus.split(",") if gpu]
     for run in runs if has_settings else ():
         yield from about(subject, later("lookup.look_up", run, gpus))
+    tell("loading vLLM ...")
     yield from about(HERE, machine.check_builds)
     are_plugins_imported = has_settings and not any(
         finding.level == "error" and finding.setting.startswith("external_plugins ")
@@ -97,23 +116,33 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
         checks = [later("lookup.check_template", run), later("data.check_data", run, loaded)]
         if are_plugins_imported:
             checks.append(later("data.check_reward_columns", run, loaded))
-        yield from about(subject, *checks, later("encoding.check_encoding", run, loaded))
+        yield from about(subject, *checks)
+        if loaded and run.templates:
+            tell("encoding rows for training and for vLLM ...")
+            yield from about(subject, later("encoding.check_encoding", run, loaded))
 
 
-def read(options: argparse.Namespace, runs: list[Run]) -> Findings:
-    """Read the settings, of a file or not, and add what they are to `runs`."""
+def glance(options: argparse.Namespace, sources: list[Source]) -> Findings:
+    """Read the settings as they are written, in a file or not, and add them to `sources`; look for
+    the files that they name."""
     dataset = ["--dataset", *options.dataset] if options.dataset else []
     try:
-        run = read_run(
-            options.config,
-            ranks=options.ranks,
-            model=options.model,
-            overrides=[*options.rest, *dataset],
+        sources += read_sources(
+            options.config, model=options.model, overrides=[*options.rest, *dataset]
         )
     except ValueError as e:
         yield error("Settings", str(e))
-    else:
-        runs.append(run)
+    if not options.settings_only:
+        given = [check_files(by_flag(source.argv)) for source in sources]
+        yield from dict.fromkeys(finding for findings in given for finding in findings)
+
+
+def read(sources: Sequence[Source], ranks: int | None, runs: list[Run]) -> Findings:
+    """Read the settings with their types, and add what they are to `runs`."""
+    try:
+        runs.append(parse_run(sources, ranks))
+    except ValueError as e:
+        yield error("Settings", str(e))
 
 
 def later(name: str, *given: object) -> Callable[[], Findings]:

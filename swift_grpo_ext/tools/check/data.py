@@ -9,11 +9,10 @@ from pathlib import Path
 from swift_grpo_ext.checks.finding import Findings, error, note, skipped
 from swift_grpo_ext.checks.rewards import check_rewards, leads_conversations
 from swift_grpo_ext.checks.rows import Row, check_rows, media_of
-from swift_grpo_ext.tools.check.lookup import LOCAL, absent
+from swift_grpo_ext.tools.check.glance import DATA_SUFFIXES, LOCAL, file_of
 from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
 
-DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 NUM_ROWS = 512
 """Rows of each data set that are looked at, the first ones."""
 
@@ -22,11 +21,7 @@ MAX_BYTES = 2**28
 
 
 def check_data(run: Run, loaded: dict[str, list[Row]]) -> Findings:
-    """Look at the first rows of each data set that is a file, with their media.
-
-    Args:
-        loaded: is given the rows, by the setting that named the data set.
-    """
+    """Look at the first rows of each data set that is a file, with their media."""
     yield from read_data(run, loaded)
     template = run.templates.get("training")
     for setting, rows in loaded.items():
@@ -45,17 +40,12 @@ def check_data(run: Run, loaded: dict[str, list[Row]]) -> Findings:
 
 def read_data(run: Run, loaded: dict[str, list[Row]]) -> Findings:
     """Read the first rows of each data set that is a file; ids of a hub are left to ms-swift."""
-    from swift.dataset.dataset_syntax import DatasetSyntax
-
     for name in ("dataset", "val_dataset"):
         for given in run.train(name) or ():
-            setting, path = f"{name} {given}", Path(DatasetSyntax.parse(given).dataset)
-            if path.expanduser().exists():
-                yield from read_rows(run, given, setting, path.expanduser(), loaded)
-            elif path.suffix in DATA_SUFFIXES or given.startswith(LOCAL):
-                text = absent(str(path), "file or folder")
-                yield error(setting, text, "Name a file of rows, or a hub id.")
-            else:
+            setting, path = f"{name} {given}", file_of(given)
+            if path.exists():
+                yield from read_rows(run, given, setting, path, loaded)
+            elif not (path.suffix in DATA_SUFFIXES or given.startswith(LOCAL)):
                 text = "is no file here, so it is taken for a hub id, and its rows are not known."
                 yield skipped(setting, text)
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import count, groupby
 from pathlib import Path
 from random import Random
-from statistics import median
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock, patch
@@ -31,22 +29,15 @@ from swift_grpo_ext.checks.rows import (
     RowError,
     encoding_error,
     encoding_fault,
-    media_of,
-    prompt_of,
-    question_of,
+    name_of,
     row_fault,
 )
-from swift_grpo_ext.logits.joined_passes import larger_micro_batches
-from swift_grpo_ext.logits.shared_prompt import GroupLengths
 from swift_grpo_ext.rollout.positions import PositionCounter
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import Prompt
-from swift_grpo_ext.tools.check.lookup import (
-    UNKNOWN_MODEL,
-    make_template,
-    model_folder,
-)
-from swift_grpo_ext.tools.check.settings import Run, Side
+from swift_grpo_ext.tools.check.glance import Side
+from swift_grpo_ext.tools.check.lookup import UNKNOWN_MODEL, make_template, model_folder
+from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.training.batch import (
     POSITIONS_REMEDY,
     REMEDY,
@@ -83,23 +74,14 @@ PROCESSING = ("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "med
 
 
 def check_encoding(run: Run, loaded: Mapping[str, Sequence[Row]]) -> Findings:
-    """Compare some rows as training and vLLM encode them.
-
-    Args:
-        loaded: the first rows of each data set, by the setting that named it.
-    """
+    """Compare some rows as training and vLLM encode them."""
     if loaded and (encoder := make_encoder(run)):
         for setting, rows in loaded.items():
             yield from compare_rows(encoder, rows, setting=setting, run=run)
 
 
 def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run: Run) -> Findings:
-    """Encode rows on both sides and say what differs, and what does not fit.
-
-    Args:
-        rows: the first ones of a data set: some of them are encoded.
-        setting: the flag that named the data set.
-    """
+    """Encode rows on both sides and say what differs, and what does not fit."""
     rest = rows[NUM_FIRST:]
     drawn = Random(run.train("data_seed")).sample(rest, min(NUM_DRAWN, len(rest)))
     encoded: list[EncodedRow] = []
@@ -120,7 +102,7 @@ def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run:
     for (side, _), rows_faults in faults.items():
         first, reason = rows_faults[0]
         more = f", like {len(rows_faults) - 1} more," if len(rows_faults) > 1 else ""
-        text = f"{named(first)}{more} cannot be encoded for {side} ({reason})."
+        text = f"{name_of(first)}{more} cannot be encoded for {side} ({reason})."
         if side == "a rollout":
             yield error(setting, text, "Correct it, or leave it out.")
         elif deletes:
@@ -130,13 +112,6 @@ def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run:
     if encoded:
         yield from differences_of(encoder, encoded, setting, run)
         yield from lengths_of(encoder, encoded, setting, run)
-
-
-def named(row: Row) -> str:
-    """Return how a message calls a row: by its question and what it shows."""
-    given = Counter(f"{medium.kind}s" for medium in media_of(row))
-    shows = ", ".join(f"{kind}: {given[kind]}" for kind in COLUMNS if given[kind])
-    return f"the row that asks {question_of(prompt_of(row))!r} ({shows or 'no media'})"
 
 
 def differences_of(
@@ -155,7 +130,7 @@ def differences_of(
             places.append(f"{len(row.differences) - SHOWN_DIFFERENCES} more places")
         yield say(
             setting,
-            f"{named(row.row)} has a prompt of {len(row.rollout)} tokens in the rollout "
+            f"{name_of(row.row)} has a prompt of {len(row.rollout)} tokens in the rollout "
             f"({', '.join(row.media) or 'no media'}) and of {len(row.training)} in training: "
             f"{'; '.join(places)}.",
             "" if number else REMEDY,
@@ -165,7 +140,7 @@ def differences_of(
         yield say(setting, text)
     misplaced = [row for row in encoded if row.misplaced and not row.differences]
     for row in misplaced[:SHOWN_ROWS]:
-        text = f"{named(row.row)} has the same tokens at other positions, {row.misplaced}."
+        text = f"{name_of(row.row)} has the same tokens at other positions, {row.misplaced}."
         yield say(setting, text, POSITIONS_REMEDY)
     if not (differing or misplaced):
         num_media = sum(len(row.media) for row in encoded)
@@ -183,9 +158,8 @@ def lengths_of(
     for row in [row for row in encoded if row.num_behind_cut][:SHOWN_ROWS]:
         yield warning(
             setting,
-            f"{named(row.row)} is cut to the last text that --max_length {encoder.max_length} "
-            f"leaves: {row.num_behind_cut} of its {len(row.media)} media stand in what is cut, and "
-            "stay without the text around them.",
+            f"{name_of(row.row)} is truncated to --max_length {encoder.max_length}: "
+            f"{row.num_behind_cut} of its {len(row.media)} media lost the text around them.",
             "Raise --max_length, or have such prompts replaced with --truncation_strategy delete.",
         )
     longest = max(encoded, key=lambda row: len(row.rollout))
@@ -198,25 +172,11 @@ def lengths_of(
     )
     room = encoder.max_model_len - num_prompt
     if room < num_completion:
-        more = f"Completions of {named(longest.row)} end after {room} tokens."
+        more = f"Completions of {name_of(longest.row)} end after {room} tokens."
         remedy = "Raise --vllm_max_model_len, or lower --max_length."
         yield warning(setting, f"{text} {more}", remedy)
     else:
         yield note(setting, text)
-    if setting.startswith("dataset ") and run.train("logps_shared_prompt") != "false":
-        yield from micro_batches_of(encoder, encoded, run)
-
-
-def micro_batches_of(encoder: RowEncoder, encoded: Sequence[EncodedRow], run: Run) -> Findings:
-    """Say what larger micro-batches would save, with completions as long as they may be."""
-    completion = int(run.train("max_completion_length"))
-    typical = int(median(len(row.rollout) for row in encoded))
-    text_config = encoder.template.model_info.config.get_text_config()
-    with suppress(ValueError):  # groups do not fill the batch, as was said before
-        text = larger_micro_batches(GroupLengths(typical, [completion]), text_config, run.batch())
-        if text:
-            more = f"(Prompts of {typical} tokens, completions of {completion}.)"
-            yield note("per_device_train_batch_size", f"{text} {more}")
 
 
 # --- one row, on both sides ---
@@ -254,13 +214,7 @@ class EncodedRow:
 
 
 class RowEncoder:
-    """Encodes rows for training and for rollouts, as the settings of a run say.
-
-    Args:
-        run: the settings.
-        folders: the model's folder on each side.
-        templates: what `make_template` makes of each side.
-    """
+    """Encodes rows for training and for rollouts, as the settings of a run say."""
 
     def __init__(
         self, run: Run, folders: Mapping[Side, Path], templates: Mapping[Side, Template]
@@ -402,11 +356,7 @@ def make_encoder(run: Run) -> RowEncoder | None:
 def make_engine(
     folder: Path, template: Template, args: SimpleNamespace
 ) -> tuple[RolloutEngine, MagicMock]:
-    """Return an engine that encodes requests, and the stand-in for its core, which gets them.
-
-    Args:
-        args: of the side that generates.
-    """
+    """Return an engine that encodes requests, and the stand-in for its core, which gets them."""
     import vllm.platforms
     from swift.utils import json_parse_to_dict
     from transformers import PreTrainedTokenizerBase

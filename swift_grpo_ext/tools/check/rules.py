@@ -11,8 +11,10 @@ from pathlib import PurePath
 from typing import Any
 
 from swift_grpo_ext.checks.finding import Findings, error, note, warning
+from swift_grpo_ext.checks.preflight import check_round
 from swift_grpo_ext.registry import TRAINERS
-from swift_grpo_ext.tools.check.settings import COMMANDS, Run, devices_of, environment, plugins_of
+from swift_grpo_ext.tools.check.glance import COMMANDS, plugins_of
+from swift_grpo_ext.tools.check.settings import Run, devices_of, environment
 
 PLUGIN = "grpo_ext.py"
 
@@ -41,8 +43,6 @@ SAME_IN_ENV = ("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIX
 
 def check_settings(run: Run) -> Findings:
     """Say all that is to be said about a run's settings alone."""
-    for name, full in run.abbreviated.items():
-        yield warning(name, f"is no setting, and ms-swift takes it for --{full}: write it in full.")
     for side, settings in run.sides:
         if PLUGIN not in (PurePath(plugin).name for plugin in plugins_of(settings)):
             yield error(
@@ -69,7 +69,9 @@ def check_training(run: Run) -> Findings:
     is_rewarded = any(map(run.train, (*rewarding, "use_gym_env", "gym_env")))
     if algorithm == "grpo" and not is_rewarded and not (run.has_servers and may_serve_gym(run)):
         yield error("reward_funcs", "is missing: name at least one reward function.")
-    try:
+    problems = [*check_round(run.arguments("training"), run.num_ranks)]
+    yield from problems
+    if not problems:
         batch = run.batch()
         yield note(
             "num_generations",
@@ -79,13 +81,6 @@ def check_training(run: Run) -> Findings:
             f"{batch.generation_batch_size // batch.num_generations} prompts of "
             f"{batch.num_generations}.",
         )
-    except ValueError as e:
-        yield error(
-            f"Batches of {run.num_ranks} ranks",
-            str(e).removesuffix(" Valid values: []."),
-            "A round has ranks (NPROC_PER_NODE) x --per_device_train_batch_size x "
-            "--gradient_accumulation_steps samples: raise one of them.",
-        )
     parallel = run.train("vllm_tensor_parallel_size")
     if not run.has_servers and run.train("use_vllm") and run.num_ranks % parallel:
         yield error(
@@ -93,24 +88,13 @@ def check_training(run: Run) -> Findings:
             f"{parallel} does not divide the {run.num_ranks} training ranks: an engine is spread "
             "over as many of them (NPROC_PER_NODE x NNODES in ENV).",
         )
-    prompt, turns = run.train("max_length"), run.train("max_turns") or 1
+    prompt = run.train("max_length")
     if run.train("truncation_strategy") != "delete" and prompt:
         yield warning(
             "truncation_strategy",
             f"left cuts prompts beyond --max_length {prompt} at their beginning, where the system "
             "prompt and the question stand, and keeps their images: set delete, which replaces "
             "prompts that are too long.",
-        )
-    # vLLM takes requests that do not fit: ms-swift cuts their completions short, and only logs it
-    # (infer_engine/infer_engine.py, `set_default_max_tokens`).
-    room = ((run.rollout if run.has_servers else run.training) or {}).get("vllm_max_model_len")
-    needed = (prompt or 0) + turns * run.train("max_completion_length")
-    if run.train("use_vllm") and room is not None and room < needed:
-        yield warning(
-            "vllm_max_model_len",
-            f"{room} is less than max_length {prompt or 'not set'} + {turns} turn(s) of "
-            f"max_completion_length {run.train('max_completion_length')} = {needed}: completions "
-            "of long prompts will be cut short.",
         )
 
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import yaml
 
 from swift_grpo_ext.checks.finding import did_you_mean
-from swift_grpo_ext.checks.former_flags import flag_hint
+from swift_grpo_ext.tools.check.glance import COMMANDS, Side, by_flag, check_names
 
 if TYPE_CHECKING:
     from swift.template import Template
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from swift_grpo_ext.command_line import Parser
 
 Settings = Mapping[str, Any]
-Side = Literal["training", "rollout"]
-COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
 MODEL = ("model", "model_type", "template")
 """`launch.sh` gives servers these settings of the training, where their own file has none."""
 
@@ -50,9 +48,6 @@ class Run:
     ranks: int | None = None
     """Training processes over all nodes; None: as the training's ENV says (NPROC_PER_NODE x NNODES,
     else 1)."""
-
-    abbreviated: Mapping[str, str] = field(default_factory=dict)
-    """The names that were given in part, and what ms-swift takes them for."""
 
     templates: dict[Side, Template] = field(default_factory=dict, compare=False)
     """Those that were made."""
@@ -83,19 +78,9 @@ class Run:
     def batch(self) -> SimpleNamespace:
         """Return the training's arguments with the sizes of a round, as ms-swift works them out;
         raise its `ValueError` where groups do not fill the batch."""
-        from swift.rlhf_trainers.args_mixin import RolloutTrainerArgumentsMixin
+        from swift_grpo_ext.checks.preflight import round_of
 
-        args = self.arguments("training")
-        args.world_size = self.num_ranks
-        if args.rlhf_type == "gkd":
-            args.num_generations = 1
-        # As ms-swift fills them in before that (rlhf_args.py, `_set_default`; sft_args.py).
-        args.gradient_accumulation_steps = args.gradient_accumulation_steps or 1
-        args.eval_strategy = args.eval_strategy or args.save_strategy
-        if not (args.val_dataset or args.split_dataset_ratio or args.eval_dataset):
-            args.eval_strategy = "no"
-        RolloutTrainerArgumentsMixin._init_generation_batch_params(args)
-        return args
+        return round_of(self.arguments("training"), self.num_ranks)
 
     def train(self, name: str) -> Any:
         """Return a setting of the training, or its default."""
@@ -137,13 +122,15 @@ def devices_of(settings: Settings | None) -> list[str]:
     return [part for part in str(value).split(",") if part] if value is not None else []
 
 
-def plugins_of(settings: Settings) -> list[str]:
-    """Return the files that a side imports; ms-swift joins an older flag's (base_args.py)."""
-    names = ("external_plugins", "custom_register_path")
-    return [plugin for name in names for plugin in settings.get(name) or ()]
-
-
 # --- from files ---
+
+
+class Source(NamedTuple):
+    """The settings of one side, as arguments: those of its file, and those that win."""
+
+    side: Side
+    argv: list[str]
+    env: Settings
 
 
 def read_run(
@@ -153,44 +140,51 @@ def read_run(
     model: str | None = None,
     overrides: Sequence[str] = (),
 ) -> Run:
-    """Return the run of a YAML file: `NAME.train.yaml` and `NAME.rollout.yaml` belong together.
+    """Return the run of a YAML file; arguments are those of `read_sources` and `parse_run`."""
+    return parse_run(read_sources(path, model=model, overrides=overrides), ranks)
+
+
+def read_sources(
+    path: str | Path | None, *, model: str | None = None, overrides: Sequence[str] = ()
+) -> list[Source]:
+    """Read the files of a run: `NAME.train.yaml` and `NAME.rollout.yaml` belong together.
 
     Args:
         path: one file, or `NAME`, which stands for both; None: `overrides` are all.
-        ranks: training processes, instead of what ENV says.
         model: the model of both sides, instead of the files'.
         overrides: arguments of `swift rlhf` that win over its file.
 
     Raises:
-        ValueError: a file is missing, is no YAML, or holds what `swift` would not take.
+        ValueError: a file is missing, is no YAML, or names a flag that `swift` does not know.
     """
     file_of_words, env, side_of_words, words = as_pasted(overrides)
     path = path or file_of_words
     files = files_of(Path(path)) if path else (None, None)
-    parsed: dict[Side, dict[str, Any]] = {}
-    abbreviated: dict[str, str] = {}
+    sources = []
     for side, file in zip(COMMANDS, files, strict=True):
-        own = ["--model", model] if model else []
-        own += words if side == side_of_words else []
-        if not file and (side != side_of_words or not (words or (own and not path))):
+        is_meant = side == side_of_words
+        own = [*(["--model", model] if model else []), *(words if is_meant else [])]
+        if not file and (not is_meant or not (words or (own and not path))):
             continue
-        try:
-            settings = read_settings(file) if file else {}
-            parsed[side] = parse(side, settings, own, abbreviated)
-        except ValueError as e:
-            beginning = f"{file.name}: " if file else ""
-            raise ValueError(f"{beginning}{str(e).removeprefix(f'{file}: ')}") from e
-        if env and side == side_of_words:
-            parsed[side]["ENV"] = {**environment(parsed[side]), **env}
+        settings = read_settings(file) if file else {}
+        argv = [*to_argv(settings), *own]
+        check_names(side, by_flag(argv))
+        env_of_side = {**environment(settings), **(env if is_meant else {})}
+        sources.append(Source(side, argv, env_of_side))
+    return sources
+
+
+def parse_run(sources: Sequence[Source], ranks: int | None = None) -> Run:
+    """Return a run's settings with the types that `swift` gives them; raise `ValueError` for a
+    value that it would not take."""
+    parsed: dict[Side, Settings] = {}
+    for side, argv, env in sources:
+        settings = parse_argv(side, argv)
+        parsed[side] = {"ENV": env, **settings} if env else settings
     if len(parsed) == 2:
-        of_training = {n: parsed["training"][n] for n in MODEL if n in parsed["training"]}
+        of_training = {n: v for n, v in parsed["training"].items() if n in MODEL}
         parsed["rollout"] = {**of_training, **parsed["rollout"]}
-    return Run(
-        training=parsed.get("training"),
-        rollout=parsed.get("rollout"),
-        ranks=ranks,
-        abbreviated=abbreviated,
-    )
+    return Run(training=parsed.get("training"), rollout=parsed.get("rollout"), ranks=ranks)
 
 
 def as_pasted(words: Sequence[str]) -> tuple[str | None, dict[str, str], Side, list[str]]:
@@ -225,9 +219,11 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path}: is no YAML file: {e}") from e
+        raise ValueError(f"{path.name}: is no YAML file: {e}") from e
     if not isinstance(settings, dict):
-        raise ValueError(f"{path}: holds no settings: expected lines such as `num_generations: 8`.")
+        raise ValueError(
+            f"{path.name}: holds no settings: expected lines such as `num_generations: 8`."
+        )
     return settings
 
 
@@ -251,53 +247,31 @@ def defaults(side: Side) -> Settings:
     return vars(_parsers(side)[0].parse_args([]))
 
 
-def parse(
-    side: Side,
-    settings: Settings,
-    overrides: Sequence[str] = (),
-    abbreviated: dict[str, str] | None = None,
-) -> dict[str, Any]:
-    """Return settings with the types that `swift` gives them.
+def parse(side: Side, settings: Settings, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the settings of a YAML file, and of `--name value ...` behind them, with the types
+    that `swift` gives them; raises as `read_run`."""
+    argv = [*to_argv(settings), *overrides]
+    check_names(side, by_flag(argv))
+    given = parse_argv(side, argv)
+    return {"ENV": settings["ENV"], **given} if settings.get("ENV") else given
 
-    Args:
-        settings: the settings of a YAML file.
-        overrides: `--name value ...`, which win.
-        abbreviated: is given the names that ms-swift takes for others, with those.
 
-    Raises:
-        ValueError: `swift` would not take them; names the first value that is wrong, or all names
-            that it does not know.
-    """
+def parse_argv(side: Side, argv: Sequence[str]) -> dict[str, Any]:
+    """Return what `swift` makes of arguments; raises `ValueError` for the first wrong value."""
     from swift_grpo_ext.command_line import as_typed
 
-    argv = as_typed([*to_argv(settings), *overrides])
     parser, upstream = _parsers(side)
-    problems = []
-    for token in dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--")):
-        if token in parser._option_string_actions:
-            continue
-        name = token[2:]
-        near = [*dict.fromkeys(action.dest for action, *_ in upstream._get_option_tuples(token))]
-        if not near:
-            hint = flag_hint(name, {action.dest for action in parser._actions}) or "leave it out"
-            problems.append(f"{name} ({hint})")
-        elif len(near) > 1:
-            problems.append(f"{name} (it may mean {' or '.join(near)})")
-        elif abbreviated is not None:
-            abbreviated[name] = near[0]
-    if problems:
-        raise ValueError(f"no setting of {COMMANDS[side]}: {', '.join(problems)}.")
+    argv = as_typed([*argv])
     values, unknown = parser.parse_known_args(argv)
     values, unknown = upstream.parse_known_args(unknown, values)
     if unknown:
         raise ValueError(f"{' '.join(unknown)}: left over; a setting of {COMMANDS[side]} is --name")
-    typed = {token[2:].partition("=")[0].replace("-", "_") for token in argv}
-    given = {
+    typed = by_flag(argv)
+    return {
         name: value
         for name, value in vars(values).items()
         if name in typed or value != defaults(side)[name]
     }
-    return {"ENV": settings["ENV"], **given} if settings.get("ENV") else given
 
 
 def to_argv(settings: Settings) -> Iterator[str]:

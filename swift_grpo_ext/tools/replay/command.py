@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -37,25 +36,6 @@ DIFFERENT = (
     "variables (set MAX_PIXELS and the like as they were) or what only a server was told (give it "
     "with --set)."
 )
-
-
-def round_name(text: str) -> tuple[int, int]:
-    """Parse the step and the number of a round."""
-    match = re.fullmatch(r"(\d+)(?:\.(\d+))?", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a step and a number, such as 12.0")
-    return int(match[1]), int(match[2] or 0)
-
-
-def setting(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE; the value is JSON or text."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swift_grpo_ext.checks.former_flags import flag_hint
+from swift_grpo_ext.checks.finding import did_you_mean
 from swift_grpo_ext.checks.rows import prompt_of
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
@@ -70,7 +70,7 @@ def read_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> Run:
         ) from e
     for name in changes:
         if name not in settings:
-            hint = flag_hint(name, settings) or "it is an argument of `swift rlhf`."
+            hint = did_you_mean(name, settings) or "it is an argument of `swift rlhf`."
             raise ReplayError(f"--set {name}: {path} has no such setting; {hint}")
     settings = {**settings, **changes}
     for name, allowed in (("tuner_type", ("full", "lora")), ("quant_method", (None,))):

@@ -125,11 +125,7 @@ def check_seeds(rig: Rig) -> Finding:
 
 
 def shared_noise(rounds: Sequence[Sequence[SampleRow]]) -> tuple[float, float]:
-    """Return log10 of the collision test's least p-value, and the surprisal of all samples in bits.
-
-    Args:
-        rounds: samples that all should have noise of their own.
-    """
+    """Return log10 of the collision test's least p-value, and all samples' surprisal in bits."""
     memory, log2_p, bits = PromptMemory(), 0.0, 0.0
     for number, samples in enumerate(rounds):
         # The last round repeats the names of the first, with another --seed: number them.
@@ -208,23 +204,16 @@ def _stop_faults(rig: Rig, word: str, sample: RolloutSample) -> Iterator[str]:
         return
     end = match.end if trainer.args.include_stop_str_in_output else match.start
     _, batch = rig.encode([sample])
-    found = {
-        "the text": sample.messages[-1]["content"],
-        "finish_reason": sample.finish_reason,
-        "stop_reason": sample.rollout_infos.get("stop_reason"),
-        "the number of log-probabilities": len(logprobs_of(sample)),
-        "the number of trained tokens": int(batch.completion_mask.sum()),
-    }
-    expected = {
-        "the text": spelled[:end],
-        "finish_reason": "stop",
-        "stop_reason": match.string,  # another stop string may begin earlier
-        "the number of log-probabilities": len(ids),
-        "the number of trained tokens": len(ids),
-    }
-    for name, value in found.items():
-        if value != expected[name]:
-            yield f"{word!r}: {name} is {value!r}, expected {expected[name]!r}"
+    for name, found, expected in (
+        ("the text", sample.messages[-1]["content"], spelled[:end]),
+        ("finish_reason", sample.finish_reason, "stop"),
+        # Another stop string may begin earlier.
+        ("stop_reason", sample.rollout_infos.get("stop_reason"), match.string),
+        ("the number of log-probabilities", len(logprobs_of(sample)), len(ids)),
+        ("the number of trained tokens", int(batch.completion_mask.sum()), len(ids)),
+    ):
+        if found != expected:
+            yield f"{word!r}: {name} is {found!r}, expected {expected!r}"
     if match.string in decode(ids[:-1]):
         yield f"{word!r}: tokens go on behind the one that completes it ({spelled!r})"
 
@@ -323,23 +312,13 @@ def check_logits(rig: Rig) -> Finding:
     """Compare the log-probabilities of ms-swift's own pass with those as the settings have them,
     of the completion's positions alone, in chunks, and with a prompt that is read once; and say
     what the last saves."""
+    plain = {"logits_shim": "auto", "logps_chunk_size": "0", "logps_shared_prompt": "false"}
     ways: dict[str, dict[str, Any]] = {
         "ms-swift": {"logits_shim": "off", "logps_chunk_size": "0"},
         "the settings": {},
-        "--logits_shim auto": {
-            "logits_shim": "auto",
-            "logps_chunk_size": "0",
-            "logps_shared_prompt": "false",
-        },
-        f"--logps_chunk_size {CHUNK}": {
-            "logps_chunk_size": str(CHUNK),
-            "logps_shared_prompt": "false",
-        },
-        SHARED_PROMPT: {
-            "logits_shim": "auto",
-            "logps_chunk_size": "0",
-            "logps_shared_prompt": "true",
-        },
+        "--logits_shim auto": plain,
+        f"--logps_chunk_size {CHUNK}": {**plain, "logps_chunk_size": str(CHUNK)},
+        SHARED_PROMPT: {**plain, "logps_shared_prompt": "true"},
     }
     samples = unequal_samples(rig)
     logps, seconds = dict[str, torch.Tensor](), dict[str, float]()

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 
 from swift_grpo_ext.tools.check.command import quietly
 from swift_grpo_ext.tools.check.data import read_data
+from swift_grpo_ext.tools.check.glance import by_flag, check_files
 from swift_grpo_ext.tools.check.machine import SHOWN, installed_versions
 from swift_grpo_ext.tools.check.settings import (
     Run,
@@ -82,8 +84,9 @@ LEFT_OUT = (
 SERVER_SETTINGS = ("vllm_server_host", "vllm_server_port", "vllm_server_base_url")
 LAUNCHER_VARIABLES = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception): .+)", re.MULTILINE)
-"""The end of a traceback in Python, also of a rank's; torchrun's own errors have no text."""
+ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:error|[\w.]*(?:Error|Exception)): .+)", re.MULTILINE)
+"""The end of a traceback in Python, also of a rank's, and a mistake of the user's, which has none;
+torchrun's own errors have no text."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -91,13 +94,11 @@ def run(options: argparse.Namespace) -> int:
 
     Returns:
         1 where a promise does not hold, 2 where none could be tried, else 0.
-
-    Raises:
-        ValueError: settings cannot be read, or name no model or data set.
-        OSError: the output folder cannot be written.
     """
     settings, folder = read_training(options), options.output
-    for finding in quietly(partial(read_data, Run(training=settings), {})):
+    files = check_files(by_flag(to_argv(settings)))
+    rows = quietly(partial(read_data, Run(training=settings), {}))
+    for finding in chain(files, rows):
         if finding.level == "error":
             raise ValueError(finding.sentence)
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,8 +163,14 @@ def read_training(options: argparse.Namespace) -> dict[str, Any]:
     settings = parse("training", from_file, [*overrides, *options.rest])
     if not (settings.get("model") and settings.get("dataset")):
         raise ValueError("selftest: give a YAML file of `swift rlhf`, or --model and --dataset.")
-    if settings.get("rlhf_type") != "grpo":
-        raise ValueError(f"rlhf_type {settings.get('rlhf_type')}: expected grpo.")
+    algorithm = settings.get("rlhf_type")
+    if algorithm == "gkd":
+        # Seeds, stops, weights and passes are the same code; `beta` is another thing there.
+        tell("--rlhf_type gkd: rollouts and passes are checked as those of grpo; its loss is not.")
+        kept = {name: value for name, value in settings.items() if not name.startswith("teacher")}
+        return {**kept, "rlhf_type": "grpo", "reward_funcs": ["format"], "beta": 0.0}
+    if algorithm != "grpo":
+        raise ValueError(f"--rlhf_type {algorithm}: expected grpo or gkd.")
     return settings
 
 

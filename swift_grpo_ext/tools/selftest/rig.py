@@ -65,11 +65,7 @@ def reason_against(trainer: RolloutGRPOTrainer) -> str:
 
 
 class Rig:
-    """A trainer that generates and computes, and never trains. All ranks make the same calls.
-
-    Args:
-        trainer: the trainer as `swift rlhf` makes it.
-    """
+    """A trainer that generates and computes, and never trains. All ranks make the same calls."""
 
     def __init__(self, trainer: RolloutGRPOTrainer) -> None:
         self.trainer = trainer
@@ -160,8 +156,6 @@ class Rig:
         """Generate samples as the training does, each rank a part of them.
 
         Args:
-            rows: one row for each sample.
-            ids: the samples' names.
             run_seed: a seed instead of `--seed`.
 
         Returns:

@@ -53,11 +53,7 @@ class Job:
 
 
 def run_with_trainer(argv: Sequence[str], use: Callable[[RolloutGRPOTrainer], None]) -> None:
-    """Run `swift rlhf ARGV`; `use` is given the trainer instead of training.
-
-    Args:
-        argv: the path of a YAML file may come first, as in `swift rlhf`.
-    """
+    """Run `swift rlhf ARGV`; `use` is given the trainer instead of training."""
     from swift.cli.main import parse_yaml_args
     from swift.cli.utils import try_use_single_device_mode
 

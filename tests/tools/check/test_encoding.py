@@ -112,9 +112,9 @@ def test_positions_behind_long_videos(
 
     monkeypatch.setattr(Qwen2_5_VLModel, "get_rope_index", elsewhere)
     first, second, *_ = said(run)
-    for text, media in ((first, "videos: 1"), (second, "images: 1, videos: 2")):
-        assert text.startswith("error: the row that asks '<video>")
-        assert f"({media}) has the same tokens at other positions, from token " in text
+    for text, number in ((first, 1), (second, 2)):
+        assert text.startswith(f"error: row {number} of {rows} (which asks '<video>")
+        assert ") has the same tokens at other positions, from token " in text
         assert "in time, height and width). vLLM's model and transformers' count" in text
 
 
@@ -156,25 +156,27 @@ def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Pat
     too_long, differs, behind, both_behind, room = said(
         Run(training={**settings, "dataset": [rows]})
     )
-    assert "(images: 15) cannot be encoded for a rollout (VLLMValidationError: The" in too_long
+    assert too_long.startswith(f"error: row 4 of {rows} (which asks 'Three: <image>")
+    assert ") cannot be encoded for a rollout (VLLMValidationError: The" in too_long
     assert "(length 289) is longer than the maximum model length of 256" in too_long
     assert differs.startswith(
-        f"error: the row that asks {f'<image> or <image>{LONG}'[:60]!r} (images: 2) has a prompt "
+        f"error: row 2 of {rows} (which asks {f'<image> or <image>{LONG}'[:60]!r}) has a prompt "
         "of 94 tokens in the rollout (image 1 of 112x112 (16 tokens from token 0 on), image 2 of "
         "112x112 (16 tokens from token 16 on)) and of 159 in training: from token 0 on the rollout "
         "has "
         "'<|image_pad|>' (151655 x 32) where training has '<|im_start|>system\\nYou are' (151644, "
         "8948, 198, 2610, 525, ... 97 tokens in all). Give `swift rollout`"
     )
-    assert " is cut to the last text that --max_length 64 leaves: 1 of its 1 media stand" in behind
-    assert " is cut to the last text that --max_length 64 leaves: 2 of its 2 media" in both_behind
+    cut = " is truncated to --max_length 64: {0} of its {0} media lost the text around them."
+    assert cut.format(1) in behind
+    assert cut.format(2) in both_behind
     assert room.startswith("warning: prompts have 79 to 94 tokens (--max_length 64 counts")
     assert room.endswith(
         " end after 162 tokens. Raise --vllm_max_model_len, or lower --max_length."
     )
     settings |= {"truncation_strategy": "delete", "rollout_mismatch": "warn"}
     assert said(Run(training={**settings, "dataset": [rows]})) == [
-        f"warning: the row that asks {f'<image>{LONG}'[:60]!r} (images: 1), like 2 more, cannot be "
+        f"warning: row 1 of {rows} (which asks {f'<image>{LONG}'[:60]!r}), like 2 more, cannot be "
         "encoded for training (MaxLengthError: Current length of row(139) is larger than the "
         "max_length(64).). Others take its place (--truncation_strategy delete)."
     ]
@@ -206,11 +208,11 @@ def test_sides_that_differ(image: str, tmp_path: Path) -> None:
     )
     no_video, differs, room = said(run)
     assert no_video.startswith(
-        "error: the row that asks '<video>Which digits?' (videos: 1) cannot be encoded for "
+        f"error: row 2 of {rows} (which asks '<video>Which digits?') cannot be encoded for "
         "training (AssertionError: glm.py, line "
     )
     assert differs.startswith(
-        "error: the row that asks '<image>Which digit?' (images: 1) has a prompt of 25 tokens in "
+        f"error: row 1 of {rows} (which asks '<image>Which digit?') has a prompt of 25 tokens in "
         "the rollout (image 1 of 28x28 (9 tokens from token 10 on)) and of 27 in training: from "
         "token 2 on the rollout has "
         "'<|system|>\\nBe brief.' (151335, 198, 3430, 9814, 13) where training has "

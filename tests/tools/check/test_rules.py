@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.tools import share
+from swift_grpo_ext.tools.check import glance
+from swift_grpo_ext.tools.check.glance import COMMANDS, Side, check_names, upstream_flags
 from swift_grpo_ext.tools.check.rules import check_settings
-from swift_grpo_ext.tools.check.settings import Run, parse, read_run
+from swift_grpo_ext.tools.check.settings import Run, _parsers, parse, read_run
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "examples/presets"
@@ -68,27 +71,20 @@ TWO = {"vllm_server_host": ["a", "a"]}
         # Rewards, batches, engines
         (COLOCATED, BARE, {}, "--reward_funcs: is missing"),
         (SERVED, BARE, {}, "--reward_funcs: is missing"),
-        (COLOCATED, {"num_generations": 7}, {}, r"Batches of 8 ranks: .*\(128\) must be .*\(7\)"),
+        (
+            COLOCATED,
+            {"num_generations": 7},
+            {},
+            "--num_generations 7: does not divide the 128 s",
+        ),
         (
             COLOCATED,
             {"eval_strategy": "steps", "num_generations_eval": 5, "split_dataset_ratio": 0.1},
             {},
-            r"Batches of 8 ranks: The global eval batch size .*num_generations_eval \(5\)",
+            r"--num_generations 8: The global eval batch size .*num_generations_eval \(5\)",
         ),
         (COLOCATED, {"vllm_tensor_parallel_size": 16}, {}, "16 does not divide the 8 training"),
         (COLOCATED, {"truncation_strategy": "left"}, {}, "warning: --truncation_strategy: left cu"),
-        (COLOCATED, {"vllm_max_model_len": 10}, {}, "warning: --vllm_max_model_len: 10 is less"),
-        (
-            COLOCATED,
-            {
-                "max_turns": 2,
-                "max_length": 100,
-                "max_completion_length": 50,
-                "vllm_max_model_len": 199,
-            },
-            {},
-            r"199 is less than max_length 100 \+ 2 turn\(s\) of max_completion_length 50 = 200",
-        ),
         (
             SERVED,
             {},
@@ -165,14 +161,13 @@ def test_arguments_win_over_a_file() -> None:
     ("settings", "expected"),
     [
         ({"diversity_alarm": 4}, r"swift rlhf: diversity_alarm \(did you mean diversity_alarm_p\?"),
-        ({"train_type": "lora"}, r"train_type \(ms-swift 4 calls it tuner_type\)"),
-        ({"max_prompt_length": 9}, r"max_prompt_length \(ms-swift 4 calls it max_length\)"),
-        ({"ckpt_dir": "x"}, r"ckpt_dir \(ms-swift 4 has none of that name: adapters are named by"),
+        ({"max_lenght": 9}, r"max_lenght \(did you mean max_length\?\)"),
+        ({"vllm_mode_": "server"}, r"vllm_mode_ \(did you mean vllm_mode\?\)"),
         ({"zzz_zzz": 4}, r"of swift rlhf: zzz_zzz \(leave it out\)\.$"),
         (
             {"num_generation": 4, "lerning_rate": 1, "zzz_zzz": 4},
-            r"num_generation \(it may mean num_generations_eval or num_generations\), lerning_rate "
-            r"\(did you mean learning_rate\?\), zzz_zzz",
+            r"num_generation \(did you mean num_generations or num_generations_eval\?\), "
+            r"lerning_rate \(did you mean learning_rate\?\), zzz_zzz",
         ),
         ({"num_generations": "many"}, "num_generations.*: invalid int value: 'many'"),
         ({"logits_shim": "of"}, "logits_shim.*: invalid choice: 'of'"),
@@ -188,8 +183,7 @@ def test_what_the_parser_does_not_take(settings: dict[str, Any], expected: str) 
 def test_settings_get_the_types_that_swift_gives_them() -> None:
     settings = {"reward_funcs": "format", "vllm_engine_kwargs": {"a": 1}, "ENV": {"A": 1}}
     settings |= {"num_generations_e": 4, "logits_shim": False, "num_generations": "8"}
-    abbreviated: dict[str, str] = {}
-    assert parse("training", settings, (), abbreviated) == {
+    assert parse("training", settings) == {
         "ENV": {"A": 1},
         "reward_funcs": ["format"],
         "vllm_engine_kwargs": '{"a": 1}',
@@ -197,9 +191,30 @@ def test_settings_get_the_types_that_swift_gives_them() -> None:
         "logits_shim": "off",  # which YAML 1.1 reads as a boolean
         "num_generations": 8,
     }
-    assert abbreviated == {"num_generations_e": "num_generations_eval"}
+    names = ["reward_funcs", "num_generations_e", "no_include_stop_str_in_output"]
+    check_names("training", names)
     with pytest.raises(ValueError, match="no setting of swift rollout: num_generations"):
         parse("rollout", {"num_generations": 8})
+
+
+@pytest.mark.parametrize("side", COMMANDS)
+def test_names_of_flags_are_known_without_ms_swift(side: Side) -> None:
+    """They are read from its source, for it takes ten seconds to import."""
+    parser, upstream = _parsers(side)
+    known = {action.dest for action in upstream._actions} - {"help"}
+    assert upstream_flags(side) == known
+    assert {action.dest for action in parser._actions} == {*known, *flag_names(), "help"}
+
+
+def test_a_class_that_is_not_found_leaves_names_to_the_parser(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(glance, "SOURCES", glance.SOURCES[:1])
+    monkeypatch.setattr(glance, "upstream_flags", glance.upstream_flags.__wrapped__)
+    assert glance.upstream_flags("training") == frozenset()
+    check_names("training", ["num_generation"])
+    with pytest.raises(ValueError, match="ambiguous option: --num_generation could match"):
+        parse("training", {"num_generation": 8})
 
 
 def test_a_command_that_was_pasted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
