@@ -18,7 +18,7 @@ ruff check .
 ruff format --check .
 follow "$VENV/mypy.log" 'mypy, half a minute' true mypy || { cat "$VENV/mypy.log"; exit 1; }
 make_assets
-step "Tests"
+step "Tests (each worker imports torch, ms-swift and vLLM first)"
 case "${1:-}" in
   --stack) shift && exec python scripts/compatibility.py --cells "$@" ;;
   "") set -- -m "not stack or smoke" ;;

@@ -51,6 +51,7 @@ def show_collection(session: pytest.Session) -> None:
     start, writer = time.monotonic(), session.config.get_terminal_writer()
     while not collected.wait(10):
         writer.line(f"  {time.monotonic() - start:3.0f} s: importing and collecting tests")
+        writer.flush()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -37,7 +37,7 @@ def read_table(table: str) -> tuple[Pin, ...]:
 
 COMMAND_LINE = read_table("""
 swift.arguments:BaseArguments
-    _init_model_kwargs load_dataset: self
+    _init_model_kwargs _init_model_info load_dataset: self
 swift.arguments:RLHFArguments
     _check_grpo _init_external_vllm: self
 swift.arguments:RolloutArguments

@@ -98,7 +98,7 @@ def test_every_command_finds_a_default_run(
         assert main(command) == status
         printed = capsys.readouterr()
         assert printed.out.startswith(expected)
-        assert printed.err.startswith(taken)
+        assert printed.err.startswith(f"loading ...\n{taken}")
     assert "<title>my-run/v9-20261127-093009 – " in Path("page.html").read_text(encoding="utf-8")
     assert main(["replay", one, "--round", "7", "--group", "0"]) == 1
     assert f"{one}/{VERSIONS[1]} holds no group 0 of train round 7.0" in capsys.readouterr().err
