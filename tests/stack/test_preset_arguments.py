@@ -52,7 +52,7 @@ def parse(command: str, num_ranks: str, argv: list[str]) -> dict[str, Any]:
             setattr(swift.rlhf_trainers.VLLMClient, method, lambda *_, **__: None)
         # It is taken to have accelerators, as presets of GPU machines let their engines sleep, and
         # what rewards need: `accuracy` a package, and a data set of its own.
-        preflight.check_devices = lambda args: iter(())
+        preflight.check_devices = lambda *args: iter(())
         preflight.check_rewards = lambda *args, **options: iter(())
 
     args = pipeline._parse_args(SimpleNamespace(args_class=pipeline.args_class), argv)
