@@ -279,7 +279,9 @@ def evenly_spaced(values: list[Any], count: int) -> list[Any]:
 # --- charts ---
 
 
-def make_charts(panels: Panels, alarms: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+def make_charts(
+    panels: Panels, alarms: Sequence[dict[str, Any]] = (), runs: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Return a chart for each panel, as `script.js` draws it: the values of its curves at `steps`,
     None where a curve has none, the `unit` of its values, and their `range` where it is not that of
     the values. `place` says where it stands: `first`, `main`, `more` or `diversity`.
@@ -288,6 +290,7 @@ def make_charts(panels: Panels, alarms: Sequence[dict[str, Any]] = ()) -> list[d
 
     Args:
         alarms: those of `list_alarms` whose steps are shaded.
+        runs: the names of the curves, where each is a run's: a run has one colour in all charts.
     """
     steps = [step for curves in panels.values() for points in curves.values() for step, _ in points]
     steps += [alarm[end] for alarm in alarms for end in ("first_step", "last_step")]
@@ -304,7 +307,8 @@ def make_charts(panels: Panels, alarms: Sequence[dict[str, Any]] = ()) -> list[d
         chart["curves"] = []
         for number, (name, points) in enumerate(curves.items()):
             value_at = {step: float(f"{value:.5g}") for step, value in points}
-            colour = LAYERS.get(name, "c5") if key == TIME else f"c{number % NUM_COLOURS}"
+            place = runs.index(name) if runs else number
+            colour = LAYERS.get(name, "c5") if key == TIME else f"c{place % NUM_COLOURS}"
             values = [value_at.get(step) for step in chart["steps"]]
             chart["curves"].append({"name": name, "colour": colour, "values": values})
         chart["range"] = [-0.03, 1.03] if panel in SHARES else None

@@ -63,7 +63,9 @@ def runs_values(runs: Sequence[RunView]) -> dict[str, Any]:
             for name, values in differing_settings(*args).items()
             if all(name in own for own in args)  # else versions differ, and no choice
         },
-        "charts": overview.make_charts(overview.compare_curves(panels_of_runs)),
+        "charts": overview.make_charts(
+            overview.compare_curves(panels_of_runs), runs=[*panels_of_runs]
+        ),
         "is_live": True,
     }
 

@@ -116,6 +116,10 @@ def test_parts_of_a_step_stand_one_on_the_other(tmp_path: Path) -> None:
     assert compared["step_time"] == {"one": [(1, 40.0), (2, 4.0), (3, 8.0)]}
     assert compared["kl"] == {"one": [(1, 0.125), (2, 0.25), (3, 0.375)], "two": [(7, 1.0)]}
     assert list(compared)[:2] == ["loss", "kl"]
+    charts = {chart["key"]: chart for chart in make_charts(compared, runs=["two", "one"])}
+    colours = [curve["colour"] for curve in charts["kl"]["curves"]]
+    assert colours == ["c1", "c0"]
+    assert charts["loss"]["curves"][0]["colour"] == "c1"  # of a run without the other
 
 
 def collapsed(step: int) -> list[SampleRow]:

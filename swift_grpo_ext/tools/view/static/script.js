@@ -91,7 +91,8 @@ function last(values, steps) {
 // that those below show through where they coincide.
 function lines(curves, steps, weight) {
   const series = [], data = [];
-  curves.forEach(({name, colour: own, values}, number) => {
+  curves.forEach(({name, colour: own, values}) => {
+    const number = Number(own[1]);
     const dash = [[], [8, 6], [2, 4], [12, 4, 2, 4]][number % 4];
     const shown = weight ? smooth(values, weight) : values;
     const value = (u, pointed, index, at) => at === null ? last(shown, steps) : readable(pointed);
