@@ -148,7 +148,7 @@ def write_results(path: Path, command: str, records: Iterable[Record]) -> None:
 
 
 def published(num_steps: int) -> list[Record]:
-    """The published runs of so many steps; none where there are no such runs."""
+    """Return the published runs of `num_steps` steps; none where there are no such runs."""
     path = RESULTS / f"steps{num_steps}.json"
     return read_results(path) if path.is_file() else []
 

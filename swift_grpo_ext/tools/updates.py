@@ -5,6 +5,8 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,18 +102,27 @@ def _step_of(checkpoint: str) -> int:
 
 
 def read_steps(run: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
-    """Return what a run has logged of its optimizer steps, by their numbers, in order; a resume
-    takes back the steps from which on it makes them once more."""
-    steps: dict[int, dict[str, Any]] = {}
+    """Return a run's log as `by_step` has it; it is empty before the run has logged anything."""
     try:
-        lines = Path(run, LOGS).read_text(encoding="utf-8").splitlines()
+        return by_step(read_logs(run))
     except OSError:
-        return steps
-    for line in lines:
-        try:
-            logged = json.loads(line)
-        except ValueError:  # cut short, as its process was
-            continue
+        return {}
+
+
+def read_logs(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the lines of a run's log; raises OSError where it cannot be read."""
+    logs = []
+    for line in Path(run, LOGS).read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):  # cut short, as its process was
+            logs.append(json.loads(line))
+    return logs
+
+
+def by_step(logs: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the logs of optimizer steps by the steps' numbers, in order; a resume takes back the
+    steps from which on it makes them once more."""
+    steps: dict[int, dict[str, Any]] = {}
+    for logged in logs:
         if "loss" in logged:
             step = int(str(logged[STEP]).partition("/")[0])
             while steps and next(reversed(steps)) >= step:

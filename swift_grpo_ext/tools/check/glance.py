@@ -120,7 +120,7 @@ def plugins_of(settings: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def file_of(dataset: str) -> Path:
-    """Return the file that a data set's name stands for; `#500` takes so many of its rows."""
+    """Return the file that a data set's name stands for; `#500` behind it takes 500 rows."""
     name = dataset if Path(dataset).exists() else re.sub(r"#\d+$", "", dataset)
     return Path(name).expanduser()
 

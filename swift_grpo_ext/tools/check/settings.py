@@ -182,8 +182,8 @@ def parse_run(sources: Sequence[Source], ranks: int | None = None) -> Run:
         settings = parse_argv(side, argv)
         parsed[side] = {"ENV": env, **settings} if env else settings
     if len(parsed) == 2:
-        of_training = {n: v for n, v in parsed["training"].items() if n in MODEL}
-        parsed["rollout"] = {**of_training, **parsed["rollout"]}
+        model = {n: v for n, v in parsed["training"].items() if n in MODEL}
+        parsed["rollout"] = {**model, **parsed["rollout"]}
     return Run(training=parsed.get("training"), rollout=parsed.get("rollout"), ranks=ranks)
 
 

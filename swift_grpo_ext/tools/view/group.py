@@ -72,7 +72,7 @@ class RunView(Follower):
 
     @property
     def log(self) -> Log:
-        """What the run has logged; its file is read where it has changed."""
+        """Return what the run has logged; its file is read again only after a change."""
         self._log = read_log(self.run_dir, self._log)
         return self._log
 
@@ -256,7 +256,7 @@ class Said(NamedTuple):
 
     role: str
     text: str
-    """What it says, without the marks of the media: they stand beside it."""
+    """Return its text without the marks of its media, which the page shows beside it."""
 
     media: list[tuple[int, str, str]]
     """Number in the prompt, name, and the picture that the record has, as an address (`data:`);

@@ -1,8 +1,7 @@
-"""What a run has logged: its steps, how fast they are, and whether it goes on."""
+"""Reads what a run has logged: its steps, how fast they are, and whether it goes on."""
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +9,14 @@ from statistics import fmean
 from typing import Any
 
 from swift_grpo_ext.timing import PARTS
-from swift_grpo_ext.tools.updates import LOGS, STEP, read_steps
+from swift_grpo_ext.tools.updates import LOGS, STEP, by_step, read_logs
 
 LAST_STEPS = 20
 """Steps at the end of a run over which its reward and its seconds are averaged."""
 
 SILENT_SECONDS, SILENT_STEPS = 300.0, 10
-"""A run that logs nothing for so long, and for so many of its steps, may have stopped."""
+"""A run may have stopped if it has logged nothing for these seconds, and for the time of these
+steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Log:
     """A run's `logging.jsonl` as it was read."""
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """As `read_steps` returns them."""
+    """The logged values of each optimizer step, as `by_step` returns them."""
 
     version: tuple[int, int] = (0, 0)
     """When the file was written last, in nanoseconds since 1970, and its size; 0 before it is
@@ -76,16 +76,8 @@ def read_log(run_dir: Path, known: Log) -> Log:
         version = found.st_mtime_ns, found.st_size
         if version == known.version:
             return known
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:  # of a run that has logged nothing yet
+        logs = read_logs(run_dir)
+    except OSError:  # the run has logged nothing yet
         return Log()
-    has_ended = False
-    for line in reversed(lines):
-        try:
-            logged = json.loads(line)
-        except ValueError:  # it is being written
-            continue
-        has_ended = "train_runtime" in logged
-        if has_ended or "loss" in logged:
-            break
-    return Log(steps=read_steps(run_dir), version=version, has_ended=has_ended)
+    marks = ["train_runtime" in log for log in logs if "train_runtime" in log or "loss" in log]
+    return Log(steps=by_step(logs), version=version, has_ended=bool(marks) and marks[-1])

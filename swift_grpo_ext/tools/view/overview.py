@@ -47,7 +47,7 @@ LOGGED_MEANS = {
     "length": "completions/mean_length",
     "gap": "rollout_gap/mean",
 }
-"""What is logged of the samples, for a run without a record of them."""
+"""Curves of a run without a record take these logged means of its samples."""
 
 DIVERSITY = {
     "copies": ("unique_ratio", "groups_with_duplicates", "common_mode"),

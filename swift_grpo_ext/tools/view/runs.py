@@ -67,7 +67,7 @@ MAX_QUESTION = 160
 
 
 MARK = re.compile(r"<(image|video|audio)>")
-"""Stands in a text where a medium does, as ms-swift has it."""
+"""ms-swift writes this mark in a text at the place of a medium."""
 
 
 class NotFoundError(ValueError):

@@ -58,9 +58,9 @@ def make_app(runs: Sequence[RunView], token: str) -> Starlette:
             raise NotFoundError(f"a={numbers[0]}, b={numbers[1]}: expected the numbers of two runs")
         return several.pair_values(runs, (int(numbers[0]), int(numbers[1])))
 
-    of_all = {"runs": lambda query: several.runs_values(runs), "pair": pair}
-    of_each = [Mount(f"/{n}", routes=_run_routes(runs, run)) for n, run in enumerate(runs)]
-    routes = [Route("/", start), *of_each, *_routes(runs, None, of_all)]
+    pages_of_all = {"runs": lambda query: several.runs_values(runs), "pair": pair}
+    mounts = [Mount(f"/{n}", routes=_run_routes(runs, run)) for n, run in enumerate(runs)]
+    routes = [Route("/", start), *mounts, *_routes(runs, None, pages_of_all)]
     return Starlette(
         routes=[Mount(f"/{token}", routes=routes)], exception_handlers={NotFoundError: _not_found}
     )
@@ -76,13 +76,13 @@ def _run_routes(runs: Sequence[RunView], run: RunView) -> list[BaseRoute]:
         content = image_bytes(run.medium_name(*place, *turn), query.get("size", ""))
         return Response(content, media_type="image/png", headers=HEADERS)
 
-    of_run = {
+    pages_of_run = {
         "overview": lambda query: pages.overview_values(run),
         "samples": lambda query: pages.samples_values(run, query),
         "groups": lambda query: pages.groups_values(run, query),
         "group": lambda query: pages.group_values(run, query),
     }
-    return [Route("/image", image), *_routes(runs, run, of_run)]
+    return [Route("/image", image), *_routes(runs, run, pages_of_run)]
 
 
 def _routes(

@@ -23,7 +23,7 @@ from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.runs import describe
 
 MAX_CHARACTERS = 200
-"""Of a value that differs."""
+"""Characters of a differing value that the page shows."""
 
 MAX_PROMPTS = 20
 """Prompts that are shown of two runs: those whose rewards differ most."""
