@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 import support
 from pages import SUPPORT, read_from
+from tiny_vlm.families import FAMILIES, Family
 
 from tests.newest import is_newest
 
@@ -15,6 +17,17 @@ from tests.newest import is_newest
 def test_a_table_is_up_to_date(name: str) -> None:
     """Else: `python scripts/support.py --write`."""
     assert read_from(SUPPORT, name) == support.TABLES[name]()
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_tiny_models_have_two_layers_of_each_kind(family: Family) -> None:
+    """Completions read nothing that the last layer makes of a prompt. Gemma 4 was wrong in layers
+    of which its tiny model had one, the last."""
+    config = family.config.get("thinker_config", family.config)
+    text = config.get("text_config", config)
+    kinds = text.get("layer_types", ["full_attention"] * text["num_hidden_layers"])
+    assert len(kinds) == text["num_hidden_layers"]
+    assert min(Counter(kinds).values()) >= 2
 
 
 @pytest.mark.skipif(not is_newest("swift"), reason="the page is about the newest ms-swift")

@@ -63,7 +63,6 @@ class CompletionLogps:
         template: Template,
         model: nn.Module | None = None,
         ranks: RankGroup | None = None,
-        limit: float = 0.01,
     ) -> None:
         """
         Args:
@@ -71,7 +70,6 @@ class CompletionLogps:
             template: ms-swift's, of the policy.
             model: the policy, for whose logits `--logps_chunk_size auto` finds room.
             ranks: all training ranks, which make these calls together; None stands for one.
-            limit: mean difference of log-probabilities, in nats, that rounding explains.
         """
         self._is_strict = config.logits_shim == "strict"
         self._ranks = ranks or RankGroup()
@@ -85,7 +83,6 @@ class CompletionLogps:
         # keys, as one that was replaced must not be kept in memory.
         self._shims: WeakKeyDictionary[nn.Module, LogitsShim] = WeakKeyDictionary()
         self._shared_prompts: WeakKeyDictionary[nn.Module, SharedPrompt] = WeakKeyDictionary()
-        self._limit = limit
         # Chunks that are asked for need the shim, whatever its own flag says.
         self.is_off = config.logits_shim == "off" and not self.chunk_size
         """Logits are ms-swift's."""
@@ -243,7 +240,7 @@ class CompletionLogps:
             return None
         base = base_model(model)
         if base not in self._shared_prompts:
-            self._shared_prompts[base] = SharedPrompt(base, self._limit, self._flag)
+            self._shared_prompts[base] = SharedPrompt(base, self._flag)
         # The proof of the first batch makes passes that other ranks may not make. DDP's forward has
         # collectives of its own (buffers), which would wait for them: go around it.
         plain = model.module if isinstance(model, DistributedDataParallel) else model
@@ -356,8 +353,8 @@ class CompletionLogps:
         if not has_failed:  # a rank where it failed has said so itself, with its figures
             logger.warning(
                 f"--logps_shared_prompt {self._flag} leaves batches as they are from here on: on "
-                "another rank, log-probabilities of its first batch lie further apart than "
-                "rounding explains."
+                "another rank, log-probabilities of a batch lie further apart than rounding "
+                "explains."
             )
 
 

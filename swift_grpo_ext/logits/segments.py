@@ -52,15 +52,19 @@ class UnsupportedAttentionError(ValueError):
     """A layer cannot be called by segments."""
 
 
-def make_mask(groups_L: Tensor, samples_L: Tensor, sees_image_L: Tensor) -> Tensor:
+WITH_WINDOW, EVERYWHERE = 1, 2
+"""The layers in which the positions of an image see each other; 0: no layers."""
+
+
+def make_mask(groups_L: Tensor, samples_L: Tensor, looks_ahead_L: Tensor) -> Tensor:
     """Return what travels as `attention_mask` [1, 1, 3, L].
 
     Args:
         groups_L: the group of each position.
         samples_L: 0 in its prompt, n in its n-th sample.
-        sees_image_L: whether it belongs to an image whose positions see each other.
+        looks_ahead_L: `WITH_WINDOW` or `EVERYWHERE` in images whose positions see each other.
     """
-    return torch.stack([groups_L, samples_L, sees_image_L]).to(torch.int32)[None, None]
+    return torch.stack([groups_L, samples_L, looks_ahead_L]).to(torch.int32)[None, None]
 
 
 def is_packed(mask: object) -> TypeGuard[Tensor]:
@@ -126,10 +130,10 @@ class Segments:
         # 3. A number for each image, from 1 on; 0 where there is none. Two images that touch at the
         # border of segments are two.
         is_image_L = content[2] > 0
+        self._looks_ahead = int(content[2].max())
         begins_L = is_image_L.clone()
         begins_L[1:] &= ~is_image_L[:-1] | (self._segment_L[1:] != self._segment_L[:-1])
         self._image_L = begins_L.cumsum(0) * is_image_L
-        self.has_images = bool(is_image_L.any())
         self._masks = dict[tuple[int, int | None], Tensor]()
         self._block_masks = dict[int | None, BlockMask]()
 
@@ -166,6 +170,10 @@ class Segments:
                 number += 1
                 samples = [sample for sample in samples if sample.start >= stop]
 
+    def looks_ahead(self, window: int | None) -> bool:
+        """Return whether there are images whose positions see each other in such a layer."""
+        return self._looks_ahead >= (EVERYWHERE if window is None else WITH_WINDOW)
+
     def sees(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         """Return whether positions see others; all shapes that go together.
 
@@ -175,9 +183,9 @@ class Segments:
             window: how many positions are seen at most, one's own included.
         """
         segment, position, image = self._segment_L, self._position_L, self._image_L
-        seen = (position[key] <= position[query]) | (
-            (image[key] == image[query]) & (image[query] > 0)
-        )
+        seen = position[key] <= position[query]
+        if self.looks_ahead(window):
+            seen = seen | ((image[key] == image[query]) & (image[query] > 0))
         seen = seen & ((segment[key] == segment[query]) | (segment[key] == self._prompt_L[query]))
         return seen if window is None else seen & (position[key] > position[query] - window)
 
@@ -289,7 +297,7 @@ def by_segments(attend: Attention, name: str) -> Attention:
             is_causal = (
                 piece.prompt is None
                 and (window is None or window >= q.shape[2])
-                and not segments.has_images
+                and not segments.looks_ahead(window)
             )
             seen = None  # transformers' `sdpa` is causal then, by a faster kernel
             if name != "sdpa" or not is_causal:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from swift.utils import get_logger
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 from swift_grpo_ext.logits import segments
@@ -63,6 +64,16 @@ class UnknownInputError(ValueError):
     """An input of a model that cannot be packed."""
 
 
+Kind = tuple[tuple[str, ...], int]
+"""A row's media, and how many `borders` the longest row of its batch lies beyond."""
+
+PLACEHOLDERS = ("image", "video", "audio")
+"""Media for which a configuration names a token."""
+
+LEAST = 1e-6
+"""Nats that float32 itself takes from a log-probability, and adds, whatever the model is."""
+
+
 class PackedBatch(NamedTuple):
     """A batch as one packed row."""
 
@@ -74,33 +85,29 @@ class PackedBatch(NamedTuple):
 
 
 class SharedPrompt:
-    """Packs the batches of one model, once a first one has shown that nothing else changes.
+    """Packs the batches of one model. The first batch that has a kind of row is computed both ways.
 
     Each rank finds that out by itself: how many passes it makes may depend on its own rows, as with
     a teacher whom only some of them ask. Ranks that share the weights make all passes together, and
     all pack a batch, or none does: a packed pass may call a layer more often.
     """
 
-    def __init__(
-        self, base: PreTrainedModel, limit: float, flag: Literal["auto", "true"] = "true"
-    ) -> None:
+    def __init__(self, base: PreTrainedModel, flag: Literal["auto", "true"] = "true") -> None:
         """
         Args:
             base: the model, unwrapped.
-            limit: mean difference of log-probabilities, in nats, that rounding explains.
             flag: the value of `--logps_shared_prompt`.
         """
-        self._base, self._limit, self._flag = base, limit, flag
-        self._window = segments.longest_window(base.config.get_text_config())
+        self._base, self._flag = base, flag
         self._has_told = False
         self._saving = 0.0
         """The share of the pass that the last packed batch is expected to save."""
 
-        self._proven_length = 0.0
-        """Batches with samples up to this length are packed where they can be."""
+        self._proven = set[Kind]()
+        """The kinds of rows that packing leaves as they are."""
 
         self.has_failed = False
-        """Whether the log-probabilities of the first batch differed."""
+        """Whether the log-probabilities of a batch differed."""
 
     def pack(
         self,
@@ -127,16 +134,14 @@ class SharedPrompt:
         if not ranks.all(packed is not None):
             return None
         assert packed is not None
-        length = predicts_BT.shape[1]
-        if ranks.all(length <= self._proven_length):
+        tokens_of_kinds = kinds_of_tokens(inputs["input_ids"], predicts_BT, self._base.config)
+        if ranks.all(tokens_of_kinds.keys() <= self._proven):
             return packed
-        # The proof: two more passes, without gradients.
+        # The proof: three more passes, without gradients.
         plain = plain or partial(logps, inputs, predicts_BT)
-        if not self._is_equal(packed, predicts_BT.numel(), logps, plain, ranks):
+        if not self._is_equal(packed, predicts_BT.numel(), tokens_of_kinds, logps, plain, ranks):
             return None
-        # A batch that is no longer than the window would be equal without it: prove a longer one.
-        is_short = self._window is not None and ranks.all(length <= self._window)
-        self._proven_length = self._window if is_short and self._window else math.inf
+        self._proven |= tokens_of_kinds.keys()
         return packed
 
     def _packed(self, inputs: Mapping[str, Any], predicts_BT: Tensor) -> PackedBatch | None:
@@ -164,13 +169,14 @@ class SharedPrompt:
         self,
         packed: PackedBatch,
         num_positions: int,
+        tokens_of_kinds: Mapping[Kind, Tensor],
         logps: Callable[[Mapping[str, Any], Tensor], Tensor],
         plain: Callable[[], Tensor],
         ranks: ShardRanks,
     ) -> bool:
         """Return whether the log-probabilities of a batch are those of the packed row, on all
-        ranks."""
-        gap, problem = math.inf, ""
+        ranks: for each kind of row, no further apart than rounding puts two plain passes."""
+        problem = ""
         with torch.no_grad():
             found = None
             try:
@@ -179,11 +185,21 @@ class SharedPrompt:
                 raise
             except Exception as e:  # what cannot handle a batch never ends a run: leave it plain
                 problem = f"its first packed pass failed ({type(e).__name__}: {e})"
-            # After a failure too: ranks that share weights all make both passes.
+            # After a failure too: ranks that share weights all make all passes.
             expected = plain()
-            if found is not None:
-                gap = float((found - expected).abs().float().mean()) if len(found) else 0.0
-        if ranks.all(gap <= self._limit):
+            with rounded_otherwise(self._base):
+                moved = plain()
+        for (media, _), tokens_N in tokens_of_kinds.items() if found is not None else ():
+            gap, limit = (
+                float((each - expected)[tokens_N].abs().float().mean()) for each in (found, moved)
+            )
+            # NaN is not below any bound.
+            if not gap <= limit + LEAST:
+                problem = (
+                    f"log-probabilities of rows of {'+'.join(media) or 'text'} lie {gap:.3g} nats "
+                    f"apart in the mean, and rounding explains {limit:.3g}"
+                )
+        if ranks.all(not problem):
             logger.info(
                 f"--logps_shared_prompt {self._flag}: passes of {type(self._base).__name__} read "
                 f"{packed.predicts_1L.numel()} positions in the place of {num_positions}, which is "
@@ -191,13 +207,10 @@ class SharedPrompt:
             )
             return True
         self.has_failed = True
-        problem = problem or (
-            f"log-probabilities of the first batch lie {gap:.3g} nats apart in the mean on this "
-            f"rank, or on one that shares its weights, above the {self._limit:g} that rounding "
-            "explains"
-        )
         self._has_told = False  # what was said before (too little to save) was no fault
-        self._tell_once(problem, logger.warning)
+        self._tell_once(
+            problem or "on a rank that shares its weights, packed rows differ", logger.warning
+        )
         return False
 
     def _tell_once(self, reason: str, tell: Callable[[str], object]) -> None:
@@ -207,6 +220,82 @@ class SharedPrompt:
                 f"{type(self._base).__name__} as they are: {reason}. (Said once.)"
             )
         self._has_told = True
+
+
+# --- the proof ---
+
+
+def kinds_of_tokens(
+    input_ids_BT: Tensor, predicts_BT: Tensor, config: PretrainedConfig
+) -> dict[Kind, Tensor]:
+    """Return which of the N tokens that a batch predicts stand in rows of a kind, for each kind.
+
+    Where a kind of row comes for the first time, packing has to show that it leaves them as they
+    are: it may be right for text and wrong for images, or right below a border and wrong beyond.
+    """
+    row_N = predicts_BT.nonzero()[:, 0]
+    num_beyond = sum(input_ids_BT.shape[1] > border for border in borders(config.get_text_config()))
+    sees_B = {m: (input_ids_BT == placeholder(config, m)).any(1).tolist() for m in PLACEHOLDERS}
+    tokens = dict[Kind, Tensor]()
+    for row in row_N.unique().tolist():
+        kind = tuple(media for media in PLACEHOLDERS if sees_B[media][row]), num_beyond
+        tokens[kind] = tokens.get(kind, False) | (row_N == row)
+    return tokens
+
+
+def borders(text: PretrainedConfig) -> list[int]:
+    """Return the lengths of rows beyond which a text model's layers do something else: they see a
+    part of the row, or turn heads by other angles."""
+    window = segments.longest_window(text)
+    return [*([window] if window else []), *rotary_borders(text).values()]
+
+
+def rotary_borders(text: PretrainedConfig) -> dict[str, int]:
+    """Return by its type each rotary embedding that follows the longest row of a pass, with the
+    length from which on it does (transformers 5.19, modeling_rope_utils.py, `dynamic_rope_update`).
+    """
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    found = dict[str, int]()
+    # One for all layers, or one for each kind of layer.
+    for each in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        name = each.get("rope_type", each.get("type"))
+        if name in ("longrope", "dynamic"):
+            trained = each.get("original_max_position_embeddings")
+            trained = trained or getattr(text, "original_max_position_embeddings", None)
+            found[name] = int(trained or text.max_position_embeddings)
+    return found
+
+
+@contextmanager
+def rounded_otherwise(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model's embeddings and layers round every second number to its neighbour.
+
+    What that changes, rounding explains: sums in another order do less. The numbers that a model
+    computes in say how far the neighbour is, and its layers how far that carries (a mixture of
+    experts chooses others).
+    """
+
+    def move(_: nn.Module, __: object, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return move(_, __, output[0]), *output[1:]
+        device = output.device.type
+        dtype = output.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        steps = torch.arange(output.shape[-1], device=output.device) % 2 * torch.finfo(dtype).eps
+        return (output * (1 + steps)).to(output.dtype)
+
+    decoder = getattr(model, "get_decoder", lambda: model)()
+    modules = [model.get_input_embeddings(), *getattr(decoder, "layers", ())]
+    hooks = [module.register_forward_hook(move) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# --- what is packed ---
 
 
 def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
@@ -271,7 +360,13 @@ def pack(
     if share <= 0 or not is_worth(share):
         return None
     layout = layout_of(groups)
-    mask = layout.attention_mask(inputs, config)
+    packed_length = int(layout.positions_L.max()) + 1
+    for name, border in rotary_borders(config.get_text_config()).items():
+        # Beyond its border the one takes other factors, and the other new ones at each length.
+        both = packed_length > border, input_ids.shape[1] > border
+        if both[0] != both[1] or (name == "dynamic" and any(both)):
+            raise UnknownInputError(f"its rotary embedding ({name}) follows the longest row")
+    mask = layout.attention_mask(inputs, model)
     segments.read_by_segments(model)
     return PackedBatch(packed_inputs(inputs, layout, media, mask), layout.take(predicts_BT))
 
@@ -404,7 +499,6 @@ def media_of(
         UnknownInputError: placeholders and media do not come out even.
     """
     rows = [Media({}, {}) for _ in samples]
-    config = getattr(config, "thinker_config", config)  # Qwen-Omni
     for kind, (pixels, grid) in MEDIA.items():
         values, grids = inputs.get(pixels), inputs.get(grid)
         if values is None:
@@ -420,8 +514,7 @@ def media_of(
         sizes = num_rows if grids is not None or areas is None else areas.prod(-1).tolist()
 
         # 2. How many media have come by the end of each piece of each row.
-        token = getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
-        ends = _ends(samples, -1 if token is None else token, sizes, is_exact=grids is not None)
+        ends = _ends(samples, placeholder(config, kind), sizes, is_exact=grids is not None)
         if ends is None or not (
             sum(num_rows) == len(values) and all(len(x) == len(sizes) for x in columns.values())
         ):
@@ -516,16 +609,18 @@ class Layout:
         return values[..., rows, columns].unsqueeze(-2)
 
     def attention_mask(
-        self, inputs: Mapping[str, Any], config: PretrainedConfig
+        self, inputs: Mapping[str, Any], model: PreTrainedModel
     ) -> Tensor | dict[str, Tensor]:
         """Return what is given as `attention_mask`."""
-        text, device = config.get_text_config(), inputs["input_ids"].device
-        kinds = inputs.get("token_type_ids")  # Gemma 3
-        if getattr(text, "use_bidirectional_attention", None) == "vision":  # Gemma 4
-            kinds = inputs.get("mm_token_type_ids")
-        sees = torch.zeros(len(self.rows_L)) if kinds is None else self.take(kinds)[0] > 0
+        text, device = model.config.get_text_config(), inputs["input_ids"].device
         groups, numbers = (torch.from_numpy(x).to(device) for x in (self.groups_L, self.numbers_L))
-        mask = segments.make_mask(groups, numbers, sees.to(device))
+        kinds = torch.zeros_like(groups)
+        name, layers = images_that_look_ahead(model)
+        if layers and name in inputs:
+            kinds = self.take(inputs[name])[0]
+        # 1 is an image and 2 a video in both families; 3, audio, reads as text does.
+        looks_ahead = layers * ((kinds == 1) | (kinds == 2))
+        mask = segments.make_mask(groups, numbers, looks_ahead)
         kinds_of_layers = getattr(text, "layer_types", None) or ()
         if "linear_attention" not in kinds_of_layers:
             return mask
@@ -533,6 +628,23 @@ class Layout:
         # masking_utils.py, `create_recurrent_attention_mask`), and they would run from one sample
         # into the next. It hands on a dictionary as it is.
         return dict.fromkeys(kinds_of_layers, mask)
+
+
+def images_that_look_ahead(model: PreTrainedModel) -> tuple[str, int]:
+    """Return the input that names the positions of images, of a model whose images see all of
+    themselves, and the layers in which they do (`segments.make_mask`); 0: in none.
+
+    By the class, as other models have the same inputs and make no mask of them (Gemma 3n). Both
+    families make theirs in `create_masks_for_vision_model` (transformers 5.19).
+    """
+    classes = {cls.__name__ for cls in type(model).__mro__}  # FSDP2 derives its own
+    if "Gemma3ForConditionalGeneration" in classes:
+        return "token_type_ids", segments.EVERYWHERE
+    text = model.config.get_text_config()
+    gemma4 = {"Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"}
+    if classes & gemma4 and text.use_bidirectional_attention == "vision":
+        return "mm_token_type_ids", segments.WITH_WINDOW
+    return "", 0
 
 
 def layout_of(groups: Sequence[Sequence[BatchRow]]) -> Layout:
@@ -552,6 +664,13 @@ def layout_of(groups: Sequence[Sequence[BatchRow]]) -> Layout:
         rows_L, columns_L, positions_L, groups_L, numbers_L,
         samples=[[sample.row for sample in samples] for samples in groups],
     )  # fmt: skip
+
+
+def placeholder(config: PretrainedConfig, kind: str) -> int:
+    """Return the id of a kind of media's token; -1 where a model has none."""
+    config = getattr(config, "thinker_config", config)  # Qwen-Omni
+    names = (f"{kind}_token_id", f"{kind}_token_index")
+    return next((i for name in names if (i := getattr(config, name, None)) is not None), -1)
 
 
 def packed_inputs(

@@ -124,8 +124,8 @@ class RolloutTraining(RolloutTrainerMixin):
         self._rounds = RoundNames(RoundClock.of(config, num_rows, parallel))
         # Under autocast, models of 32 bits compute in 16.
         bits = 16 if config.bf16 or config.fp16 else torch.finfo(self.model.dtype).bits
-        self.gap_limit = limit = gap_limit(bits, config.temperature)
-        self.completion_logps = CompletionLogps(config, template, self.model, self.ranks, limit)
+        self.gap_limit = gap_limit(bits, config.temperature)
+        self.completion_logps = CompletionLogps(config, template, self.model, self.ranks)
         self._conversations = Conversations(template, has_scheduler=bool(self.multi_turn_scheduler))
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         num_dropouts = switch_off_dropout(self.model)
@@ -134,7 +134,7 @@ class RolloutTraining(RolloutTrainerMixin):
         # Behind all others: what they do at a step's end then counts in that step.
         self.add_callback(StepClock(self))
         states = what_is_on(config, self.completion_logps, self.encoder_cache, num_dropouts)
-        self._summary = RunSummary(self, states, limit)
+        self._summary = RunSummary(self, states, self.gap_limit)
         if config.full_determinism:  # before `train` has accelerate wrap the model for DDP
             sum_gradients_one_by_one(self.accelerator)
 

@@ -36,8 +36,9 @@ def assert_close(
     # A sum of terms that cancel is no measure of its own rounding: all weights have one scale.
     scale = max(map(largest, expected[1].values()))
     for name, a, b in pairs:
-        limit = tolerance * (largest(b) if name == "values" else scale)
-        assert largest(a - b) <= limit, name
+        measure = largest(b) if name == "values" else scale
+        apart = largest(a - b)
+        assert apart <= tolerance * measure, f"{name}: {apart:.1e} of {measure:.1e}"
 
 
 def largest(values: Tensor) -> float:

@@ -83,16 +83,22 @@ def mistral() -> Any:
     return transformers.MistralForCausalLM(transformers.MistralConfig(**TEXT, sliding_window=5))
 
 
+KINDS_OF_LAYERS: dict[str, Any] = {
+    "initializer_range": 0.2,  # with 0.5, four layers move the last bits by 1e-4
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+}
+"""Two of each kind: completions read nothing that the last layer makes of a prompt."""
+
+
 def some_windows() -> Any:
-    """Every second layer has a window."""
-    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-    return qwen2(**windows)
+    return qwen2(**KINDS_OF_LAYERS, use_sliding_window=True)
 
 
 def gemma3() -> Any:
-    text = {**TEXT, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16}
     config = transformers.Gemma3Config(
-        text_config={**text, "layer_types": ["sliding_attention", "full_attention"]},
+        text_config={**TEXT, **KINDS_OF_LAYERS, "head_dim": 16, "query_pre_attn_scalar": 16},
         vision_config={**SIGLIP, "image_size": 56, "patch_size": 14},
         mm_tokens_per_image=4,
         image_token_id=IMAGE,
@@ -100,11 +106,32 @@ def gemma3() -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+GEMMA = {**TEXT, **KINDS_OF_LAYERS, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+
+
+def gemma4() -> Any:
+    """As of 12B parameters: images look ahead."""
+    text = {**GEMMA, "head_dim": 16, "global_head_dim": 16, "use_bidirectional_attention": "vision"}
+    vision = {**SIGLIP, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
+    config = transformers.Gemma4Config(
+        text_config=text, vision_config=vision, audio_config=None, image_token_id=IMAGE
+    )
+    return transformers.Gemma4ForConditionalGeneration(config)
+
+
+def gemma3n() -> Any:
+    """Its template writes `token_type_ids`, of which it makes no mask."""
+    text = {**GEMMA, "head_dim": 16, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+    config = transformers.Gemma3nTextConfig(**text, activation_sparsity_pattern=[0.0] * 4)
+    return transformers.Gemma3nForCausalLM(config)
+
+
 DELTA_NET = {
     **TEXT,
-    "initializer_range": 0.1,  # with 0.5, padding alone moves log-probabilities by 1e-4
+    "initializer_range": 0.05,  # with 0.5, padding alone moves log-probabilities by 1e-4
     "head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
@@ -249,6 +276,8 @@ ATTENTIONS: dict[str, Callable[[], Any]] = {
     "Mistral": mistral,
     "Qwen2, some windows": some_windows,
     "Gemma3": gemma3,
+    "Gemma3n": gemma3n,
+    "Gemma4": gemma4,
     "Qwen3.5": qwen3_5,
     "Qwen3-Next": qwen3_next,
 }
@@ -274,6 +303,10 @@ IMAGES: dict[str, Callable[[int], dict[str, Tensor]]] = {
     },
     "InternVL": lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56)},
     "Gemma3": lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56)},
+    "Gemma4": lambda rows: {
+        "pixel_values": torch.randn(rows, 36, 768),
+        "image_position_ids": torch.cartesian_prod(*[torch.arange(6)] * 2).repeat(rows, 1, 1),
+    },
     "Qwen3.5": lambda rows: {
         "pixel_values": torch.randn(16 * rows, 1536),
         "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
@@ -295,7 +328,8 @@ def build(name: str, *, lora: bool = False) -> Any:
 def add_lora(model: Any, **more: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    targets = {"target_modules": ["q_proj", "v_proj"], **more}
+    # PEFT does not know the linear layers of Gemma 4's tower.
+    targets = {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ".*vision_tower.*"} | more
     config = LoraConfig(r=4, lora_dropout=0.0, init_lora_weights=False, **targets)
     return get_peft_model(model, config)
 

@@ -21,8 +21,8 @@ ROWS = ((7, 9), (7, 3), (7, 12), (10, 4), (10, 6), (8, 5))
 """Tokens of each row's prompt and completion; the last prompt is nobody else's."""
 
 TEXTS = (
-    "Qwen2", "Mistral", "Qwen2, some windows", "Gemma3", "soft-capped (Gemma2)", "Qwen2.5-VL",
-    "Qwen3.5", "Qwen3-Next",
+    "Qwen2", "Mistral", "Qwen2, some windows", "Gemma3", "Gemma4",
+    "soft-capped (Gemma2)", "Qwen2.5-VL", "Qwen3.5", "Qwen3-Next",
 )  # fmt: skip
 
 
@@ -145,19 +145,30 @@ def test_a_state_without_its_gradient_is_an_error(monkeypatch: pytest.MonkeyPatc
         model(**batch.inputs)
 
 
-def test_images_whose_positions_see_each_other() -> None:
-    """Gemma 3's images look ahead within themselves, in layers with windows too; here the second
-    one lies across the border of a window, and one is a tool's."""
-    model = build("Gemma3")
+@pytest.mark.parametrize(
+    ("name", "kinds", "looks_ahead"),
+    [
+        # In all layers; and in those with a window alone, where audio (3) does not.
+        ("Gemma3", "token_type_ids", True),
+        ("Gemma4", "mm_token_type_ids", True),
+        # Makes no mask of them.
+        ("Gemma3n", "token_type_ids", False),
+    ],
+)
+def test_images_whose_positions_see_each_other(name: str, kinds: str, looks_ahead: bool) -> None:
+    """The second image lies across the border of a window, and one is a tool's."""
+    model = build(name)
     inputs, predicts = batch_of(((9, 9), (9, 3), (12, 8), (12, 2)))
     types = torch.zeros_like(inputs["input_ids"])
     types[:2, 2:6] = types[2:, 1:4] = types[2:, 6:10] = types[0, 11:15] = 1
-    inputs["token_type_ids"] = types
-    predicts[0, 10:15] = False
+    if name == "Gemma4":
+        types[2:, 6:10], types[0, 16:18] = 2, 3
+    inputs[kinds] = types
+    predicts[0, 10:17] = False
     expected = run(model, inputs, predicts)
-    assert_close(run(model, *packed(model, inputs, predicts)), expected)
-    causal = run(model, {k: v for k, v in inputs.items() if k != "token_type_ids"}, predicts)
-    assert float((causal[0] - expected[0]).abs().max()) > 0.01
+    assert_close(run(model, *packed(model, inputs, predicts)), expected, 5e-5)
+    causal = run(model, {k: v for k, v in inputs.items() if k != kinds}, predicts)
+    assert (float((causal[0] - expected[0]).abs().max()) > 0.01) == looks_ahead
 
 
 @pytest.mark.parametrize("name", ["Qwen2, some windows", "Qwen3.5"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swift_grpo_ext.logits import logps
+from swift_grpo_ext.logits import logps, segments, shared_prompt
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.shared_prompt import (
     GroupLengths,
@@ -28,7 +28,7 @@ from swift_grpo_ext.logits.shared_prompt import (
 from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.ranks import RankGroup
 from tests.logits.compare import assert_close
-from tests.logits.models import IMAGE, IMAGES, PLACEHOLDERS, build
+from tests.logits.models import IMAGE, IMAGES, PLACEHOLDERS, add_lora, build, qwen2
 from tests.logits.test_logps import Batch, Ours, Upstream, config_of, run
 from tests.ranks import ThreadRanks, run_rank_groups
 
@@ -278,25 +278,27 @@ def test_text_as_ms_swift_but_for_rounding(
     assert_close(found, expected)
     assert torch.allclose(ours, theirs.where(ours != 0, 0.0), atol=1e-5)
     packed, whole = seen[-1], 5 * max(map(sum, ROWS))
-    assert seen == [packed, whole, packed]
+    assert seen == [packed, whole, whole, packed]
     assert packed < whole
     assert f"Qwen2ForCausalLM read {packed} positions in the place of {whole}" in informed[-1]
     assert not warned
 
 
+KINDS = {"Gemma3": "token_type_ids", "Gemma4": "mm_token_type_ids"}
+
 TOOL_ROWS = ((9, 2, 7, 3), (9, 4, 7, 2), (9, 5, 0, 0), (9, 1, 7, 0), (9, 3, 7, 1), (12, 4, 6, 2))
 """The fourth ends with what its tool gave, which predicts nothing and is not read."""
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-VL", "InternVL", "Gemma3", "Qwen3.5"])
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "InternVL", "Gemma3", "Gemma4", "Qwen3.5"])
 def test_images_as_ms_swift_but_for_rounding(name: str, warned: list[str]) -> None:
     """The tower, which learns too, sees the image of a group once. Those of tools stay the samples'
     own, also where neighbours were given one image: each has placeholders for its own."""
     model = build(name, lora=True)
     model.get_base_model().model.requires_grad_(True)
     batch = Group(TOOL_ROWS, has_images=True).see(model, IMAGES[name])
-    if name == "Gemma3":  # its images look ahead
-        batch.inputs["token_type_ids"] = (batch.inputs["input_ids"] == IMAGE).int()
+    if name in KINDS:  # its images look ahead
+        batch.inputs[KINDS[name]] = (batch.inputs["input_ids"] == IMAGE).int()
     expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
     num_images: list[int] = []
     patches = len(batch.inputs["pixel_values"]) // 11
@@ -307,7 +309,7 @@ def test_images_as_ms_swift_but_for_rounding(name: str, warned: list[str]) -> No
     found, _, _ = run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt="true")
     assert_close(found, expected, 5e-5)
     # Two prompts' and four tools'; of six samples and five tools in the batch it is held against.
-    assert num_images == [6, 11, 6]
+    assert num_images == [6, 11, 11, 6]
     assert not warned
 
 
@@ -343,9 +345,9 @@ def blind_to_masks(model: Any) -> None:
     inner.forward = forward
 
 
-def sharing(flag: str = "true", ranks: RankGroup | None = None) -> Any:
+def sharing(flag: str = "true", ranks: RankGroup | None = None, **flags: Any) -> Any:
     """A trainer that packs what it can."""
-    config = config_of(logps_shared_prompt=flag)
+    config = config_of(logps_shared_prompt=flag, **flags)
     return Ours(config, keys=set(), padding_free=False, ranks=ranks)
 
 
@@ -365,7 +367,7 @@ def test_a_pass_over_one_sample_decides_nothing(warned: list[str]) -> None:
     for rows in (ROWS[:1], ROWS, ROWS):
         make_pass(trainer, model, Group(rows))
     packed, whole = min(seen[1:]), 5 * max(map(sum, ROWS))
-    assert seen == [13, packed, whole, packed, packed]
+    assert seen == [13, packed, whole, whole, packed, packed]
     assert not warned
 
 
@@ -376,8 +378,71 @@ def test_batches_within_a_window_prove_nothing_of_longer_ones(warned: list[str])
     seen = positions_of(model)
     for rows in (short, short, long, short, long):
         make_pass(trainer, model, Group(rows))
-    assert seen == [5, 10, 5, 5, 18, 30, 18, 5, 18]
+    assert seen == [5, 10, 10, 5, 5, 18, 30, 30, 18, 5, 18]
     assert not warned
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_text_proves_nothing_of_images(
+    dtype: torch.dtype, warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4's images look ahead in all layers here, and should in those with windows alone."""
+    right = shared_prompt.images_that_look_ahead
+    monkeypatch.setattr(
+        shared_prompt, "images_that_look_ahead", lambda m: (right(m)[0], segments.EVERYWHERE)
+    )
+    trainer, model = sharing(), build("Gemma4").to(dtype)
+    images = Group(ROWS, has_images=True).see(add_lora(model), IMAGES["Gemma4"])
+    images.inputs["pixel_values"] = images.inputs["pixel_values"].to(dtype)
+    images.inputs[KINDS["Gemma4"]] = (images.inputs["input_ids"] == IMAGE).int()
+    seen = positions_of(model)
+    values = [make_pass(trainer, model, batch) for batch in (Group(ROWS), images, images)]
+    packed, whole = min(seen), 5 * max(map(sum, ROWS))
+    assert seen == [packed, whole, whole, packed, packed, *[whole] * 4]
+    assert torch.equal(*values[1:])
+    assert "rows of image lie" in warned[0]
+
+
+def test_a_small_fault_is_no_rounding(warned: list[str]) -> None:
+    """A thousandth of each logit is less than engines and training may lie apart."""
+    model = build("Qwen2")
+
+    def shift(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs["attention_mask"].ndim == 4:
+            output.logits = output.logits * 1.001
+
+    model.register_forward_hook(shift, with_kwargs=True)
+    trainer = sharing(logits_shim="auto")
+    make_pass(trainer, model, Group(ROWS))
+    assert "rows of text lie 0.00" in warned[0]
+
+
+LONG = ((12, 5, 0, 0), (12, 6, 0, 0))
+"""Rows of 17 and 18 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("rope", "is_packed"),
+    [
+        # Proven on each side of the border; not where the plain batch alone lies beyond it.
+        ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}, True),
+        ({"rope_type": "dynamic", "factor": 2.0}, False),  # new angles for each length
+    ],
+)
+def test_angles_that_follow_the_longest_row(
+    rope: dict[str, Any], is_packed: bool, warned: list[str]
+) -> None:
+    rope |= {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    model = qwen2(rope_parameters=rope, max_position_embeddings=64)
+    trainer, seen = sharing(), positions_of(model)
+    short, astride = ((9, 4, 0, 0), (9, 6, 0, 0)), ((12, 4, 0, 0), (12, 5, 0, 0))
+    for rows in (short, LONG, short, LONG, astride):
+        make_pass(trainer, model, Group(rows))
+    proof = [18, 30, 30, 18]
+    long = [22, 36, 36, 22] if is_packed else [36]
+    assert seen == [*proof, *long, 18, *long[-1:], 34]
+    assert len(warned) == 1
+    assert "follows the longest row" in warned[0]
 
 
 @pytest.mark.parametrize(("rows", "is_packed"), [(((3, 20, 0, 0), (3, 21, 0, 0)), 0), (ROWS, 1)])
@@ -419,12 +484,13 @@ def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
 
     run_rank_groups(2, work)
     packed, whole = seen[0][0], 5 * max(map(sum, ROWS))
-    assert seen == [[packed, whole, packed, packed, whole, whole], [packed, whole, whole, whole]]
+    proof = [packed, whole, whole]
+    assert seen == [[*proof, packed, packed, whole, whole], [*proof, whole, whole]]
     other, own = sorted(warned)
     assert own.startswith(
         "--logps_shared_prompt true leaves batches of Qwen2ForCausalLM as they are:"
     )
-    assert "above the 0.01 that rounding explains" in own
+    assert "rows of text lie" in own
     assert "from here on: on another rank" in other
 
 

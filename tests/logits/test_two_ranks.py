@@ -109,12 +109,12 @@ def assert_prompts_are_shared(results: list[dict[Any, Any]], case: str) -> None:
     of_rank_0, of_rank_1 = (result[case]["positions"] for result in results)
     apart, packed, whole = sorted(set(of_rank_0))
     if not case.startswith("DDP"):  # neither packs, nor makes a further pass, where one cannot
-        both = [packed, whole, packed, packed]
+        both = [packed, whole, whole, packed, packed]
         assert of_rank_0 == [whole, whole, *both, apart, apart]
         assert of_rank_1 == [apart, apart, *both, whole, whole]
     elif case.endswith("alone"):
-        assert of_rank_0 == [packed, whole, packed, packed, apart]
-        assert of_rank_1 == [apart, packed, whole, packed, packed]
+        assert of_rank_0 == [packed, whole, whole, packed, packed, apart]
+        assert of_rank_1 == [apart, packed, whole, whole, packed, packed]
     else:  # rank 0 makes a pass more in each step
-        assert of_rank_0 == [packed, whole, *[packed] * 6, *[apart] * 3]
-        assert of_rank_1 == [apart, apart, packed, whole, *[packed] * 2, packed, packed]
+        assert of_rank_0 == [packed, whole, whole, *[packed] * 6, *[apart] * 3]
+        assert of_rank_1 == [apart, apart, packed, whole, whole, *[packed] * 4]

@@ -383,9 +383,7 @@ def _logps(
     with ExitStack() as as_before:
         for tower in trainer.encoder_cache.towers if as_upstream else ():
             as_before.enter_context(replaced(tower, "is_off", True))
-        logps = CompletionLogps(
-            args, trainer.template, trainer.model, trainer.ranks, trainer.gap_limit
-        )
+        logps = CompletionLogps(args, trainer.template, trainer.model, trainer.ranks)
         as_before.enter_context(replaced(trainer, "completion_logps", logps))
         inputs, batch = rig.encode(samples)
         with torch.no_grad():
