@@ -93,7 +93,7 @@ def _advices(
     copies = shares["wake"] + shares["sleep"]
     if copies >= COPIES and is_on_device and settings.get("sleep_level") == 1:
         # The base under an adapter that the engine holds apart is sent once, at the start.
-        is_sent_anew = settings.get("tuner_type") == "full" or not settings.get("vllm_enable_lora")
+        is_sent_anew = settings.get("tuner_type") != "lora" or not settings.get("vllm_enable_lora")
         yield _advice("drop_weights" if is_sent_anew else "keep_weights", copies)
 
     made = {kind: means.get(f"media/{kind}", 0.0) for kind in ("processed", "reused")}

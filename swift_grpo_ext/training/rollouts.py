@@ -420,7 +420,10 @@ class RolloutTraining(RolloutTrainerMixin):
         upstream = super()._move_model_to_vllm
 
         def move(made_anew: bool) -> None:
-            if made_anew:  # an adapter alone would find no base to go with
+            # An adapter alone would find no base to go with, or leave behind what is trained beside
+            # it, such as the tower of `lora_llm`.
+            trained = (name for name, p in self.model.named_parameters() if p.requires_grad)
+            if made_anew or any(".lora_" not in name for name in trained):
                 self.base_sync_done = False
             # PEFT adds adapters to base weights and subtracts them again, which rounds both.
             with exact_unmerging(self.model) if self.args.full_determinism else nullcontext():

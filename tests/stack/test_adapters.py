@@ -11,7 +11,15 @@ import pytest
 
 from tests.stack import policy
 from tests.stack.processes import rollout_server
-from tests.stack.rounds import LEARNING, LORA, client_argv, run_training, server_argv, train
+from tests.stack.rounds import (
+    LEARNING,
+    LORA,
+    client_argv,
+    logged_steps,
+    run_training,
+    server_argv,
+    train,
+)
 
 pytestmark = pytest.mark.stack
 
@@ -65,3 +73,15 @@ def test_engines_draw_with_the_adapter(
     where = client_argv(request.getfixturevalue("server")) if mode == "server" else APART
     train(assets, learning_rows, tmp_path, *LEARNING, *IN_LANGUAGE, *where, ranks=2)
     policy.assert_sampled_with_trained_weights(tmp_path, assets / "tiny_vlm", 3)
+
+
+def test_what_is_trained_in_full_beside_an_adapter_is_sent(
+    assets: Path, learning_rows: Path, tmp_path: Path, server: int
+) -> None:
+    """`lora_llm` trains the tower. From the second update on the adapter went alone, and engines
+    kept the old tower: 0.58 nats."""
+    argv = ("--tuner_type", "lora_llm", *LEARNING, "--rollout_mismatch", "warn")
+    train(assets, learning_rows, tmp_path, *argv, *client_argv(server), steps=2)
+    gaps = [float(step["rollout_gap/max"]) for step in logged_steps(tmp_path / "run")]
+    assert len(gaps) == 2
+    assert max(gaps) < policy.SAME, gaps

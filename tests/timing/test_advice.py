@@ -64,6 +64,7 @@ GIVEN = [
     ({"time/wake": 1.0, "time/sleep": 0.5}, {}, ["12%", "--sleep_level is 1", "With 2"]),
     ({"time/wake": 1.0, "time/sleep": 0.5}, {"tuner_type": "lora"}, ["With 2"]),  # merged
     ({"time/wake": 1.0, "time/sleep": 0.5}, ADAPTERS, ["With 0"]),
+    ({"time/wake": 1.0, "time/sleep": 0.5}, {**ADAPTERS, "tuner_type": "lora_llm"}, ["With 2"]),
     (
         {"time/batch": 4.0, "media/processed": 64.0, "media/reused": 0.0},
         {},
