@@ -6,6 +6,9 @@ transformers (5.19, `conversion_mapping.py`) keeps experts transposed against th
 vLLM transposes what it loads, and ms-swift (4.6.0,
 `rlhf_trainers/utils.py::revert_runtime_names_to_checkpoint`) undoes renamings only.
 
+AdaLoRA dies there too: its `ranknum` does not bear the prefix by which ms-swift leaves adapters out
+(4.6.0, `rollout_mixin.py::_process_state_dict_for_vllm`).
+
 Without `checkpoint_buffers` GLM-4.5V, or another model whose router has a bias of its own, stops at
 its first weight update, as the bias was "left as it was": it is a buffer in transformers and a
 parameter in vLLM, and ms-swift (4.6.0, `rollout_mixin.py::_collect_state_dict_for_vllm`) sends
@@ -37,6 +40,7 @@ def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
         model: of transformers, wrapped in any way, whose parameters these are.
         state_dict: tensors by the names that the checkpoint has.
     """
+    state_dict = {name: t for name, t in state_dict.items() if ".ranknum." not in name}
     base = base_model(model)
     if not isinstance(base, transformers.PreTrainedModel):
         return state_dict

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, VeraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, VeraConfig, get_peft_model
 
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
 
@@ -53,6 +53,19 @@ def test_the_models_own_conversions_count() -> None:
     model._weight_conversions = []
     sent = checkpoint_layout(model, runtime := dict(model.state_dict()))
     assert all(sent[name].shape == tensor.shape for name, tensor in runtime.items())
+
+
+def test_adaloras_numbers_of_ranks_are_no_weights() -> None:
+    """vLLM has no place for them. ms-swift leaves out what bears an adapter's prefix alone."""
+    names = dict(transformers.Qwen2ForCausalLM(QWEN).named_parameters()).keys()
+    config = AdaLoraConfig(target_modules=["q_proj"], total_step=10)
+    model: Any = get_peft_model(transformers.Qwen2ForCausalLM(QWEN), config)
+    sent = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): tensor
+        for name, tensor in model.named_parameters()
+        if model.prefix not in name
+    }
+    assert checkpoint_layout(model, sent).keys() == names
 
 
 def test_tensors_that_are_sent_singly_are_contiguous() -> None:
