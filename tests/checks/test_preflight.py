@@ -20,7 +20,7 @@ import pytest
 from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import Finding, did_you_mean, enforce, error, note, ok, warning
 from swift_grpo_ext.flags import flag_names
-from swift_grpo_ext.upstream.contract import TRIED
+from swift_grpo_ext.upstream.contract import TRIED, tried_packages
 from tests.arguments import command_line_arguments, training_arguments
 
 QUESTION = [{"role": "user", "content": "Which digit?"}]
@@ -30,6 +30,12 @@ GIVEN: dict[str, Any] = {
 }
 SERVER = {"port": 0}
 LORA = {"tuner_type": "lora", "vllm_enable_lora": True}
+NO_EFFECT = "warning: --vllm_enable_lora true: has no effect with"
+ALONE = {"use_vllm": False, "vllm_mode": None}
+"""ms-swift generates, with the model itself."""
+
+TRAINED = ("adalora", "boft", "dummy", "fourierft", "full", "ia3", "lora", "lora_llm", "vera")
+UNMERGED = ("adapter", "llamapro", "reft")
 TEACHER = {"teacher_model_server": "http://teacher:8000"}
 
 
@@ -124,8 +130,17 @@ def test_the_first_error_is_raised_after_the_warnings(
         ({**LORA, "use_dora": True}, "error: --use_dora true: does not go with --vllm_enable_lora"),
         ({**LORA, "modules_to_save": ["a", "b"]}, "error: --modules_to_save a b: does not go with"),
         ({**LORA, "lora_bias": "all"}, "error: --lora_bias all: does not go with"),
-        ({**LORA, "vllm_enable_lora": False, "use_dora": True}, None),
-        ({**LORA, "tuner_type": "full", "use_dora": True}, None),
+        ({**LORA, "init_weights": "pissa"}, "error: --init_weights pissa: does not go with"),
+        ({**LORA, "vllm_enable_lora": False, "use_dora": True, "init_weights": "olora"}, None),
+        ({**LORA, "tuner_type": "lora_llm", "use_dora": True}, f"{NO_EFFECT} --tuner_type lora_l"),
+        ({**LORA, "tuner_type": "full"}, f"{NO_EFFECT} --tuner_type full: no engine holds"),
+        ({**LORA, **ALONE}, f"{NO_EFFECT} --use_vllm false"),
+        ({**LORA, "vllm_mode": "server", "use_dora": True}, None),  # servers are asked
+        ({**SERVER, "vllm_enable_lora": True}, None),
+        *(({"tuner_type": name}, None) for name in TRAINED),
+        *(({"tuner_type": n}, f"error: --tuner_type {n}: adds parts that do") for n in UNMERGED),
+        *(({"tuner_type": name, **ALONE}, None) for name in UNMERGED),
+        ({"tuner_type": "longlora", **ALONE}, "error: --tuner_type longlora: needs `num_heads`"),
         ({"resume_from_checkpoint": "/none"}, "error: --resume_from_checkpoint /none: is no whole"),
         ({"seed": -1}, "error: --seed -1: expected 0 or more"),
         ({"seed": -1, "rollout_seed_mode": "engine"}, None),
@@ -219,8 +234,78 @@ def test_what_adapters_in_the_engine_need(
     monkeypatch.setattr(preflight, "tried_packages", lambda: {"vllm": vllm})
     monkeypatch.setattr(preflight, "has_accelerator", lambda: has_gpu)
     expected = expected and f"error: --vllm_enable_lora {expected}... or leave it out, here and on"
-    assert_says(preflight.check_arguments(arguments(vllm_enable_lora=True), []), expected)
+    for asked in (LORA, {**SERVER, "vllm_enable_lora": True}):
+        assert_says(preflight.check_arguments(arguments(**asked), []), expected)
     assert_says(preflight.check_arguments(arguments(), []), None)
+
+
+def test_initializations_that_vllm_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ms-swift's and PEFT's, as the installed vLLM judges them. It said so after two minutes."""
+    from vllm.lora.peft_helper import PEFTHelper
+
+    monkeypatch.setattr(preflight, "tried_packages", tried_packages)
+    known: list[bool | str] = [True, "true", "False", "gaussian", "eva", "orthogonal", "mica"]
+    changing = ["pissa", "PiSSA", "pissa_niter_16", "olora", "loftq", "corda"]
+    for init in (*known, *changing, "lora_ga", "lora-ga"):
+        # As ms-swift and LoRA-GA make it (arguments/tuner_args.py; lora_ga_config.py).
+        made = {"true": True, "False": False, "lora-ga": "lora_ga"}.get(str(init), init)
+        config = {"r": 8, "lora_alpha": 8, "target_modules": [], "init_lora_weights": made}
+        refused = PEFTHelper.from_dict(config)._validate_features()
+        expected = f"error: --init_weights {init}: does not go with" if refused else None
+        asked = arguments(**LORA, init_weights=init)
+        assert_says(preflight.check_arguments(asked, []), expected)
+
+
+def test_an_adapter_that_is_trained_on_keeps_its_settings(tmp_path: Path) -> None:
+    """vLLM reads what the checkpoint says, whatever the flags say."""
+    args = arguments(**LORA, adapters=[str(tmp_path)], init_weights="olora")
+    for has, expected in (
+        ('{"init_lora_weights": "pissa", "modules_to_save": null}', "init_weights pissa"),
+        ('{"modules_to_save": ["a", "b"]}', "modules_to_save a b"),
+        ('{"use_dora": true, "bias": "none"}', "use_dora true"),
+        ('{"bias": "all", "init_lora_weights": true}', "lora_bias all"),
+        ('{"init_lora_weights": "gaussian"}', None),
+    ):
+        (tmp_path / "adapter_config.json").write_text(has)
+        expected = expected and f"error: --{expected} (of {tmp_path}): does not go with"
+        assert_says(preflight.check_arguments(args, []), expected)
+
+
+@pytest.mark.parametrize("tuner", [*TRAINED, "bone"])
+def test_servers_say_whether_they_hold_adapters_apart(tuner: str) -> None:
+    """Such as a training that did not give `--vllm_enable_lora` itself, or gave it alone."""
+    own = preflight.MERGED_TUNERS
+    refused = f"error: --tuner_type {tuner}: does not go with" if tuner in own else None
+    alone = "warning: --vllm_enable_lora true: has no effect with servers that were started"
+    for serves, trains, expected in (
+        (True, False, refused),
+        (True, True, refused),
+        (False, False, None),
+        (False, True, alone),
+    ):
+        args = arguments(tuner_type=tuner, vllm_mode="server", vllm_enable_lora=trains)
+        args.target_modules = ["q_proj"]
+        args.vllm_client = SimpleNamespace(get_engine_type=lambda: None, enable_lora=serves)
+        assert_says(preflight.check_model(args), expected)
+
+
+def test_a_tuner_that_peft_has_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_it, expected in ((False, "error: --tuner_type bone: needs `BoneConfig`"), (True, None)):
+        monkeypatch.setattr(preflight, "peft", SimpleNamespace(__version__="0.20.0"))
+        if has_it:
+            preflight.peft.BoneConfig = None
+        assert_says(preflight.check_arguments(arguments(tuner_type="bone"), []), expected)
+
+
+def test_vera_takes_no_all_linear_of_a_model_that_sees() -> None:
+    for sees, names, expected in (
+        (True, ["all-linear"], "error: --target_modules all-linear: does not go with --tuner_type"),
+        (True, ["q_proj"], None),
+        (False, ["all-linear"], None),
+    ):
+        args = arguments(tuner_type="vera", target_modules=names)
+        args.model_meta = SimpleNamespace(is_multimodal=sees)
+        assert_says(preflight.check_model(args), expected)
 
 
 def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:

@@ -34,6 +34,9 @@ def look_up(run: Run, gpus: Sequence[str] | None = None) -> Findings:
 
     for side, given in run.sides:
         yield from preflight.check_arguments(run.arguments(side), given)
+    if run.has_servers:
+        apart = run.train if run.rollout is None else run.serve
+        yield from preflight.check_adapters(run.arguments("training"), apart("vllm_enable_lora"))
     yield from check_names(run)
     env = {**environment(run.training), **os.environ}
     if "NNODES" not in env:
@@ -114,6 +117,8 @@ def check_template(run: Run) -> Findings:
         is_run = "rlhf_type" in (run.training or {}) or side == "rollout"  # else rows alone
         yield found if is_run else replace(found, level="warning")
         return
+    vars(args).update(model_meta=template.model_meta, model_info=template.model_info)
+    yield from preflight.check_model(args)
     words = args.stop_words or ()
     try:
         check_template_stops(SimpleNamespace(stop_words=words, stop_token_ids=[]), template)

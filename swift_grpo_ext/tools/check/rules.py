@@ -26,7 +26,6 @@ SAME_ON_BOTH_SIDES = (
     "new_special_tokens",
     "agent_template",
     "response_prefix",
-    "vllm_enable_lora",
 )
 SAME_WHERE_GIVEN = {
     "system": "rollout",  # travels with each request

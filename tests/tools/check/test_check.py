@@ -17,6 +17,7 @@ from swift_grpo_ext.checks.finding import Finding, error
 from swift_grpo_ext.tools.check import data, glance, lookup, machine
 from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.tools.cli import main
+from swift_grpo_ext.upstream.contract import TRIED
 
 ROOT = Path(__file__).resolve().parents[3]
 PLUGIN = str(ROOT / "plugins/grpo_ext.py")
@@ -81,6 +82,46 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine.shutil, "disk_usage", {"/dev/shm": usage}.get)
         monkeypatch.setattr(machine, "has_accelerator", lambda given=has_gpu: given)
         assert_says(machine.check_shared_memory(), expected)
+
+
+# --- adapters, colocated and served ---
+
+APART = {"vllm_enable_lora": True}
+PISSA = {"init_weights": "pissa"}
+REFUSED = "error: --init_weights pissa: does not go with"
+NO_EFFECT = "warning: --vllm_enable_lora true: has no effect with"
+
+
+@pytest.mark.parametrize(
+    ("training", "rollout", "expected"),
+    [
+        ({**APART, **PISSA}, None, REFUSED),
+        ({**APART, "tuner_type": "lora_llm"}, None, f"{NO_EFFECT} --tuner_type lora_llm"),
+        ({"tuner_type": "adapter"}, None, "error: --tuner_type adapter: adds parts"),
+        ({**APART, **PISSA, "vllm_mode": "server"}, None, REFUSED),  # servers are not known
+        ({**PISSA, "vllm_mode": "server"}, APART, REFUSED),
+        ({"tuner_type": "ia3", "vllm_mode": "server"}, APART, "error: --tuner_type ia3: does not"),
+        ({"tuner_type": "lora_llm", "vllm_mode": "server"}, APART, ""),
+        ({**APART, **PISSA, "vllm_mode": "server"}, {}, f"{NO_EFFECT} servers that were"),
+    ],
+)
+def test_adapters_are_judged_as_at_the_start(
+    training: dict[str, Any],
+    rollout: dict[str, Any] | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    newest = {name: versions[-1] for name, versions in TRIED.items()}
+    monkeypatch.setattr(lookup.preflight, "tried_packages", lambda: newest)
+    monkeypatch.setattr(lookup.preflight, "has_accelerator", lambda: True)
+    given = {"use_vllm": True, "vllm_mode": "colocate", **training}
+    assert_says(lookup.look_up(Run(training=given, rollout=rollout)), expected)
+
+
+def test_a_model_is_judged_as_at_the_start(assets: Path) -> None:
+    tiny = {"model": str(assets / "tiny_vlm"), "model_type": "qwen2_5_vl", "template": "qwen2_5_vl"}
+    run = Run(training={**tiny, "tuner_type": "vera"})
+    assert_says(lookup.check_template(run), "error: --target_modules all-linear: does not go with")
 
 
 # --- template and data ---

@@ -129,6 +129,7 @@ def test_settings_that_do_not_hold_together(
         (COLOCATED, {**BARE, "teacher_model": "Org/teacher", "num_generations": 1}, {}),
         (SERVED, {}, {"multi_turn_scheduler": "search", "max_turns": 3, "system": None}),
         (SERVED, {"system": "a"}, {}),
+        (SERVED, {}, {"vllm_enable_lora": True}),
         (COLOCATED, {"gradient_accumulation_steps": 3, "steps_per_generation": 2}, {}),
         (COLOCATED, {"eval_strategy": "steps", "per_device_eval_batch_size": 3}, {}),
     ],
