@@ -69,8 +69,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
     def read_weight_faults(self) -> list[str]:
         """Return what is wrong with what the last update made, whoever its client is."""
-        if self._loads is not None and not self._update_has_ended:
-            self._judge()  # of a client that sends weights and does not say when all have come
+        self._end_update()
         return [*self._faults, *self._adapter_faults]
 
     def _begin_watch(self) -> None:
@@ -137,13 +136,18 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
             self._judge()
         self._update_has_ended = True
 
+    def _end_update(self) -> None:
+        """Judge weights of a client that does not say when all have come."""
+        if not self._update_has_ended:
+            self._judge()
+        self._update_has_ended = True
+
     def _judge(self) -> None:
         if self._watch is None or self._loads is None:
             return
         with self._looking():
             unfilled = self._loads.checksums.get(UNFILLED, "").split()
             self._faults = self._watch.judge(self.model_runner.model, unfilled)
-            self._adapter_faults = ()
 
     def update_adapter_flattened_param(
         self, peft_config: dict[str, Any], metadatas: list[dict[str, Any]]
@@ -161,7 +165,8 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     def _recorded_adapter(self) -> Iterator[None]:
         """Record an adapter, with the whole weights that it follows or by itself."""
         # The first adapter follows the base weights within one update, and the trainer compares
-        # both; each later one is an update by itself.
+        # both; each later one is an update of its own.
+        self._end_update()
         if self._has_adapter or self._loads is None:
             self._loads = Loads(filled=None)
         self._has_adapter = True
@@ -190,6 +195,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         if self._loads is None or self._update_has_ended:
             loads = Loads(note=self._note_arrived)
             self._loads, self._update_has_ended, self._has_adapter = loads, False, False
+            self._adapter_faults = ()
         bounded = bounded_broadcasts([self.communicator], self._timeout)
         with bounded, recorded_loads(self.model_runner.model, self._loads):
             yield

@@ -234,3 +234,52 @@ def test_a_worker_tells_of_a_refusal_until_another_comes(
     worker.model_runner.lora_manager = Manager()
     worker.update_adapter_flattened_param({}, list(ADAPTER))
     assert worker.read_weight_checksums() == weight_checksums(ADAPTER.items())
+
+
+class Watch:
+    """The watch over a worker's weights, which fails, or finds what it is told to."""
+
+    def __init__(self, *faults: str) -> None:
+        self.faults, self.fails = faults, False
+
+    def note_arrived(self, weights: Any) -> None:
+        if self.fails:
+            raise IndexError("Dimension out of range")
+
+    def judge(self, model: Any, unfilled: Any) -> tuple[str, ...]:
+        return self.faults
+
+    def judge_adapter(self, loras: Any) -> tuple[str, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("before", [[], ["base"], ["adapter"], ["base", "adapter"]])
+def test_a_refused_adapter_stays_a_fault(before: list[str], ends: bool, worker: Worker) -> None:
+    """Whatever came before it, and however often the server asks; until a base or another adapter
+    comes. Some clients do not say when a base has come whole."""
+    worker._watch = Watch()  # type: ignore[assignment]
+    worker.model_runner.lora_manager = Manager()
+
+    def send(kind: str) -> None:
+        if kind == "adapter":
+            worker.update_adapter_param({}, list(ADAPTER))
+            return
+        worker.update_flattened_params([{"name": "a"}, {"name": "b"}])
+        if ends:
+            worker.process_weights_after_loading()
+
+    for kind in before:
+        send(kind)
+    worker.model_runner.lora_manager = Manager("no")
+    with pytest.raises(WeightUpdateError):
+        send("adapter")
+    for _ in range(2):
+        [fault] = worker.read_weight_faults() or []
+        assert "vLLM refuses the adapter: no" in fault
+    send("base")
+    assert worker.read_weight_faults() == []
+    assert ADAPTER_FAULT not in worker.read_weight_checksums()
+    worker.model_runner.lora_manager = Manager()
+    send("adapter")
+    assert worker.read_weight_faults() == []
