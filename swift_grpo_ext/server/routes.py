@@ -211,8 +211,7 @@ class Turns(BaseHTTPMiddleware):
                 return _refuse(503, "no replica is left")
             health = {"status": "ok", "replicas": alive, "waiting_for_weights": ready}
             updates = self._server.updates
-            weights = updates.fault or ("sound" if updates.watches else "not looked at")
-            return JSONResponse({**health, "weights": weights})
+            return JSONResponse({**health, "weights": updates.fault or updates.state})
         authorization = request.headers.get("Authorization", "")
         if self._key is not None and not api_key.is_authorized(authorization, self._key):
             what = "the API key is not this server's" if authorization else "the API key is missing"

@@ -28,6 +28,7 @@ TEXTS = (
     "Water freezes at zero degrees and boils at one hundred. The sun rises in the east.",
     "水在零度结冰，在一百度沸腾。太阳从东方升起，在西方落下。",
 )
+NOT_LOOKED_AT = "not looked at"
 NUM_TOKENS = 16
 MOST_FALL = 8.0
 """Nats a token by which an update may lower the log-probability of plain sentences. Models give
@@ -68,6 +69,9 @@ class Updates:
         self.is_due = False
         """Weights have come that were not looked at yet."""
 
+        self.state = "sound" if self.watches else NOT_LOOKED_AT
+        """Of the last update, where it has no fault."""
+
         self.fault = ""
 
     def begin(self, timeout: float) -> None:
@@ -77,7 +81,7 @@ class Updates:
         self._readings = {**self._read(timeout), **self._readings}
 
     def look(self, timeout: float, *, reads: bool) -> None:
-        """Look at all replicas after an update, and set `fault`.
+        """Look at all replicas after an update, and set `state` and `fault`.
 
         Args:
             reads: have them read the texts.
@@ -92,13 +96,16 @@ class Updates:
         readings = self._read(timeout) if reads else {}
         told = []
         for connection, workers in zip(connections, replies, strict=True):
-            found = [fault for faults in workers or () for fault in faults]
+            found = [fault for faults in workers or () for fault in faults or ()]
             reading = readings.get(connection.name, [])
             found += worsening(self._readings.get(connection.name, []), reading)
             if found:
                 told.append(f"replica {connection.number}: {'; '.join(dict.fromkeys(found))}")
             elif reading:
                 self._readings[connection.name] = reading
+        # Nothing has looked where a worker's watch has ended, or a replica could not answer.
+        is_seen = all(workers and None not in workers for workers in replies)
+        self.state = "sound" if is_seen else NOT_LOOKED_AT
         self.fault = f"The weight update has failed. {'. '.join(told)}. {REMEDY}" if told else ""
         if self.fault:
             logger.error(self.fault)

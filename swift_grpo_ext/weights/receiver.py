@@ -67,10 +67,12 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         """Return the checksums of all that the last update loaded."""
         return self._loads.checksums if self._loads else {}
 
-    def read_weight_faults(self) -> list[str]:
-        """Return what is wrong with what the last update made, whoever its client is."""
+    def read_weight_faults(self) -> list[str] | None:
+        """Return what is wrong with what the last update made, whoever its client is; None where
+        nothing is known to be, and the watch has ended."""
         self._end_update()
-        return [*self._faults, *self._adapter_faults]
+        faults = [*self._faults, *self._adapter_faults]
+        return None if self._watch is None and not faults else faults
 
     def _begin_watch(self) -> None:
         if self._watch is None and self._loads is None:  # before the first update
@@ -83,7 +85,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         try:
             yield
         except Exception:
-            self._watch = None
+            self._watch, self._faults = None, ()
             logger.exception("The watch over weights has failed: further updates go unwatched.")
 
     def init_communicator(

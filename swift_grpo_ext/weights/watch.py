@@ -91,7 +91,9 @@ class WeightWatch:
     def note_arrived(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Sketch what an update brings: some rows of each matrix, fewer where it is an expert's."""
         for name, tensor in weights:
-            rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim > 1 else tensor[None]
+            if not tensor.numel():
+                continue
+            rows = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else tensor.numel())
             most = MOST_OF_EXPERT if EXPERTS in name and tensor.ndim == 2 else MOST_ENTRIES
             some = rows[:: ceil(len(rows) * NUM_VECTORS / most)].to(self._dtype)
             self._arrived[plain_name(name)] = entries(linear(vectors_like(some), some))
@@ -221,7 +223,7 @@ class WeightWatch:
                 matrix_OH = weight.flatten(1)
                 sketches[name] = entries(linear(vectors_like(matrix_OH), matrix_OH))
             else:  # a few numbers: too few for a cosine, enough for NaN and for what is stale
-                sketches[name] = entries(weight[None], most=FEWEST_ENTRIES - 1)
+                sketches[name] = entries(weight.reshape(1, -1), most=FEWEST_ENTRIES - 1)
         return {name: sketch.cpu() for name, sketch in sketches.items()}
 
 

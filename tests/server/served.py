@@ -71,7 +71,7 @@ class Replica:
         self.requests: list[dict[str, Any]] = []
         self.says_to_others: list[Any] = []
         self.checksums = [{"w": "float32 (1,) 00"}]
-        self.weight_faults: list[str] = []
+        self.weight_faults: list[str] | None = []
         self.readings: Any = None
         """Outputs for the server's own texts; None where it cannot read them."""
 

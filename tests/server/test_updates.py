@@ -135,6 +135,28 @@ def test_weights_that_a_replica_cannot_load_are_named_until_others_come(said: li
     assert drew(client) == 200
 
 
+def test_health_says_where_nothing_looked(said: list[str]) -> None:
+    """The watch of one of two replicas has ended, or the replica could not answer."""
+    one, two = Replica(number=0), Replica(number=1)
+    client = TestClient(Deployed(one, two).app)
+
+    def update() -> tuple[str, str]:
+        assert asked(client, "/update_named_param/", NAMED)[0] == 200
+        answer = asked(client, "/process_weights_after_loading/")[1]
+        return answer, client.get("/health/").json()["weights"]
+
+    assert update() == ("", "sound")
+    two.weight_faults = None
+    assert update() == ("", "not looked at")
+    assert drew(client) == 200
+    one.weight_faults = [FAULT]
+    assert all(FAULT in told for told in update())
+    one.weight_faults, two.weight_faults = [], []
+    assert update() == ("", "sound")
+    two.faults["read_weight_faults"] = "raises"
+    assert update() == ("", "not looked at")
+
+
 def test_replicas_read_before_and_after(said: list[str]) -> None:
     replica = Replica()
     replica.readings = [read(-4.0), read(-5.0)]

@@ -283,3 +283,23 @@ def test_a_refused_adapter_stays_a_fault(before: list[str], ends: bool, worker: 
     worker.model_runner.lora_manager = Manager()
     send("adapter")
     assert worker.read_weight_faults() == []
+
+
+def test_a_watch_that_has_ended_finds_nothing_sound(worker: Worker) -> None:
+    """What it had found goes with it; what vLLM refuses is still told."""
+
+    def update() -> list[str] | None:
+        worker.update_flattened_params([{"name": "a"}, {"name": "b"}])
+        worker.process_weights_after_loading()
+        return worker.read_weight_faults()
+
+    watch = Watch("b is all zeros")
+    worker._watch = watch  # type: ignore[assignment]
+    assert update() == ["b is all zeros"]
+    watch.fails = True
+    for _ in range(2):
+        assert update() is None
+    worker.model_runner.lora_manager = Manager("no")
+    with pytest.raises(WeightUpdateError):
+        worker.update_adapter_param({}, list(ADAPTER))
+    assert "vLLM refuses" in (worker.read_weight_faults() or [""])[0]

@@ -146,3 +146,33 @@ def test_weights_that_stay_though_others_arrive() -> None:
     nearly = moved.clone()
     nearly[0, 0] += 1e-3
     assert update(nearly, moved) == ()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((), torch.float32),  # clipping buffers of Gemma 4, scales of fp8
+        ((1,), torch.float32),
+        ((0,), torch.float32),
+        ((0, 8), torch.float32),
+        ((8, 0), torch.float32),
+        ((2, 0, 8), torch.float32),
+        ((5000,), torch.float32),
+        ((3, 4, 5), torch.bfloat16),
+        ((8, 8), torch.float8_e4m3fn),
+        ((8, 8), torch.int8),
+        ((8,), torch.bool),
+    ],
+)
+def test_tensors_of_all_shapes_are_looked_at(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """As parameters too; a watch that raises looks at nothing for the rest of a run."""
+    model = torch.nn.Linear(64, 64, bias=False)
+    tensor = torch.ones(shape).to(dtype)
+    model.extra = torch.nn.Parameter(tensor, requires_grad=False)
+    watch = WeightWatch(model, CONFIG)
+    for value in (1.0, float("nan")):
+        model.extra.data = torch.full(shape, value).to(dtype)
+        watch.note_arrived([("weight", model.weight), ("extra", tensor), ("model.extra", tensor)])
+        is_seen = value != 1 and tensor.numel() and dtype in (torch.float32, torch.bfloat16)
+        told = "weights are not what an update makes of them: extra holds NaN or infinity"
+        assert watch.judge(model, ()) == ((told,) if is_seen else ())
