@@ -76,8 +76,10 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
     def _begin_watch(self) -> None:
         if self._watch is None and self._loads is None:  # before the first update
+            runner = self.model_runner
             with self._looking():
-                self._watch = WeightWatch(self.model_runner.model, self.model_runner.model_config)
+                is_random = runner.load_config.load_format == "dummy"
+                self._watch = WeightWatch(runner.model, runner.model_config, is_random=is_random)
 
     @contextmanager
     def _looking(self) -> Iterator[None]:

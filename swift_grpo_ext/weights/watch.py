@@ -68,9 +68,13 @@ class WeightWatch:
     Args:
         model: vLLM's, with the weights that it was loaded with.
         config: vLLM's, of the model.
+        is_random: whether those weights are random (`load_format` "dummy"): any direction is right
+            for the first update then.
     """
 
-    def __init__(self, model: torch.nn.Module, config: ModelConfig) -> None:
+    def __init__(
+        self, model: torch.nn.Module, config: ModelConfig, *, is_random: bool = False
+    ) -> None:
         self._dtype, self._names = config.dtype, checkpoint_names(Path(config.model))
         self._packed: dict[str, Sequence[str]] = {}
         for module in model.modules():  # a model within another has its own (InternVL)
@@ -83,7 +87,10 @@ class WeightWatch:
         self._layers: set[str] = set()
         # `_sound` and what had arrived for it stay until an update is sound once more: what comes
         # after a faulty one is held against these.
-        self._at_start = self._sound = self._now = self._sketch(model)
+        start = self._sketch(model)
+        if is_random:  # zeros have no direction (`change`)
+            start = {name: torch.zeros_like(sketch) for name, sketch in start.items()}
+        self._at_start = self._sound = self._now = start
         self._arrived: Sketches = {}
         self._arrived_sound: Sketches = {}
 

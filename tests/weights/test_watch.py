@@ -176,3 +176,21 @@ def test_tensors_of_all_shapes_are_looked_at(shape: tuple[int, ...], dtype: torc
         is_seen = value != 1 and tensor.numel() and dtype in (torch.float32, torch.bfloat16)
         told = "weights are not what an update makes of them: extra holds NaN or infinity"
         assert watch.judge(model, ()) == ((told,) if is_seen else ())
+
+
+def test_random_weights_are_no_base_to_judge_by() -> None:
+    """`--vllm_engine_kwargs '{"load_format": "dummy"}'`: the first sound update is the base."""
+    model = torch.nn.Linear(64, 64, bias=False)
+    watch = WeightWatch(model, CONFIG, is_random=True)
+
+    def update(weight: torch.Tensor) -> tuple[str, ...]:
+        watch.note_arrived([("weight", weight)])
+        model.weight.data = weight.clone()
+        return watch.judge(model, ())
+
+    weight = drawn(6, 64, 64)
+    assert "holds NaN" in update(weight * float("nan"))[0]
+    assert update(weight) == ()
+    assert update(weight + 1e-3 * drawn(7, 64, 64)) == ()
+    assert "moved by 1" in update(drawn(8, 64, 64))[0]
+    assert update(weight) == ()
