@@ -262,9 +262,12 @@ class Turns(BaseHTTPMiddleware):
         """Wait for the turn, and return the whole answer that was made in it."""
         try:
             # A server answers within 2.5 timeouts: two are for replicas, the rest is the queue's.
-            await asyncio.wait_for(self._lock.acquire(), (wire.SERVER_TIMEOUTS - 2.0) * timeout)
+            await asyncio.wait_for(self._turn(path), (wire.SERVER_TIMEOUTS - 2.0) * timeout)
         except asyncio.TimeoutError:
-            return _refuse(503, "the server is busy with another request", {"Retry-After": "1"})
+            what = "the server is busy with another request"
+            if self._server.updates.is_arriving:
+                what = "a weight update is under way; /process_weights_after_loading/ ends it"
+            return _refuse(503, what, {"Retry-After": "1"})
         is_direct = "X-Forwarded-For" not in request.headers
         came_in_at = request.scope["server"][0] if is_direct else ""
         is_ours = wire.INSTANCE_HEADER in request.headers
@@ -275,7 +278,8 @@ class Turns(BaseHTTPMiddleware):
             response = await call_next(request)
             content = b"".join([part async for part in response.body_iterator])  # type: ignore[attr-defined]
             if path.startswith("/update_") and response.status_code == 200:
-                self._server.updates.is_due = self._server.updates.watches
+                updates = self._server.updates
+                updates.is_due, updates.is_arriving = True, not path.startswith(BRING_WEIGHTS)
             if path.startswith(BRING_WEIGHTS) and response.status_code == 200:
                 self._server.num_updates += 1
                 for connection in self._server.connections:
@@ -284,6 +288,14 @@ class Turns(BaseHTTPMiddleware):
             self._lock.release()  # to the next, once this coroutine waits or ends
             self._server.restarts.start_lost()  # in the event loop's thread (see `Restarts`)
         return Response(content, response.status_code, dict(response.headers))
+
+    async def _turn(self, path: str) -> None:
+        """Wait for the turn of a request; for samples also for the end of a weight update."""
+        await self._lock.acquire()
+        while path.startswith("/infer") and self._server.updates.is_arriving:
+            self._lock.release()
+            await asyncio.sleep(SECONDS_BETWEEN_BLANKS)
+            await self._lock.acquire()
 
 
 class SlowAnswer(Response):
@@ -387,7 +399,8 @@ async def init_communicator(
     caller = CALLER.get()
     host = _store_host(request.host, self.args.host, caller.came_in_at)
     timeout = wire.GROUP_TIMEOUTS * caller.timeout
-    self.updates.is_due = False  # a client that is no more may have brought weights
+    # A client that is no more may have brought weights.
+    self.updates.is_due = self.updates.is_arriving = False
     if not caller.is_ours:
         await _in_thread(self.updates.begin, caller.timeout)
     for number, connection in enumerate(self.connections):
@@ -419,7 +432,7 @@ async def close_communicator(self: SwiftRolloutDeploy) -> dict[str, str]:
 async def process_weights_after_loading(self: SwiftRolloutDeploy) -> dict[str, str]:
     replies = await _call_all(self, _rpc("call", "process_weights_after_loading"))
     if None in replies:
-        self.updates.is_due = False  # there is nothing to look at
+        self.updates.is_due = self.updates.is_arriving = False  # there is nothing to look at
         self.updates.fault = "A replica could not load its weights; this server's log tells why."
         raise HTTPException(status_code=500, detail=self.updates.fault)
     await _require_sound(self)

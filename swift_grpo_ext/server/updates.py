@@ -69,6 +69,9 @@ class Updates:
         self.is_due = False
         """Weights have come that were not looked at yet."""
 
+        self.is_arriving = False
+        """Others follow them: nothing is judged or generated until an update has ended."""
+
         self.state = "sound" if self.watches else NOT_LOOKED_AT
         """Of the last update, where it has no fault."""
 
@@ -89,7 +92,9 @@ class Updates:
         Raises:
             NoWorkerError: no replica is left.
         """
-        self.is_due = False
+        self.is_due = self.is_arriving = False
+        if not self.watches:
+            return
         ask = {"method": "collective_rpc", "kwargs": {"method": "read_weight_faults"}}
         replies = replicas.call_all(self._server, {"type": "call", **ask}, timeout)
         connections = list(self._server.connections)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
+import requests
 from fastapi.testclient import TestClient
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
@@ -18,10 +22,11 @@ from swift.infer_engine.protocol import (
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.server import routes, updates
 from swift_grpo_ext.server.updates import NUM_TOKENS, Reading, reading_of, worsening
-from tests.server.served import Deployed, Replica, request
+from tests.server.served import Deployed, Replica, listening, request
 
 JOIN = {"host": "0.0.0.0", "port": 7, "world_size": 5}
 NAMED = {"name": "w", "dtype": "float32", "shape": [1]}
+ADAPTER = {"peft_config": {"r": 8, "lora_alpha": 16}, "metadatas": []}
 FAULT = "weights are not what an update makes of them: q_proj moved by 141% of its norm"
 
 
@@ -102,7 +107,7 @@ def test_what_comes_behind_an_answered_update_tells_of_it(path: str, said: list[
     replica = Replica()
     client = TestClient(Deployed(replica).app)
     replica.weight_faults = ["vLLM refuses the adapter"]
-    assert asked(client, "/update_named_param/", NAMED)[0] == 200
+    assert asked(client, "/update_adapter_flattened_param/", ADAPTER)[0] == 200
     body = {"infer_requests": [request(0)]} if path == "/infer/" else None
     status, detail = asked(client, path, body)
     assert (status, "vLLM refuses the adapter" in detail) == (409, True)
@@ -114,7 +119,7 @@ def test_a_training_begins_behind_one_that_failed(said: list[str]) -> None:
     client = TestClient(Deployed(replica).app)
     replica.weight_faults = ["vLLM refuses the adapter"]
     for announces in (False, True):  # the last one may have ended before anybody looked
-        assert asked(client, "/update_named_param/", NAMED)[0] == 200
+        assert asked(client, "/update_adapter_flattened_param/", ADAPTER)[0] == 200
         assert announces or drew(client) == 409
         assert client.post("/init_communicator/", json=JOIN).status_code == 200
         assert asked(client, "/reset_mm_cache/") == (200, "")
@@ -155,6 +160,45 @@ def test_health_says_where_nothing_looked(said: list[str]) -> None:
     assert update() == ("", "sound")
     two.faults["read_weight_faults"] = "raises"
     assert update() == ("", "not looked at")
+
+
+def test_an_update_is_judged_when_it_has_ended(said: list[str]) -> None:
+    """Workers on GPUs load each part at once. Another client that draws between two parts waits,
+    and is told so in the end; what draws behind the update, or asks for health, does not."""
+    replica = Replica()
+    replica.readings = [read(-4.0), read(-5.0)]
+    with listening(Deployed(replica, timeout=2.0)) as url:
+
+        def post(path: str, body: Any = None, **kwargs: Any) -> requests.Response:
+            return requests.post(url + path, json=body, timeout=20, **kwargs)
+
+        draw = partial(post, "/infer/", {"infer_requests": [request(0)]})
+        replica.weight_faults = ["3 matrices were left as they were"]
+        for _ in range(2):
+            assert post("/update_named_param/", NAMED).status_code == 200
+            told = draw()
+            assert (told.status_code, told.headers["Retry-After"]) == (503, "1")
+            assert "a weight update is under way" in told.json()["detail"]
+            assert requests.get(f"{url}/health/", timeout=20).json()["weights"] == "sound"
+        with ThreadPoolExecutor() as pool:
+            waiting = [pool.submit(draw) for _ in range(2)]
+            time.sleep(0.3)
+            replica.weight_faults = []
+            assert post("/process_weights_after_loading/").status_code == 200
+            assert [drawn.result().status_code for drawn in waiting] == [200, 200]
+        assert draw().status_code == 200
+    assert said == []
+
+
+@pytest.mark.parametrize("ending", ["/reset_prefix_cache/", "/init_communicator/"])
+def test_what_else_ends_an_update(ending: str, said: list[str]) -> None:
+    """Clients that do not say that all has come empty caches; one that has ended sends no more."""
+    client = TestClient(Deployed(Replica(), timeout=2.0).app)
+    assert asked(client, "/update_named_param/", NAMED)[0] == 200
+    assert drew(client) == 503
+    body = JOIN if "init" in ending else None
+    assert client.post(ending, json=body).status_code == 200
+    assert drew(client) == 200
 
 
 def test_replicas_read_before_and_after(said: list[str]) -> None:
