@@ -7,7 +7,7 @@ the rollout's prompt was cut, training is given the rollout's text (docs/promise
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby
@@ -17,13 +17,14 @@ import torch
 from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch, encode_sample
 from swift.utils import get_logger
 
+from swift_grpo_ext.checks.rows import media_of
 from swift_grpo_ext.media.encode import before_collating
 from swift_grpo_ext.rollout.positions import Positions
 from swift_grpo_ext.rollout.wire import Prompt
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
 from swift_grpo_ext.upstream.patches import replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
-from swift_grpo_ext.upstream.rows import COLUMNS, KINDS, column_of
+from swift_grpo_ext.upstream.rows import KINDS
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch
@@ -98,10 +99,8 @@ def _flatten(values: Iterable[Any] | None) -> Iterator[Any]:
 
 def kind_of_row(sample: RolloutSample) -> str:
     """Return what a row shows, in a word: `text`, `image`, `images`, `video`, `image+video` ..."""
-    kinds = []
-    for kind, column in zip(KINDS, COLUMNS, strict=True):
-        number = len(column_of(sample, column) or ())
-        kinds += [kind if number == 1 else column] if number else []
+    numbers = Counter(medium.kind for medium in media_of(sample))
+    kinds = [kind + "s" * (numbers[kind] > 1) for kind in KINDS if numbers[kind]]
     return "+".join(kinds) or "text"
 
 

@@ -354,6 +354,13 @@ def test_positions_are_compared(how: str, warnings: list[str]) -> None:
     assert "otherwise, from token 4" in warnings[-1]
 
 
+ASKED = {"type": "text", "text": "What is it?"}
+SEEN = {"type": "image_url", "image_url": {"url": "1.png"}}
+HEARD = {"type": "audio", "audio": "1.wav"}
+TAGGED = f"<img>{__file__}</img>"
+"""ms-swift looks for the file."""
+
+
 @pytest.mark.parametrize(
     ("media", "kind"),
     [
@@ -362,6 +369,33 @@ def test_positions_are_compared(how: str, warnings: list[str]) -> None:
         ({"images": ["a"]}, "image"),
         ({"images": ["a", "b"], "audios": ["c"]}, "images+audio"),
         ({"videos": ["a", "b"], "images": ["c"]}, "image+videos"),
+        ({"images": "a"}, "image"),  # one, as it is
+        ({"images": [], "messages": [{"role": "user", "content": [SEEN, ASKED]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [SEEN, HEARD, SEEN]}]}, "images+audio"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [ASKED, SEEN]},
+                    {"role": "assistant", "content": "a cat"},
+                    {"role": "user", "content": [{"type": "video", "video": ["1.png", "2.png"]}]},
+                ]
+            },
+            "image+video",
+        ),
+        (
+            {"messages": [{"role": "user", "content": f"{TAGGED} or {TAGGED}?"}]},
+            "images",
+        ),
+        # Parts without a value stand for the column's; a text of tags is a text.
+        (
+            {
+                "images": ["a"],
+                "messages": [{"role": "user", "content": [{"type": "image"}, ASKED]}],
+            },
+            "image",
+        ),
+        ({"messages": [{"role": "user", "content": "Is <video> a tag?"}]}, "text"),
+        ({"messages": [{"role": "assistant", "content": [5, 6]}], "audios": ["a"]}, "audio"),
     ],
 )
 def test_kinds_of_rows(media: dict[str, Any], kind: str) -> None:
