@@ -28,9 +28,8 @@ class RolloutFlags:
     rollout_mismatch: Literal["stop", "warn"] = "stop"
     """What to do where rollout and training disagree: training sees another prompt than the rollout
     saw, or an engine does not sample with the trainer's weights. `warn` goes on, for templates that
-    ms-swift writes otherwise for vLLM, and for engines of other precision. `swift rollout` reads it
-    for clients without the plugin: after a weight update that leaves garbage, `stop` draws
-    nothing."""
+    ms-swift writes otherwise for vLLM. `swift rollout` reads it for clients without the plugin:
+    after a weight update that leaves garbage, `stop` draws nothing."""
 
     rollout_timeout: float = 1800.0
     """Seconds that a replica has for an answer before it counts as lost: a round's completions, a

@@ -50,7 +50,7 @@ from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.stops.rule import Ending, Stops
 from swift_grpo_ext.stops.templates import StoppedChoice, TemplateStops, record_stop_reason
 from swift_grpo_ext.upstream import pins, vllm_repairs
-from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.accelerator import has_accelerator, number_bits
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.encoding import add_video_metadata, tool_calls
 from swift_grpo_ext.upstream.local_names import request_of
@@ -151,6 +151,10 @@ class RolloutEngine(GRPOVllmEngine):
         self._num_drawing = [0] * size if size > 1 else []
         if self._num_drawing:
             vllm_repairs.hear_all(self.engine)
+
+    @property
+    def number_bits(self) -> int:
+        return number_bits(self.engine.vllm_config)
 
     # --- requests ---
 

@@ -148,6 +148,10 @@ class RolloutServers:
         self._dropped: list[Server] = []
         self.max_model_len: int | None = None
         """A prompt and its completion have so many tokens at most, on each server."""
+
+        self.number_bits: int | None = None
+        """The size of the shortest numbers of all servers' engines."""
+
         for server in self._servers:
             server.session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
             for scheme in ("http://", "https://"):
@@ -389,8 +393,9 @@ class RolloutServers:
                     "VLLM_BATCH_INVARIANT=1 in its environment, or without "
                     "--vllm_use_async_engine with VLLM_ENABLE_V1_MULTIPROCESSING=0."
                 )
-            lengths = filter(None, (self.max_model_len, ours.get("max_model_len")))
-            self.max_model_len = min(lengths, default=None)
+            for name in ("max_model_len", "number_bits"):
+                known = filter(None, (getattr(self, name), ours.get(name)))
+                setattr(self, name, min(known, default=None))
             is_over = not (wait and ours["starting"]) or time.monotonic() > deadline
             if ours["replicas"] or is_over:
                 return int(ours["replicas"]), [str(ours["instance"]), *ours["members"]]

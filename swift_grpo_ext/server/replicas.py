@@ -53,7 +53,6 @@ logger = get_logger()
 
 T = TypeVar("T")
 
-PING = "ping"
 GIVE_UP = "give up"
 """A command without a reply: nobody waits for the conversations."""
 
@@ -62,7 +61,7 @@ GOES_ON = "goes on"
 
 SECONDS_BETWEEN_NOTES = 0.25
 Command = dict[str, Any] | str
-"""What a replica is told: a command of ms-swift's, `PING` or `GIVE_UP`."""
+"""What a replica is told: a command of ms-swift's, or `GIVE_UP`."""
 
 NONE_LEFT = "it has no replica left"
 """A server's answer to whatever needs a replica."""
@@ -90,7 +89,7 @@ class WorkerConnection:
         self._unread: list[tuple[int, Command]] = []
 
     def recv(self) -> Any:
-        """Return the next command; a ping gets its answer here."""
+        """Return the next command of ms-swift's."""
         if self._is_free is None or self._is_read is None:
             self._is_free, self._is_read = threading.Lock(), threading.Lock()
             threading.Thread(target=self._tell_of_conversations, daemon=True).start()
@@ -99,9 +98,7 @@ class WorkerConnection:
                 message = self._unread.pop(0) if self._unread else self.connection.recv()
             self._number, command = message
             noted_failure.clear()
-            if command == PING:
-                self.send(PING)
-            elif command != GIVE_UP:
+            if command != GIVE_UP:
                 return command
 
     def send(self, reply: Any) -> None:

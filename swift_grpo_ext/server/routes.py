@@ -354,8 +354,10 @@ async def get_engine_type(self: SwiftRolloutDeploy, request: Request) -> dict[st
     # there are, and makes its group of so many: none may join then.
     if wire.INSTANCE_HEADER in request.headers and CALLER.get().may_change:
         self.restarts.admit()
+    replies: list[Any] = []
     try:
-        await _call_all(self, replicas.PING)  # one that hangs must get no weights
+        # A replica that hangs is found here, and gets no weights.
+        replies = await _call_all(self, _rpc("call", "read_number_bits"))
     except HTTPException:
         if not self.restarts.num_awaited:
             raise
@@ -367,6 +369,7 @@ async def get_engine_type(self: SwiftRolloutDeploy, request: Request) -> dict[st
         "starting": self.restarts.num_awaited,
         "new_special_tokens": self.args.new_special_tokens,
         "max_model_len": self.args.vllm_max_model_len or self.args.model_info.max_model_len,
+        "number_bits": min((min(workers) for workers in replies if workers), default=None),
         "batches_follow_arrival": batches_follow_arrival(is_async=self.use_async_engine),
     }
     return {**await _upstream_engine_type(self), wire.KEY: ours}

@@ -123,8 +123,9 @@ class RolloutTraining(RolloutTrainerMixin):
         num_rows, parallel = len(self.train_dataset), template.sequence_parallel_size
         self._rounds = RoundNames(RoundClock.of(config, num_rows, parallel))
         # Under autocast, models of 32 bits compute in 16.
-        bits = 16 if config.bf16 or config.fp16 else torch.finfo(self.model.dtype).bits
-        self.gap_limit = gap_limit(bits, config.temperature)
+        halves = config.bf16 or config.fp16
+        self.number_bits = bits = 16 if halves else torch.finfo(self.model.dtype).bits
+        self.gap_limit = gap_limit(min(bits, self._engine_bits), config.temperature)
         self.completion_logps = CompletionLogps(config, template, self.model, self.ranks)
         self._conversations = Conversations(template, has_scheduler=bool(self.multi_turn_scheduler))
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
@@ -172,8 +173,12 @@ class RolloutTraining(RolloutTrainerMixin):
         # Rank 0 alone knows the servers' lengths, and all ranks judge rows by the smallest: which
         # engine will draw a group is not known when its row is encoded.
         engine = self._servers or getattr(self, "engine", None)
-        lengths = self.ranks.all_gather(getattr(engine, "max_model_len", None))
+        names = ("max_model_len", "number_bits")
+        facts = self.ranks.all_gather([getattr(engine, name, None) for name in names])
+        lengths, bits = zip(*facts, strict=True)
         self._max_model_len = min(filter(None, lengths), default=None)
+        # ms-swift's own client does not ask a server; nearly all have numbers of 16 bits.
+        self._engine_bits = min(filter(None, bits), default=16)
 
     def _prepare_vllm_engine(self) -> Any:
         from swift_grpo_ext.rollout import engine  # needs vLLM, which `--use_vllm false` does not

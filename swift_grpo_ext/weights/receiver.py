@@ -26,6 +26,7 @@ from swift.rlhf_trainers.utils import VLLM_LORA_INT_ID
 from swift.utils import get_logger
 
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
+from swift_grpo_ext.upstream.accelerator import number_bits
 from swift_grpo_ext.upstream.weight_sync import (
     bounded_broadcasts,
     bounded_rendezvous,
@@ -62,6 +63,10 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     _faults: tuple[str, ...] = ()
     _adapter_faults: tuple[str, ...] = ()
     """What is wrong with the weights, and with the adapter over them, in words."""
+
+    def read_number_bits(self) -> int:
+        """Return the size of this engine's numbers (`number_bits`)."""
+        return number_bits(self.vllm_config)
 
     def read_weight_checksums(self) -> WeightChecksums:
         """Return the checksums of all that the last update loaded."""

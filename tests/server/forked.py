@@ -108,6 +108,9 @@ class Worker(CPUWeightSyncWorkerExtension):
     def __init__(self) -> None:
         self.model_runner: Any = self
         self.model, self.model_config = Model(), None
+        cache, model = SimpleNamespace(cache_dtype="auto"), SimpleNamespace(quantization=None)
+        self.vllm_config: Any = SimpleNamespace(cache_config=cache, model_config=model)
+        model.dtype = torch.float32
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.model.load_weights(weights_iterator)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,13 +57,19 @@ class Replica:
     """
 
     def __init__(
-        self, fault: str = "", *, number: int = 7, child: Connection | None = None, **faults: str
+        self,
+        fault: str = "",
+        *,
+        number: int = 7,
+        number_bits: int = 32,
+        child: Any = None,
+        **faults: str,
     ) -> None:
         if child is None:
             parent, child = Pipe()
             self.connection = ReplicaConnection(parent, self, number)
         self.name = f"replica {number}"
-        self.faults = {"infer": fault} | faults
+        self.faults, self.number_bits = {"infer": fault} | faults, number_bits
         self.groups: list[int] = []
         self.calls: list[str] = []
         self.commands: list[tuple[Any, ...]] = []
@@ -90,7 +95,7 @@ class Replica:
                 assert command["type"] in ("call", "fire_and_forget")  # all that ms-swift knows
                 kwargs = command.get("kwargs", {})
                 method = kwargs.get("method", command["method"])
-                if method not in ("read_texts", "read_weight_faults"):
+                if method not in ("read_texts", "read_weight_faults", "read_number_bits"):
                     self.calls.append(method)
                     self.commands.append(kwargs.get("args", ()))
                 reply = self._reply(method, kwargs)
@@ -124,6 +129,8 @@ class Replica:
             return [self.weight_faults]
         if method == "read_texts":
             return self.readings
+        if method == "read_number_bits":
+            return [self.number_bits]
         if method == "get_state_keys":
             return [["model.w"]]
         return [None] if method == "process_weights_after_loading" else True

@@ -135,9 +135,12 @@ def test_samples_come_back_to_their_requests(connected: MakeClient) -> None:
 
 def test_the_shortest_engine_bounds_prompts(connected: MakeClient) -> None:
     lengths = (1024, 512, None)  # of a release that does not say it
-    of_servers = [Server(ours=ours_of() | {"max_model_len": length}) for length in lengths]
-    assert RolloutServers(connected(*of_servers), TIMEOUT).max_model_len == 512
-    assert RolloutServers(connected(Server()), TIMEOUT).max_model_len is None
+    facts = [{"max_model_len": n, "number_bits": n and n // 32} for n in lengths]
+    of_servers = [Server(ours=ours_of() | fact) for fact in facts]
+    servers = RolloutServers(connected(*of_servers), TIMEOUT)
+    assert (servers.max_model_len, servers.number_bits) == (512, 16)
+    unknown = RolloutServers(connected(Server()), TIMEOUT)
+    assert (unknown.max_model_len, unknown.number_bits) == (None, None)
 
 
 TOKENS = ours_of() | {"new_special_tokens": ["<b>"]}

@@ -149,7 +149,7 @@ def test_every_call_is_bounded(path: str) -> None:
     """By the bound of the training that has the lease, where that is shorter."""
     method = path.strip("/")
     stuck = Replica(**{method: "hangs"})
-    if method == "get_engine_type":  # a replica whose loop hangs answers no ping
+    if method == "get_engine_type":  # a replica whose loop hangs answers nothing
         stuck = Replica("hangs")
         stuck.connection.send({"type": "call", "method": "infer", "kwargs": {"infer_requests": []}})
     deployed = Deployed(stuck, timeout=60.0)
@@ -470,17 +470,18 @@ def test_parameter_names_are_those_of_a_worker() -> None:
 
 
 def test_what_a_server_says_of_itself() -> None:
-    deployed = Deployed(Replica())
+    deployed = Deployed(Replica(), Replica(number_bits=16))
     deployed.args.new_special_tokens = ["<a>", "<b>"]
     answer = TestClient(deployed.app).post("/get_engine_type/").json()
     assert answer["engine_type"] == "LLMEngine"
     assert answer[wire.KEY] == {
         "version": wire.VERSION,
         "instance": routes.INSTANCE,
-        "replicas": 1,
+        "replicas": 2,
         "new_special_tokens": ["<a>", "<b>"],
         "max_model_len": 512,
-        "members": ["7.0"],
+        "number_bits": 16,
+        "members": ["7.0", "7.0"],
         "starting": 0,
         "batches_follow_arrival": False,
     }

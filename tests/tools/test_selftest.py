@@ -35,7 +35,6 @@ from swift_grpo_ext.tools.selftest.outcome import (
     flips,
 )
 from swift_grpo_ext.tools.selftest.rig import Rig
-from swift_grpo_ext.training.gap import gap_limit
 from swift_grpo_ext.weights.checksums import WeightUpdateError
 from tests.ranks import ThreadRanks, run_rank_groups
 from tests.record.rows import ROW, sample_id
@@ -195,11 +194,11 @@ def test_passes_agree_within_completions(
     trainer = cast("Any", SimpleNamespace())
     trainer.args, trainer.temperature, trainer.model, trainer.template = args, temperature, 0, 0
     trainer.encoder_cache, trainer.completion_logps = SimpleNamespace(towers=()), Logps(args)
-    trainer.gap_limit = gap_limit(bits, temperature)
+    trainer.number_bits = bits
     trainer._get_per_token_logps_and_entropies = compute
     trainer.ranks = RankGroup()
     batch = SimpleNamespace(completion_mask=mask)
-    rig = cast("Any", SimpleNamespace(trainer=trainer, bits=bits, encode=lambda _: ({}, batch)))
+    rig = cast("Any", SimpleNamespace(trainer=trainer, encode=lambda _: ({}, batch)))
     drawn = [SimpleNamespace(response_token_ids=[[7] * n], response_loss_mask=[]) for n in (3, 4)]
     monkeypatch.setattr(checks, "unequal_samples", lambda _: drawn)
     monkeypatch.setattr(checks, "CompletionLogps", Logps)

@@ -33,7 +33,8 @@ def test_gaps_add_up_and_nan_is_the_largest_wherever_it_stands() -> None:
     [
         (32, 1.0, 0.01),
         (16, 1.0, 0.125),
-        (8, 1.0, 0.125),
+        (8, 1.0, 2.0),
+        (8, 0.5, 4.0),
         (32, 0.25, 0.04),  # rounding errors of logits are divided by it too
         (32, 3.0, 0.01),  # above 1 the limit keeps its margin
         (32, 0.0, 0.01),

@@ -191,6 +191,31 @@ def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.Mon
     assert rollout.StatelessProcessGroup is StatelessProcessGroup
 
 
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "cache", "bits"),
+    [
+        (torch.float32, None, "auto", 32),
+        (torch.bfloat16, None, "bfloat16", 16),
+        (torch.bfloat16, None, "auto", 16),
+        (torch.float16, None, "auto", 16),
+        (torch.bfloat16, "fp8", "auto", 8),
+        (torch.bfloat16, "bitsandbytes", "auto", 8),
+        (torch.bfloat16, None, "fp8", 8),
+        (torch.float32, None, "fp8_e5m2", 8),
+        (torch.bfloat16, None, "int4_per_token_head", 8),
+    ],
+)
+def test_the_numbers_of_an_engine(
+    dtype: torch.dtype, quantization: str | None, cache: str, bits: int, worker: Worker
+) -> None:
+    """The shortest of them, which say how far rollouts may lie from training."""
+    model = SimpleNamespace(dtype=dtype, quantization=quantization)
+    worker.vllm_config = SimpleNamespace(  # type: ignore[attr-defined]
+        model_config=model, cache_config=SimpleNamespace(cache_dtype=cache)
+    )
+    assert worker.read_number_bits() == bits
+
+
 # --- adapters ---
 
 

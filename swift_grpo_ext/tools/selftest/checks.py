@@ -36,6 +36,7 @@ from swift_grpo_ext.training.batch import (
     logprobs_of,
     trained_ids,
 )
+from swift_grpo_ext.training.gap import gap_limit
 from swift_grpo_ext.upstream.patches import replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
@@ -244,7 +245,7 @@ def check_weights(rig: Rig) -> Finding:
     gaps["after it was taken back"] = rig.gap(_probes(rig))
     faults = [
         f"{when}: log-probabilities lie {gap.mean:.3g} nats apart in the mean, above the "
-        f"{limit:g} that numbers of {rig.bits} bits explain"
+        f"{limit:g} that rounding explains"
         for when, gap in gaps.items()
         if not gap.mean <= limit  # nor NaN
     ]
@@ -329,8 +330,9 @@ def check_logits(rig: Rig) -> Finding:
         raise NotTriedError("no completion has a token")
     gaps = {way: (values - expected).abs() for way, values in logps.items()}
     # Logits are divided by the temperature, and their rounding with them.
-    limit = TOLERANCES[16 if rig.bits <= 16 else 32] / min(rig.trainer.temperature or 1.0, 1.0)
-    mean_limit = rig.trainer.gap_limit
+    bits, temperature = rig.trainer.number_bits, rig.trainer.temperature
+    limit = TOLERANCES[16 if bits <= 16 else 32] / min(temperature or 1.0, 1.0)
+    mean_limit = gap_limit(bits, temperature)
     faults = [
         f"{way}: log-probabilities lie {gap.max():.3g} nats from ms-swift's, {gap.mean():.3g} in "
         f"the mean, above {limit:g} or {mean_limit:g}"

@@ -39,8 +39,8 @@ ALL = [check for check in PROMISES if check != SAME_TOKENS]
 REMEDIES = {
     "prompts": "Give both sides the same --template, --system, --max_length, MAX_PIXELS and the "
     "like (docs/support.md has what ms-swift's templates write differently).",
-    "weights": "The engine has other weights, stale caches, another prompt, or other numbers "
-    "(quantization, --vllm_engine_kwargs) than the trainer: `prompts` says whether it is those.",
+    "weights": "The engine has other weights, stale caches, or another prompt than the trainer: "
+    "`prompts` says whether it is the last.",
     "logits": "Leave out the flags that are named, and report it with selftest.json.",
 }
 """A check has one where a promise that does not hold asks for more than `REPORT`."""

@@ -82,12 +82,6 @@ class Rig:
             trainer.engine.engine.wake_up()
         self.update_weights()
 
-    @property
-    def bits(self) -> int:
-        """The size of the numbers that the model computes with (`gap_limit`)."""
-        args = self.trainer.args
-        return 16 if args.bf16 or args.fp16 else 8 * self.trainer.model.dtype.itemsize
-
     # --- rows ---
 
     def rows(self) -> list[Row]:
