@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from swift.utils import get_logger
+
 from swift_grpo_ext.upstream.patches import patch, replaced
 from swift_grpo_ext.upstream.threads import in_thread
 
@@ -20,6 +22,8 @@ MARGIN = 1.1
 """A wait that has lasted this many times its bound is given up from outside."""
 
 T = TypeVar("T")
+
+logger = get_logger()
 
 
 def within(seconds: float, work: Callable[[], T], rank: int) -> T:
@@ -70,35 +74,29 @@ def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
 
 @contextmanager
 def bounded_broadcasts(communicators: Sequence[Any], timeout: float) -> Iterator[None]:
-    """Abort NCCL's communicators after `timeout` seconds: a broadcast to a rank that has ended
-    waits for ever. (Only a stand-in was run: no GPU.) Their groups get it as `timeout`, for
-    communicators that bound their waits themselves.
+    """Give `timeout` seconds as `timeout` to the groups of communicators that bound their waits.
 
-    Raises:
-        TimeoutError: they were aborted.
+    NCCL has no bound: a broadcast to a rank that has ended waits for ever. Its one way out is to
+    abort the communicator from another thread, which no GPU has run for us. The wait is logged.
     """
     for communicator in communicators:
         if group := getattr(communicator, "group", None):
             group.timeout = timeout
-    enabled = [c for c in communicators if not getattr(c, "disabled", True)]
-    if not enabled:
+    if all(getattr(communicator, "disabled", True) for communicator in communicators):
         yield
         return
-    has_fired = threading.Event()
-
-    def abort() -> None:
-        has_fired.set()
-        for communicator in enabled:
-            communicator.disabled = True  # what follows must not use it
-            communicator.nccl.ncclCommAbort(communicator.comm)
-
-    # Aborting from another thread is the one way out of a collective that is under way.
-    timer = threading.Timer(timeout, abort)
+    timer = threading.Timer(
+        timeout,
+        logger.error,
+        [
+            f"Weights were not taken within {timeout:g} s (--rollout_timeout). NCCL waits for ever "
+            "where a replica has ended: see the log of `swift rollout`, end this training, and "
+            "resume it from its last checkpoint."
+        ],
+    )
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        if has_fired.is_set():
-            raise TimeoutError(f"weights were not taken within {timeout:g} s (--rollout_timeout)")
