@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_SECONDS = 300.0
-"""vLLM's own bound of a rendezvous, for a group that `bounded_broadcasts` has not bounded yet."""
+"""vLLM's own bound of a rendezvous, for a group that ms-swift made before plugins were imported."""
 
 
 class GlooCommunicator:

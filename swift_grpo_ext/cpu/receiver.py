@@ -16,7 +16,6 @@ import torch
 from swift_grpo_ext.cpu import patches
 from swift_grpo_ext.cpu.engines import reload_weights
 from swift_grpo_ext.upstream.patches import Moment, apply, replaced
-from swift_grpo_ext.upstream.weight_sync import bounded_broadcasts
 from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 
 # In a process that vLLM has started nobody has called `register()`.
@@ -39,10 +38,7 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             self.received.extend(weights)
 
-        with (
-            bounded_broadcasts([self.communicator], self._timeout),
-            replaced(self.model_runner.model, "load_weights", load_weights),
-        ):
+        with replaced(self.model_runner.model, "load_weights", load_weights):
             yield
 
     def process_weights_after_loading(self) -> None:

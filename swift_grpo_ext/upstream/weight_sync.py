@@ -64,6 +64,7 @@ def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
             create = partial(upstream.create, *args, **kwargs, store_timeout=seconds)
             rank = kwargs.get("rank", 0)
             group = within(seconds, create, rank)
+            group.timeout = timeout  # gloo bounds its waits by it
             barrier = partial(group.barrier, timeout=barrier_seconds)
             patch(group, barrier=partial(within, barrier_seconds, barrier, rank))
             return group

@@ -27,10 +27,7 @@ from swift.utils import get_logger
 
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.upstream.accelerator import number_bits
-from swift_grpo_ext.upstream.weight_sync import (
-    bounded_broadcasts,
-    bounded_rendezvous,
-)
+from swift_grpo_ext.upstream.weight_sync import bounded_rendezvous
 from swift_grpo_ext.weights.checksums import (
     UNFILLED,
     Loads,
@@ -55,9 +52,6 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     _update_has_ended = False
     _has_adapter = False
     """An adapter has come since the last update of whole weights."""
-
-    _timeout = 0.0
-    """Seconds for each wait of the group; set when this worker joins it."""
 
     _watch: WeightWatch | None = None
     _faults: tuple[str, ...] = ()
@@ -112,7 +106,6 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
             timeout: seconds for each wait of this group.
             watches: whether to look at what updates make of the weights.
         """
-        self._timeout = timeout
         if watches:
             self._begin_watch()
         # ms-swift's extension reads the number from there, and so does the engine for its name,
@@ -180,10 +173,9 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
             self._loads = Loads(filled=None)
         self._has_adapter = True
         manager = getattr(self.model_runner, "lora_manager", None)
-        recorded = recorded_adapter(manager)
         adapter: WeightChecksums = {}
         try:
-            with recorded as adapter, bounded_broadcasts([self.communicator], self._timeout):
+            with recorded_adapter(manager) as adapter:
                 yield
         finally:
             self._loads.checksums |= adapter
@@ -205,6 +197,5 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
             loads = Loads(note=self._note_arrived)
             self._loads, self._update_has_ended, self._has_adapter = loads, False, False
             self._adapter_faults = ()
-        bounded = bounded_broadcasts([self.communicator], self._timeout)
-        with bounded, recorded_loads(self.model_runner.model, self._loads):
+        with recorded_loads(self.model_runner.model, self._loads):
             yield
