@@ -136,7 +136,8 @@ def training_scores(
             *(chunk, counts.tolist(), means.tolist(), greatest.tolist(), positions.tolist()),
             strict=True,
         ):
-            score = scores[sample.sample_id]
+            # With sequence parallelism a micro-batch has other ranks' samples too.
+            score = scores.get(sample.sample_id, {})
             score.update(gap_mean=mean, gap_max=values[0])
             # ms-swift has a lone turn's ids as they are, and a list for each of several turns. A
             # mask that leaves some out counts other positions than the completion's.

@@ -208,7 +208,7 @@ class RewardRow:
 
     gap_mean: float | None = None
     """The mean |training - rollout| log-probability over the completion's tokens, in nats; None
-    where one of the two is unknown, with sequence parallelism, and where the sample was dropped."""
+    where one of the two is unknown, and where the sample was dropped."""
 
     gap_max: float | None = None
     """The largest of these, in nats."""

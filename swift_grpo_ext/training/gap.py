@@ -158,8 +158,7 @@ def measure_rollout_gap(
     each engine and each kind of row (M4, M5).
 
     Args:
-        micro_batches: this rank's of a round, each with its samples; without samples where
-            sequence parallelism mixes them.
+        micro_batches: this rank's of a round, each with its samples.
         limit: the mean gap, in nats, that rounding explains in many tokens.
         step: the optimizer step, for the message.
 
@@ -216,9 +215,6 @@ def _measure_here(
         if rollout is None or training is None:
             continue
         gaps = gaps_between(rollout, training, batch.completion_mask.bool())
-        if not samples:
-            groups["", ""] += sum(gaps, Gap())
-            continue
         for sample, gap in zip(samples, gaps, strict=True):
             engine, kind = (sample.rollout_infos or {}).get("replica", ""), kind_of_row(sample)
             groups[str(engine), kind] += gap
@@ -237,8 +233,8 @@ def _tell_groups(
 ) -> None:
     """Say which engines and rows have a gap that nothing explains, and what that points to; raise
     it with `--rollout_mismatch stop`."""
-    names = [" ".join(filter(None, (e, k and f"rows of {k}"))) for e, k in beyond]
-    found = "; ".join(f"{n or 'all'}: {gap}" for n, gap in zip(names, beyond.values(), strict=True))
+    names = [f"{engine} rows of {kind}".lstrip() for engine, kind in beyond]
+    found = "; ".join(f"{n}: {gap}" for n, gap in zip(names, beyond.values(), strict=True))
     cause = (
         "Rollouts and training do not see the same weights or prompts, or choose other experts "
         "(--router_replay_mode R3)."

@@ -106,3 +106,22 @@ class TrainingPasses(GRPOTrainer):
             temperature=self.temperature,
             with_entropy=compute_entropy,
         )
+
+    def _get_logps_via_sp(
+        self,
+        model: nn.Module,
+        model_inputs: dict[str, Any],
+        grpo_batch: GRPOBatch,
+        logits_to_keep: int,
+        input_ids: torch.Tensor,
+        compute_entropy: bool = False,
+    ) -> Any:
+        # ms-swift pads rows to a multiple of the ranks, and then counts from their padded end (4.6,
+        # grpo_trainer.py:1558): two ranks gave tokens of odd rows the values of the next ones.
+        is_whole = self.template.padding_free
+        surplus = 0 if is_whole else -input_ids.shape[1] % self.template.sequence_parallel_size
+        found = super()._get_logps_via_sp(
+            *(model, model_inputs, grpo_batch, logits_to_keep + surplus, input_ids),
+            compute_entropy,
+        )
+        return tuple(None if of is None else of[:, : of.shape[1] - surplus] for of in found)

@@ -23,7 +23,6 @@ from swift_grpo_ext.training.rollouts import RolloutTraining
 from swift_grpo_ext.training.summary import IdleRounds
 
 if TYPE_CHECKING:
-    from swift.rl_core.data import GRPOBatch
     from torch.utils.data import DataLoader
 
 
@@ -98,29 +97,23 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
         if self._router_replay is not None:
             self._note({"router_replay/equal": self._router_replay.end_round(self.ranks)})
         grpo_batches = [batch["grpo_batch"] for batch in batches]
-        chunks = self._micro_batches(samples, batches)[0] or [[]] * len(batches)
-        for chunk, batch in zip(chunks, batches, strict=True):
+        for chunk, batch in zip(self._chunks, batches, strict=True):
             inputs = batch["model_inputs"]
             check_training_batch(chunk, batch["grpo_batch"], self.args, self.template, inputs)
         if getattr(self, "_is_dynamic_self_distillation", False):
             # ms-swift 4.6 says so of every run without a teacher, and then refuses what cannot have
             # one: `--loss_type real` and `fipo`, `--off_policy_sequence_mask_delta`.
             self._has_teacher = any(b.teacher_per_token_logps is not None for b in grpo_batches)
-        micro_batches = list(zip(chunks, grpo_batches, strict=True))
+        micro_batches = list(zip(self._chunks, grpo_batches, strict=True))
         limit, step = self.gap_limit, self.state.global_step
         self._note(measure_rollout_gap(micro_batches, self.args, self.ranks, limit, step))
         return batches
 
-    def _micro_batches(
-        self, samples: list[RolloutSample], batches: list[dict[str, Any]]
-    ) -> tuple[list[list[RolloutSample]], list[GRPOBatch]]:
-        """Return each micro-batch's samples and `GRPOBatch`.
-
-        None are returned where sequence parallelism mixes samples.
-        """
-        if self.template.sequence_parallel_size > 1:
-            return [], []
-        return self.split_by_mini_batches(samples), [batch["grpo_batch"] for batch in batches]
+    def split_by_mini_batches(self, samples: list[RolloutSample]) -> list[list[RolloutSample]]:
+        # With sequence parallelism ms-swift gathers samples of several ranks there, as copies: what
+        # it encodes and trains on is known from its own call alone.
+        self._chunks: list[list[RolloutSample]] = super().split_by_mini_batches(samples)
+        return self._chunks
 
     # --- how samples scored ---
 
@@ -135,9 +128,9 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
         self, samples: list[RolloutSample], batch_encoded_inputs: list[dict[str, Any]]
     ) -> None:
         super()._postprocess_batch(samples, batch_encoded_inputs)
-        micro_batches = self._micro_batches(samples, batch_encoded_inputs)
+        grpo_batches = [batch["grpo_batch"] for batch in batch_encoded_inputs]
         values = self._own_share(samples, self._rewards_per_func)
-        self._record_scores(samples, values, training_scores(samples, *micro_batches))
+        self._record_scores(samples, values, training_scores(samples, self._chunks, grpo_batches))
         if self.model.training:
             self._idle_rounds.judge(self)
 

@@ -86,6 +86,8 @@ swift.rlhf_trainers:GRPOTrainer
     _gather_teacher_requests: self requests since 4.6
     _get_logps_via_local_forward: self model model_inputs logits_to_keep input_ids
         compute_entropy
+    _get_logps_via_sp: self model model_inputs grpo_batch logits_to_keep input_ids
+        compute_entropy
     _get_per_token_logps_and_entropies_single: self model model_inputs grpo_batch
         compute_entropy
     _get_per_token_logps_and_entropies: self model model_inputs grpo_batch

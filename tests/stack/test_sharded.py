@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
+from swift_grpo_ext.record.reader import read_rewards
 from tests.stack.conftest import once
 from tests.stack.policy import SAME
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
+    BATCH,
     LORA,
     PRESET,
     client_argv,
@@ -243,3 +245,24 @@ def test_rows_that_are_cut_on_one_rank(
     passes, steps = training(assets, unequal_rows, tmp_path / "run", *argv, shards=shards)
     assert len({len(of_rank) for of_rank in passes}) == 1
     assert [step["rollout_gap/max"] < SAME for step in steps] == [True] * STEPS
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("length", ["11", "12"])
+def test_positions_that_two_ranks_share(
+    length: str, assets: Path, unequal_rows: Path, tmp_path: Path
+) -> None:
+    """Of a model with positions in three dimensions; rows of an odd length are padded."""
+    steps = []
+    for name, argv in (("plain", ()), ("run", ("--sequence_parallel_size", "2"))):
+        argv = (*COLOCATED, "--max_completion_length", length, *argv)
+        run = tmp_path / name
+        finished = run_training(assets, unequal_rows, run, *argv, ranks=RANKS, steps=2)
+        assert finished.returncode == 0, finished.cause
+        steps.append(logged_steps(run / "run"))
+    for plain, shared in zip(*steps, strict=True):
+        assert max(plain["rollout_gap/max"], shared["rollout_gap/max"]) < SAME
+        assert shared["grad_norm"] == pytest.approx(plain["grad_norm"], **CLOSE)
+    gaps = read_rewards(tmp_path / "run/run")["gap_max"].to_pylist()
+    assert len(gaps) == 2 * BATCH
+    assert max(gaps) < SAME

@@ -57,9 +57,11 @@ def drawn(engine: str = "rank 0", **media: int) -> Any:
 
 
 def measure(*batches: Any, ranks: Any = None, limit: float = 0.25, **changes: Any) -> Any:
-    """Measure the gap of batches, each alone or with its samples."""
+    """Measure the gap of batches, whose samples are rows of text or given with them."""
     args = arguments(**{"rollout_mismatch": "warn", **changes})
-    pairs = [b if isinstance(b, tuple) else ([], b) for b in batches]
+    pairs = [
+        b if isinstance(b, tuple) else ([drawn()] * len(b.completion_mask), b) for b in batches
+    ]
     return measure_rollout_gap(pairs, args, ranks or RankGroup(), limit, step=7)
 
 
@@ -107,8 +109,8 @@ def test_few_tokens_may_lie_further_apart(
     if is_told:
         [warning] = warnings
         assert "Step 7: log-probabilities" in warning
-        assert f"the 0.25 nats in the mean that rounding explains. all: {nats:.3g}" in warning
-        assert f"of {count} tokens, {nats:.3g} at most" in warning
+        assert "the 0.25 nats in the mean that rounding explains. rank 0 rows of text" in warning
+        assert f"text: {nats:.3g} nats in the mean of {count} tokens, {nats:.3g} at most" in warning
         assert "do not see the same weights or prompts" in warning
 
 
