@@ -192,9 +192,12 @@ def try_reward(
         text = f"gave no values for {len(COMPLETIONS)} made-up completions within {MAX_SECONDS} s."
         yield skipped(subject, text, "Their number and type are not known.")
     except Exception as e:  # a user's code raises anything
-        # The last line of the user's own code, rather than of a library that it calls.
-        frames = traceback.extract_tb(e.__traceback__)
-        last = [frame for frame in frames if "site-packages" not in frame.filename][-1]
+        # The last line of the user's own code, rather than of a library that it calls; the line
+        # that was called where pip has installed that code.
+        ours, *frames = traceback.extract_tb(e.__traceback__)
+        own = [frame for frame in frames if "/lib/python3" not in frame.filename]
+        installed = [frame for frame in frames if "site-packages" in frame.filename]
+        [last, *_] = own[-1:] or installed or [ours]
         yield warning(
             subject,
             f"raised {type(e).__name__}: {e} ({Path(last.filename).name}, line {last.lineno}) for "

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from shutil import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,3 +164,27 @@ def test_a_slow_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_reward_that_speaks_to_other_ranks_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards.inspect, "getsource", lambda _: "torch.distributed.barrier()")
     assert told("named", returns([1.0]), monkeypatch) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "raised"),
+    [
+        ("judge", "def __call__(self, texts, **_): return [len(t[9]) for t in texts]", "IndexE"),
+        ("calls", "async def __call__(self, texts, **_): return json.loads(texts[1])", "JSONDe"),
+    ],
+)
+def test_installed_code_that_fails_is_named(
+    name: str, call: str, raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where pip has installed a reward function, and this package alike."""
+    site = tmp_path / "lib/python3.11/site-packages"
+    site.mkdir(parents=True)
+    copy(rewards.__file__, site / f"of_{name}.py")
+    source = f"import json\nclass Judge:\n  def __init__(self, args): ...\n  {call}\n"
+    (site / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(site)
+    installed, judge = import_module(f"of_{name}"), import_module(name).Judge
+    [found] = installed.try_reward("reward_funcs judge", judge, {}, None)
+    assert found.level == "warning"
+    assert f"raised {raised}" in found.sentence
+    assert f"({name}.py, line 4) for the first rows" in found.sentence
