@@ -125,33 +125,31 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
             )
         # On all ranks alike: a micro-batch that was drawn with the weights of now.
         is_fresh = self.model.training and self.state.global_step == self._last_loaded_step
-        is_measured, is_whole = is_fresh and "rollout" in inputs, True
-        if len(columns) == 2 and (lacks_N := columns[0].isinf().all(-1)).any():
-            # Of these a teacher's server said nothing.
-            mask_BT = mask_BT.masked_scatter(mask_BT, ~lacks_N)
-            targets_N, *columns = (column[~lacks_N] for column in (targets_N, *columns))
-            is_whole = False
+        is_measured = is_fresh and "rollout" in inputs
         is_on_policy = inputs["gkd_batch"].data_source == DataSource.STUDENT
         alpha = 0.0 if is_on_policy else self.args.sft_alpha
 
         def losses(
             logits_NV: Tensor, targets_N: Tensor, *teacher: Tensor, overwrite: bool
         ) -> Outputs:
-            total = divergence(logits_NV, teacher, self.beta, self.temperature)
-            if alpha:
-                total = total - alpha * token_logps(logits_NV, targets_N).logps_N.sum()
+            total, count = divergence(logits_NV, teacher, self.beta, self.temperature)
+            supervised = token_logps(logits_NV, targets_N).logps_N if alpha else None
             with torch.no_grad():
                 logps_N = self._sampled_logps(logits_NV, targets_N) if is_measured else None
-            return total[None], logps_N
+            return total[None], count[None], supervised, logps_N
 
-        total, logps_N = self.completion_logps.from_logits(
+        total, count, supervised, logps_N = self.completion_logps.from_logits(
             model, forward, mask_BT, targets_N, losses, [targets_N, *columns]
         )
         if is_measured:
+            assert logps_N is not None
             samples, both_sides = inputs["rollout"]
-            self._measure(samples, both_sides, logps_N if is_whole else None)
+            self._measure(samples, both_sides, logps_N)
         assert total is not None
-        loss = total.sum() / max(len(targets_N), 1)
+        assert count is not None
+        loss = total.sum() / count.sum().clamp(min=1)
+        if supervised is not None:
+            loss = loss - alpha * supervised.sum() / max(len(targets_N), 1)
         return (loss, None) if return_outputs else loss
 
     def _teachers_logits(self, model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
@@ -196,13 +194,12 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         return logps_N - torch.log1p(-shares_NP.sum(1))
 
     def _measure(
-        self, samples: list[RolloutGKDSample], both_sides: GRPOBatch, logps_N: Tensor | None
+        self, samples: list[RolloutGKDSample], both_sides: GRPOBatch, logps_N: Tensor
     ) -> None:
-        """Compare a micro-batch, if all of it is known; judge those of an optimizer step before its
-        last backward. Every rank comes here equally often."""
-        if logps_N is not None:
-            both_sides.old_per_token_logps = scattered(logps_N, both_sides.completion_mask)
-            self._measured.append((samples, both_sides))
+        """Compare a micro-batch; judge those of an optimizer step before its last backward. Every
+        rank comes here equally often."""
+        both_sides.old_per_token_logps = scattered(logps_N, both_sides.completion_mask)
+        self._measured.append((samples, both_sides))
         if self.accelerator.sync_gradients:
             measured, self._measured = self._measured, []
             step = self.state.global_step
@@ -255,9 +252,11 @@ def predictions(encoded: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor, Ten
 
 def divergence(
     logits_NV: Tensor, teacher: Sequence[Tensor], beta: float, temperature: float
-) -> Tensor:
-    """Return the divergence of student and teacher, summed over positions, in nats, as ms-swift
-    computes it (4.6, gkd_loss.py, `gkd_loss`).
+) -> tuple[Tensor, Tensor]:
+    """Return the divergence of student and teacher, summed over positions, in nats, and the number
+    of positions, as ms-swift computes them (4.6, gkd_loss.py, `gkd_loss`).
+
+    A position counts where the teacher says something: a server may leave some out.
 
     Args:
         logits_NV: the student's.
@@ -266,10 +265,12 @@ def divergence(
     """
     if len(teacher) == 2:
         teachers, tokens_NK = teacher
-        students = logits_NV.gather(-1, tokens_NK)
+        known_N = ~teachers.isinf().all(-1)
+        students, teachers = logits_NV.gather(-1, tokens_NK)[known_N], teachers[known_N]
     else:
         students, teachers = _align_vocab(logits_NV, teacher[0])
-    return jsd_loss(students / temperature, teachers / temperature, beta)
+    count = torch.tensor(len(students), device=students.device)
+    return jsd_loss(students / temperature, teachers / temperature, beta), count
 
 
 def completions_of(samples: Sequence[RolloutGKDSample], device: torch.device) -> GRPOBatch:

@@ -27,6 +27,7 @@ from tests.logits.compare import assert_close, counted_positions, values_and_gra
 from tests.logits.models import build
 from tests.logits.test_logps import UNEQUAL, Batch
 from tests.ranks import ThreadRanks, run_rank_groups
+from tests.training import samples
 
 TOP = 5
 
@@ -61,15 +62,14 @@ class Ours(RolloutGKDTrainer):
         self.completion_logps = CompletionLogps(args, self.template)
 
 
-def score(gkd_batch: GKDBatch, labels: Tensor, lacks: int | None = None) -> None:
-    """Have a teacher's server score the batch; of one token of a completion it says nothing."""
+def score(gkd_batch: GKDBatch, labels: Tensor, lacks: int | slice = slice(0)) -> None:
+    """Have a teacher's server score the batch; of some tokens of completions it says nothing."""
     torch.manual_seed(3)
     shape = (*labels.shape, TOP)
     gkd_batch.teacher_topk_logprobs = torch.randn(shape).log_softmax(-1)
     gkd_batch.teacher_topk_indices = torch.randint(150, shape)
-    if lacks is not None:
-        row, column = labels.ne(-100).nonzero()[lacks].tolist()
-        gkd_batch.teacher_topk_logprobs[row, column - 1] = float("-inf")
+    rows, columns = labels.ne(-100).nonzero()[lacks].view(-1, 2).unbind(1)
+    gkd_batch.teacher_topk_logprobs[rows, columns - 1] = float("-inf")
 
 
 def run(
@@ -78,14 +78,14 @@ def run(
     """The loss with its gradients, and the positions that the student's head computed."""
     trainer = host(
         distillation_arguments(**{"logps_shared_prompt": "true", **flags}),
-        None if teacher in ("itself", "served") else teacher,
+        None if isinstance(teacher, str) else teacher,
         top=top,
-        served=teacher == "served",
+        served=teacher in ("served", "silent"),
     )
     supervised = trainer.args.sft_alpha > 0
     gkd_batch = GKDBatch(data_source=DataSource.DATASET if supervised else DataSource.STUDENT)
-    if teacher == "served":
-        score(gkd_batch, batch.labels, lacks=2)
+    if teacher in ("served", "silent"):
+        score(gkd_batch, batch.labels, lacks=2 if teacher == "served" else slice(None))
 
     def loss() -> Tensor:
         encoded = {**batch.inputs, "labels": batch.labels}
@@ -109,6 +109,10 @@ def run(
         ("other", TOP, {"logps_chunk_size": "4", "beta": 1.0}),
         ("itself", None, {}),
         ("served", TOP, {"logps_chunk_size": "4"}),
+        ("served", TOP, {"sft_alpha": 0.7}),
+        ("served", TOP, {"sft_alpha": 0.7, "logps_chunk_size": "4"}),
+        ("silent", TOP, {"sft_alpha": 0.7, "logps_chunk_size": "4"}),
+        ("silent", TOP, {"beta": 0.0}),
         ("other", TOP, {"sft_alpha": 0.7, "logps_chunk_size": "4"}),
     ],
 )
@@ -121,8 +125,7 @@ def test_the_loss_is_ms_swifts(
     expected, theirs = run(Upstream, model, other, batch, top, **flags)
     found, counts = run(Ours, model, other, batch, top, **flags)
     assert_close(found, expected)
-    # A position of which a teacher says nothing is left out.
-    num_tokens = int(batch.labels.ne(-100).sum()) - (teacher == "served")
+    num_tokens = int(batch.labels.ne(-100).sum())
     own = counts if teacher != "itself" else counts[-1:]
     size = 4 if flags.get("logps_chunk_size") else num_tokens
     assert max(own) == size
@@ -145,9 +148,12 @@ def test_divergence_is_ms_swifts(
     given = (teachers,) if top is None else tuple(teachers.topk(top))
     if top is not None:
         output = output.to_topk(top)
-    expected, _ = gkd_loss(students[None], output, torch.zeros(1, 9), beta, temperature)
-    found = divergence(students, given, beta, temperature)
+    if top is not None:  # of two positions nothing is known
+        output.topk_logprobs[:, :2] = given[0][:2] = float("-inf")
+    expected, num_known = gkd_loss(students[None], output, torch.zeros(1, 9), beta, temperature)
+    found, count = divergence(students, given, beta, temperature)
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
+    assert int(count) == int(num_known) == (9 if top is None else 7)
 
 
 def test_rows_that_share_a_prompt_read_it_once() -> None:
@@ -188,7 +194,7 @@ def test_ranks_measure_together_where_a_teacher_says_less_on_one() -> None:
         metrics[ranks.rank] = defaultdict(list)
         trainer._metrics = {"train": metrics[ranks.rank]}
         gkd_batch = GKDBatch(data_source=DataSource.STUDENT)
-        score(gkd_batch, batch.labels, lacks=2 if ranks.rank else None)
+        score(gkd_batch, batch.labels, lacks=2 if ranks.rank else slice(0))
         encoded = {**batch.inputs, "labels": batch.labels}
         mask_BK = torch.ones(1, int(batch.labels.ne(-100).sum()), dtype=torch.bool)
         both_sides = GRPOBatch(
@@ -201,7 +207,7 @@ def test_ranks_measure_together_where_a_teacher_says_less_on_one() -> None:
             "model_inputs": dict(encoded),
             "teacher_model_inputs": dict(encoded),
             "gkd_batch": gkd_batch,
-            "rollout": ([], both_sides),
+            "rollout": ([samples.sample(rollout_infos={})], both_sides),
         }
         assert trainer.compute_loss(models[ranks.rank], inputs).isfinite()
 
