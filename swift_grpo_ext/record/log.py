@@ -382,15 +382,14 @@ class SampleLog:
         )
         path = written.table.folder(self._run_dir) / name
         try:
-            _write_file(path, rows.schema, [rows])
+            size = _write_file(path, rows.schema, [rows])
         except pa.ArrowException as e:
             # Not the disk's fault: it would fail each time, and hold up all rounds behind it.
             self._warn("arrow", f"{path}: a round of the run's record is lost ({e}).")
         else:
             written.number += 1
             place = self._session, self._start_step, self._rank
-            file = RecordFile(*place, number, number, path, round_)
-            written.unmerged[file] = path.stat().st_size
+            written.unmerged[RecordFile(*place, number, number, path, round_)] = size
         del written.waiting[0]
 
     # --- few files, and not too many bytes ---
@@ -491,11 +490,12 @@ class SampleLog:
         self._troubles.add(trouble)
 
 
-def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> None:
-    """Write rounds as the row groups of a file; it is on disk when this returns.
+def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> int:
+    """Write rounds as the row groups of a file, and return its bytes; it is on disk when this
+    returns.
 
     Raises:
-        OSError: it cannot be written; what was there before is as it was.
+        OSError: it cannot be written, or may not be on disk yet; to write it again does no harm.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")  # pandas passes over names that begin so
@@ -517,6 +517,7 @@ def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> No
                 for rows in rounds:
                     writer.write_table(rows, row_group_size=rows.num_rows)
             file.flush()
+            size = file.tell()
             os.fsync(file.fileno())
         unfinished.replace(path)  # after its bytes: a crash must not leave the name without them
         folder = os.open(path.parent, os.O_RDONLY)
@@ -524,6 +525,7 @@ def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> No
             os.fsync(folder)  # the name is on disk, too
         finally:
             os.close(folder)
+        return size
     except (OSError, ValueError, pa.ArrowException):  # of the disk, or of files that `rounds` reads
         unfinished.unlink(missing_ok=True)
         raise

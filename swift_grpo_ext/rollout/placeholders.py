@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-SHARE_OF_LOWEST = 1 / 16
-"""Share of a type's lowest number: far enough from it for a temperature of 1/16, and 0 times it is
-0, as entropies need, where 0 times minus infinity is not a number."""
+
+def lowest_logit(dtype: torch.dtype) -> float:
+    """Return a logit of probability 0 that stays finite when a temperature of 1e-8 divides it, or
+    of 1/16 in float16: entropies need 0 times it, where 0 times minus infinity is not a number."""
+    return max(torch.finfo(dtype).min / 16, -1e30)
 
 
 def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
@@ -44,7 +46,7 @@ def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
     def leave_out(
         module: torch.nn.Module, args: tuple[torch.Tensor, ...], logits: torch.Tensor
     ) -> torch.Tensor:
-        lowest = torch.finfo(logits.dtype).min * SHARE_OF_LOWEST
+        lowest = lowest_logit(logits.dtype)
         # In place: a copy of the logits would be the largest tensor of all, and so would one of
         # their gradient, had autograd to know. It need not: where p is 0, so is the gradient.
         logits.detach().index_fill_(-1, torch.tensor(ids, device=logits.device), lowest)
@@ -87,7 +89,7 @@ def mask_fused_loss(loss: Callable[..., Any], ids: list[int]) -> Callable[..., A
         *, lin_weight: torch.Tensor, bias: torch.Tensor | None, **kwargs: Any
     ) -> Any:
         mask = lin_weight.new_zeros(len(lin_weight))
-        mask[ids] = torch.finfo(mask.dtype).min * SHARE_OF_LOWEST
+        mask[ids] = lowest_logit(mask.dtype)
         return loss(lin_weight=lin_weight, bias=mask if bias is None else bias + mask, **kwargs)
 
     return without_placeholders if ids else loss

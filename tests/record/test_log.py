@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 import numpy as np
@@ -417,6 +418,37 @@ def test_what_a_full_disk_did_not_take_is_written_in_its_order(
     log.finish()
     assert steps_of(tmp_path) == list(range(13))
     assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize("call", ["stat", "fsync"])
+def test_what_fails_behind_a_files_name_doubles_no_round(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network disk that goes away for a moment: the round is tried again."""
+    log = open_log(tmp_path)
+    write_steps(log, 0)
+    owner: Any = Path if call == "stat" else os
+    own, num_failed = getattr(owner, call), 0
+
+    def fail_once(path: Any, **kwargs: Any) -> Any:
+        """Of the file that has its name, or of the folder that holds it."""
+        nonlocal num_failed
+        is_behind = Path(path).suffix == ".parquet" if call == "stat" else is_folder(path)
+        if is_behind and not num_failed:
+            num_failed += 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return own(path, **kwargs)
+
+    def is_folder(descriptor: int) -> bool:
+        return S_ISDIR(os.fstat(descriptor).st_mode)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, call, fail_once)
+        write_steps(log, 1, 2)
+    assert num_failed == (call == "fsync")  # the file's bytes are known without a question
+    assert [f.round.step for f in record_files(SAMPLES.folder(tmp_path)) if f.round] == [0, 1, 2]
+    log.finish()
+    assert steps_of(tmp_path) == [0, 1, 2]
 
 
 def test_what_waits_for_a_full_disk_is_bounded(
