@@ -18,7 +18,7 @@ from json.decoder import JSONArray, scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -38,33 +38,54 @@ LARGE = 2**24
 one in Python takes 4 times as long for 10,000 rows of text, and less for images."""
 
 
-class TooLargeError(ValueError):
-    """A body is larger than the limit."""
-
-
 MAX_BYTES = memory.total_bytes() // SHARE_OF_MEMORY
+"""Bytes of one body, and of all bodies together whose requests are not answered."""
 
 
-async def receive(request: Request) -> None:
-    """Read the body into the request, which hands it on.
+class Bodies:
+    """The bodies of a server's requests, from their arrival to the answer."""
 
-    Raises:
-        TooLargeError: names size and limit. What there is of it has been read, and forgotten: a
-            client that is cut off while it sends would not read the answer.
-    """
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        parts.append(part)
-        if size > MAX_BYTES:
-            parts.clear()
-    if size > MAX_BYTES:
-        raise TooLargeError(
-            f"a body of {size:,} bytes; expected at most {MAX_BYTES:,}, an eighth of the server's "
-            "memory. Draw fewer samples in a round, shrink their images or videos, or add servers."
-        )
-    request._body = await asyncio.to_thread(b"".join, parts)
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    async def receive(self, request: Request) -> None:
+        """Read the body into the request, which hands it on; `forget` takes it away.
+
+        Raises:
+            HTTPException: 413 where it is too large, 503 where others leave it no room. All of it
+                has been read: a client that is cut off while it sends would not read the answer.
+        """
+        parts: list[bytes] = []
+        size, fits = 0, True
+        try:
+            async for part in request.stream():
+                size += len(part)
+                fits = fits and self._num_bytes + len(part) <= MAX_BYTES
+                if fits:
+                    parts.append(part)
+                    self._num_bytes += len(part)
+                else:
+                    self._drop(parts)
+            limit = f"expected at most {MAX_BYTES:,}, an eighth of the server's memory"
+            advice = "Draw fewer samples in a round, shrink their images or videos, or add servers."
+            if size > MAX_BYTES:
+                raise HTTPException(413, f"a body of {size:,} bytes; {limit}. {advice}")
+            if not fits:
+                text = f"a body of {size:,} bytes beside those of other requests; {limit}, together"
+                raise HTTPException(503, f"{text}. {advice}", {"Retry-After": "1"})
+            request._body = await asyncio.to_thread(b"".join, parts)
+        except BaseException:  # such as the end of the time for it
+            self._drop(parts)
+            raise
+
+    def _drop(self, parts: list[bytes]) -> None:
+        self._num_bytes -= sum(map(len, parts))
+        parts.clear()
+
+    def forget(self, request: Request) -> None:
+        """Take the body from a request that is answered: its client may be slow to read."""
+        self._drop([request._body])
+        request._body = b""
 
 
 class _StepwiseDecoder(json.JSONDecoder):

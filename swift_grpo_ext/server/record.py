@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +28,13 @@ from swift_grpo_ext.rollout.conversation import Turn, first_prompt, read_turns, 
 from swift_grpo_ext.rollout.generate import to_rollout_output, to_rollout_outputs
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
+from swift_grpo_ext.sampling.seeding import RoundId
+from swift_grpo_ext.server import bodies
 
 logger = get_logger()
+
+BYTES_PER_TOKEN = 512
+"""Memory of a token, as ms-swift's outputs hold it with its log-probability."""
 
 
 class ServerRecord:
@@ -59,6 +64,12 @@ class ServerRecord:
         )
         self._last_alarm = ""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="server-record")
+        self._waiting: list[tuple[Future[None], int]] = []
+        """Calls that the disk has not taken, with their bytes."""
+
+        self._left_out: list[RoundId] = []
+        """Rounds of calls that are missing since the disk fell behind."""
+
         self._recorder.open(start_step=0)
         try:
             args.save_args(self.folder)  # `view` finds the tokenizer by it
@@ -74,20 +85,47 @@ class ServerRecord:
         config: RequestConfig | None,
         *,
         num_updates: int,
+        num_bytes: int,
     ) -> None:
         """Have the thread write down a call; the caller may take away what `rollout_infos` hold.
+
+        A call is left out where those that a slow disk has not taken have `bodies.MAX_BYTES`.
 
         Args:
             config: the call's.
             num_updates: weight updates before it.
+            num_bytes: of the requests.
         """
+        num_tokens = sum(output.response.usage.completion_tokens for output in outputs)
+        num_bytes += num_tokens * BYTES_PER_TOKEN
+        if not (outputs and self._has_room(metadatas[0].sample_id.round, num_bytes)):
+            return
         copies = [o.model_copy(update={"rollout_infos": {**o.rollout_infos}}) for o in outputs]
         # Greedy decoding, or a seed that the client gives to one request, may repeat on purpose.
         is_repeatable = config is not None and (
             config.temperature == 0 or (len(requests) == 1 and config.seed is not None)
         )
         is_watched = not is_repeatable and all(each.is_other_clients for each in metadatas)
-        self._thread.submit(self._write, requests, metadatas, copies, num_updates, is_watched)
+        call = (requests, metadatas, copies, num_updates, is_watched)
+        self._waiting.append((self._thread.submit(self._write, *call), num_bytes))
+
+    def _has_room(self, round_: RoundId, num_bytes: int) -> bool:
+        """Return whether a call may wait for the disk; say which ones may not."""
+        self._waiting = [(call, size) for call, size in self._waiting if not call.done()]
+        total = num_bytes + sum(size for _, size in self._waiting)
+        has_room = not self._waiting or total <= bodies.MAX_BYTES
+        if not has_room and not self._left_out:
+            logger.warning(
+                f"{self.folder}: the disk has {len(self._waiting)} calls to write still. Samples "
+                f"from {round_} on are left out of the record until it has room for more. The "
+                "server goes on. Give it a faster --result_path, or leave out --sample_log."
+            )
+        elif has_room and self._left_out:
+            first, last, count = self._left_out[0], self._left_out[-1], len(self._left_out)
+            missing = f"{count} calls are left out of the record, from {first} to {last}"
+            logger.warning(f"{self.folder}: {missing}. Samples are recorded again.")
+        self._left_out = [] if has_room else [*self._left_out, round_]
+        return has_room
 
     def _write(
         self,

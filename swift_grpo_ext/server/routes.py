@@ -22,7 +22,7 @@ import asyncio
 import math
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -93,6 +93,9 @@ class Caller:
 
     is_ours: bool
     """A training with the plugin, which compares weights and samples by itself."""
+
+    num_bytes: int
+    """Of the request's body."""
 
 
 CALLER: ContextVar[Caller] = ContextVar("CALLER")
@@ -185,7 +188,7 @@ class Turns(BaseHTTPMiddleware):
     def __init__(self, app: ASGIApp, server: SwiftRolloutDeploy, key: str | None) -> None:
         super().__init__(app)
         self._server, self._key = server, key
-        self._lock, self._lease = asyncio.Lock(), Lease()
+        self._lock, self._lease, self._bodies = asyncio.Lock(), Lease(), bodies.Bodies()
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         """Answer a request under its own name (docs/promises.md, F1)."""
@@ -241,16 +244,22 @@ class Turns(BaseHTTPMiddleware):
         if self._lease.is_owners(request):  # a stranger's bound would end a busy replica
             timeout = min(timeout, float(request.headers.get(wire.TIMEOUT_HEADER, timeout)))
         try:
-            await asyncio.wait_for(bodies.receive(request), timeout)
-        except bodies.TooLargeError as e:
-            return _refuse(413, str(e))
+            await asyncio.wait_for(self._bodies.receive(request), timeout)
+        except HTTPException as e:
+            return _refuse(e.status_code, e.detail, e.headers)
         except asyncio.TimeoutError:
             return _refuse(408, "the body did not arrive in time")
         except ClientDisconnect:
             return _refuse(400, "the client has left")
-        answer = self._answer(request, path, call_next, timeout)
+
+        async def answer() -> Response:
+            try:
+                return await self._answer(request, path, call_next, timeout)
+            finally:
+                self._bodies.forget(request)
+
         is_slow = wire.STATUS_HEADER in request.headers
-        return SlowAnswer(answer, request, self._give_up) if is_slow else await answer
+        return SlowAnswer(answer(), request, self._give_up) if is_slow else await answer()
 
     def _give_up(self) -> None:
         for connection in self._server.connections:
@@ -271,7 +280,8 @@ class Turns(BaseHTTPMiddleware):
         is_direct = "X-Forwarded-For" not in request.headers
         came_in_at = request.scope["server"][0] if is_direct else ""
         is_ours = wire.INSTANCE_HEADER in request.headers
-        CALLER.set(Caller(timeout, not self._lease.is_others(request), came_in_at, is_ours))
+        may_change, num_bytes = not self._lease.is_others(request), len(await request.body())
+        CALLER.set(Caller(timeout, may_change, came_in_at, is_ours, num_bytes))
         try:
             # In a thread: it waits for processes to end.
             await asyncio.to_thread(replicas.prune, self._server)
@@ -342,7 +352,7 @@ class SlowAnswer(Response):
         await send(part(content, more=False))
 
 
-def _refuse(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def _refuse(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     return JSONResponse({"detail": detail}, status, headers)
 
 
@@ -524,7 +534,11 @@ def _infer(
 
         def noted(outputs: list[RolloutOutput]) -> list[RolloutOutput]:
             if server.record is not None:
-                server.record.note(requests, metadatas, outputs, config, num_updates=num_updates)
+                server.record.note(
+                    *(requests, metadatas, outputs, config),
+                    num_updates=num_updates,
+                    num_bytes=CALLER.get().num_bytes,
+                )
             return outputs
 
         if all(metadata.as_arrays for metadata in metadatas):

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -55,6 +56,33 @@ def test_a_body_that_is_too_large_is_refused(
         small = body_of(["A" * 2**19])
         assert requests.post(f"{url}/infer/", data=small, headers=headers, timeout=60).ok
     assert replica.groups == [0]
+
+
+def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait for their turn are in memory all the while; one is taken again when they are
+    answered, or have failed."""
+    monkeypatch.setattr(bodies, "MAX_BYTES", 2**20)
+    replica, body = Replica("is late"), body_of(["A" * 600_000])
+    headers = {"Content-Type": "application/json"}
+    with listening(Deployed(replica)) as url, ThreadPoolExecutor(1) as pool:
+
+        def post(data: Any) -> requests.Response:
+            return requests.post(f"{url}/infer/", data=data, headers=headers, timeout=60)
+
+        slow = pool.submit(post, body)
+        while not replica.groups:
+            time.sleep(0.01)
+        assert post(body_of(["A" * 2_000_000])).status_code == 413
+        for data in (body, in_parts(body)):
+            refused = post(data)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            expected = f"a body of {len(body):,} bytes beside those of other requests; expected at "
+            assert refused.json()["detail"].startswith(f"{expected}most 1,048,576, an eighth of")
+        replica.faults["infer"] = ""
+        replica.goes_on.set()
+        assert slow.result(60).ok
+        for sent in (b"{", body, body):
+            assert post(sent).status_code == (200 if sent is body else 422)
 
 
 def test_a_training_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
