@@ -58,6 +58,9 @@ class RankGroup:
         """Return each rank's value on ranks that drive an engine; [] on others."""
         return self.all_gather(value)
 
+    def end(self) -> None:
+        """Leave the other ranks, which raise where they wait for this one; for one that failed."""
+
     def scatter(self, values: list[Any] | Exception | None) -> Any:
         """Return this rank's share of the values that the driving rank holds, one for each rank.
 
@@ -86,11 +89,20 @@ class TensorParallelGroup(RankGroup):
 
 
 class MainRankGroup(TensorParallelGroup):
-    """All training ranks; rank 0 calls the servers."""
+    """All training ranks; rank 0 calls the servers.
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    Args:
+        group: no other object holds it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.drives_engine = self.rank == 0
+
+    def end(self) -> None:
+        # gloo closes its connections once nobody holds the group.
+        dist.destroy_process_group(self._group)
+        self._group = dist.GroupMember.NON_GROUP_MEMBER
 
     def gather(self, value: T) -> list[T]:
         values: list[Any] | None = [None] * self.size if self.drives_engine else None
@@ -127,8 +139,6 @@ def training_ranks(timeout_seconds: float) -> RankGroup:
     """
     if not dist.is_initialized():
         return RankGroup()
-    if dist.get_backend() == "gloo":
-        return MainRankGroup()
     seconds = min(SECONDS_TO_CONNECT, timeout_seconds)
     timeout = timedelta(seconds=timeout_seconds)
     with _listening_to_all_nodes():

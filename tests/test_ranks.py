@@ -63,9 +63,16 @@ def run_rank(rank: int, folder: Path) -> None:
         timeout=timedelta(seconds=300),  # ranks import one after the other on a busy machine
     )
     group = dist.new_group(TENSOR_PARALLEL)
-    seen = {"main": exchange(MainRankGroup(), list(range(NUM_RANKS)))}
+    main = MainRankGroup(dist.new_group())
+    seen = {"main": exchange(main, list(range(NUM_RANKS)))}
     if rank in TENSOR_PARALLEL:
         seen["tensor parallel"] = exchange(TensorParallelGroup(group), TENSOR_PARALLEL)
+    if rank == 1:  # and it lives on, until the barrier
+        main.end()
+    try:
+        main.all_gather("after the end of one")
+    except RuntimeError as e:
+        seen["ended"] = str(e)
     (folder / str(rank)).write_bytes(pickle.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
@@ -78,6 +85,7 @@ def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
     mp.spawn(run_rank, args=(tmp_path,), nprocs=NUM_RANKS)
     for rank in range(NUM_RANKS):
         seen = pickle.loads((tmp_path / str(rank)).read_bytes())
+        assert ("Connection closed by peer" in seen.get("ended", "")) is (rank != 1)
         error = "ConnectionError: server 1 is gone"
         assert seen["main"] == {
             "rank": rank,
@@ -107,6 +115,7 @@ def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch)
     made: list[timedelta] = []
 
     def new_group(*, backend: str, timeout: timedelta) -> None:
+        """Also beside a default group of gloo's: its own can be ended."""
         assert backend == "gloo"
         made.append(timeout)
 
@@ -118,12 +127,10 @@ def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch)
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(dist, name, fake)
-    for backend, timeouts in (("gloo", []), ("nccl", [timedelta(seconds=60)])):
-        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
-        ranks = training_ranks(60)
-        assert isinstance(ranks, MainRankGroup)
-        assert (ranks.rank, ranks.size, ranks.drives_engine) == (0, 2, True)
-        assert made == timeouts
+    ranks = training_ranks(60)
+    assert isinstance(ranks, MainRankGroup)
+    assert (ranks.rank, ranks.size, ranks.drives_engine) == (0, 2, True)
+    assert made == [timedelta(seconds=60)]
 
 
 # --- several nodes ---
@@ -175,7 +182,6 @@ from swift_grpo_ext import ranks as ranks_module
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 interface = os.environ.pop("GLOO_SOCKET_IFNAME")
-dist.get_backend = lambda: "nccl"  # the default group's, which gloo takes the place of here
 if sys.argv[1:]:
     os.environ["GLOO_SOCKET_IFNAME"] = sys.argv[1]
 ranks_module.SECONDS_TO_CONNECT = 5.0 if sys.argv[1:] else 60.0
@@ -269,7 +275,6 @@ def test_gloo_listens_elsewhere_on_several_nodes_alone(
     listens: list[str | None] = []
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(
         dist, "new_group", lambda **options: listens.append(os.environ.get(INTERFACE))
     )

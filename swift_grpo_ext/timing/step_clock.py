@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -175,17 +174,8 @@ class StepClock(TrainerCallback):
                 return method(*args, **kwargs)
             self._is_evaluating = name == "evaluation_loop"
             self._begin(part)
-            began = time.perf_counter()
             try:
-                result = method(*args, **kwargs)
-                # Wait here for the slowest rank, and not in whatever they do together next. All
-                # ranks generate in each round, whatever their rows are, and so all come here.
-                ranks = getattr(self._trainer, "ranks", None)  # ms-swift's own trainer has none
-                generates = name == "_infer_single_or_multi_turn"
-                if generates and ranks is not None and ranks.size > 1:
-                    all_seconds = ranks.all_gather(time.perf_counter() - began)
-                    self._step.waits.append(max(all_seconds) - fmean(all_seconds))
-                return result
+                return method(*args, **kwargs)
             finally:
                 self._is_evaluating = False
                 self._end(part)
@@ -212,6 +202,11 @@ class StepClock(TrainerCallback):
         if is_last and len(self._stack) == 1:  # gradients are clipped next
             self._stack[0] = "optimizer"
         self._mark_change()
+
+    def note_wait(self, seconds: float) -> None:
+        """Note by how much the slowest rank generated longer than the mean one."""
+        if not self._is_evaluating:
+            self._step.waits.append(seconds)
 
     # --- marks ---
 

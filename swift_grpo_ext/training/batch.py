@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from swift.template import Template
 
     from swift_grpo_ext.config import RolloutGRPOConfig
+    from swift_grpo_ext.ranks import RankGroup
     from swift_grpo_ext.rollout.sample import RolloutSample
     from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
@@ -304,6 +305,31 @@ def _same_item(ours: list[int], theirs: list[int]) -> bool:
 
 
 # --- prompts and tokens: what still differs is an error ---
+
+
+def check_batches(
+    samples: Sequence[RolloutSample],
+    micro_batches: Iterable[tuple[Sequence[RolloutSample], GRPOBatch, Mapping[str, Any]]],
+    args: RolloutGRPOConfig,
+    template: Template,
+    ranks: RankGroup,
+) -> None:
+    """Raise `DisagreementError` on every rank where one trains on other prompts or tokens than its
+    rollouts had (M3, M6); all ranks call it together, once a round.
+
+    Args:
+        samples: this rank's.
+        micro_batches: of each, its samples, what both sides know of them, and the model's inputs.
+    """
+    fault = ""
+    try:
+        check_counts(samples)
+        for chunk, batch, model_inputs in micro_batches:
+            check_training_batch(chunk, batch, args, template, model_inputs)
+    except DisagreementError as e:  # not raised yet: the others would wait for this rank
+        fault = str(e)
+    if faults := [*filter(None, ranks.all_gather(fault))]:
+        raise DisagreementError(faults[0])
 
 
 def check_training_batch(

@@ -29,7 +29,7 @@ from swift_grpo_ext.media.encode import before_collating
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.placeholders import mask_placeholders
 from swift_grpo_ext.rollout.sample import RolloutGKDSample
-from swift_grpo_ext.training.batch import DisagreementError, check_training_batch
+from swift_grpo_ext.training.batch import DisagreementError, check_batches
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
 from swift_grpo_ext.training.gap import measure_rollout_gap
 from swift_grpo_ext.training.rollouts import RolloutTraining
@@ -88,11 +88,12 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     def _prepare_batch_inputs(self, samples: list[RolloutGKDSample]) -> list[dict[str, Any]]:
         batches = super()._prepare_batch_inputs(samples)
         if self._data_source == DataSource.STUDENT:
-            for chunk, batch in zip(self.split_by_mini_batches(samples), batches, strict=True):
-                both_sides = completions_of(chunk, self.accelerator.device)
-                inputs = batch["model_inputs"]
-                check_training_batch(chunk, both_sides, self.args, self.template, inputs)
-                batch["rollout"] = chunk, both_sides
+            device, inputs = self.accelerator.device, [batch["model_inputs"] for batch in batches]
+            both_sides = [completions_of(chunk, device) for chunk in self._chunks]
+            micro_batches = zip(self._chunks, both_sides, inputs, strict=True)
+            check_batches(samples, micro_batches, self.args, self.template, self.ranks)
+            for batch, *rollout in zip(batches, self._chunks, both_sides, strict=True):
+                batch["rollout"] = rollout
         return batches
 
     def _postprocess_batch(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,7 @@ from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
 from swift_grpo_ext.sampling.sampler import EpochSampler
 from swift_grpo_ext.stops.templates import check_template_stops
 from swift_grpo_ext.timing.step_clock import StepClock
-from swift_grpo_ext.training.batch import check_counts, encoding_for_training, switch_off_dropout
+from swift_grpo_ext.training.batch import encoding_for_training, switch_off_dropout
 from swift_grpo_ext.training.gap import gap_limit
 from swift_grpo_ext.training.prompts import (
     named_request,
@@ -97,6 +98,8 @@ class RolloutTraining(RolloutTrainerMixin):
     ranks: RankGroup
     """All training ranks, for the exchange of Python objects."""
 
+    completion_logps: CompletionLogps
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         apply(Moment.TRAINER)
         config, template = kwargs["args"], kwargs["template"]
@@ -135,7 +138,8 @@ class RolloutTraining(RolloutTrainerMixin):
         others = filter(None, (self.ref_model, self.teacher_model))
         self.encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
         # Behind all others: what they do at a step's end then counts in that step.
-        self.add_callback(StepClock(self))
+        self._clock = StepClock(self)
+        self.add_callback(self._clock)
         states = what_is_on(config, self.completion_logps, self.encoder_cache, num_dropouts)
         self._summary = RunSummary(self, states, self.gap_limit)
         if config.full_determinism:  # before `train` has accelerate wrap the model for DDP
@@ -149,6 +153,9 @@ class RolloutTraining(RolloutTrainerMixin):
         self._summary.begin()
         try:
             return super().train(*args, **kwargs)
+        except BaseException:
+            self.ranks.end()
+            raise
         finally:
             self._summary.end()
             self._recorder.finish()
@@ -309,6 +316,21 @@ class RolloutTraining(RolloutTrainerMixin):
         self._conversations.note(samples, outputs, sample_ids, prompts, time.monotonic() - began)
         return outputs
 
+    def _infer_single_or_multi_turn(
+        self,
+        samples: list[RolloutSample],
+        request_config: RequestConfig,
+        is_global_inputs: bool = False,
+    ) -> list[RolloutSample]:
+        began = time.monotonic()
+        results = super()._infer_single_or_multi_turn(samples, request_config, is_global_inputs)
+        # With `--async_generate` rank 0 generates for all, in a thread. Else all ranks meet before
+        # NCCL, where they would wait for ever for one whose engine has failed: here they raise.
+        if self.ranks.size > 1 and not is_global_inputs:
+            seconds = self.ranks.all_gather(time.monotonic() - began)
+            self._clock.note_wait(max(seconds) - fmean(seconds))
+        return results
+
     def _sharing(self, is_global_inputs: bool) -> RankGroup:
         """Return the ranks that share an engine with this one."""
         if self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size > 1:
@@ -378,7 +400,6 @@ class RolloutTraining(RolloutTrainerMixin):
 
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
         self.encoder_cache.forget()  # it holds the images of one round
-        check_counts(samples)
         # Such passes leave most copies of an image out: none is concatenated before.
         joins_late = self.encoder_cache.is_on or self.completion_logps.shares_prompts
         media = self._media.in_training(self.template, joins_late=joins_late)
@@ -392,6 +413,12 @@ class RolloutTraining(RolloutTrainerMixin):
             metrics["media/encoded"] = float(self.encoder_cache.agree(self.ranks))
         self._note(metrics)
         return batches
+
+    def split_by_mini_batches(self, samples: list[RolloutSample]) -> list[list[RolloutSample]]:
+        # With sequence parallelism ms-swift gathers samples of several ranks there, as copies: what
+        # it encodes and trains on is known from its own call alone.
+        self._chunks: list[list[RolloutSample]] = super().split_by_mini_batches(samples)
+        return self._chunks
 
     def _note(self, metrics: Mapping[str, float]) -> None:
         """Have ms-swift log these with the next step's values."""

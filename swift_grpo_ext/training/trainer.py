@@ -15,7 +15,7 @@ from swift_grpo_ext.rollout.placeholders import mask_models
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.sampling.sampler import EpochSampler
-from swift_grpo_ext.training.batch import check_training_batch
+from swift_grpo_ext.training.batch import check_batches
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
 from swift_grpo_ext.training.gap import measure_rollout_gap
 from swift_grpo_ext.training.passes import TrainingPasses
@@ -97,9 +97,9 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
         if self._router_replay is not None:
             self._note({"router_replay/equal": self._router_replay.end_round(self.ranks)})
         grpo_batches = [batch["grpo_batch"] for batch in batches]
-        for chunk, batch in zip(self._chunks, batches, strict=True):
-            inputs = batch["model_inputs"]
-            check_training_batch(chunk, batch["grpo_batch"], self.args, self.template, inputs)
+        inputs = [batch["model_inputs"] for batch in batches]
+        both_sides = zip(self._chunks, grpo_batches, inputs, strict=True)
+        check_batches(samples, both_sides, self.args, self.template, self.ranks)
         if getattr(self, "_is_dynamic_self_distillation", False):
             # ms-swift 4.6 says so of every run without a teacher, and then refuses what cannot have
             # one: `--loss_type real` and `fipo`, `--off_policy_sequence_mask_delta`.
@@ -108,12 +108,6 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
         limit, step = self.gap_limit, self.state.global_step
         self._note(measure_rollout_gap(micro_batches, self.args, self.ranks, limit, step))
         return batches
-
-    def split_by_mini_batches(self, samples: list[RolloutSample]) -> list[list[RolloutSample]]:
-        # With sequence parallelism ms-swift gathers samples of several ranks there, as copies: what
-        # it encodes and trains on is known from its own call alone.
-        self._chunks: list[list[RolloutSample]] = super().split_by_mini_batches(samples)
-        return self._chunks
 
     # --- how samples scored ---
 

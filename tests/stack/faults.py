@@ -28,10 +28,15 @@ from swift_grpo_ext.server import replicas
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 
 
+def is_this_ranks(fault: dict[str, Any]) -> bool:
+    return str(fault.get("rank", 0)) == os.environ.get("RANK", "0")
+
+
 def meet(step: int, turn: int) -> None:
     replica = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")
     for fault in FAULTS:
         is_now = fault.get("step") == step and fault.get("turn", 0) == turn
+        is_now &= is_this_ranks(fault)
         if is_now and str(fault.get("replica", 0)) == replica:
             if "noted" in fault:  # the file that tells when
                 Path(fault["noted"]).write_text(str(time.time()))
@@ -66,6 +71,12 @@ class Fate(ORM):
 
 
 class FailingEngine(engine.RolloutEngine):
+    def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().infer(infer_requests, *args, **kwargs)
+        if any(is_this_ranks(fault) and fault["kind"] == "forget" for fault in FAULTS):
+            outputs[0].response.completions[0].logprobs.pop()
+        return outputs
+
     def _batch_encode(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
         for request in infer_requests:
             metadata = wire.read_metadata(wire.data_dict_of(request))

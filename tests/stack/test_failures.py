@@ -97,6 +97,27 @@ def test_servers_are_lost_one_by_one(
     assert ended - float(lost_at.read_text()) < SECONDS_TO_END
 
 
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("raise", "Connection closed by peer"), ("forget", "DisagreementError: train round 0.0, gro")],
+)
+def test_what_one_rank_meets_ends_both(
+    kind: str, told: str, assets: Path, rows: Path, tmp_path: Path
+) -> None:
+    """Each by itself: nothing ends the first within the seconds that it has."""
+    argv = ("--vllm_mode", "colocate")
+    env = faults({"step": 1, "rank": 1, "kind": kind})
+    finished = train_with_faults(assets, rows, tmp_path / "run", *argv, ranks=2, env=env)
+    assert finished.returncode != 0
+    last = {
+        rank: [line for line in finished.output.splitlines() if f"[rank{rank}]: " in line][-1]
+        for rank in (0, 1)
+    }
+    assert ("OSError: the disk is gone" if kind == "raise" else told) in last[1]
+    assert told in last[0]
+
+
 def test_trainer_and_server_come_back(
     assets: Path, rows: Path, reference: Samples, tmp_path: Path
 ) -> None:

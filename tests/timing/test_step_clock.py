@@ -70,7 +70,6 @@ class Trainer:
 
     vllm_mode = "colocate"
     deepspeed: Any = None
-    ranks: Any
 
     def __init__(self, *, lags: bool = False, **changes: Any) -> None:
         self.device = Device(lags=lags)
@@ -297,44 +296,48 @@ class Asynchronous(Trainer):
         return "samples"
 
 
-class TwoRanks(RankGroup):
-    """This rank, and one that takes 6 seconds longer."""
+class NoExchange(RankGroup):
+    """Ranks that a clock must not ask for anything: where one fails, the others would wait."""
 
     size = 2
 
-    def __init__(self) -> None:
-        self.num_calls = 0
-
     def all_gather(self, value: Any) -> list[Any]:
-        self.num_calls += 1
-        return [value, value + 6]
+        raise AssertionError(value)
+
+    gather = scatter = agree = all_gather
 
 
 def test_another_thread_is_left_alone() -> None:
-    clock = begin(trainer := Asynchronous(ranks=TwoRanks()))
+    clock = begin(trainer := Asynchronous(ranks=NoExchange()))
     step(trainer, clock)
     seconds = logged(trainer)
     assert (seconds["generate"], seconds["rollout"], seconds["sleep"]) == (40, 2 + 3 + 40, 0)
-    assert trainer.ranks.num_calls == 0
-    assert "wait" not in seconds
 
 
-def test_ranks_wait_for_the_slowest_within_generate() -> None:
-    clock = begin(trainer := Trainer(ranks=TwoRanks()))
-    trainer.training_step()
-    trainer.evaluation_loop()  # which is not timed
-    with pytest.raises(ConnectionError):
-        trainer._infer_single_or_multi_turn(failing=True)  # the others have their own bounds
-    clock.on_step_end(ARGS, STATE, CONTROL)
-    assert logged(trainer)["wait"] == pytest.approx(3)
-    assert trainer.ranks.num_calls == 1
-    alone = Trainer(ranks=RankGroup())
-    step(alone, begin(alone))
+class Waiting(Trainer):
+    """Tells the clock of each round that others took 3 seconds longer."""
+
+    def _infer_single_or_multi_turn(self, failing: bool = False) -> str:
+        self.clock.note_wait(3.0)
+        return super()._infer_single_or_multi_turn(failing)
+
+
+def test_a_step_logs_how_long_ranks_waited_for_the_slowest() -> None:
+    """Of all its rounds; an evaluation is not timed, and a step without a round has none."""
+    clock = begin(trainer := Waiting(ranks=NoExchange()))
+    trainer.clock = clock
+    for num_rounds in (1, 2):
+        for _ in range(num_rounds):
+            trainer.training_step()
+        trainer.evaluation_loop()
+        clock.on_step_end(ARGS, STATE, CONTROL)
+        assert logged(trainer)["wait"] == 3 * num_rounds
+    step(alone := Trainer(), begin(alone))
     assert logged(alone) == STEP
 
 
 def test_a_second_training_is_timed_once_and_the_trainer_left_as_it_was() -> None:
-    clock = begin(trainer := Trainer(ranks=TwoRanks()))
+    clock = begin(trainer := Trainer(ranks=NoExchange()))
     own = dict(vars(trainer))
     trainer.training_step()
     clock.on_train_begin(ARGS, STATE, CONTROL)  # the first one failed: nothing told the clock
@@ -342,7 +345,6 @@ def test_a_second_training_is_timed_once_and_the_trainer_left_as_it_was() -> Non
     step(trainer, clock)
     # A change of part is one event, and the end of the step another.
     assert trainer.device.num_events - num_events == 20
-    assert trainer.ranks.num_calls == 2
     other = begin(trainer)  # such as a bench's
     state: Any = SimpleNamespace(is_world_process_zero=False)
     for each in (clock, other):

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.training import batch as batch_module
 from swift_grpo_ext.training.batch import (
     DisagreementError,
+    check_batches,
     check_counts,
     check_prompts_of,
     check_training_batch,
@@ -21,6 +23,7 @@ from swift_grpo_ext.training.batch import (
     switch_off_dropout,
     with_text_of,
 )
+from tests.ranks import run_rank_groups
 from tests.training.samples import arguments, batch, prompts, sample
 
 PAD, SOFT = 90, 91
@@ -161,6 +164,29 @@ def test_unknown_prompts_are_left_to_others() -> None:
         check_training_batch(
             [sample(rollout_prompts=prompts([9]))], batch(), arguments(), template(), {}
         )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logprobs": [(-0.5,)]}, "2 sampled tokens and 1 log-prob"),
+        ({"rollout_prompts": prompts([9])}, "the rollout saw a prompt of 1 tokens"),
+    ],
+)
+def test_what_one_rank_finds_ends_all(change: dict[str, Any], message: str) -> None:
+    """They would wait for it in the next exchange, as long as `--ddp_timeout` says."""
+
+    def work(ranks: RankGroup) -> str:
+        drawn = [sample(), sample(**(change if ranks.rank == 1 else {}))]
+        micro_batches = [([one], batch(), {}) for one in drawn]
+        with pytest.raises(DisagreementError) as raised:
+            check_batches(drawn, micro_batches, arguments(), template(), ranks)
+        return str(raised.value)
+
+    [first, second, third] = run_rank_groups(3, work)
+    assert first == second == third
+    assert message in first
+    check_batches([sample()], [([sample()], batch(), {})], arguments(), template(), RankGroup())
 
 
 # --- prompts that are made equal (M3) ---
