@@ -98,7 +98,7 @@ class RolloutTraining(RolloutTrainerMixin):
     ranks: RankGroup
     """All training ranks, for the exchange of Python objects."""
 
-    completion_logps: CompletionLogps
+    completion_logps: CompletionLogps  # said here: mypy would infer it by the order of files
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         apply(Moment.TRAINER)
@@ -129,9 +129,7 @@ class RolloutTraining(RolloutTrainerMixin):
         halves = config.bf16 or config.fp16
         self.number_bits = bits = 16 if halves else torch.finfo(self.model.dtype).bits
         self.gap_limit = gap_limit(min(bits, self._engine_bits), config.temperature)
-        self.completion_logps: CompletionLogps = CompletionLogps(
-            config, template, self.model, self.ranks
-        )
+        self.completion_logps = CompletionLogps(config, template, self.model, self.ranks)
         self._conversations = Conversations(template, has_scheduler=bool(self.multi_turn_scheduler))
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         num_dropouts = switch_off_dropout(self.model)
