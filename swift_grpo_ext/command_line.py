@@ -23,6 +23,7 @@ from transformers import HfArgumentParser
 
 from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import SettingsError, did_you_mean, enforce
+from swift_grpo_ext.checks.left_out import Preprocessed, check_left_out, watched
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.flags import ExtFlags, flag_infos, flag_names
 from swift_grpo_ext.record.log import check_output_dir
@@ -73,10 +74,16 @@ class RLHFExtArguments(_NamedTypes, ExtFlags, RLHFArguments):
             check_stop_settings(self)
             enforce(check_output_dir(self))
             enforce(preflight.check_model(self))
-            datasets = super().load_dataset()
+            with watched(self._tell_left_out):
+                datasets = super().load_dataset()
+            apply(Moment.TRAINING)  # before rows are encoded, as the training will
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
-            apply(Moment.TRAINING)  # after all checks: what is refused has changed nothing
+
+    def _tell_left_out(self, given: Preprocessed) -> None:
+        is_val = any(name.startswith(given.name) for name in self.val_dataset or ())
+        setting = f"{'val_' * is_val}dataset {given.name}"
+        enforce(check_left_out(given, setting))
 
     def load_dataset(self) -> tuple[Dataset, Dataset | None]:
         # Handed over once: what `_check_grpo` has loaded is not loaded again, nor kept.

@@ -19,7 +19,7 @@ from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import peft
 import torch.distributed as dist
@@ -35,11 +35,11 @@ from swift_grpo_ext.checks.rows import check_rows
 from swift_grpo_ext.flags import DiversityFlags, flag_names
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages
-from swift_grpo_ext.upstream.placeholders import placeholder_texts
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from swift.arguments import RLHFArguments, RolloutArguments
+    from swift.template import Template
 
     Arguments: TypeAlias = RLHFArguments | RolloutArguments
 
@@ -505,7 +505,7 @@ def check_datasets(
     # Media may be on the disk of each machine. The launcher ends the other ranks with this one.
     if not is_local_master():
         return
-    placeholders, is_led = _placeholders(args), leads_conversations(args)
+    template, is_led = _template(args), leads_conversations(args)
     for setting, dataset in (("dataset", train_dataset), ("val_dataset", eval_dataset)):
         if dataset is not None:
             yield from check_rows(
@@ -514,7 +514,7 @@ def check_datasets(
                 expects_media=args.model_meta.is_multimodal,
                 deletes_bad_rows=args.truncation_strategy == "delete",
                 tells_duplicates=dataset is train_dataset,
-                placeholders=placeholders,
+                template=template,
             )
             if args.rlhf_type != "grpo":
                 continue
@@ -530,24 +530,17 @@ def check_datasets(
     yield from check_unmet_rows(args, train_dataset, eval_dataset)
 
 
-def _placeholders(args: RLHFArguments) -> list[str]:
-    """Return the texts of the tokens that stand for media, before there is a template; [] where the
-    model is not on this machine, or takes no media."""
+def _template(args: RLHFArguments) -> Template | None:
+    """Return the template of the training, before there is a model; None where the model is not on
+    this machine, or takes no media."""
     if not args.model_meta.is_multimodal or not Path(args.model_dir or "").is_dir():
-        return []
-    from swift.template import TEMPLATE_MAPPING, Template
-    from transformers import AutoTokenizer
+        return None
+    from swift.model import get_processor
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
-    meta = TEMPLATE_MAPPING.get(args.template)
-    kind = meta.template_cls if meta else Template
-    # What a template does to these when it is made: the texts among them become ids.
-    named = [t for t in kind.placeholder_tokens if isinstance(t, (int, str))]
-    ids = [tokenizer.convert_tokens_to_ids(t) if isinstance(t, str) else t for t in named]
-    template: Any = SimpleNamespace(
-        config=args.model_info.config,
-        placeholder_tokens=ids,
-        special_tokens=kind.special_tokens,
-        tokenizer=tokenizer,
+    # Not by `args.get_model_processor`: Unsloth's loads the model.
+    processor = get_processor(
+        args.model_dir, model_type=args.model_type, new_special_tokens=args.new_special_tokens
     )
-    return placeholder_texts(template)
+    template: Template = args.get_template(processor)
+    template.set_mode("train")
+    return template

@@ -26,18 +26,20 @@ from requests.utils import requote_uri
 
 from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
-from swift_grpo_ext.upstream.placeholders import placeholder_texts
+from swift_grpo_ext.upstream.placeholders import MARKS, placeholder_texts
 from swift_grpo_ext.upstream.rows import (
     COLUMNS,
     FILE,
     KINDS,
     LONGEST_SHOWN,
+    TEACHER_IMAGES,
     Medium,
     RowFormError,
     column_of,
     read_row,
     short,
     source_of,
+    teacher_view,
 )
 
 if TYPE_CHECKING:
@@ -66,6 +68,12 @@ MAX_SEARCHED = 2**26
 SHOWN_MEDIA = 3
 """Media that an error names where it may be about any of them."""
 
+NARROW = 200
+"""Times as wide as high, or the other way round: some families refuse a picture beyond it
+(`smart_resize` of Qwen, GLM and others, transformers 5.19), and others take it."""
+
+FRAMES = '{"type": "video", "video": ["1.png", ...]} of its frames'
+A_PDF = "is a PDF; expected an image: draw its pages as images first"
 EXPECTED_IMAGE = 'a path, URL, data URL, base64, or {"bytes": ...} or {"path": ...}'
 
 
@@ -79,17 +87,19 @@ def check_rows(
     expects_media: bool,
     deletes_bad_rows: bool = False,
     tells_duplicates: bool = False,
-    placeholders: Collection[str] = (),
+    template: Template | None = None,
 ) -> Findings:
-    """Refuse the first row that has a fault (`row_fault`); warn of a data set without any image,
-    and of prompts that stand twice in it, media included (docs/promises.md, G4).
+    """Refuse the first row that has a fault (`early_fault`); warn of a data set without any image,
+    of marks that no medium matches, and of prompts that stand twice in the data set, media included
+    (docs/promises.md, G4).
 
     Args:
         expects_media: whether the model takes media, so that their absence is worth a warning.
         deletes_bad_rows: whether ms-swift replaces bad rows (`--truncation_strategy delete`): their
             number is a warning then.
-        placeholders: the tokens that stand for media inside the model.
+        template: the model's; None where it is not known.
     """
+    placeholders = placeholder_texts(template) if template else ()
     numbers: Sequence[int] = range(len(dataset))
     if len(numbers) > MAX_IMAGES_OPENED:
         # By chance, and the same in each run: a fixed stride would meet the same kind of row again
@@ -97,6 +107,7 @@ def check_rows(
         numbers = random.Random(0).sample(numbers, MAX_IMAGES_OPENED)
     num_rows, num_bytes, has_media = 0, 0, False
     bad: list[str] = []
+    unmatched: list[str] = []
     hashes: list[str] = []
     for i in numbers:
         if num_bytes > MAX_CONTENT:
@@ -106,10 +117,12 @@ def check_rows(
         num_rows += 1
         num_bytes += sum(len(c) for m in media if isinstance(c := source_of(m.value), bytes))
         has_media = has_media or bool(media)
-        if fault := row_fault(row, placeholders):
+        if fault := early_fault(row, template, placeholders):
             bad.append(fault if bad else f"{name_of(row)}: {fault}")
             if not deletes_bad_rows:
                 break
+        elif expects_media and (marks := unmatched_marks(row)):
+            unmatched.append(marks if unmatched else f"{name_of(row)}: {marks}")
         if tells_duplicates:
             hashes.append(prompt_hash(prompt_of(row)))
     if bad and not deletes_bad_rows:
@@ -125,6 +138,13 @@ def check_rows(
             f"{len(bad)} of {num_rows} rows that were looked at cannot be used, the first: "
             f"{bad[0]}. Whenever such a row is met, another takes its place "
             "(--truncation_strategy delete).",
+        )
+    if unmatched and (deletes_bad_rows or not bad):
+        yield warning(
+            setting,
+            f"{len(unmatched)} of {num_rows} rows have marks that their media do not match, the "
+            f"first: {unmatched[0]}.",
+            "Correct the rows if a medium or a mark is missing; a question about the tag is right.",
         )
     if expects_media and not has_media and not bad:
         yield warning(
@@ -168,7 +188,7 @@ def question_of(row: object) -> str:
     except RowFormError:
         messages = column_of(row, "messages")
     *_, last = messages if messages and isinstance(messages, (list, tuple)) else [None]
-    content = last.get("content", "") if isinstance(last, Mapping) else last or ""
+    content = (last.get("content") if isinstance(last, Mapping) else last) or ""
     if isinstance(content, list):  # parts in a form that ms-swift does not read
         dicts = [part for part in content if isinstance(part, Mapping)]
         content = "".join(str(part.get("text") or part.get("content") or "") for part in dicts)
@@ -178,9 +198,10 @@ def question_of(row: object) -> str:
 def name_of(row: object) -> str:
     """Return how messages name a row: by its place in its file, where it is found, and by its
     question."""
-    asks = f"asks {question_of(row)!r}"
-    place = place_of(row)
-    return f"{place} (which {asks})" if place else f"the row that {asks}"
+    question, place = question_of(row), place_of(row)
+    if not place:
+        return f"the row that asks {question!r}"
+    return f"{place} (which asks {question!r})" if question else place
 
 
 def place_of(row: object) -> str:
@@ -215,51 +236,101 @@ def _texts(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def row_fault(row: object, placeholders: Collection[str] = ()) -> str | None:
-    """Say what is wrong with a row's prompt: field, value, and what was expected; None where
-    nothing is.
+def early_fault(
+    row: object, template: Template | None, placeholders: Collection[str] = ()
+) -> str | None:
+    """Say what is wrong with a row before a model is loaded: what `row_fault` says, and whether the
+    template refuses a picture so narrow that some do; None where nothing is."""
+    sizes: list[tuple[int, int]] = []
+    if fault := row_fault(row, placeholders, sizes):
+        return fault
+    if template is None or not isinstance(row, Mapping) or not any(map(is_narrow, sizes)):
+        return None
+    return encoding_error(template, row)
+
+
+def row_fault(
+    row: object, placeholders: Collection[str] = (), sizes: list[tuple[int, int]] | None = None
+) -> str | None:
+    """Say what is wrong with a row's prompt, or with what a teacher is shown in its place: field,
+    value, and what was expected; None where nothing is.
 
     Only headers of images are read; what is fetched, and a file that was cut in its middle, shows
-    when the row is encoded (`encoding_error`). More media than marks are right: ms-swift puts the
-    marks in front.
+    when the row is encoded (`encoding_error`).
 
     Args:
         placeholders: the tokens that stand for media inside the model.
+        sizes: a list to which those of the images are added, width and height.
     """
     row = prompt_of(row) if isinstance(row, Mapping) else row
+    if (fault := _view_fault(row, placeholders, sizes)) or not (view := teacher_view(row)):
+        return fault
+    fault = _view_fault(view, placeholders, sizes)
+    is_named = not fault or fault.startswith(TEACHER_IMAGES)
+    return fault if is_named else f"teacher_prompt: {fault}"
+
+
+def _view_fault(
+    row: object, placeholders: Collection[str], sizes: list[tuple[int, int]] | None
+) -> str | None:
     try:
         read = read_row(row)
     except RowFormError as e:
         return str(e)
     for where, text in read.texts():
-        if typed := [token for token in placeholders if token in text]:
+        if typed := [token for token in placeholders if token in text and token not in MARKS]:
             return (
                 f"{where}: holds {typed[0]!r}, which stands for a medium inside the model; "
                 "expected text, with <image>, <video> or <audio> where a medium is shown"
             )
     for kind in KINDS:
-        given = len(read.shown_as(kind))
-        marks = sum(text.count(f"<{kind}>") for _, text in read.texts())
-        # Questions about HTML have <video> and <audio> tags, and no column of videos. A column that
-        # is null in this row says that the data set has some.
-        has_column = not isinstance(row, Mapping) or f"{kind}s" in row
-        is_null = has_column and column_of(row, f"{kind}s") is None
-        if marks > given and (kind == "image" or given or is_null):
-            return f"messages: {marks} <{kind}> marks stand for {given} {kind}s; expected as many"
+        given, marked = read.count(kind)
+        if marked > given and f"<{kind}>" in placeholders:
+            return (
+                f"messages: {marked} <{kind}> marks stand for {given} {kind}s; expected as many, "
+                "since the mark is a token of this model"
+            )
     for medium in read.media:
-        reason = _image_fault(medium) if medium.kind == "image" else _file_fault(medium)
-        if reason:
+        is_image = medium.kind == "image"
+        if reason := _image_fault(medium, sizes) if is_image else _file_fault(medium):
             return f"{medium.field}: {reason}"
     return None
 
 
-def _image_fault(medium: Medium) -> str | None:
+def unmatched_marks(row: object) -> str | None:
+    """Say what ms-swift does about marks where a row has other numbers of marks than of media; None
+    where that is no surprise: without any mark, media come first.
+
+    It replaces marks from the first one on, and keeps the others as text; missing ones it puts in
+    front of the first message (4.6, template/base.py, `_add_default_tags`).
+    """
+    read = read_row(prompt_of(row) if isinstance(row, Mapping) else row)
+    for kind in KINDS:
+        given, marked = read.count(kind)
+        # Questions about HTML have <video> and <audio> tags, and no column of videos. A column that
+        # is null in this row says that the data set has some.
+        has_column = not isinstance(row, Mapping) or f"{kind}s" in row
+        is_null = has_column and column_of(row, f"{kind}s") is None
+        if marked > given and (kind == "image" or given or is_null):
+            return (
+                f"messages: {marked} <{kind}> marks stand for {given} {kind}s, and the last "
+                f"{marked - given} stay text"
+            )
+        if 0 < marked < given:
+            return (
+                f"messages: {marked} <{kind}> marks stand for {given} {kind}s, so that the first "
+                f"{given - marked} are shown in front of the first message"
+            )
+    return None
+
+
+def _image_fault(medium: Medium, sizes: list[tuple[int, int]] | None = None) -> str | None:
     value = source_of(medium.value)
     if reason := _wrong_form(value):
         return reason
     if isinstance(value, (list, tuple, int, float, Mapping)):
         return f"is {short(medium.value)}; expected {EXPECTED_IMAGE}"
-    reason = unreadable(value)
+    reason = unreadable(value, sizes)
     return f"{short(medium.value)} {reason}" if reason else None
 
 
@@ -270,8 +341,7 @@ def _file_fault(medium: Medium) -> str | None:
         if not medium.field.startswith("messages"):
             return (
                 f"is a list of {len(value)} frames, which ms-swift's requests take in `content` "
-                'alone; expected a path or URL, or a part {"type": "video", "video": ["1.png", '
-                "...]}"
+                f"alone; expected a path or URL, or a part {FRAMES}"
             )
         frames = (Medium("image", medium.field, frame) for frame in value)
         return next(filter(None, map(_image_fault, frames)), None)
@@ -282,14 +352,18 @@ def _file_fault(medium: Medium) -> str | None:
     try:
         content = media_content(value)
         is_missing = isinstance(content, Path) and not content.exists()
+        is_folder = isinstance(content, Path) and content.is_dir()
     except (ValueError, OSError):  # no base64, no path: ms-swift says what it is
-        is_missing = False
+        return None
+    if is_folder:
+        or_frames = f", or a part {FRAMES}" if medium.kind == "video" else ""
+        return f"{short(value)} is a folder; expected a file{or_frames}"
     return f"{short(value)} does not exist" if is_missing else None
 
 
 def _wrong_form(value: object) -> str | None:
     """Say where a medium is nothing, or a list in a text."""
-    if value is None or value == "":
+    if value is None or (isinstance(value, str) and not value):
         return f"is {'empty' if value == '' else 'null'}; expected a path, or [] for no medium"
     text = value.strip() if isinstance(value, str) else ""
     if text.startswith("[") and text.endswith("]") and not os.path.exists(text):  # noqa: PTH110
@@ -303,8 +377,12 @@ def _wrong_form(value: object) -> str | None:
 # --- one image ---
 
 
-def unreadable(image: object) -> str | None:
-    """Say why an image cannot be read; None where it can, or where only fetching it would tell."""
+def unreadable(image: object, sizes: list[tuple[int, int]] | None = None) -> str | None:
+    """Say why an image cannot be read; None where it can, or where only fetching it would tell.
+
+    Args:
+        sizes: a list to which the image's is added, width and height.
+    """
     try:
         content = media_content(image)
         if content is None:
@@ -320,12 +398,28 @@ def unreadable(image: object) -> str | None:
         if isinstance(content, Path) and not content.is_file():
             return "is not a file"  # a pipe would be waited for
         # To open an image reads its header, and no pixel.
-        with Image.open(content):
+        with Image.open(content) as opened:
+            if sizes is not None:
+                sizes.append(opened.size)
             return None
     except FileNotFoundError:
         return "does not exist"
     except Exception as e:  # PIL's plugins raise whatever they stumble over in a broken header
-        return f"is not an image that can be read ({reason_of(e)})"
+        return A_PDF if is_pdf(image) else f"is not an image that can be read ({reason_of(e)})"
+
+
+def is_narrow(size: tuple[int, int]) -> bool:
+    return max(size) > NARROW * min(size)
+
+
+def is_pdf(image: object) -> bool:
+    if isinstance(image, str) and image.partition("?")[0].lower().endswith(".pdf"):
+        return True
+    with suppress(Exception):
+        content = media_content(image) or io.BytesIO()
+        with content.open("rb") if isinstance(content, Path) else content as file:
+            return file.read(5) == b"%PDF-"
+    return False
 
 
 def media_content(medium: object) -> Path | IO[bytes] | None:
@@ -380,13 +474,15 @@ def encoding_error(
     prompt = {**row, "messages": [dict(message) for message in row["messages"]]}
     if strip_response:
         remove_response(prompt["messages"])
-    try:
-        # Without the wrapper that ms-swift has around it, which would try three times: readers of
-        # URLs have their own retries.
-        with torch.inference_mode():
-            encoded = inspect.unwrap(type(template).encode)(template, prompt)
-    except Exception as e:  # templates, processors and readers of media raise many kinds
-        return encoding_fault(row, e)
+    encoded = {}
+    for view in filter(None, (teacher_view(prompt), prompt)):
+        try:
+            # Without the wrapper that ms-swift has around it, which would try three times: readers
+            # of URLs have their own retries.
+            with torch.inference_mode():
+                encoded = inspect.unwrap(type(template).encode)(template, view)
+        except Exception as e:  # templates, processors and readers of media raise many kinds
+            return encoding_fault(view, e)
     ids = encoded.get("input_ids")
     num_tokens = 0 if ids is None else int(torch.as_tensor(ids).numel())
     if strip_response and max_tokens is not None and num_tokens >= max_tokens:
@@ -419,7 +515,7 @@ def encoding_fault(row: object, error: Exception) -> str:
 def _loading_fault(medium: Medium, error: Exception) -> str | None:
     """Say why a medium cannot be loaded, by ms-swift's own reader; None for videos and audios,
     whose readers belong to the templates."""
-    from swift.template import Template
+    from swift.template import MaxLengthError, Template
 
     if isinstance(error, requests.RequestException):  # has tried several times: not again
         url = error.request.url if error.request is not None else None
@@ -430,9 +526,18 @@ def _loading_fault(medium: Medium, error: Exception) -> str | None:
         return None
     # Decoded to its end: a file that was cut in its middle has a whole header.
     try:
-        Template._load_image(medium.value, load_images=True).load()
+        image = Template._load_image(medium.value, load_images=True)
+        image.load()
     except Exception as e:  # PIL's plugins raise many kinds
+        if is_pdf(source_of(medium.value)):
+            return A_PDF
         return f"is not an image that can be read ({reason_of(e)}); expected a whole one"
+    if is_narrow(image.size) and not isinstance(error, MaxLengthError):
+        width, height = image.size
+        return (
+            f"is {width} x {height} pixels, too narrow for this model ({reason_of(error)}); crop "
+            "or pad it"
+        )
     return None
 
 

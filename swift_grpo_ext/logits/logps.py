@@ -271,15 +271,11 @@ class CompletionLogps:
             temperature: the number by which logits are divided.
             policy: the model that is trained.
         """
-        # A local teacher that sees a prompt of its own has rows of its own, which ms-swift encodes
-        # in the place of the sample's (4.6, rl_core/data.py, `build_teacher_view`): what waits here
-        # would be collated with the wrong ones. `teacher_images` is there since 4.5.
-        has_teacher_rows = any(
-            sample.teacher_prompt or getattr(sample, "teacher_images", None) is not None
-            for samples in micro_batches
-            for sample in samples
-        )
-        if not self._ranks.agree(not has_teacher_rows):
+        # A local teacher with views of its own has rows of its own, which ms-swift encodes in the
+        # place of the sample's (4.6, rl_core/data.py, `build_teacher_view`): what waits here would
+        # be collated with the wrong ones. All samples of all ranks have a view, or none
+        # (`complete_teacher_views`).
+        if any(sample.teacher_messages for samples in micro_batches for sample in samples):
             return None
 
         # Gradients that the pass with gradients will make beside its activations are room that

@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from swift_grpo_ext.rollout.wire import Prompt
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.upstream.rows import TEACHER_IMAGES
 
 
 @dataclass
@@ -41,6 +42,11 @@ class RolloutFields:
         column: reward functions ask for it."""
         made = cls.upstream.from_row(dict(row))
         return cls(**{each.name: getattr(made, each.name) for each in fields(made)})
+
+    def to_teacher_template_dict(self) -> dict[str, Any]:
+        # Under their own name too: errors name a teacher's images by it (`read_row`).
+        view = self.upstream.to_teacher_template_dict(self)
+        return {**view, TEACHER_IMAGES: self.teacher_images}  # type: ignore[attr-defined]
 
 
 @dataclass

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from swift_grpo_ext.config import RolloutGRPOConfig
     from swift_grpo_ext.ranks import RankGroup
-    from swift_grpo_ext.rollout.sample import RolloutSample
+    from swift_grpo_ext.rollout.sample import RolloutGKDSample, RolloutSample
     from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
 logger = get_logger()
@@ -115,6 +115,25 @@ def check_counts(samples: Sequence[RolloutSample]) -> None:
                 f"{sample.sample_id}: {num_tokens} sampled tokens and {num_logprobs} "
                 "log-probabilities came back from the engine."
             )
+
+
+def complete_teacher_views(
+    samples: Sequence[RolloutSample | RolloutGKDSample], ranks: RankGroup
+) -> None:
+    """Let a teacher see the own prompt of each sample that has no `teacher_prompt` and no
+    `teacher_images`, where any of the round has; every rank calls it.
+
+    ms-swift 4.6 asks each micro-batch whether one of its samples has a teacher's view, and then
+    encodes the views of all (gkd_helpers.py, `encode_gkd_samples`; grpo_trainer.py,
+    `_collate_teacher_opsd_batch`): a TypeError where one has none, and passes of a teacher that
+    ranks which share its weights do not make.
+    """
+    views = [sample.build_teacher_view() for sample in samples]
+    if ranks.agree(not any(views)):
+        return
+    for sample in samples:
+        if sample.teacher_messages is None:
+            sample.teacher_messages = [dict(message) for message in sample.messages]
 
 
 def collate(

@@ -29,7 +29,11 @@ from swift_grpo_ext.media.encode import before_collating
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.placeholders import mask_placeholders
 from swift_grpo_ext.rollout.sample import RolloutGKDSample
-from swift_grpo_ext.training.batch import DisagreementError, check_batches
+from swift_grpo_ext.training.batch import (
+    DisagreementError,
+    check_batches,
+    complete_teacher_views,
+)
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
 from swift_grpo_ext.training.gap import measure_rollout_gap
 from swift_grpo_ext.training.rollouts import RolloutTraining
@@ -86,6 +90,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
             return super()._encode_samples(samples)
 
     def _prepare_batch_inputs(self, samples: list[RolloutGKDSample]) -> list[dict[str, Any]]:
+        complete_teacher_views(samples, self.ranks)
         batches = super()._prepare_batch_inputs(samples)
         if self._data_source == DataSource.STUDENT:
             device, inputs = self.accelerator.device, [batch["model_inputs"] for batch in batches]
@@ -211,7 +216,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     def _build_teacher_requests(self, samples: list[RolloutGKDSample]) -> list[RolloutInferRequest]:
         requests: list[RolloutInferRequest] = super()._build_teacher_requests(samples)
         for sample, request in zip(samples, requests, strict=True):
-            if not sample.teacher_messages:  # else the teacher's prompt is another
+            if not sample.teacher_prompt and sample.teacher_images is None:  # else it sees others
                 request.data_dict[EXPECTED] = text_ids(sample, self._placeholders)
         return requests
 

@@ -15,7 +15,7 @@ from swift_grpo_ext.rollout.placeholders import mask_models
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.sampling.sampler import EpochSampler
-from swift_grpo_ext.training.batch import check_batches
+from swift_grpo_ext.training.batch import check_batches, complete_teacher_views
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
 from swift_grpo_ext.training.gap import measure_rollout_gap
 from swift_grpo_ext.training.passes import TrainingPasses
@@ -93,6 +93,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
     # --- the training batch ---
 
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
+        complete_teacher_views(samples, self.ranks)
         batches = super()._prepare_batch_inputs(samples)
         if self._router_replay is not None:
             self._note({"router_replay/equal": self._router_replay.end_round(self.ranks)})

@@ -44,6 +44,10 @@ swift.arguments:RolloutArguments
     _check_device_count: self
 swift.pipelines.base:SwiftPipeline
     _parse_args: self args
+swift.dataset:DatasetLoader
+    load: self dataset_syntax dataset_meta use_hf
+swift.dataset:RowPreprocessor
+    batched_preprocess: self batched_row strict ignore_max_length_error
 swift.utils.utils
     _patch_get_type_hints
 transformers:HfArgumentParser
@@ -119,7 +123,7 @@ torch.nn:Module
 swift.rl_core.data:OnPolicySample
     from_row: cls row
     to_infer_request: self include_extra
-    to_reward_row: self
+    build_teacher_view to_reward_row to_teacher_template_dict: self
     apply_rollout_output: self rollout_output
 swift.rl_core.data:GRPOSample
     from_row: cls row

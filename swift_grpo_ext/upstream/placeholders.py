@@ -6,8 +6,13 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+from swift_grpo_ext.upstream.rows import KINDS
+
 if TYPE_CHECKING:
     from swift.template import Template
+
+MARKS = {f"<{kind}>" for kind in KINDS}
+"""A text has these where media are shown; ms-swift replaces them."""
 
 CONFIGURED = re.compile(r"(image|video|audio|boi|boa)_token_(id|index)")
 """Attributes by which configurations of transformers name placeholders."""
@@ -41,6 +46,9 @@ def placeholder_ids(template: Template) -> list[int]:
 
 def placeholder_texts(template: Template) -> list[str]:
     """Return the texts of the tokens that stand for media; none of them may stand in a question:
-    ms-swift's tokenizers read them there as the tokens. Marks, which it replaces, are left out."""
-    tokens = template.tokenizer.convert_ids_to_tokens(placeholder_ids(template))
-    return sorted({*tokens}.difference(template.special_tokens))
+    ms-swift's tokenizers read them there as the tokens. A mark (`<image>`) is among them where the
+    vocabulary has it (LLaVA's): one that ms-swift does not replace is the token then."""
+    tokenizer = template.tokenizer
+    tokens = {*tokenizer.convert_ids_to_tokens(placeholder_ids(template))}
+    added = MARKS.intersection(tokenizer.get_added_vocab())
+    return sorted((tokens - {*template.special_tokens}) | added)

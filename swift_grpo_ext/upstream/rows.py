@@ -4,6 +4,7 @@ ms-swift takes media in columns (`images`, or what its preprocessors rename to i
 `content` (`{"type": "image", "image": ...}`, the OpenAI form), and as `<img>PATH</img>` in texts
 (4.6, template/template_inputs.py, `remove_messages_media`; template/base.py,
 `_replace_image_tags`). Whoever looks at a row's media asks `read_row`, so that all see the same.
+A row may have a second view, the teacher's (`teacher_view`), which is read in the same way.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from swift_grpo_ext.upstream.patches import patch
 
 KINDS = ("image", "video", "audio")
 COLUMNS = tuple(f"{kind}s" for kind in KINDS)
+
+TEACHER_COLUMNS = ("teacher_prompt", "teacher_images")
+TEACHER_IMAGES = TEACHER_COLUMNS[1]
 
 FILE = "file://"
 
@@ -59,6 +63,11 @@ class ReadRow:
     def shown_as(self, kind: str) -> list[Medium]:
         return [medium for medium in self.media if medium.kind == kind]
 
+    def count(self, kind: str) -> tuple[int, int]:
+        """Return how many media of a kind there are, and how many marks for them."""
+        marks = sum(text.count(f"<{kind}>") for _, text in self.texts())
+        return len(self.shown_as(kind)), marks
+
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield each message's text with the field's name; not the token ids of answers."""
         for number, message in enumerate(self.messages):
@@ -76,7 +85,8 @@ def read_row(row: object) -> ReadRow:
         RowFormError: ms-swift would raise.
     """
     given = column_of(row, "messages") or ()
-    if not isinstance(given, (list, tuple)) or not all(isinstance(m, Mapping) for m in given):
+    are_messages = isinstance(given, (list, tuple)) and all(map(_is_message, given))
+    if not are_messages:
         raise RowFormError(
             f'messages: {short(given)}; expected [{{"role": "user", "content": "..."}}, ...]'
         )
@@ -97,9 +107,11 @@ def read_row(row: object) -> ReadRow:
     for kind, name in zip(KINDS, COLUMNS, strict=True):
         parts = [medium for medium in in_parts if medium.kind == kind]
         value = column_of(row, name)
-        column = [] if value is None else [Medium(kind, name, value)]  # one, as it is
+        is_teachers = value is not None and value is column_of(row, TEACHER_IMAGES)
+        place = TEACHER_IMAGES if is_teachers else name
+        column = [] if value is None else [Medium(kind, place, value)]  # one, as it is
         if isinstance(value, (list, tuple)):
-            column = [Medium(kind, f"{name}[{n}]", item) for n, item in enumerate(value)]
+            column = [Medium(kind, f"{place}[{n}]", item) for n, item in enumerate(value)]
         if parts and column:
             raise RowFormError(
                 f"{name}: holds {len(column)}, and `content` has parts of type {kind} that hold "
@@ -115,6 +127,24 @@ def read_row(row: object) -> ReadRow:
         Template._replace_image_tags(inputs)
         read.media[:0] = [Medium("image", "messages", path) for path in inputs.images]
     return read
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
+
+
+def teacher_view(row: object) -> dict[str, Any] | None:
+    """Return a row as a teacher is shown it; None where it is shown what the policy is. Its images
+    stand under the name of their own column too, by which `read_row` knows them."""
+    if all(column_of(row, name) is None for name in TEACHER_COLUMNS):
+        return None
+    from swift.rl_core.data import OnPolicySample
+
+    names = ("messages", *COLUMNS, "objects", *TEACHER_COLUMNS)
+    view = OnPolicySample.from_row({name: column_of(row, name) for name in names})
+    if not view.messages or not view.build_teacher_view():
+        return None
+    return {**view.to_teacher_template_dict(), TEACHER_IMAGES: view.teacher_images}
 
 
 def column_of(row: object, name: str) -> Any:
@@ -167,7 +197,8 @@ def source_of(value: Any) -> Any:
     """Return the content or the path of a medium that ms-swift's preprocessors put into a
     dictionary; other values as they are."""
     if isinstance(value, Mapping) and value and set(value) <= {"bytes", "path"}:
-        return value.get("bytes") or value.get("path")
+        content = value.get("bytes")
+        return value.get("path") if content is None or content == b"" else content
     return value
 
 
@@ -210,7 +241,7 @@ def short(value: object) -> str:
     """Return a value as a message shows it: names whole, content by its beginning and size."""
     if isinstance(value, (bytes, bytearray)):
         return f"<{len(value)} bytes>"
-    if isinstance(value, Mapping) and set(value) <= {"bytes", "path"}:
+    if isinstance(value, Mapping) and value and set(value) <= {"bytes", "path"}:
         return short(value.get("path") or value.get("bytes"))
     if isinstance(value, str):
         cut = len(value) > LONGEST_SHOWN

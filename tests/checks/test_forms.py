@@ -51,6 +51,7 @@ def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     Image.new("1", (20_000, 10_000)).save(folder / "huge.png")  # 200 million pixels in 25 kB
     write_video(list(map(str, digits)), folder / "1.mp4")
     (folder / "text.mp4").write_text("no video")
+    image.save(folder / "1.pdf")
     return folder
 
 
@@ -88,10 +89,14 @@ def parts(*values: Any, **columns: Any) -> Rows:
     return [{"messages": [{"role": "user", "content": content}], **columns}]
 
 
+def content_of(path: str) -> str:
+    return base64.b64encode(Path(path).read_bytes()).decode()
+
+
 def good(folder: Path, url: str) -> dict[str, tuple[Rows, list[int]]]:
     """Rows that run, with how many media each has."""
     png, mp4 = str(folder / "1.png"), str(folder / "1.mp4")
-    content = base64.b64encode((folder / "1.png").read_bytes()).decode()
+    content = content_of(png)
     part, of_url = {"type": "image", "image": png}, {"type": "image_url", "image_url": {"url": png}}
     return {
         "text alone": (asks("Which?"), [0]),
@@ -128,34 +133,26 @@ def good(folder: Path, url: str) -> dict[str, tuple[Rows, list[int]]]:
         "videos beside images": (asks("<video>?", videos=[mp4]) + asks(images=[png]), [1, 1]),
         "both": (asks("<image><video>?", videos=[mp4], images=[png]), [2]),
         "HTML": (asks("What is the tag <video>?", images=None), [0]),
+        "RSS": (asks("What is the tag <image>?", images=None), [0]),
+        "RSS without a column": (asks("What is the tag <image>?"), [0]),
+        "RSS beside an image": (asks("<image>What is the tag <image>?", images=[png]), [1]),
+        "RSS beside a part": (parts(part, {"type": "text", "text": "<image>?"}), [1]),
+        "SVG beside a video": (asks("<video>What are <video> and <video>?", videos=[mp4]), [1]),
+        "part for nothing": (parts({"type": "image"}), [0]),
+        "null, said to a teacher": (asks("?", images=None, teacher_prompt="<image>?"), [0]),
+        "a teacher's images": (asks(images=[png], teacher_images=[png, png]), [1]),
+        "none for a teacher": (asks(images=[png], teacher_images=[]), [1]),
     }
 
 
 def bad(folder: Path) -> dict[str, tuple[Rows, str]]:
     """Rows of which the first is refused before a model is loaded, and why."""
-    png, mp4, text = (str(folder / name) for name in ("1.png", "1.mp4", "text.png"))
+    png, mp4, text, pdf = (str(folder / name) for name in ("1.png", "1.mp4", "text.png", "1.pdf"))
     part, pad = {"type": "image", "image": png}, "<|vision_start|><|image_pad|><|vision_end|>"
-    content = base64.b64encode(Path(text).read_bytes()).decode()
+    content = content_of(text)
     trl = [{"prompt": asks()[0]["messages"], "images": [png]}]
     wrong = "cannot identify image file"
     return {
-        "mark for null": (asks(images=None), "messages: 1 <image> marks stand for 0 images"),
-        "mark for nothing": (asks(images=[]), "messages: 1 <image> marks stand for 0 images"),
-        "mark for no column": (asks(), "messages: 1 <image> marks stand for 0 images"),
-        "part for nothing": (parts({"type": "image"}), "1 <image> marks stand for 0 images"),
-        "marks": (asks("<image><image>", images=[png]), "2 <image> marks stand for 1 images"),
-        "mark in a part": (
-            parts(part, {"type": "text", "text": "<image>"}),
-            "2 <image> marks stand for 1 images",
-        ),
-        "marks of videos": (
-            asks("<video><video>", videos=[mp4]),
-            "2 <video> marks stand for 1 videos",
-        ),
-        "mark for a null video": (
-            asks("<video>?", videos=None) + asks("<video>?", videos=[mp4]),
-            "1 <video> marks stand for 0 videos",
-        ),
         "null in a list": (asks(images=[png, None]), "images[1]: is null; expected a path"),
         "null alone": (asks(images=[None]), "images[0]: is null; expected a path"),
         "no name": (asks(images=""), "images[0]: is empty; expected a path"),
@@ -174,18 +171,32 @@ def bad(folder: Path) -> dict[str, tuple[Rows, str]]:
         "missing file URL": (asks(images=["file:///none.png"]), "does not exist"),
         "missing video": (asks("<video>", videos=["none.mp4"]), "'none.mp4' does not exist"),
         "folder": (asks(images=[str(folder)]), "is not a file"),
+        "folder of frames": (
+            asks("<video>", videos=[str(folder)]),
+            f"videos[0]: '{folder}' is a folder; expected a file, or a part",
+        ),
+        "folder of sounds": (asks("<audio>", audios=[str(folder)]), "is a folder; expected a file"),
+        "PDF": (asks(images=[pdf]), f"'{pdf}' is a PDF; expected an image: draw its pages"),
+        "PDF in base64": (asks(images=[content_of(pdf)]), "is a PDF; expected an image: draw its"),
+        "PDF in a part": (
+            parts({"type": "image", "image": f"data:application/pdf;base64,{content_of(pdf)}"}),
+            "is a PDF; expected an image: draw its pages as images first",
+        ),
+        "missing for a teacher": (
+            asks(images=[png], teacher_images=[png, "none.png"]),
+            "teacher_images[1]: 'none.png' does not exist",
+        ),
+        "placeholder for a teacher": (
+            asks(images=[png], teacher_prompt=f"<image>{pad}"),
+            "teacher_prompt: messages[0].content: holds '<|image_pad|>'",
+        ),
         "no image": (asks(images=[text]), f"images[0]: '{text}' is not an image that can be read"),
         "no image in a part": (parts({"type": "image", "image": text}), wrong),
         "data URL of no image": (asks(images=[f"data:image/png;base64,{content}"]), wrong),
         "huge": (asks(images=[str(folder / "huge.png")]), "DecompressionBombError"),
-        "img": (asks("<img>/none.png</img>"), "1 <image> marks stand for 0 images"),
         "part of another kind": (
             parts({"type": "picture", "picture": png}),
             "messages[0].content[0]: has the type 'picture'; expected parts such as",
-        ),
-        "another key": (
-            parts({"type": "image", "url": png}),
-            "1 <image> marks stand for 0 images",
         ),
         "dictionary in a part": (
             parts({"type": "image", "image": {"path": png}}),
@@ -221,7 +232,7 @@ def met(folder: Path, url: str) -> dict[str, tuple[Rows, str]]:
     """Rows whose fault shows when they are met, and what it is."""
     cut, wide, large = (str(folder / name) for name in ("cut.jpg", "wide.png", "large.png"))
     truncated = f"'{cut}' is not an image that can be read (OSError: image file is truncated"
-    content = base64.b64encode(Path(cut).read_bytes()).decode()
+    content = content_of(cut)
     words = "one more word " * 300
     return {
         "cut": (asks(images=[cut]), f"images[0]: {truncated}"),
@@ -236,7 +247,12 @@ def met(folder: Path, url: str) -> dict[str, tuple[Rows, str]]:
             f"images[0]: '{url}/none.png' cannot be fetched (HTTPError: 404",
         ),
         "no image at a URL": (asks(images=[f"{url}/text.png"]), "text.png' is not an image"),
-        "wide": (asks(images=[wide]), "absolute aspect ratio must be smaller than 200"),
+        "wide": (
+            asks(images=[wide]),
+            f"images[0]: '{wide}' is 20000 x 28 pixels, too narrow for this model (ValueError: "
+            "absolute aspect ratio must be smaller than 200, got 714.28",
+        ),
+        "PDF at a URL": (asks(images=[f"{url}/1.pdf"]), "1.pdf' is a PDF; expected an image: draw"),
         "no video": (
             asks("<video>", videos=[str(folder / "text.mp4")]),
             f"it shows videos[0] '{folder / 'text.mp4'}'",

@@ -7,7 +7,7 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import pytest
@@ -24,6 +24,7 @@ from swift_grpo_ext.checks.rows import (
     place_of,
     prompt_of,
     row_fault,
+    unmatched_marks,
     unreadable,
 )
 from swift_grpo_ext.rollout.sample import RolloutSample
@@ -93,13 +94,49 @@ def test_images_of_a_row(row: Any, reason: str | None) -> None:
     assert str(row_fault(row)).startswith(str(reason))
 
 
+@pytest.mark.parametrize(
+    ("question", "columns", "expected"),
+    [
+        ("Which?", {}, None),
+        ("Which?", {"images": [PICTURE] * 2}, None),  # in front, as in many data sets
+        ("<image>Which?", {"images": [PICTURE]}, None),
+        ("<video> and <audio> are tags of HTML", {}, None),
+        ("<image> is a tag of RSS", {}, "1 <image> marks stand for 0 images, and the last 1 stay"),
+        ("<image>", {"images": None}, "1 <image> marks stand for 0 images, and the last 1 stay"),
+        (
+            "<image>" * 3,
+            {"images": [PICTURE]},
+            "3 <image> marks stand for 1 images, and the last 2",
+        ),
+        ("<video>", {"videos": None}, "1 <video> marks stand for 0 videos, and the last 1 stay"),
+        (
+            "<image>Which?",
+            {"images": [PICTURE] * 3},
+            "1 <image> marks stand for 3 images, so that the first 2 are shown in front of the",
+        ),
+    ],
+)
+def test_marks_and_media_that_do_not_match(
+    question: str, columns: dict[str, Any], expected: str | None
+) -> None:
+    """ms-swift runs all of these. A mark that is a token of the model cannot stay text."""
+    row = {"messages": [{"role": "user", "content": question}], **columns}
+    found = [sentence for sentence in said([row, row]) if " marks " in sentence]
+    assert len(found) == (expected is not None)
+    if expected:
+        begins = "warning: --dataset: 2 of 2 rows have marks that their media do not match, the "
+        assert found[0].startswith(f"{begins}first: the row that asks {question!r}: messages: ")
+        assert expected in found[0]
+    is_refused = expected is not None and "the last" in expected
+    assert (row_fault(row, ["<image>", "<video>"]) is not None) == is_refused or "HTML" in question
+    assert row_fault(row) is None
+
+
 def test_marks_of_the_answer_do_not_count() -> None:
     answer = {"role": "assistant", "content": "<image>"}
     question = {"role": "user", "content": "Which?"}
-    assert row_fault({"messages": [question, answer]}) is None
-    assert row_fault({"messages": [answer, question]}) == (
-        "messages: 1 <image> marks stand for 0 images; expected as many"
-    )
+    assert unmatched_marks({"messages": [question, answer]}) is None
+    assert unmatched_marks({"messages": [answer, question]}) is not None
     row = {"messages": [question, answer], "solution": "7"}
     assert prompt_of(row) == {"messages": [question], "solution": "7"}
     assert row["messages"] == [question, answer]
@@ -118,9 +155,6 @@ def test_a_bad_row_is_named(png: Path, tmp_path: Path) -> None:
     assert re.match(rf"error: --dataset: {named}.*\. Correct.*strategy delete", refused)
     [warned] = said([*data, data[1]], deletes_bad_rows=True)
     assert re.match(f"warning: --dataset: 2 of 3 rows .* the first: {named}", warned)
-    [lacking] = said([{"messages": messages, "images": [good]}])
-    assert "2 <image> marks stand for 1 images" in lacking
-    assert said([{"messages": messages, "images": [good] * 3}]) == []  # ms-swift adds the marks
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
@@ -165,7 +199,7 @@ def test_rows_of_large_data_sets_are_chosen_at_random(monkeypatch: pytest.Monkey
     """A stride of 50 took every 50th row, which lacked its image, for the whole data set."""
     opened: list[str] = []
     monkeypatch.setattr(checked, "MAX_IMAGES_OPENED", 20)
-    monkeypatch.setattr(checked, "unreadable", opened.append)
+    monkeypatch.setattr(checked, "unreadable", lambda image, _: opened.append(image))
     data = [{"images": [] if i % 50 == 0 else [f"{i:03}.png"]} for i in range(1000)]
     assert said(data) == []
     first, opened[:] = list(opened), []
@@ -206,6 +240,37 @@ def test_content_in_rows_is_read_up_to_a_limit(
         assert warned.startswith(f"warning: --dataset: {expected} repeat a prompt")
 
 
+def test_a_narrow_picture_is_refused_where_the_family_does(assets: Path, tmp_path: Path) -> None:
+    """At the first rollout only: a header says its size."""
+    processor = get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
+    template = get_template(processor, template_type="qwen2_5_vl")
+    rows = []
+    for name, size in (("narrow", (28, 28 * 201)), ("long", (28 * 199, 28))):
+        Image.new("RGB", size).save(path := tmp_path / f"{name}.png")
+        message = {"role": "user", "content": f"<image>{name}?"}
+        rows.append({"messages": [message], "images": [str(path)]})
+    refused = f"images[0]: '{tmp_path}/narrow.png' is 28 x 5628 pixels, too narrow for this model ("
+    [said_of_it] = said(rows, template=template)
+    assert said_of_it.startswith(f"error: --dataset: the row that asks '<image>narrow?': {refused}")
+    assert (
+        "aspect ratio must be smaller than 200, got 201.0); crop or pad it. Correct" in said_of_it
+    )
+    assert said(rows[1:], template=template) == []
+    assert said(rows) == []  # of a family that is not known
+    [warned] = said(rows, template=template, deletes_bad_rows=True)
+    assert warned.startswith("warning: --dataset: 1 of 2 rows that were looked at cannot be used")
+
+    class Anything:  # a family without the limit
+        placeholder_tokens: ClassVar[list[int]] = []
+        special_tokens: ClassVar[list[str]] = []
+        tokenizer = template.tokenizer
+
+        def encode(self, inputs: dict[str, Any]) -> dict[str, Any]:
+            return {"input_ids": [1]}
+
+    assert said(rows, template=Anything()) == []
+
+
 def test_a_prompt_that_cannot_be_encoded(assets: Path, png: Path) -> None:
     processor = get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
     template = get_template(processor, template_type="qwen2_5_vl", max_length=100)
@@ -223,3 +288,11 @@ def test_a_prompt_that_cannot_be_encoded(assets: Path, png: Path) -> None:
     assert missing == "images[0]: '/none.png' does not exist"
     long = {"messages": [question], "images": [str(png)] * 20}
     assert str(encoding_error(template, long)).startswith("MaxLengthError: ")
+    # What a teacher is shown is encoded too.
+    told = {"messages": [question], "teacher_prompt": "a b " * 100}
+    assert str(encoding_error(template, told)).startswith("MaxLengthError: ")
+    (cut := png.with_name("cut.png")).write_bytes(png.read_bytes()[:-40])
+    seen = {"messages": [question], "images": [str(png)], "teacher_images": [str(png), str(cut)]}
+    fault = str(encoding_error(template, seen))
+    assert fault.startswith(f"teacher_images[1]: '{cut}' is not an image that can be read (")
+    assert encoding_error(template, {**seen, "teacher_images": None}) is None

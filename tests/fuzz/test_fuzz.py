@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import swift.rl_core.data  # noqa: F401  a case has a deadline, and would import it
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -72,6 +73,8 @@ rows = st.fixed_dictionaries(
         "videos": st.none() | st.lists(names, max_size=2),
         "tools": json_like | odd,
         "objects": json_like | odd,
+        "teacher_prompt": json_like,
+        "teacher_images": json_like | st.lists(images, max_size=2),
         "solution": json_like,
     },
 )

@@ -21,11 +21,9 @@ from swift_grpo_ext.logits.joined_passes import (
 )
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.shared_prompt import GroupLengths
-from swift_grpo_ext.ranks import RankGroup
 from tests.logits.models import build
 from tests.logits.test_logps import Batch, Ours, config_of
 from tests.logits.test_shared_prompt import ROWS, Group, blind_to_masks, positions_of
-from tests.ranks import WithOthers
 
 LENGTHS = [*map(sum, ROWS)]
 PROMPTS = [prompt for prompt, *_ in ROWS]
@@ -35,18 +33,17 @@ ONE_EACH = {"num_generations": 3, "per_device_train_batch_size": 1, "steps_per_g
 class Round:
     """The two groups of `ROWS`, of which micro-batches hold one sample each."""
 
-    def __init__(self, ranks: RankGroup | None = None) -> None:
+    def __init__(self) -> None:
         self._whole = Group(ROWS)
         config = config_of(**ONE_EACH)
-        self.trainer: Any = Ours(config, keys=set(), padding_free=False, ranks=ranks)
+        self.trainer: Any = Ours(config, keys=set(), padding_free=False)
         ids = self._whole.inputs["input_ids"]
         self.samples = [
             SimpleNamespace(
                 number=number,
                 prompt_id=f"prompt_{prompt}",
                 encoded={"input_ids": ids[number, :length].tolist()},
-                teacher_prompt=None,
-                teacher_images=None,
+                teacher_messages=None,
             )
             for number, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
         ]
@@ -140,7 +137,7 @@ def test_out_of_memory_ends_nothing(told: list[str]) -> None:
 
 
 def test_a_teacher_of_another_prompt_leaves_micro_batches_alone() -> None:
-    """On all ranks: another one has such rows."""
+    """All samples of all ranks have such rows then."""
 
     def joins(round_: Round) -> bool:
         micro_batches = [[sample] for sample in round_.samples]
@@ -150,9 +147,8 @@ def test_a_teacher_of_another_prompt_leaves_micro_batches_alone() -> None:
 
     round_ = Round()
     assert joins(round_)
-    round_.samples[3].teacher_prompt = "What is it? It is a 7."
+    round_.samples[3].teacher_messages = [{"role": "user", "content": "It is a 7."}]
     assert not joins(round_)
-    assert not joins(Round(WithOthers(False)))
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ def kinds(assets: Path, url: str, tmp_path: Path) -> Kinds:
     image.save(tmp_path / "whole.jpg")
     (tmp_path / "cut.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:-200])
     Image.new("RGB", (20_000, 28)).save(tmp_path / "wide.png")
+    image.save(tmp_path / "page.pdf")
+    (tmp_path / "frames").mkdir()
+    image.save(tmp_path / "frames/1.png")
     video = write_video(list(map(str, digits)), tmp_path / "digits.mp4")
     image.save(tmp_path / "1.png")
     base64_text = base64.b64encode(content).decode()
@@ -89,7 +92,7 @@ def kinds(assets: Path, url: str, tmp_path: Path) -> Kinds:
         return {"messages": [{"role": "user", "content": content}], "solution": name}
 
     files = ("cmyk.jpg", "16bit.png", "animated.gif", "exif.jpg", "pixel.png")
-    lost = ("none.png", "text.png", "cut.png", "cut.jpg", "wide.png")
+    lost = ("none.png", "text.png", "cut.png", "cut.jpg", "wide.png", "page.pdf")
     good = [
         asks("text alone", mark=""),  # whose columns are null
         asks("spaces", str(spaces)),
@@ -100,6 +103,8 @@ def kinds(assets: Path, url: str, tmp_path: Path) -> Kinds:
         asks("file URL", f"file://{digit}"),
         asks("one path", images=str(digit)),
         asks("a video", mark="<video>", videos=[str(video)]),
+        asks("surplus marks", str(digit), mark="<image> and <image>: "),
+        asks("a tag", mark="Of the tag <image>: "),
         in_parts("a part", {"type": "image", "image": str(digit)}),
         in_parts("a part of a URL", {"type": "image_url", "image_url": {"url": str(digit)}}),
         in_parts("inline", {"type": "image", "image": f"data:image/png;base64,{base64_text}"}),
@@ -110,15 +115,19 @@ def kinds(assets: Path, url: str, tmp_path: Path) -> Kinds:
         asks("no such URL", f"{url}/none.png"),
         asks("too long", str(digit), text=" again" * 1200),
         asks("beyond the engine", str(digit), text=" again" * 600),
-        asks("two marks", str(digit), text="<image>"),
+        asks("folder", mark="<video>", videos=[str(tmp_path / "frames")]),
+        asks("lost for a teacher", str(digit), teacher_images=[str(tmp_path / "none.png")]),
+        asks("cut for a teacher", str(digit), teacher_images=[str(tmp_path / "cut.png")]),
         asks("list in a text", images=str([str(digit)])),
         asks("placeholder", str(digit), text="<|image_pad|>"),
         in_parts("cut part", {"type": "image", "image": str(tmp_path / "cut.jpg")}),
+        in_parts("PDF part", {"type": "image", "image": str(tmp_path / "page.pdf")}),
         in_parts("no type", {"image": str(digit)}),
     ]
     rows = write_lines(tmp_path / "rows.jsonl", [*good, *bad])
     names = [{row["solution"] for row in rows} for rows in (good, bad)]
-    return Kinds(rows, *names, steps=-(-len(good + bad) // PROMPTS))
+    assert len(good + bad) % PROMPTS == 0  # the sampler leaves the rest out
+    return Kinds(rows, *names, steps=len(good + bad) // PROMPTS)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("colocate", marks=pytest.mark.extra), "server"])

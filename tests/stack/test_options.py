@@ -208,6 +208,9 @@ def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
     lines = read_lines(rows)
     question = "<image>Which digit is this? It is a {}."
     told = [{**row, "teacher_prompt": question.format(row["solution"])} for row in lines]
+    for number, row in enumerate(told):
+        row["teacher_prompt"] = row["teacher_prompt"] if number % 3 else None
+        row["teacher_images"] = [*row["images"], *row["images"]] if number % 4 == 1 else None
     tagged = [{**row, "kind": ("even", "odd")[int(row["solution"]) % 2]} for row in lines]
     experts = [
         {**row, "messages": [*row["messages"], {"role": "assistant", "content": answer}]}

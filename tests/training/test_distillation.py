@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +13,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
+from swift.model import get_processor
 from swift.rl_core.data import GKDBatch, GRPOBatch
 from swift.rlhf_trainers import GKDTrainer
+from swift.rlhf_trainers.gkd_helpers import encode_gkd_samples
 from swift.rlhf_trainers.gkd_loss import DataSource, TeacherOutput, gkd_loss
+from swift.template import get_template
 from torch import Tensor
 
+from swift_grpo_ext.checks.rows import RowError
 from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.rollout.sample import RolloutGKDSample
 from swift_grpo_ext.training import RolloutGKDTrainer
-from swift_grpo_ext.training.batch import DisagreementError
+from swift_grpo_ext.training.batch import DisagreementError, complete_teacher_views
 from swift_grpo_ext.training.distillation import check_teacher, completions_of, divergence
+from swift_grpo_ext.training.prompts import named_rows
 from tests.arguments import distillation_arguments
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
 from tests.logits.models import build
@@ -252,6 +260,72 @@ def test_a_dataset_row_keeps_its_end_and_its_columns() -> None:
     assert made.add_eos is None
     assert made.extra == {"sample_id": "mine", "prompt_hash": 1}
     assert made.rollout_prompts == []
+
+
+def told(words: str, answer: int, **columns: Any) -> RolloutGKDSample:
+    """A sample with its answer, of one token."""
+    messages = [{"role": "user", "content": words}, {"role": "assistant", "content": "7"}]
+    made = RolloutGKDSample.from_row({"messages": messages, **columns})
+    made.response_token_ids = [[answer]]
+    return made
+
+
+def test_rows_without_a_teachers_prompt_are_taught_with_their_own(
+    assets: Path, tmp_path: Path
+) -> None:
+    """TypeError behind the first rollout, where other rows of the micro-batch had one."""
+    processor = get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
+    template = get_template(processor, template_type="qwen2_5_vl")
+    template.set_mode("train")
+    Image.new("RGB", (56, 56)).save(small := str(tmp_path / "small.png"))
+    Image.new("RGB", (112, 56)).save(wide := str(tmp_path / "wide.png"))
+    samples = [
+        told("<image>Which?", 22, images=[small], teacher_prompt="It is a 7."),
+        told("<image>Which?", 23, images=[small], teacher_prompt=None, teacher_images=[wide]),
+        told("Which?", 24, teacher_prompt=""),
+        told("Which?", 25),
+    ]
+    complete_teacher_views(samples, RankGroup())
+    students, teachers, has_views = encode_gkd_samples(samples, template)
+    assert has_views
+    pairs = list(zip(students, teachers, strict=True))
+    ids = [tuple(list(each["input_ids"]) for each in pair) for pair in pairs]
+    assert [student == teacher for student, teacher in ids] == [False, False, True, True]
+    assert [len(teacher) - len(student) for student, teacher in ids[1:]] == [4, 0, 0]
+    labels = [next(i for i in each["labels"] if i != -100) for pair in pairs for each in pair]
+    assert labels == [22, 22, 23, 23, 24, 24, 25, 25]
+    # A sample is as it was; where no row has a view, none gets one.
+    assert [len(sample.messages) for sample in samples] == [2] * 4
+    plain = [told("Which?", 24), told("Which?", 25, teacher_prompt=None)]
+    complete_teacher_views(plain, RankGroup())
+    assert encode_gkd_samples(plain, template)[2] is False
+
+
+def test_ranks_agree_on_teachers_views() -> None:
+    """A pass of a teacher whose weights ranks share is made by all of them."""
+    plain, views = told("Which?", 25), list[bool]()
+
+    def work(ranks: ThreadRanks) -> None:
+        sample = told("Which?", 24, teacher_prompt="7") if ranks.rank else plain
+        complete_teacher_views([sample], ranks)
+        views.append(sample.build_teacher_view())
+
+    run_rank_groups(2, work)
+    assert views == [True, True]
+    assert plain.teacher_messages == plain.messages
+
+
+def test_a_teachers_image_is_named_by_its_own_column(assets: Path, tmp_path: Path) -> None:
+    """It was `images[0]`, which is there."""
+    processor = get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
+    template = get_template(processor, template_type="qwen2_5_vl")
+    Image.new("RGB", (56, 56)).save(good := tmp_path / "good.png")
+    (cut := tmp_path / "cut.png").write_bytes(good.read_bytes()[:-40])
+    sample = told("<image>Which?", 23, images=[str(good)], teacher_images=[str(cut)])
+    named = rf"asks '<image>Which\?' cannot be encoded \(teacher_images\[0\]: '{cut}' is not an"
+    complete_teacher_views([sample], RankGroup())
+    with named_rows(template), pytest.raises(RowError, match=named):
+        encode_gkd_samples([sample], template)
 
 
 SCORED = [None, {"2": {}, "9": {}}, {7: {}}, {"4": {}}]

@@ -36,7 +36,7 @@ class Template:
 
     placeholder_tokens: ClassVar[list[int]] = []
     special_tokens: ClassVar[list[str]] = []
-    tokenizer = SimpleNamespace(convert_ids_to_tokens=list)
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=list, get_added_vocab=dict)
 
     def encode(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if words_of(inputs).isupper():

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 from swift_grpo_ext.checks.finding import Findings, error, note, skipped
+from swift_grpo_ext.checks.left_out import NUM_STREAMED, Preprocessed, check_left_out, watched
 from swift_grpo_ext.checks.rewards import check_rewards, leads_conversations
 from swift_grpo_ext.checks.rows import Row, check_rows, media_of
 from swift_grpo_ext.tools.check.glance import DATA_SUFFIXES, LOCAL, file_of
 from swift_grpo_ext.tools.check.settings import Run
-from swift_grpo_ext.upstream.placeholders import placeholder_texts
-
-NUM_ROWS = 512
-"""Rows of each data set that are looked at, the first ones."""
 
 MAX_BYTES = 2**28
 """Bytes of a file of JSON lines that are parsed to their end."""
@@ -29,9 +26,9 @@ def check_data(run: Run, loaded: dict[str, list[Row]]) -> Findings:
             yield from check_rows(
                 rows,
                 setting=setting,
-                expects_media=True,
+                expects_media=template is None or template.model_meta.is_multimodal,
                 deletes_bad_rows=run.train("truncation_strategy") == "delete",
-                placeholders=placeholder_texts(template) if template else (),
+                template=template,
             )
         with_media = sum(bool(media_of(row)) for row in rows)
         text = f"{with_media} of the first {len(rows)} rows hold images, videos or audios."
@@ -61,20 +58,22 @@ def read_rows(
     if path.suffix == ".jsonl" and (problem := broken_line(path)):
         yield error(setting, f"cannot be read: {problem}.", "Correct the line, or leave it out.")
         return
+    preprocessed: list[Preprocessed] = []
     try:
-        with run.environment("training"):  # which may hold ROOT_IMAGE_DIR
-            rows, _ = load_dataset(
+        with run.environment("training"), watched(preprocessed.append):  # ENV has ROOT_IMAGE_DIR
+            streamed, _ = load_dataset(
                 [given], streaming=True, remove_unused_columns=False, columns=columns
             )
-            loaded[setting] = list(islice(iter(rows), NUM_ROWS))
+            rows = list(islice(iter(streamed), NUM_STREAMED))
+        found = [check_left_out(each, setting, is_empty=not rows) for each in preprocessed]
+        yield from chain.from_iterable(found)
     except Exception as e:  # `datasets` and ms-swift raise many kinds
         text = f"cannot be read ({type(e).__name__}: {' '.join(str(e).split())[:200]})."
         remedy = 'Expected rows such as {"messages": [...], "images": ["1.png"], ...}.'
         yield error(setting, text, remedy)
         return
-    if not loaded[setting]:
-        del loaded[setting]
-        yield error(setting, "holds no rows that ms-swift can use.", "Name another file.")
+    if rows:
+        loaded[setting] = rows
 
 
 def broken_line(path: Path) -> str:

@@ -29,10 +29,10 @@ from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
 from swift_grpo_ext.checks.rows import (
     Row,
     RowError,
+    early_fault,
     encoding_error,
     encoding_fault,
     name_of,
-    row_fault,
 )
 from swift_grpo_ext.logits.joined_passes import larger_micro_batches
 from swift_grpo_ext.logits.shared_prompt import GroupLengths
@@ -92,8 +92,9 @@ def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run:
     faults: dict[tuple[str, str], list[tuple[Row, str]]] = {}
     """By side and type of the error, the rows that cannot be encoded, with the reason."""
     for row in [*rows[:NUM_FIRST], *drawn]:
-        if row_fault(row, encoder.placeholder_texts):
-            continue  # said by `check_rows`
+        with run.environment("training"):
+            if early_fault(row, encoder.template, encoder.placeholder_texts):
+                continue  # said by `check_rows`
         if reason := encoder.refusal(row):
             faults.setdefault(("training", reason.partition(":")[0]), []).append((row, reason))
             continue

@@ -174,6 +174,9 @@ def write_rows(name: str, *images: str, question: str = "messages") -> None:
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+BOXES = {"ref": ["a"], "bbox": [[1, 2, 3, 4]]}
+
+
 def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("pictures").mkdir()
@@ -188,12 +191,46 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows("missing.jsonl", "none.png")
     write_rows("mapped.jsonl", "good.png", question="asked")
     named = {"columns": '{"asked": "messages"}'}
+    for name, *objects in (
+        ("objects", {}, BOXES, {}, BOXES, {}, BOXES),
+        ("bare_box", {"ref": ["a"], "bbox": [1, 2, 3, 4]}),
+        ("odd_box", BOXES, {"ref": ["a"], "bbox": [[1, 2, 3]]}),
+        ("boxes", BOXES, None),
+    ):
+        asked = {"messages": [{"role": "user", "content": "<image>?"}], "images": ["good.png"]}
+        lines = [json.dumps({**asked, "objects": each}) for each in objects]
+        Path(f"{name}.jsonl").write_text("\n".join(lines))
     for dataset, more, expected in (
         ("good.jsonl", {}, "note: --dataset good.jsonl: 1 of the first 1 rows hold images"),
         ("broken.jsonl", {"truncation_strategy": "delete"}, "warning: ...1 of 2 rows that were"),
         ("missing.jsonl", {}, "error: --dataset ...does not exist... ROOT_IMAGE_DIR"),
         ("missing.jsonl", {"ENV": {"ROOT_IMAGE_DIR": "pictures"}}, "note: --dataset missing.jsonl"),
-        ("mapped.jsonl", {}, "error: --dataset ...holds no rows that ms-swift can use."),
+        (
+            "mapped.jsonl",
+            {},
+            "error: --dataset mapped.jsonl: no row is left of the first 1; the first is row 1 of "
+            "mapped.jsonl: AssertionError: messages: []. Expected rows such as ...--columns",
+        ),
+        (
+            "objects.jsonl",
+            {},
+            "warning: --dataset objects.jsonl: ms-swift leaves out 3 of the first 6 rows; the "
+            "first is row 1 of objects.jsonl (which asks '<image>?'): objects: {} has no `bbox`; "
+            'expected {"ref": ...or null...3 of the first 3 rows hold images',
+        ),
+        (
+            "bare_box.jsonl",
+            {},
+            "error: --dataset bare_box.jsonl: no row is left of the first 1; the first is row "
+            "1 of bare_box.jsonl (which asks '<image>?'): objects.bbox: is [1, 2, 3, 4]; exp",
+        ),
+        (
+            "odd_box.jsonl",
+            {},
+            "warning: --dataset odd_box.jsonl: ms-swift leaves out 1 of the first 2 rows; the first"
+            " is row 2 of ...objects.bbox[0]: is [1, 2, 3]; expected",
+        ),
+        ("boxes.jsonl", {}, "note: --dataset boxes.jsonl: 2 of the first 2 rows hold images"),
         ("mapped.jsonl", named, "note: --dataset ...1 of the first 1 rows hold images"),
         ("garbage.jsonl", {}, "error: --dataset garbage.jsonl: cannot be read: line 1 is no JSON"),
         ("garbage.json", {}, "error: --dataset garbage.json: cannot be read ("),

@@ -1,0 +1,162 @@
+"""Rows that ms-swift leaves out as it loads a data set: how many, which is the first, and why.
+
+A preprocessor of ms-swift's (4.6, dataset/preprocessor/core.py, `batched_preprocess`) drops each
+row that it fails on, and those of which it makes nothing. The log says why, at the level INFO and
+without the row; a data set of which nothing is left ends in a `ZeroDivisionError`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from swift_grpo_ext.checks.finding import Findings, error, note, warning
+from swift_grpo_ext.checks.rows import name_of, reason_of
+from swift_grpo_ext.upstream.patches import wrapped
+from swift_grpo_ext.upstream.rows import short
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from swift.dataset import RowPreprocessor
+
+Row = Mapping[str, Any]
+
+NUM_STREAMED = 512
+"""Rows of a stream that are looked at, the first ones."""
+
+MAX_SEARCHED = 20_000
+"""Rows among which the first that is left out is looked for: some seconds."""
+
+BOX = "[x1, y1, x2, y2] or [x, y]"
+OBJECTS = '{"ref": ["..."], "bbox": [[x1, y1, x2, y2], ...]}, or null'
+
+
+@dataclass(frozen=True)
+class Preprocessed:
+    """What a preprocessor was given, and made."""
+
+    name: str
+    """The data set, as it was named."""
+
+    num_kept: int | None
+    """So many rows are left; None of a stream, which is not read yet."""
+
+    preprocessor: RowPreprocessor | None = None
+    """None of a function of the user's own."""
+
+    rows: Dataset | IterableDataset | tuple[()] = ()
+    """The preprocessor was given these."""
+
+
+@contextmanager
+def watched(tell: Callable[[Preprocessed], None]) -> Iterator[None]:
+    """Have `tell` know of each data set that ms-swift loads within the block; what it raises ends
+    the loading, while no rank waits for another."""
+    from datasets import Dataset, IterableDataset
+    from swift.dataset import DatasetLoader
+
+    def num_rows(data: object) -> int | None:
+        return len(data) if isinstance(data, Dataset) else None
+
+    def load(upstream: Callable[..., Any], loader: Any, syntax: Any, *args: Any, **kw: Any) -> Any:
+        found: list[Preprocessed] = []
+
+        def noted(map_: Callable[..., Any], rows: Any, function: Any = None, **kw: Any) -> Any:
+            made = map_(rows, function, **kw)
+            if getattr(function, "__name__", "") == "batched_preprocess":
+                given = function.__self__, rows
+                found.append(Preprocessed(syntax.dataset, num_rows(made), *given))
+            return made
+
+        with wrapped(Dataset, "map", noted), wrapped(IterableDataset, "map", noted):
+            made = upstream(loader, syntax, *args, **kw)
+        for each in found or [Preprocessed(syntax.dataset, num_rows(made))]:
+            tell(each)
+        return made
+
+    with wrapped(DatasetLoader, "load", load):
+        yield
+
+
+def check_left_out(given: Preprocessed, setting: str, *, is_empty: bool = False) -> Findings:
+    """Say how many rows were left out, which is the first, and why; refuse a data set of which none
+    is left.
+
+    Args:
+        is_empty: of a stream, whether none is left.
+    """
+    if given.num_kept is None:
+        looked_at = list(islice(given.rows, NUM_STREAMED))
+        found = list(left_out(given, looked_at))
+        num_rows, num_left_out, of_first = len(looked_at), len(found), "the first "
+    else:
+        num_rows, of_first = len(given.rows), ""
+        num_left_out, is_empty = num_rows - given.num_kept, given.num_kept == 0
+        searched = islice(given.rows, MAX_SEARCHED if num_left_out > 0 else 0)
+        found = list(islice(left_out(given, searched), 1))
+    first, is_filter = "", False
+    if found:
+        row, raised = found[0]
+        kind = type(given.preprocessor)
+        is_filter = raised is None and not kind.__module__.startswith("swift.")
+        reason = reason_of(raised) if raised else f"{kind.__name__} makes nothing of it"
+        row_name = name_of({**row, "dataset": given.name})
+        first = f"; the first is {row_name}: {objects_fault(row) or reason}"
+    if is_empty:
+        yield error(
+            setting,
+            f"no row is left of {of_first}{num_rows}{first}." if num_rows else "holds no rows.",
+            'Expected rows such as {"messages": [...], "images": ["1.png"], ...}; --columns maps '
+            "columns of other names.",
+        )
+    elif num_left_out > 0:
+        # A preprocessor of the user's own may filter rows.
+        say = note if is_filter else warning
+        yield say(
+            setting, f"ms-swift leaves out {num_left_out} of {of_first}{num_rows} rows{first}."
+        )
+
+
+def left_out(given: Preprocessed, rows: Iterable[Row]) -> Iterator[tuple[Row, Exception | None]]:
+    """Yield each of some rows that the preprocessor leaves out, with what it raises."""
+    assert given.preprocessor is not None, "a function of the user's has no rows here"
+    for row in rows:
+        batch = {name: [value] for name, value in row.items()}
+        raised = None
+        logging.disable(logging.WARNING)  # it would recommend `strict=False`, as it is
+        try:
+            made = given.preprocessor.batched_preprocess(
+                batch, strict=True, ignore_max_length_error=True
+            )
+            if any(map(len, made.values())):
+                continue
+        except Exception as e:  # a user's code raises anything
+            raised = e
+        finally:
+            logging.disable(logging.NOTSET)
+        # A stream's columns have a prefix meanwhile (`RowPreprocessor.__call__`).
+        yield {name.removeprefix("__@"): value for name, value in row.items()}, raised
+
+
+def objects_fault(row: Row) -> str | None:
+    """Say what is wrong with a row's column `objects`, where ms-swift raises a KeyError or the like;
+    None where nothing is."""
+    objects = row.get("objects")
+    if objects is None:
+        return None
+    if not isinstance(objects, Mapping):
+        return f"objects: is {short(objects)}; expected {OBJECTS}"
+    objects = {name: value for name, value in objects.items() if value is not None}  # Arrow adds it
+    if "bbox" not in objects:
+        return f"objects: {short(objects)} has no `bbox`; expected {OBJECTS}"
+    boxes = objects["bbox"]
+    if not isinstance(boxes, list) or not all(isinstance(box, list) for box in boxes):
+        return f"objects.bbox: is {short(boxes)}; expected a list of boxes [[x1, y1, x2, y2], ...]"
+    for number, box in enumerate(boxes):
+        if len(box) not in (2, 4):
+            return f"objects.bbox[{number}]: is {short(box)}; expected {BOX}"
+    return None
