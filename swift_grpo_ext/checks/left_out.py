@@ -143,8 +143,8 @@ def left_out(given: Preprocessed, rows: Iterable[Row]) -> Iterator[tuple[Row, Ex
 
 
 def objects_fault(row: Row) -> str | None:
-    """Say what is wrong with a row's column `objects`, where ms-swift raises a KeyError or the like;
-    None where nothing is."""
+    """Say what is wrong with a row's column `objects`, where ms-swift raises a KeyError or so; None
+    where nothing is."""
     objects = row.get("objects")
     if objects is None:
         return None
