@@ -71,6 +71,7 @@ SHOWN_MEDIA = 3
 NARROW = 200
 """Times as wide as high, or the other way round: some families refuse a picture beyond it
 (`smart_resize` of Qwen, GLM and others, transformers 5.19), and others take it."""
+TOO_NARROW = "too narrow for this model"
 
 FRAMES = '{"type": "video", "video": ["1.png", ...]} of its frames'
 A_PDF = "is a PDF; expected an image: draw its pages as images first"
@@ -246,7 +247,8 @@ def early_fault(
         return fault
     if template is None or not isinstance(row, Mapping) or not any(map(is_narrow, sizes)):
         return None
-    return encoding_error(template, row)
+    fault = encoding_error(template, row)
+    return fault if fault and TOO_NARROW in fault else None  # a template may want the model
 
 
 def row_fault(
@@ -515,7 +517,7 @@ def encoding_fault(row: object, error: Exception) -> str:
 def _loading_fault(medium: Medium, error: Exception) -> str | None:
     """Say why a medium cannot be loaded, by ms-swift's own reader; None for videos and audios,
     whose readers belong to the templates."""
-    from swift.template import MaxLengthError, Template
+    from swift.template import Template
 
     if isinstance(error, requests.RequestException):  # has tried several times: not again
         url = error.request.url if error.request is not None else None
@@ -532,12 +534,9 @@ def _loading_fault(medium: Medium, error: Exception) -> str | None:
         if is_pdf(source_of(medium.value)):
             return A_PDF
         return f"is not an image that can be read ({reason_of(e)}); expected a whole one"
-    if is_narrow(image.size) and not isinstance(error, MaxLengthError):
+    if is_narrow(image.size) and "ratio" in str(error):
         width, height = image.size
-        return (
-            f"is {width} x {height} pixels, too narrow for this model ({reason_of(error)}); crop "
-            "or pad it"
-        )
+        return f"is {width} x {height} pixels, {TOO_NARROW} ({reason_of(error)}); crop or pad it"
     return None
 
 

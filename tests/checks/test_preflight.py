@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import Finding, did_you_mean, enforce, error, note, ok, warning
@@ -539,15 +540,20 @@ def test_data_sets(rows: Any, eval_rows: Any, changes: dict[str, Any], expected:
     assert_says(preflight.check_datasets(arguments(**changes), rows, eval_rows), expected)
 
 
-def test_placeholders_in_questions_are_refused_before_a_model_is_loaded(assets: Path) -> None:
-    """They passed `check` and the rollout, and the first training forward ended the run."""
+def test_what_the_template_refuses_is_refused_before_a_model_is_loaded(
+    assets: Path, tmp_path: Path
+) -> None:
+    """Placeholders passed `check` and the rollout, and the first training forward ended the run;
+    narrow pictures were met at a rollout."""
     args = arguments()
-    args.model_dir, args.template = str(assets / "tiny_vlm"), "qwen2_5_vl"
-    args.model_meta = SimpleNamespace(is_multimodal=True)
-    args.model_info = SimpleNamespace(config=None)
+    args.model_dir = str(assets / "tiny_vlm")
     typed = {"role": "user", "content": "<image><|vision_start|><|image_pad|><|vision_end|>Which?"}
     rows: Any = [*GOOD, {"messages": [typed], "images": ["http://x"]}]
     refused = "error: --dataset: the row that asks '<image><|vision_start|>...holds '<|image_pad|>'"
+    assert_says(preflight.check_datasets(args, rows, None), refused)
+    Image.new("RGB", (28, 28 * 250)).save(path := tmp_path / "narrow.png")
+    rows = [*GOOD, {"messages": QUESTION, "images": [str(path)]}]
+    refused = "error: --dataset: the row that asks ...narrow.png' is 28 x 7000 pixels, too narrow"
     assert_says(preflight.check_datasets(args, rows, None), refused)
 
 

@@ -28,6 +28,7 @@ from swift_grpo_ext.checks.rows import (
     unreadable,
 )
 from swift_grpo_ext.rollout.sample import RolloutSample
+from swift_grpo_ext.upstream.placeholders import placeholder_texts
 
 PICTURE = "https://example.com/7.png"
 DATA_URL = "data:image/png;base64," + "A" * 300
@@ -130,6 +131,27 @@ def test_marks_and_media_that_do_not_match(
     is_refused = expected is not None and "the last" in expected
     assert (row_fault(row, ["<image>", "<video>"]) is not None) == is_refused or "HTML" in question
     assert row_fault(row) is None
+
+
+def test_a_mark_that_is_a_token_of_the_model(assets: Path) -> None:
+    """LLaVA's `<image>`: a surplus one cannot stay text."""
+    processor = get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
+    template = get_template(processor, template_type="qwen2_5_vl")
+    rows = [
+        {"messages": [{"role": "user", "content": "<image>Which?"}], "images": [PICTURE]},
+        {"messages": [{"role": "user", "content": "What is <image>?"}]},
+    ]
+    known = placeholder_texts(template)
+    assert "<|image_pad|>" in known
+    assert "<image>" not in known
+    assert row_fault(rows[1], known) is None
+    template.tokenizer.add_tokens(["<image>"], special_tokens=True)
+    assert placeholder_texts(template) == sorted([*known, "<image>"])
+    [refused] = said(rows, template=template)
+    assert (
+        "'What is <image>?': messages: 1 <image> marks stand for 0 images; expected as many, "
+        in (refused)
+    )
 
 
 def test_marks_of_the_answer_do_not_count() -> None:
