@@ -7,7 +7,6 @@ without the row; a data set of which nothing is left ends in a `ZeroDivisionErro
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift_grpo_ext.checks.finding import Findings, error, note, warning
 from swift_grpo_ext.checks.rows import name_of, reason_of
-from swift_grpo_ext.upstream.patches import wrapped
+from swift_grpo_ext.upstream.patches import replaced, wrapped
 from swift_grpo_ext.upstream.rows import short
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ NUM_STREAMED = 512
 MAX_SEARCHED = 20_000
 """Rows among which the first that is left out is looked for: some seconds."""
 
-BOX = "[x1, y1, x2, y2] or [x, y]"
+BOXES = "[[x1, y1, x2, y2], ...] or [[x, y], ...]"
 OBJECTS = '{"ref": ["..."], "bbox": [[x1, y1, x2, y2], ...]}, or null'
 
 
@@ -123,21 +122,21 @@ def check_left_out(given: Preprocessed, setting: str, *, is_empty: bool = False)
 
 def left_out(given: Preprocessed, rows: Iterable[Row]) -> Iterator[tuple[Row, Exception | None]]:
     """Yield each of some rows that the preprocessor leaves out, with what it raises."""
+    from swift.dataset.preprocessor import core
+
     assert given.preprocessor is not None, "a function of the user's has no rows here"
     for row in rows:
-        batch = {name: [value] for name, value in row.items()}
-        raised = None
-        logging.disable(logging.WARNING)  # it would recommend `strict=False`, as it is
+        batch, raised = {name: [value] for name, value in row.items()}, None
         try:
-            made = given.preprocessor.batched_preprocess(
-                batch, strict=True, ignore_max_length_error=True
-            )
+            # It would recommend `strict=False`, as it is in the training.
+            with replaced(core.logger, "warning", lambda *_: None):
+                made = given.preprocessor.batched_preprocess(
+                    batch, strict=True, ignore_max_length_error=True
+                )
             if any(map(len, made.values())):
                 continue
         except Exception as e:  # a user's code raises anything
             raised = e
-        finally:
-            logging.disable(logging.NOTSET)
         # A stream's columns have a prefix meanwhile (`RowPreprocessor.__call__`).
         yield {name.removeprefix("__@"): value for name, value in row.items()}, raised
 
@@ -148,15 +147,11 @@ def objects_fault(row: Row) -> str | None:
     objects = row.get("objects")
     if objects is None:
         return None
-    if not isinstance(objects, Mapping):
+    boxes = objects.get("bbox") if isinstance(objects, Mapping) else None
+    if boxes is None:
+        if isinstance(objects, Mapping):  # without what Arrow adds
+            objects = {name: value for name, value in objects.items() if value is not None}
         return f"objects: is {short(objects)}; expected {OBJECTS}"
-    objects = {name: value for name, value in objects.items() if value is not None}  # Arrow adds it
-    if "bbox" not in objects:
-        return f"objects: {short(objects)} has no `bbox`; expected {OBJECTS}"
-    boxes = objects["bbox"]
-    if not isinstance(boxes, list) or not all(isinstance(box, list) for box in boxes):
-        return f"objects.bbox: is {short(boxes)}; expected a list of boxes [[x1, y1, x2, y2], ...]"
-    for number, box in enumerate(boxes):
-        if len(box) not in (2, 4):
-            return f"objects.bbox[{number}]: is {short(box)}; expected {BOX}"
-    return None
+    if isinstance(boxes, list) and all(isinstance(b, list) and len(b) in (2, 4) for b in boxes):
+        return None
+    return f"objects.bbox: is {short(boxes)}; expected a list of boxes, {BOXES}"

@@ -67,12 +67,12 @@ def test_rows_that_a_training_leaves_out(
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        (asks(objects={}), 'objects: {} has no `bbox`; expected {"ref": ["..."], "bbox": [[x1,'),
-        (asks(objects={"ref": ["a"]}), "objects: {'ref': ['a']} has no `bbox`; expected {"),
+        (asks(objects={}), 'objects: is {}; expected {"ref": ["..."], "bbox": [[x1, y1, x2,'),
+        (asks(objects={"ref": ["a"]}), "objects: is {'ref': ['a']}; expected {"),
         (asks(objects=[[1, 2, 3, 4]]), "objects: is [[1, 2, 3, 4]]; expected {"),
-        (asks(objects={"bbox": None}), "objects: {} has no `bbox`; expected {"),
+        (asks(objects={"bbox": None}), "objects: is {}; expected {"),
         (asks(objects={"bbox": [1, 2]}), "objects.bbox: is [1, 2]; expected a list of boxes"),
-        (asks(objects={"bbox": [[1, 2, 3]]}), "objects.bbox[0]: is [1, 2, 3]; expected [x1, y1"),
+        (asks(objects={"bbox": [[1, 2, 3]]}), "objects.bbox: is [[1, 2, 3]]; expected a list"),
         (asks(None), "AssertionError: message: {'role': 'user', 'content': None}"),
         ({"messages": []}, "MessagesPreprocessor makes nothing of it"),
     ],

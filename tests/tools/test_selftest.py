@@ -99,7 +99,9 @@ def rig_of(rows: list[dict[str, Any]], refused: Sequence[str], ranks: Any = None
             raise ValueError(f"{text} is bad")
         return {"input_ids": list(range(len(text)))}
 
-    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda ids: list(map(str, ids)))
+    tokenizer = SimpleNamespace(
+        convert_ids_to_tokens=lambda ids: list(map(str, ids)), get_added_vocab=dict
+    )
     names = {"placeholder_tokens": [], "special_tokens": [], "tokenizer": tokenizer}
     template = type("Template", (), {"encode": encode, **names})()
     rig = Rig.__new__(Rig)

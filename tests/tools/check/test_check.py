@@ -215,7 +215,7 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "objects.jsonl",
             {},
             "warning: --dataset objects.jsonl: ms-swift leaves out 3 of the first 6 rows; the "
-            "first is row 1 of objects.jsonl (which asks '<image>?'): objects: {} has no `bbox`; "
+            "first is row 1 of objects.jsonl (which asks '<image>?'): objects: is {}; "
             'expected {"ref": ...or null...3 of the first 3 rows hold images',
         ),
         (
@@ -228,7 +228,7 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "odd_box.jsonl",
             {},
             "warning: --dataset odd_box.jsonl: ms-swift leaves out 1 of the first 2 rows; the first"
-            " is row 2 of ...objects.bbox[0]: is [1, 2, 3]; expected",
+            " is row 2 of ...objects.bbox: is [[1, 2, 3]]; expected",
         ),
         ("boxes.jsonl", {}, "note: --dataset boxes.jsonl: 2 of the first 2 rows hold images"),
         ("mapped.jsonl", named, "note: --dataset ...1 of the first 1 rows hold images"),
