@@ -124,13 +124,12 @@ def left_out(given: Preprocessed, rows: Iterable[Row]) -> Iterator[tuple[Row, Ex
     """Yield each of some rows that the preprocessor leaves out, with what it raises."""
     from swift.dataset.preprocessor import core
 
-    assert given.preprocessor is not None, "a function of the user's has no rows here"
-    for row in rows:
+    for row in rows if given.preprocessor else ():
         batch, raised = {name: [value] for name, value in row.items()}, None
         try:
             # It would recommend `strict=False`, as it is in the training.
             with replaced(core.logger, "warning", lambda *_: None):
-                made = given.preprocessor.batched_preprocess(
+                made = given.preprocessor.batched_preprocess(  # type: ignore[union-attr]
                     batch, strict=True, ignore_max_length_error=True
                 )
             if any(map(len, made.values())):

@@ -102,6 +102,7 @@ def nothing(data: Dataset, **_: Any) -> Dataset:
 @pytest.mark.parametrize(
     ("preprocessor", "expected"),
     [
+        (lambda: nothing, "error: --dataset: holds no rows. Expected rows such as"),
         (
             Renamed,
             "error: --dataset: no row is left of 3; the first is row 1 of {path}: KeyError: 'q",
