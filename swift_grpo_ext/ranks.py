@@ -100,7 +100,7 @@ class MainRankGroup(TensorParallelGroup):
         self.drives_engine = self.rank == 0
 
     def end(self) -> None:
-        # gloo closes its connections once nobody holds the group.
+        # gloo closes its connections once no object holds the group.
         dist.destroy_process_group(self._group)
         self._group = dist.GroupMember.NON_GROUP_MEMBER
 

@@ -36,13 +36,13 @@ OBJECTS = '{"ref": ["..."], "bbox": [[x1, y1, x2, y2], ...]}, or null'
 
 @dataclass(frozen=True)
 class Preprocessed:
-    """What a preprocessor was given, and made."""
+    """A preprocessor was given some rows, and made others of them."""
 
     name: str
     """The data set, as it was named."""
 
     num_kept: int | None
-    """So many rows are left; None of a stream, which is not read yet."""
+    """This number of rows is left; None of a stream, which is not read yet."""
 
     preprocessor: RowPreprocessor | None = None
     """None of a function of the user's own."""
@@ -91,9 +91,9 @@ def check_left_out(given: Preprocessed, setting: str, *, is_empty: bool = False)
     if given.num_kept is None:
         looked_at = list(islice(given.rows, NUM_STREAMED))
         found = list(left_out(given, looked_at))
-        num_rows, num_left_out, of_first = len(looked_at), len(found), "the first "
+        num_rows, num_left_out, range_name = len(looked_at), len(found), "the first "
     else:
-        num_rows, of_first = len(given.rows), ""
+        num_rows, range_name = len(given.rows), ""
         num_left_out, is_empty = num_rows - given.num_kept, given.num_kept == 0
         searched = islice(given.rows, MAX_SEARCHED if num_left_out > 0 else 0)
         found = list(islice(left_out(given, searched), 1))
@@ -108,7 +108,7 @@ def check_left_out(given: Preprocessed, setting: str, *, is_empty: bool = False)
     if is_empty:
         yield error(
             setting,
-            f"no row is left of {of_first}{num_rows}{first}." if num_rows else "holds no rows.",
+            f"no row is left of {range_name}{num_rows}{first}." if num_rows else "holds no rows.",
             'Expected rows such as {"messages": [...], "images": ["1.png"], ...}; --columns maps '
             "columns of other names.",
         )
@@ -116,7 +116,7 @@ def check_left_out(given: Preprocessed, setting: str, *, is_empty: bool = False)
         # A preprocessor of the user's own may filter rows.
         say = note if is_filter else warning
         yield say(
-            setting, f"ms-swift leaves out {num_left_out} of {of_first}{num_rows} rows{first}."
+            setting, f"ms-swift leaves out {num_left_out} of {range_name}{num_rows} rows{first}."
         )
 
 

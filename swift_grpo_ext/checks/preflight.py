@@ -238,7 +238,7 @@ def check_adapters(args: Arguments, apart: bool) -> Findings:
 
     Args:
         apart: `--vllm_enable_lora` of the side with the engines. A training asks its servers
-            (ms-swift 4.6, rlhf_trainers/rollout_mixin.py:421), whatever it was given itself.
+            (ms-swift 4.6, rlhf_trainers/rollout_mixin.py:421), and does not read its own.
     """
     ignored, is_served = "", not _serves(args) and args.vllm_mode == "server"
     if is_served:
@@ -283,7 +283,7 @@ def check_adapters(args: Arguments, apart: bool) -> Findings:
 
 def _adapter_settings(args: RLHFArguments) -> tuple[bool, list[str], str, bool | str, str]:
     """Return an adapter's `use_dora`, `modules_to_save`, `lora_bias` and `init_weights`, and which
-    checkpoint has them: one that is trained on keeps its own, whatever the flags say."""
+    checkpoint has them: one that is trained on keeps its own, against the flags."""
     folder = args.resume_from_checkpoint or next(iter(args.adapters), "")
     file = Path(folder).expanduser() / "adapter_config.json"
     if file.is_file():

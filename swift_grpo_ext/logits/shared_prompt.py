@@ -71,7 +71,7 @@ PLACEHOLDERS = ("image", "video", "audio")
 """Media for which a configuration names a token."""
 
 LEAST = 1e-6
-"""Nats that float32 itself takes from a log-probability, and adds, whatever the model is."""
+"""Nats by which float32 rounds a log-probability, with any model."""
 
 
 class PackedBatch(NamedTuple):
@@ -107,7 +107,7 @@ class SharedPrompt:
         """The kinds of rows that packing leaves as they are."""
 
         self.has_failed = False
-        """Whether the log-probabilities of a batch differed."""
+        """It is True once log-probabilities of a batch have differed."""
 
     def pack(
         self,

@@ -61,7 +61,7 @@ GOES_ON = "goes on"
 
 SECONDS_BETWEEN_NOTES = 0.25
 Command = dict[str, Any] | str
-"""What a replica is told: a command of ms-swift's, or `GIVE_UP`."""
+"""A replica receives one of ms-swift's commands, or `GIVE_UP`."""
 
 NONE_LEFT = "it has no replica left"
 """A server's answer to whatever needs a replica."""

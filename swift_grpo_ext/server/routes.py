@@ -95,7 +95,7 @@ class Caller:
     """A training with the plugin, which compares weights and samples by itself."""
 
     num_bytes: int
-    """Of the request's body."""
+    """The request's body has this size."""
 
 
 CALLER: ContextVar[Caller] = ContextVar("CALLER")

@@ -73,7 +73,7 @@ class Updates:
         """Others follow them: nothing is judged or generated until an update has ended."""
 
         self.state = "sound" if self.watches else NOT_LOOKED_AT
-        """Of the last update, where it has no fault."""
+        """`/health` says this where the last update has no fault."""
 
         self.fault = ""
 

@@ -98,7 +98,7 @@ def gap_limit(bits: int, temperature: float = 1.0) -> float:
     A sum of rounded products is as imprecise, for its size, as one of them. So E4M3 moves
     log-probabilities 2^4 times as far as bfloat16 does, and has 2^4 times the limit. (With matrices
     and their inputs rounded, the tiny model: bfloat16 0.0043 nats, E4M3 0.055, E5M2 0.13, matrices
-    of 4 bits 0.14.) Beyond 2 nats an engine has wholly other weights, whatever its numbers are.
+    of 4 bits 0.14.) Beyond 2 nats an engine has wholly other weights, with any numbers.
 
     Args:
         bits: of the less precise of both sides' numbers; 8 and fewer are quantized ones.

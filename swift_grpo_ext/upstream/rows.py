@@ -134,8 +134,8 @@ def _is_message(value: object) -> bool:
 
 
 def teacher_view(row: object) -> dict[str, Any] | None:
-    """Return a row as a teacher is shown it; None where it is shown what the policy is. Its images
-    stand under the name of their own column too, by which `read_row` knows them."""
+    """Return a row as a teacher sees it; None where the teacher sees what the policy does. Its
+    images are there under the name of their own column too, by which `read_row` knows them."""
     if all(column_of(row, name) is None for name in TEACHER_COLUMNS):
         return None
     from swift.rl_core.data import OnPolicySample
