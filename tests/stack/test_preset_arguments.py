@@ -48,8 +48,10 @@ def parse(command: str, num_ranks: str, argv: list[str]) -> dict[str, Any]:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
         group = {"store": FakeStore(), "rank": 0, "world_size": int(num_ranks)}
         distributed.init_process_group("fake", **group)
+        client = swift.rlhf_trainers.VLLMClient
         for method in ("check_server", "init_communicator", "close_communicator"):
-            setattr(swift.rlhf_trainers.VLLMClient, method, lambda *_, **__: None)
+            setattr(client, method, lambda *_, **__: None)
+        client.get_engine_type = lambda self: setattr(self, "enable_lora", False)
         # It is taken to have accelerators, as presets of GPU machines let their engines sleep, and
         # what rewards need: `accuracy` a package, and a data set of its own.
         preflight.check_devices = lambda *args: iter(())
