@@ -5,10 +5,9 @@
 
 A cell is an environment of its own in `.compat`: what ms-swift's release asks for beside vLLM's CPU
 build, made by uv in a minute (6 GB, most of it shared with the others), tested for a quarter of an
-hour, and removed. In it: what an installation of the plugin would change; the pins of upstream
-names, one by one; the unit tests; real trainings and servers (`PARTS`). What was found stays in
-`.compat/results`. WORKERS is as for `scripts/test.sh`, 2 by default; vLLM 0.11 wants 1 on 24 GB of
-memory.
+hour, and removed. In it: what an installation of the plugin would change; the hooks of upstream
+that we extend; the unit tests; real trainings and servers (`PARTS`). What was found stays in
+`.compat/results`. WORKERS is as for `scripts/test.sh`, 2 by default.
 
 Exit status 1: a cell that was tried does not work.
 """
@@ -53,14 +52,11 @@ class Stack(NamedTuple):
 
 
 STACKS = {
-    "0.11.0": Stack(
-        "0.11.0.post2", "==4.57.6", ("torch==2.8.0", "torchvision==0.23.0", "triton==3.4.0")
-    ),
     "0.23.0": Stack("0.23.0", "==5.12.1", ("torch==2.11.0", "torchvision==0.26.0")),
     "0.25.1": Stack("0.25.1", "==5.12.1", ("torch==2.11.0", "torchvision==0.26.0")),
     "0.32.0": Stack("0.32.0", "<5.20,>=5.16", ("torch==2.13.0", "torchvision==0.28.0")),
 }
-SWIFT = ("4.4.2", "4.5.3", "4.6.0")
+SWIFT = ("4.6.0",)
 PYTHON = ("3.10", "3.11", "3.12")
 
 UNUSED = ("torchaudio", "torchcodec")
@@ -96,7 +92,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/stack/test_invariance.py::test_two_ranks_and_resuming",
         "tests/stack/test_servers.py::test_two_servers",
     ),
-    # stop strings on three engines
+    # stop strings on two engines
     "stops": ("tests/stack/test_stops.py",),
     # an engine that generates with trained adapters
     "LoRA": (
@@ -109,30 +105,36 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 PROBE = f"""import json
 from importlib.metadata import PackageNotFoundError, version
-from swift_grpo_ext.cpu import pins as cpu_pins
-from swift_grpo_ext.upstream import contract, pins
+from swift_grpo_ext import cpu
+from swift_grpo_ext.upstream import contract, patches, pins
 versions = {{}}
 for name in {STACK}:
     try:
         versions[name] = version(name)
     except PackageNotFoundError:
         continue
-print(json.dumps({{
-    "versions": versions,
-    "pins_wrong": [
-        text
-        for pin in (*pins.NEEDED, *cpu_pins.NEEDED)
-        if (text := contract.mismatch(pin))
-    ],
-    "missing": [
-        name
-        for name, table in (pins.OPTIONAL | cpu_pins.OPTIONAL).items()
-        if any(map(contract.mismatch, table))
-    ],
-}}))
+wrong = [text for pin in pins.NEEDED if (text := contract.mismatch(pin))]
+missing = [
+    name for name, table in pins.OPTIONAL.items() if any(map(contract.mismatch, table))
+]
+if not wrong:
+    cpu.register()
+    try:
+        import swift_grpo_ext.training
+        for moment in patches.Moment:
+            if moment is not moment.CALLED:
+                patches.apply(moment)
+    except contract.UnsupportedUpstreamError as e:
+        wrong.append(str(e))
+    missing += [
+        each.function.__name__
+        for each in patches.REPAIRS
+        if each.optional and not patches.make(each.function)
+    ]
+print(json.dumps({{"versions": versions, "pins_wrong": wrong, "missing": missing}}))
 """
-"""Prints what is installed, what is wrong with pins of upstream names that are needed, and what
-these releases go without."""
+"""Prints what is installed, which hooks of upstream's are wrong, and what these releases go
+without."""
 
 
 # --- a cell, and how it did ---

@@ -32,9 +32,10 @@ from swift_grpo_ext.server import api_key
 from swift_grpo_ext.server.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.contract import verify_overrides
 from swift_grpo_ext.upstream.determinism import prepare_process
 from swift_grpo_ext.upstream.local_names import being_parsed
-from swift_grpo_ext.upstream.patches import Moment, apply, patch
+from swift_grpo_ext.upstream.patches import Moment, apply, patch, repair
 
 if TYPE_CHECKING:
     import torch
@@ -116,8 +117,16 @@ EXTENDED: dict[type, type] = {
 stay as they are: their trainers are not ours."""
 
 
+@repair(
+    Moment.REGISTRATION,
+    symptom="ms-swift refuses a plugin's flags as left-over arguments.",
+    upstream="ms-swift 4.6, arguments/base_args/base_args.py and pipelines/base.py: plugins "
+    "are imported once arguments are parsed.",
+    until="ms-swift imports plugins before it parses arguments",
+)
 def extend_arguments() -> None:
     """Hang the flags in, for command lines parsed before now and after."""
+    verify_overrides(*EXTENDED.values())
     original = BaseArguments._init_model_kwargs
 
     @functools.wraps(original)
@@ -206,13 +215,13 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
 
 
 def as_typed(argv: list[str]) -> list[str]:
-    """Undo what YAML 1.1 does to `off`, `true` and `false` among the choices of our flags: it makes
-    booleans of them, which arrive as `False` and `True`."""
+    """Undo what YAML 1.1 does to `off` and `false` among the choices of our flags: it makes
+    booleans of them, which arrive as `False`."""
     choices = {info.name: info.type.split(" | ") for info in flag_infos()}
 
     def typed(flag: str, value: str) -> str:
         # `False` may have been `off` or `false`, whichever the flag knows.
-        meant = {"False": ("off", "false"), "True": ("true",)}.get(value, ())
+        meant = ("off", "false") if value == "False" else ()
         return next((word for word in meant if word in choices.get(_name(flag), ())), value)
 
     return [typed(*pair) for pair in zip(["", *argv], argv, strict=False)]

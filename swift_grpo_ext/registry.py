@@ -1,7 +1,6 @@
 """How the plugin enters ms-swift: in the places that it has for plugins.
 
-Where ms-swift, vLLM or transformers have none, they are patched, by `upstream/patches.py` alone;
-`upstream/pins.py` lists the names and signatures that we rely on.
+Where ms-swift, vLLM or transformers have none, they are patched, by `upstream/patches.py` alone.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from functools import cache
 from swift_grpo_ext.checks.finding import hide_tracebacks
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.contract import tried_packages, untried, verify
+from swift_grpo_ext.upstream.contract import tried_packages, untried, verify, verify_overrides
 from swift_grpo_ext.upstream.patches import Moment, apply
 
 TRAINERS = {
@@ -40,16 +39,16 @@ def register() -> None:
 
     from swift_grpo_ext.monitor import DiversityMonitor
 
+    verify_overrides(DiversityMonitor)
     if news := untried(tried_packages()):
         swift.utils.get_logger().warning(
             f"swift-grpo-ext was not tried with {', '.join(news)}. All names that it builds on are "
             "there; `swift-grpo-ext selftest` checks its promises on this machine."
         )
     if not has_accelerator():
-        # They join the list before its first moment comes.
-        from swift_grpo_ext.cpu import patches as cpu_patches
+        from swift_grpo_ext import cpu
 
-        cpu_patches.register()
+        cpu.register()  # before the first moment comes
     apply(Moment.REGISTRATION)
     # By name: ms-swift imports the class when it makes a trainer, and a server never does.
     TrainerFactory.TRAINER_MAPPING.update(TRAINERS)

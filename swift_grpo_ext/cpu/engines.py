@@ -1,12 +1,9 @@
-"""Each function gives vLLM's engines something that they lack without an accelerator; `patches.py`
-says why."""
+"""Repairs of vLLM's engines without an accelerator."""
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Iterable
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from swift_grpo_ext.cpu import pins
-from swift_grpo_ext.upstream.contract import verify
-from swift_grpo_ext.upstream.patches import patch
-from swift_grpo_ext.weights.checksums import plain_name
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.weights.update import plain_name
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -25,6 +20,18 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+@repair(
+    Moment.ENGINE,
+    Moment.WORKER,
+    symptom="`RuntimeError: CPU Generator does not use offset` ends the engine as soon as "
+    "the prompt of a request with a seed does not fit into one step "
+    "(`max_num_batched_tokens`).",
+    upstream="vLLM 0.32, v1/worker/gpu_model_runner.py (`_bookkeeping_sync`) takes the noise "
+    "of the thrown-away token back by moving the generator's offset, which CPU generators do "
+    "not have.",
+    until="vLLM takes the noise back on CPU too",
+    optional=True,
+)
 def serve_split_prompts() -> None:
     """Put a request's generator aside for a step that computes only a part of its prompt; the token
     that is thrown away is drawn with the global generator."""
@@ -37,10 +44,7 @@ def serve_split_prompts() -> None:
         # Of these requests a step has read a part of the prompt only: vLLM draws a token all the
         # same, throws it away, and would move the generator back.
         generators = self.input_batch.generators
-        if hasattr(self, "discard_request_mask"):
-            discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
-        else:  # vLLM 0.11
-            discarded = self.discard_request_indices.np[: self.num_discarded_requests]
+        discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
         self._put_aside = {i: generators.pop(i) for i in discarded.tolist() if i in generators}
         return sample(self, *args, **kwargs)
 
@@ -56,6 +60,17 @@ def serve_split_prompts() -> None:
     patch(CPUModelRunner, _sample=_sample, _bookkeeping_sync=_bookkeeping_sync)
 
 
+@repair(
+    Moment.ENGINE,
+    Moment.WORKER,
+    symptom="`create shm in SHMManager failed. errno: 17`, where two runs with colocated "
+    "tensor parallelism start at the same moment, or one after another on the same port: the "
+    "first one's memory stays in /dev/shm once its processes have ended (4 MB a rank).",
+    upstream="vLLM 0.32, v1/worker/cpu_worker.py: the name is what follows the last colon of "
+    "the rendezvous' address, `//` for every colocated engine's `env://`.",
+    until="vLLM's name differs from run to run and does not outlast it",
+    optional=True,
+)
 def name_shared_memory_by_run() -> None:
     """Make the rendezvous' port a part of the name of the ranks' shared memory, and take the name
     back as soon as all ranks have mapped it."""
@@ -81,6 +96,16 @@ def name_shared_memory_by_run() -> None:
     )
 
 
+@repair(
+    Moment.ENGINE,
+    Moment.WORKER,
+    symptom="After its first weight update a mixture of experts samples from other weights "
+    "than the trainer's (0.21 nats a token, the tiny Qwen3-VL-MoE), and nothing fails.",
+    upstream="vLLM 0.32, model_executor/layers/fused_moe/unquantized_fused_moe_method.py "
+    "packs experts for the CPU's kernel when they are loaded first, and never again.",
+    until="vLLM packs the experts that an update brings",
+    optional=True,
+)
 def pack_experts_anew() -> None:
     """Pack the experts that an update has brought, as those that were loaded first."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as upstream
@@ -101,6 +126,15 @@ def pack_experts_anew() -> None:
     patch(upstream.UnquantizedFusedMoEMethod, _setup_kernel=_setup_kernel)
 
 
+@repair(
+    Moment.ENGINE,
+    Moment.WORKER,
+    symptom="`AuxOutput Connector requires Model Runner V2` with `enable_return_routed_experts`.",
+    upstream="vLLM 0.32, v1/worker/gpu/model_runner.py alone asks its connector what was "
+    "captured; the runner of CPUs is a child of the first one.",
+    until="CPUs have the second runner",
+    optional=True,
+)
 def return_routed_experts() -> None:
     """Let an engine return the experts that it chose without an accelerator too, in steps that
     follow one another."""
@@ -123,12 +157,12 @@ def return_routed_experts() -> None:
 
     @wraps(initialize_kv_cache)
     def _initialize_kv_cache(
-        self: CPUModelRunner, config: KVCacheConfig, *args: object, **kwargs: object
+        self: CPUModelRunner, kv_cache_config: KVCacheConfig, *args: object, **kwargs: object
     ) -> None:
-        initialize_kv_cache(self, config, *args, **kwargs)
+        initialize_kv_cache(self, kv_cache_config, *args, **kwargs)
         self._experts = None
         if self.vllm_config.aux_output_config.enabled:
-            self._experts = get_aux_output_connector(self.model, self.vllm_config, config)
+            self._experts = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
 
     @wraps(execute_model)
     def _execute_model(
@@ -169,6 +203,19 @@ def return_routed_experts() -> None:
     )
 
 
+@repair(
+    Moment.ENGINE,
+    Moment.WORKER,
+    symptom="After the first weight update the gated delta nets of Qwen3.5 keep a shorter "
+    "history for their convolutions (1.07 nats a token, the tiny model), on CPUs with "
+    "AVX512-BF16.",
+    upstream="ms-swift 4.6, rlhf_trainers/utils.py (`finish_vllm_weight_reload`) has vLLM "
+    "process all layers behind each update; vLLM 0.32, model_executor/layers/utils.py takes "
+    "a convolution's packed weight, which has two dimensions, for a linear layer's, packs it "
+    "again and drops it.",
+    until="vLLM knows what it has packed",
+    optional=True,
+)
 def keep_packed_convolutions() -> None:
     """Leave a convolution's weight as it was packed, where layers are processed once more."""
     from vllm.model_executor.layers import utils as upstream
@@ -185,22 +232,15 @@ def keep_packed_convolutions() -> None:
     patch(upstream, dispatch_cpu_unquantized_gemm=dispatch_once)
 
 
-@cache
-def reloads_from_tensors() -> bool:
-    """Return whether this vLLM's `reload_weights` takes tensors (0.11 reads files only)."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    return "weights_iterator" in inspect.signature(GPUModelRunner.reload_weights).parameters
-
-
-def reload_weights(model_runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Replace the weights of a CPU engine's model, by their checkpoint names."""
-    if reloads_from_tensors():
-        model_runner.reload_weights(weights_iterator=iter(weights))
-    else:
-        model_runner.model.load_weights(weights)
-
-
+@repair(
+    Moment.TRAINER,
+    symptom="A colocated engine fails at the first weight update: its layers have packed "
+    "their weights, which `load_weights` cannot fill.",
+    upstream="vLLM 0.32, model_executor/layers/utils.py (`dispatch_cpu_unquantized_gemm`) "
+    "packs weights and drops the originals; ms-swift 4.6, rlhf_trainers/rollout_mixin.py "
+    "calls `load_weights`.",
+    until="vLLM's `load_weights` fills packed layers",
+)
 def reload_colocated() -> None:
     """Have ms-swift's trainer reload the model of its own engine, all but a tied head, which waits
     for ms-swift's `finish_vllm_weight_reload` after all weights have come."""
@@ -217,27 +257,7 @@ def reload_colocated() -> None:
             return
         # In this process: `VLLM_ENABLE_V1_MULTIPROCESSING=0` (`settings.py`).
         model_runner = self.engine.inner_model_executor.driver_worker.worker.model_runner
-        reload_weights(model_runner, ((plain_name(n), t) for n, t in state_dict.items()))
+        weights = ((plain_name(name), tensor) for name, tensor in state_dict.items())
+        model_runner.reload_weights(weights_iterator=weights)
 
     patch(RolloutTrainerMixin, _load_state_dict_to_vllm=_load_state_dict_to_vllm)
-
-
-def keep_plain_weights() -> None:
-    """Let the layers of vLLM 0.11 keep their weights, and multiply with these."""
-    from vllm.model_executor.layers import utils as upstream
-
-    verify(pins.NEEDED)  # here, since this is called before every engine
-    if reloads_from_tensors():
-        return
-
-    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear  # of input, weight, bias
-
-    patch(upstream, dispatch_cpu_unquantized_gemm=keep)
-
-
-def leave_threads_unbound() -> None:
-    """Let threads run on all cores, where vLLM 0.11 would bind them."""
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    patch(CPUWorker, _get_autobind_cpu_ids=lambda self, cpu_selector: "all")

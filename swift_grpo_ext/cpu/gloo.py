@@ -1,5 +1,4 @@
-"""Weights travel through gloo where there is no NCCL, and a colocated engine reloads what it packs;
-`patches.py` says why."""
+"""Weights travel through gloo where there is no NCCL."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from swift_grpo_ext.upstream.patches import patch
-from swift_grpo_ext.upstream.weight_sync import within
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.weight_sync import run_with_timeout
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -52,11 +51,19 @@ class GlooCommunicator:
             seconds = getattr(self.group, "timeout", DEFAULT_SECONDS)
             bound = datetime.timedelta(seconds=seconds)
             meet = partial(ProcessGroupGloo, store, rank, self.group.world_size, bound)
-            self._gloo.append(within(seconds, meet, rank))
+            self._gloo.append(run_with_timeout(seconds, meet, rank))
         # Every wait has the bound that the group was made with.
         self._gloo[0].broadcast(tensor, root=src).wait()
 
 
+@repair(
+    Moment.TRAINER,
+    symptom="Weights never reach a server: without an accelerator NCCL cannot load, the "
+    "broadcast sends nothing, and the server waits for ever; `synchronize()` calls "
+    "torch.cuda all the same.",
+    upstream="ms-swift 4.6, rlhf_trainers/vllm_client.py.",
+    until="ms-swift has a communicator for CPU",
+)
 def send_through_gloo() -> None:
     """Let ms-swift's client send weights through gloo.
 
@@ -65,32 +72,32 @@ def send_through_gloo() -> None:
     """
     from swift.rlhf_trainers import vllm_client
 
-    def send(communicator: PyNcclCommunicator, tensor: torch.Tensor, src: int) -> None:
+    def send(communicator: PyNcclCommunicator, tensors: Iterable[torch.Tensor]) -> None:
         held: Any = communicator
         if not hasattr(held, "gloo"):  # made once for each server, and kept with its communicator
             held.gloo = GlooCommunicator(held.group)
-        held.gloo.broadcast(tensor.detach().contiguous().cpu(), src)
-
-    def send_all(communicator: PyNcclCommunicator, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            send(communicator, tensor, communicator.rank)
+            held.gloo.broadcast(tensor.detach().contiguous().cpu(), communicator.rank)
 
-    patch(
-        vllm_client,
-        _broadcast_tensors_for_vllm_weight_sync=send_all,
-        # ms-swift before 4.5.3 sends them singly, and waits for a device.
-        broadcast_tensor_for_vllm_weight_sync=send,
-        synchronize=lambda *_: None,
-    )
+    patch(vllm_client, _broadcast_tensors_for_vllm_weight_sync=send)
 
 
+@repair(
+    Moment.WORKER,
+    symptom="The same, at the end of a server's workers: no weights arrive.",
+    upstream="ms-swift 4.6, pipelines/infer/rollout.py.",
+    until="ms-swift has a communicator for CPU",
+)
 def receive_through_gloo() -> None:
     """Let ms-swift's workers receive weights through gloo."""
     from swift.pipelines.infer import rollout
 
+    def receive(communicator: GlooCommunicator, tensor: torch.Tensor, src: int) -> None:
+        communicator.broadcast(tensor, src)
+
     patch(
         rollout,
         PyNcclCommunicator=GlooCommunicator,
-        broadcast_tensor_for_vllm_weight_sync=GlooCommunicator.broadcast,
+        broadcast_tensor_for_vllm_weight_sync=receive,
         synchronize=lambda *_: None,
     )

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from swift_grpo_ext.cpu import patches
-from swift_grpo_ext.cpu.engines import reload_weights
+from swift_grpo_ext import cpu
 from swift_grpo_ext.upstream.patches import Moment, apply, replaced
 from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 
 # In a process that vLLM has started nobody has called `register()`.
-patches.register()
+cpu.register()
 apply(Moment.WORKER)
 
 
@@ -32,7 +31,7 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
             self.received: list[tuple[str, torch.Tensor]] = []
 
     @contextmanager
-    def _recorded_loads(self) -> Iterator[None]:
+    def _loading(self) -> Iterator[None]:
         """Collect what ms-swift would load."""
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -44,8 +43,8 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
     def process_weights_after_loading(self) -> None:
         """Reload the model with all that was received since the last reload."""
         weights, self.received = self.received, []
-        # The parent's block notes what is loaded, to be verified: now, and not as it was received.
-        with super()._recorded_loads():
-            reload_weights(self.model_runner, weights)
-        # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
+        # What is loaded is recorded now, and not as it was received.
+        with self.engine_weights.loading():
+            self.model_runner.reload_weights(weights_iterator=iter(weights))
+        # It leaves a tied head with the packed weights of before (vLLM 0.32).
         super().process_weights_after_loading()

@@ -23,14 +23,14 @@ import platform
 import sys
 import weakref
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from swift_grpo_ext.cpu import patches
+from swift_grpo_ext import cpu
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 if TYPE_CHECKING:
     from swift.arguments import BaseArguments
@@ -42,10 +42,7 @@ CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NCCL_SO_PATH": "none",
 }
-CPU_TRAINING_ARGUMENTS: dict[str, Any] = {
-    **{"use_cpu": True, "fp16": False, "bf16": False},
-    "encoder_cache_gb": 1.0,  # on GPUs memory is scarce, and the user's to give
-}
+CPU_TRAINING_ARGUMENTS = {"use_cpu": True, "fp16": False, "bf16": False}
 PRIORITY = 41
 """`torch.load` asks the kinds of places that it knows in this order; torch's are 10 to 30."""
 
@@ -61,7 +58,7 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
     """Set what CPU runs need and the user has not set, on `args` and in the environment."""
     if has_accelerator():
         return
-    patches.register()
+    cpu.register()
     sizes_cache = "kv_cache_memory_bytes" in (getattr(args, "vllm_engine_kwargs", None) or {})
     for name, value in CPU_ENVIRONMENT.items():
         if not (sizes_cache and name == KV_CACHE_GIB):  # the variable would win over the setting
@@ -83,6 +80,13 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
                 libc.mallopt(option, number)
 
 
+@repair(
+    Moment.REGISTRATION,
+    symptom="`swift rollout` with several replicas finds too few devices.",
+    upstream="ms-swift 4.6, arguments/rollout_args.py (`_check_device_count`) counts "
+    "accelerators; replicas on CPU share cores and memory.",
+    until="it counts none where there are none",
+)
 def count_no_devices() -> None:
     """Let replicas of a server share what there is."""
     from swift.arguments import RolloutArguments
@@ -90,6 +94,12 @@ def count_no_devices() -> None:
     patch(RolloutArguments, _check_device_count=lambda self: None)
 
 
+@repair(
+    Moment.TRAINING,
+    symptom="A resumed rank fails, as torch knows no location `cpu:0`.",
+    upstream="transformers 4.57 to 5.16, trainer.py (`_load_optimizer_and_scheduler`).",
+    until="transformers before 5.19 is no longer supported",
+)
 def load_onto_ranks() -> None:
     """Let `torch.load` leave what is meant for `cpu:0` where it is."""
     torch.serialization.register_package(

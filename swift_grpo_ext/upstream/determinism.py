@@ -1,14 +1,9 @@
 """`--full_determinism true`: training passes whose bits are the same in each run, and engines that
 know nothing of it.
 
-Symptom: transformers' flag is the whole process's, and a colocated vLLM engine lives in it, whose
-sampler has operations without a deterministic form (sums over sorted probabilities, on CUDA): they
-raise. It sets `CUDA_LAUNCH_BLOCKING`, which every process inherits that is started later, and with
-which the host waits for each kernel; and `CUBLAS_WORKSPACE_CONFIG` in place of the user's, once the
-model is loaded, which can be too late.
-Upstream: transformers 5.19, trainer_utils.py:154 (`enable_full_determinism`), called in
-trainer.py:420. Can go when it leaves `CUDA_LAUNCH_BLOCKING` alone and sets the rest before CUDA is
-used. What switches determinism off for an engine stays.
+`deterministic(False)` stays: transformers' flag acts on the whole process, and the sampler of a
+colocated vLLM engine has operations without a deterministic form (sums over sorted probabilities,
+on CUDA), which raise.
 
 Symptom: with three ranks or more, the first gradients after a start are rounded otherwise than
 later ones, so that a resumed run parts from the one that was not interrupted.
@@ -36,7 +31,7 @@ from torch import distributed
 from torch.backends import cudnn
 
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.patches import Moment, apply, patch, replaced
+from swift_grpo_ext.upstream.patches import Moment, apply, patch, repair, replaced
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -65,6 +60,16 @@ def prepare_process() -> None:
     apply(Moment.DETERMINISM)
 
 
+@repair(
+    Moment.DETERMINISM,
+    symptom="A run with --full_determinism waits for each kernel, in every process that it "
+    "starts, and cuBLAS has other settings than the user's, perhaps too late.",
+    upstream="transformers 5.19, trainer_utils.py:154 (`enable_full_determinism`), called in "
+    "trainer.py:420: sets `CUDA_LAUNCH_BLOCKING`, and `CUBLAS_WORKSPACE_CONFIG` once the "
+    "model is loaded.",
+    until="it leaves `CUDA_LAUNCH_BLOCKING` alone and sets the rest before CUDA is used",
+    optional=True,
+)
 def leave_the_environment() -> None:
     """Have transformers leave the environment as it is."""
     from transformers import trainer
@@ -137,43 +142,32 @@ def sum_gradients_one_by_one(accelerator: Any) -> None:
 
 @contextmanager
 def exact_unmerging(model: nn.Module) -> Iterator[None]:
-    """Have PEFT give each base weight back what it was, when it takes an adapter out of it.
-
-    What would not come back by itself is found layer by layer, and kept: few weights, those that an
-    adapter makes larger by twice or more.
-    """
+    """Have PEFT give each base weight back what it was, when it takes an adapter out of it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
     with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(_exact_unmerging(layer))
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer):
+                stack.enter_context(_exact_unmerging(module))
         yield
 
 
 @contextmanager
 def _exact_unmerging(layer: BaseTunerLayer) -> Iterator[None]:
     merge, unmerge = layer.merge, layer.unmerge
-    lost: list[tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]] = []
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def merge_and_keep(*args: object, **kwargs: object) -> None:
-        # Try it: what adding and subtracting does not give back is all that has to be kept, and far
-        # less than a copy of each base weight.
+        # In the host's memory: a colocated engine has most of an accelerator's.
         weights = [weight.data for weight in layer.get_base_layer().parameters()]
-        before = [weight.clone() for weight in weights]
-        merge(*args, **kwargs)
-        unmerge()
-        for weight, original in zip(weights, before, strict=True):
-            changed = weight != original
-            lost.append((weight, changed.nonzero(as_tuple=True), original[changed]))
-            weight.copy_(original)
+        kept.extend((weight, weight.to("cpu", copy=True)) for weight in weights)
         merge(*args, **kwargs)
 
     def unmerge_exactly() -> None:
         unmerge()
-        while lost:  # a weight that was merged twice gets its first value last
-            weight, places, values = lost.pop()
-            weight[places] = values
+        while kept:  # a weight that was merged twice gets its first value last
+            weight, original = kept.pop()
+            weight.copy_(original)
 
     with replaced(layer, "merge", merge_and_keep), replaced(layer, "unmerge", unmerge_exactly):
         yield

@@ -6,40 +6,21 @@ Upstream: vLLM 0.32 asks for it (qwen2_5_vl.py, `video_needs_metadata=True`); ms
 for Qwen3-VL only (template/templates/qwen.py, `replace_tag`), and the frames per second of each
 video as a list, where transformers 5.19 takes one number, or reads them from the metadata. Can go
 when ms-swift gives it for each model whose parser asks. Models that need none drop it.
-
-`tool_calls`. Symptom: `_get_toolcall() got an unexpected keyword argument 'template_inputs'`.
-Upstream: ms-swift, infer_engine/infer_engine.py: 4.6 hands a row's tools on to agent templates that
-ask for their schema, 4.5 has none that do. Can go with ms-swift 4.5.
-
-`only_sampled_tokens`. Symptom: in a conversation, a turn that a stop string ended (or the last
-possible token) is followed in the next turn's prompt by the template's `<|im_end|>` and line break.
-Training takes them for sampled, though no policy drew them; and as their log-probabilities are
-missing, ms-swift takes importance correction off for the whole micro-batch without a word.
-Upstream: ms-swift 4.6, template/base.py (`_add_dynamic_eos`): made for answers that are given as
-text, it labels every end of a turn that follows labelled tokens. rlhf_trainers/utils.py
-(`build_rollout_logps`) gives up where counts differ. Can go when ms-swift labels token ids as they
-came.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from swift.infer_engine.infer_engine import InferEngine
-
-from swift_grpo_ext.upstream.patches import patch, replaced
+from swift_grpo_ext.upstream.patches import Moment, repair
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
-    from swift.rl_core.data import OnPolicySample
-    from swift.template import Template
 
 DEFAULT_FPS = 2.0
 """qwen_vl_utils' own (vision_process.FPS)."""
@@ -73,12 +54,20 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
         videos[i] = (video, metadata)
 
 
+@repair(
+    Moment.ENGINE,
+    symptom="`No module named 'swift.vision_utils'` at the first video, with InternVL and "
+    "others whose template leaves videos to the base class.",
+    upstream="ms-swift 4.6, template/base.py (`replace_tag`); the module is "
+    "template/vision_utils.py, and reads other frames there than training does.",
+    until="ms-swift finds its own module, and reads alike",
+)
 def supply_video_loader() -> None:
     """Let ms-swift's base template find what loads videos for vLLM."""
     name = "swift.vision_utils"
     if name not in sys.modules and find_spec(name) is None:
         module = ModuleType(name)
-        patch(module, load_vllm_video=load_video)
+        vars(module).update(load_vllm_video=load_video)
         sys.modules[name] = module
 
 
@@ -97,33 +86,6 @@ def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
         return loaded
     [frames], [metadata] = vision_utils.load_video_hf([path])
     return frames, asdict(metadata) | {"do_sample_frames": True}
-
-
-def tool_calls(template: Template, text: str, tools: Any = None) -> Any:
-    """Return the tool calls in a completion's text as ms-swift's engines read them, or None.
-
-    Args:
-        tools: of the row.
-    """
-    takes = inspect.signature(InferEngine._get_toolcall).parameters
-    extra = {"template_inputs": SimpleNamespace(tools=tools)} if "template_inputs" in takes else {}
-    return InferEngine._get_toolcall(SimpleNamespace(template=template), text, **extra)
-
-
-@contextmanager
-def only_sampled_tokens(template: Template, samples: Sequence[OnPolicySample]) -> Iterator[None]:
-    """Let `template` encode `samples` with no label but those of their tokens.
-
-    Args:
-        template: of ms-swift; changed within the block only.
-        samples: to be encoded there. Where one has no token ids (a scheduler that returns none),
-            answers are text, and ms-swift's labels are kept.
-    """
-    if not all(sample.response_token_ids for sample in samples):
-        yield
-        return
-    with replaced(template, "_add_dynamic_eos", lambda *_: None):
-        yield
 
 
 def answers_for_servers(

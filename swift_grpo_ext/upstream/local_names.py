@@ -5,35 +5,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Coroutine
-from typing import Any
 
 from transformers import HfArgumentParser
-
-from swift_grpo_ext.upstream.contract import TRIED, UnsupportedUpstreamError
-
-
-def request_of(task: Coroutine[Any, Any, Any]) -> Any:
-    """Return the request, an object or a dictionary, that a coroutine of ms-swift will serve. It
-    must not have begun.
-
-    `MultiTurnScheduler.async_infer` hands them to the engine without their requests (ms-swift 4.6,
-    rollout/multi_turn.py, `_infer_async_single`); without a scheduler, `infer_async` is one.
-
-    Raises:
-        UnsupportedUpstreamError: it does not say; without it seeds and stops would be lost.
-    """
-    names = inspect.getcoroutinelocals(task)
-    if "infer_request" not in names:
-        task.close()
-        own, found = getattr(task, "__qualname__", task), ", ".join(names) or "(none)"
-        raise UnsupportedUpstreamError(
-            f"{own} has the local names {found}; expected "
-            "`infer_request`, since a request's seed and stops are found by it. Leave out a "
-            "--multi_turn_scheduler whose `async_infer` makes coroutines of its own, or name that "
-            f"parameter so; ms-swift {', '.join(TRIED['ms-swift'])} do."
-        )
-    return names["infer_request"]
 
 
 def being_parsed(kind: type) -> tuple[list[str], list[str]]:

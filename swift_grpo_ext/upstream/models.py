@@ -1,6 +1,4 @@
-"""Repairs of what ms-swift gives to models of transformers: forwards, batches, encoded rows.
-`patches.py` says why each of them is there.
-"""
+"""Repairs of what ms-swift gives to models of transformers: forwards, batches, encoded rows."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 if TYPE_CHECKING:
     from swift.template.template_inputs import StdTemplateInputs
@@ -23,6 +21,18 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 
+@repair(
+    Moment.TRAINING,
+    symptom="`'tuple' object has no attribute 'to'` at the first image of Gemma 4, in "
+    "training; `num_frames_per_video is required` at the first video. Where images look both "
+    "ways (`use_bidirectional_attention: vision`), they do so in all layers, and not in "
+    "those with windows only: the trained policy is none that vLLM, or transformers, knows.",
+    upstream="ms-swift 4.6, model/models/gemma.py (`_patch_gemma4_forward`) was written "
+    "against transformers 5.6; 5.19 (models/gemma4 and gemma4_unified) splits features by "
+    "image and by video, and makes masks in `create_masks_for_vision_model`.",
+    until="ms-swift does so, or leaves the forward to transformers",
+    optional=True,
+)
 def repair_gemma4() -> None:
     """Give ms-swift's forward of Gemma 4 the features of all images, or videos, as one tensor, and
     the masks of transformers."""
@@ -52,14 +62,14 @@ def get_image_features(
 
 
 def get_video_features(
-    model: PreTrainedModel, frames: torch.Tensor, *args: object, **kwargs: object
+    model: PreTrainedModel, pixel_values_videos: torch.Tensor, *args: object, **kwargs: object
 ) -> BaseModelOutputWithPooling:
     get = type(model).get_video_features
     if "num_frames_per_video" in inspect.signature(get).parameters:
         # ms-swift's forward hands over the frames of all videos and joins their features after all:
         # as one video they are split nowhere.
-        kwargs.setdefault("num_frames_per_video", torch.tensor([len(frames)]))
-    return _joined(get(model, frames, *args, **kwargs))
+        kwargs.setdefault("num_frames_per_video", torch.tensor([len(pixel_values_videos)]))
+    return _joined(get(model, pixel_values_videos, *args, **kwargs))
 
 
 def forward(
@@ -93,6 +103,16 @@ def _joined(outputs: BaseModelOutputWithPooling) -> BaseModelOutputWithPooling:
     return outputs
 
 
+@repair(
+    Moment.TRAINING,
+    symptom="Log-probabilities of rollout and training lie 0.2 nats apart (the tiny "
+    "GLM-OCR), as training counts the positions of an image's tokens up, as those of words.",
+    upstream="ms-swift 4.6, template/templates/glm.py: `GLMOCRTemplate` hands embeddings to "
+    "the model, which cannot make positions of them; `GLM4VTemplate`'s collator makes them "
+    "before.",
+    until="`GLMOCRTemplate` makes them too",
+    optional=True,
+)
 def place_glm_ocr_images() -> None:
     """Give batches of GLM-OCR the positions of their images, in time, height and width."""
     from swift.template.templates.glm import GLM4vPackingTemplateMixin, GLMOCRTemplate
@@ -113,6 +133,18 @@ def place_glm_ocr_images() -> None:
     patch(GLMOCRTemplate, _data_collator=_data_collator, use_model=True)
 
 
+@repair(
+    Moment.TRAINING,
+    symptom="Behind a video with more frames than patches on its longer side, training of "
+    "Qwen2-VL and Qwen2.5-VL has other positions than vLLM (0.024 nats in the mean, 0.58 at "
+    "most, 6 frames of the tiny model). Ids are equal, so that nothing else tells.",
+    upstream="transformers 5.3 to 5.19, models/qwen2_vl and qwen2_5_vl (`get_rope_index`) go "
+    "on at the larger of height and width; 4.57, vLLM 0.32 and Qwen's own code at the "
+    "maximum of all three. 5.12 also rounds a video's seconds down before it multiplies them "
+    "(transformers 48669).",
+    until="transformers does as vLLM does",
+    optional=True,
+)
 def place_what_follows_videos() -> None:
     """Let positions of Qwen2-VL and Qwen2.5-VL go on behind the largest of a video, in time too."""
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
@@ -128,9 +160,9 @@ def get_rope_index(
     mm_token_type_ids: torch.Tensor,
     image_grid_thw: torch.Tensor | None = None,
     video_grid_thw: torch.Tensor | None = None,
-    second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
+    *,
     attention_mask: torch.Tensor | None = None,
-    **_: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return positions of tokens in time, height and width, and how far behind their number the
     next one is: one more than the largest before (arXiv:2409.12191, section 2.1).
@@ -141,8 +173,8 @@ def get_rope_index(
         mm_token_type_ids: [batch, tokens], 1 for images', 2 for videos'.
         image_grid_thw: [images, 3], patches of each in time, height and width.
         video_grid_thw: [videos, 3].
-        second_per_grid_ts: [videos], the time between two patches; none for Qwen2-VL.
         attention_mask: [batch, tokens], 0 for padding.
+        kwargs: `second_per_grid_ts`, [videos], the time between two patches; none for Qwen2-VL.
 
     Returns:
         Positions [3, batch, tokens], 0 for padding, and deltas [batch, 1].
@@ -150,7 +182,7 @@ def get_rope_index(
     config = model.config.vision_config
     merge, rate = config.spatial_merge_size, getattr(config, "tokens_per_second", 1)
     grids = {1: iter(_listed(image_grid_thw)), 2: iter(_listed(video_grid_thw))}
-    seconds = iter(_listed(second_per_grid_ts))
+    seconds = iter(_listed(kwargs.get("second_per_grid_ts")))
     is_token = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     positions = input_ids.new_zeros(3, *input_ids.shape)
     deltas = []
@@ -178,6 +210,17 @@ def _listed(values: torch.Tensor | Sequence[Any] | None) -> list[Any]:
     return [] if values is None else torch.as_tensor(values).tolist()
 
 
+@repair(
+    Moment.TRAINING,
+    symptom="In training of InternVL and Intern-S1, `stack expects each tensor to be equal "
+    "size` where a row's videos differ in length or size; where they do not, `Number of "
+    "elements of source < number of ones in mask`.",
+    upstream="ms-swift 4.6, template/templates/internvl.py:246: one array holds all videos "
+    "of a row, and of each but the first a frame is left out (`start` is one too far). vLLM "
+    "0.32 takes videos one by one (interns1.py:395).",
+    until="the template does so too",
+    optional=True,
+)
 def join_internvl_videos() -> None:
     """Let ms-swift's template of InternVL, and Intern-S1, encode rows of several videos."""
     from swift.template.templates.internvl import InternvlhfTemplate

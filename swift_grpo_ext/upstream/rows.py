@@ -16,7 +16,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 KINDS = ("image", "video", "audio")
 COLUMNS = tuple(f"{kind}s" for kind in KINDS)
@@ -205,6 +205,15 @@ def source_of(value: Any) -> Any:
 # --- addresses of files ---
 
 
+@repair(
+    Moment.TRAINING,
+    Moment.ENGINE,
+    symptom="`UnidentifiedImageError` in the first rollout, of a row with `file:///1.png`.",
+    upstream="ms-swift 4.6, template/vision_utils.py (`load_file`) takes it for base64. All "
+    "media of all templates pass through `StdTemplateInputs` (template/template_inputs.py), "
+    "in training and in the engines.",
+    until="`load_file` reads it",
+)
 def read_file_urls() -> None:
     """Let ms-swift read `file:///1.png` as the path that it is, as qwen_vl_utils does of videos."""
     from swift.template.template_inputs import StdTemplateInputs

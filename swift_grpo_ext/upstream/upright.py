@@ -1,13 +1,13 @@
 """Rollouts and training see photographs upright, as every viewer shows them.
 
-The one function by which ms-swift's templates load an image, for training and for each engine,
-turns it and takes all marks away, so that whoever turns images by their marks (vLLM) finds none.
+ms-swift's templates load an image with one function, for training and for each engine. It turns the
+image here and removes its orientation, so that vLLM does not turn it again.
 
-Why upright: so the photograph is seen by the trained policy later (vLLM and its servers,
-`transformers.image_utils.load_image`, `datasets.Image`), by a teacher's server now, and by whoever
-labelled it. What ms-swift alone does otherwise: its SFT, and `--use_vllm false`, show it as it is
-stored, and so the boxes of `objects` are read. Both sides read boxes in the upright picture here,
-which `warn_of_boxes` says once, where a row has both.
+The trained policy will see photographs upright (vLLM and its servers, `datasets.Image`,
+`transformers.image_utils.load_image`), as a teacher's server does now, and as those saw them who
+labelled them. ms-swift's SFT ignores the orientation, and reads the boxes of `objects` in the
+picture as it is stored. Here both sides read them in the upright picture; `warn_of_boxes` warns
+where a row has both.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
-from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 if TYPE_CHECKING:
     from swift.template.template_inputs import StdTemplateInputs
 
-MARKS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
+EXIF_KEYS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
 """Pillow keeps an orientation under these keys of `Image.info` (Image.py, `getexif`)."""
 
 WAS_TURNED = "swift_grpo_ext.was_turned"
-"""A key of the `info` of images that `upright` has turned."""
+"""A key of the `info` of images that `apply_exif_orientation` has turned."""
 
 
-def upright(image: Image.Image) -> Image.Image:
-    """Return the image as a viewer shows it, without any mark of an orientation.
+def apply_exif_orientation(image: Image.Image) -> Image.Image:
+    """Return the image as a viewer shows it, without its EXIF orientation.
 
     One without an orientation is returned as it is; what raises while it is decoded is raised.
     """
-    image.load()  # TIFF is turned here by Pillow itself; PNG may have its mark behind the pixels
+    # Pillow itself turns TIFF here; PNG may have its orientation behind the pixels.
+    image.load()
     try:
         orientation = image.getexif().get(Base.Orientation, 1)
     except Exception:  # broken EXIF raises many kinds; vLLM leaves such an image as it is, too
@@ -45,13 +46,25 @@ def upright(image: Image.Image) -> Image.Image:
         return image
     # Pillow would write the other tags again, which fails for some: with the one tag it does not.
     bare = image.copy()
-    bare.info = {name: value for name, value in bare.info.items() if name not in MARKS}
+    bare.info = {name: value for name, value in bare.info.items() if name not in EXIF_KEYS}
     bare.getexif()[Base.Orientation] = orientation
     turned = ImageOps.exif_transpose(bare)
     turned.info[WAS_TURNED] = True
     return turned
 
 
+@repair(
+    Moment.TRAINING,
+    Moment.ENGINE,
+    symptom="The policy is asked about a photograph that stands upright and trained on it "
+    "lying down: log-probabilities are 0.08 to 1.2 nats apart (tiny models), and token ids "
+    "agree where it is square.",
+    upstream="ms-swift 4.6, template/vision_utils.py (`load_image`) leaves images as they "
+    "are stored, in training and with its other engines; vLLM 0.32 turns them by their EXIF "
+    "orientation, twice (multimodal/parse.py:773 and, for what its cache lacks, "
+    "multimodal/processing/processor.py:1382, `normalize_image`).",
+    until="ms-swift's `load_image` does so",
+)
 def load_upright() -> None:
     """Let ms-swift's templates load images upright."""
     from swift.template import Template, base, vision_utils
@@ -64,7 +77,7 @@ def load_upright() -> None:
         if isinstance(opened, BytesIO):
             opened = Image.open(opened)
         # Before ms-swift converts it, which loses some marks.
-        return load(upright(opened) if isinstance(opened, Image.Image) else opened)
+        return load(apply_exif_orientation(opened) if isinstance(opened, Image.Image) else opened)
 
     measure = Template._get_height_width
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from swift.utils import get_logger
 
-from swift_grpo_ext.upstream.patches import patch, replaced
+from swift_grpo_ext.upstream.patches import Moment, patch, repair, replaced
 from swift_grpo_ext.upstream.threads import in_thread
 
 BARRIER_SECONDS = 30.0
@@ -26,7 +26,7 @@ T = TypeVar("T")
 logger = get_logger()
 
 
-def within(seconds: float, work: Callable[[], T], rank: int) -> T:
+def run_with_timeout(seconds: float, work: Callable[[], T], rank: int) -> T:
     """Return what `work` returns, if it does so in time.
 
     torch's `TCPStore` gives a wait up only together with its host, rank 0: where that has stopped,
@@ -47,6 +47,13 @@ def within(seconds: float, work: Callable[[], T], rank: int) -> T:
         raise TimeoutError(f"the weights' group has not answered for {seconds:g} s") from e
 
 
+@repair(
+    Moment.CALLED,
+    symptom="With a host of the weights' group that has stopped, all others wait without end.",
+    upstream="vLLM 0.32, distributed/utils.py (`StatelessProcessGroup`): its store keeps no "
+    "bound but its own host's; ms-swift 4.6 gives it none.",
+    until="each wait of the group has the bound that it is given",
+)
 @contextmanager
 def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
     """Bound the wait of ms-swift's `module` for the other members of a weight group.
@@ -63,10 +70,10 @@ def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
         def create(*args: Any, **kwargs: Any) -> Any:
             create = partial(upstream.create, *args, **kwargs, store_timeout=seconds)
             rank = kwargs.get("rank", 0)
-            group = within(seconds, create, rank)
+            group = run_with_timeout(seconds, create, rank)
             group.timeout = timeout  # gloo bounds its waits by it
             barrier = partial(group.barrier, timeout=barrier_seconds)
-            patch(group, barrier=partial(within, barrier_seconds, barrier, rank))
+            patch(group, barrier=partial(run_with_timeout, barrier_seconds, barrier, rank))
             return group
 
     with replaced(module, "StatelessProcessGroup", Bounded):

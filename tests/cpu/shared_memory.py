@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from swift_grpo_ext.cpu import patches
+from swift_grpo_ext.cpu import engines
 from swift_grpo_ext.upstream.patches import make
 from tests.ranks import start_processes
 
@@ -22,8 +22,7 @@ def run(rank: int, folder: str) -> None:
     import vllm._C  # noqa: F401
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    patches.register()
-    make("cpu.engines:name_shared_memory_by_run")
+    make(engines.name_shared_memory_by_run)
     os.environ.update(VLLM_DIST_IDENT="//", MASTER_PORT=f"of {folder}".replace("/", "-"))
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
     group: Any = SimpleNamespace(

@@ -11,23 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from swift_grpo_ext.cpu import patches, pins
-from swift_grpo_ext.upstream.contract import mismatch
+from swift_grpo_ext.cpu import engines
 from swift_grpo_ext.upstream.patches import make
 from tests.stack.processes import ROOT
 
-patches.register()
 
-names_its_memory = pytest.mark.skipif(
-    any(map(mismatch, pins.SHARED_MEMORY)), reason="vLLM 0.11 names it elsewhere"
-)
-
-
-@names_its_memory
 def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    make("cpu.engines:name_shared_memory_by_run")
+    make(engines.name_shared_memory_by_run)
     monkeypatch.setenv("VLLM_DIST_IDENT", "//")  # as vLLM makes it of `env://`
     ranks: Any = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
     names = []
@@ -39,7 +31,6 @@ def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.stack
-@names_its_memory
 def test_shared_memory_neither_meets_nor_leaves_any_of_its_name(tmp_path: Path) -> None:
     """Training processes end by `os._exit` or a signal, and clean up nothing."""
     finished = subprocess.run(
@@ -52,14 +43,13 @@ def test_shared_memory_neither_meets_nor_leaves_any_of_its_name(tmp_path: Path) 
     assert finished.returncode == 0, finished.stderr[-3000:]
 
 
-@pytest.mark.skipif(any(map(mismatch, pins.PACKED_CONVOLUTIONS)), reason="packs none")
 def test_packed_convolutions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """ms-swift has layers processed once more, behind the update that brought their weights."""
     from vllm.model_executor.layers import utils
 
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(utils.ops, "causal_conv1d_weight_pack", lambda weight: weight + 100)
-    make("cpu.engines:keep_packed_convolutions")
+    make(engines.keep_packed_convolutions)
     layer = torch.nn.Module()
     for value in (1, 2):
         weight = torch.full((8, 1, 4), value, dtype=torch.bfloat16)

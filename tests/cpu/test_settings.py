@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from swift_grpo_ext.cpu import settings as cpu
-from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.upstream.patches import make
 
 
@@ -29,9 +28,7 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments() -> SimpleNamespace:
-    return SimpleNamespace(
-        use_cpu=False, fp16=None, bf16=None, encoder_cache_gb=0.0, ddp_backend=None
-    )
+    return SimpleNamespace(use_cpu=False, fp16=None, bf16=None, ddp_backend=None)
 
 
 @pytest.mark.usefixtures("no_accelerator")
@@ -40,7 +37,7 @@ def test_defaults_without_an_accelerator() -> None:
     cpu.apply_cpu_settings(args, given=[])
     assert vars(args) == {
         **{"use_cpu": True, "fp16": False, "bf16": False},
-        **{"encoder_cache_gb": 1.0, "ddp_backend": "gloo"},
+        "ddp_backend": "gloo",
     }
     assert {name: os.environ[name] for name in cpu.CPU_ENVIRONMENT} == cpu.CPU_ENVIRONMENT
 
@@ -49,7 +46,7 @@ def test_defaults_without_an_accelerator() -> None:
 def test_what_was_saved_is_loaded_onto_a_rank(tmp_path: Path) -> None:
     """As transformers before 5.19 does to resume."""
     cpu.apply_cpu_settings(arguments(), given=[])
-    make("cpu.settings:load_onto_ranks")
+    make(cpu.load_onto_ranks)
     torch.save(torch.arange(3), tmp_path / "optimizer.pt")
     for only in (True, False):
         saved = torch.load(tmp_path / "optimizer.pt", map_location="cpu:0", weights_only=only)
@@ -57,13 +54,11 @@ def test_what_was_saved_is_loaded_onto_a_rank(tmp_path: Path) -> None:
 
 
 def test_nothing_is_set_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also off stays what no GPU has run: images that a frozen tower encodes once."""
     monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     args = arguments()
     cpu.apply_cpu_settings(args, given=[])
     assert vars(args) == vars(arguments())
-    assert args.encoder_cache_gb == ExtFlags().encoder_cache_gb == 0
     assert "ACCELERATE_USE_CPU" not in os.environ
 
 
@@ -72,9 +67,8 @@ def test_the_users_own_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     args = arguments()
     args.bf16, args.ddp_backend = True, "mpi"
-    cpu.apply_cpu_settings(args, given=["use_cpu", "encoder_cache_gb"])
-    values = (args.bf16, args.use_cpu, args.encoder_cache_gb, args.ddp_backend)
-    assert values == (True, False, 0, "mpi")
+    cpu.apply_cpu_settings(args, given=["use_cpu"])
+    assert (args.bf16, args.use_cpu, args.ddp_backend) == (True, False, "mpi")
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "4"
 
 

@@ -1,13 +1,11 @@
-"""Videos carry what vLLM wants to know; tool calls and answers are read as a release does."""
+"""Videos carry what vLLM wants to know; a teacher's server takes answers."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from swift.infer_engine.infer_engine import InferEngine
 from swift.infer_engine.protocol import RolloutInferRequest
 from swift.pipelines.infer.deploy import SwiftDeploy
 from swift.template import vision_utils
@@ -16,7 +14,6 @@ from swift_grpo_ext.upstream.encoding import (
     add_video_metadata,
     answers_for_servers,
     load_video,
-    tool_calls,
 )
 
 
@@ -55,24 +52,6 @@ def test_a_videos_url_is_left_to_ms_swift(monkeypatch: pytest.MonkeyPatch) -> No
     assert given == [(" https://a/b.mp4", 7), ("http://a/b.mp4", -1)]
 
 
-def test_tool_calls_are_read_as_the_release_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: Any = SimpleNamespace(name="a template")
-
-    def newer(self: Any, response: str, template_inputs: Any) -> Any:
-        return self.template, response, template_inputs.tools
-
-    def older(self: Any, response: str) -> Any:
-        return self.template, response
-
-    monkeypatch.setattr(InferEngine, "_get_toolcall", newer)
-    assert tool_calls(made, "text", ["a tool"]) == (made, "text", ["a tool"])
-    monkeypatch.setattr(InferEngine, "_get_toolcall", older)
-    assert tool_calls(made, "text") == (made, "text")
-
-
-@pytest.mark.skipif(
-    not hasattr(SwiftDeploy, "_prepare_request_media"), reason="ms-swift 4.4 has no such teachers"
-)
 def test_a_teachers_server_takes_answers_in_token_ids() -> None:
     """ms-swift's own server, which looks for media in messages, and takes ids for parts of one."""
     parts = [{"type": "text", "text": "Which digit?"}]

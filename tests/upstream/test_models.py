@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_grpo_ext.upstream import pins
-from swift_grpo_ext.upstream.contract import mismatch
+from swift_grpo_ext.upstream import models
 from swift_grpo_ext.upstream.patches import make
 
 TOKENS = {"image": 60, "video": 61}
@@ -29,7 +28,7 @@ def gemma4(request: pytest.FixtureRequest) -> Any:
     transformers = pytest.importorskip("transformers", minversion="5.19")
     from swift.model.models import gemma
 
-    make("upstream.models:repair_gemma4")
+    make(models.repair_gemma4)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.Gemma4Config(
@@ -49,7 +48,6 @@ def gemma4(request: pytest.FixtureRequest) -> Any:
     return model
 
 
-@pytest.mark.skipif(any(map(mismatch, pins.GEMMA4_FORWARD)), reason="knows no Gemma 4")
 @pytest.mark.parametrize("kind", TOKENS)
 def test_gemma4_sees_two_media(gemma4: Any, kind: str) -> None:
     """Of three by three patches and of three by six, padded, each a token or two of the text. They
@@ -92,7 +90,6 @@ def vllm_positions(model_class: Any, config: Any, row: Any, seconds: float) -> A
     return model.get_mrope_input_positions([0] * offset, features)
 
 
-@pytest.mark.skipif(any(map(mismatch, pins.QWEN_POSITIONS)), reason="counts as vLLM does")
 @pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
@@ -101,7 +98,7 @@ def test_positions_are_those_of_vllm(name: str, data: st.DataObject) -> None:
     import transformers
     from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
 
-    make("upstream.models:place_what_follows_videos")
+    make(models.place_what_follows_videos)
     config = getattr(transformers, f"{name}Config")()
     modeling = getattr(transformers, f"{name}Model")
     module = qwen2_vl if name == "Qwen2VL" else qwen2_5_vl

@@ -8,17 +8,18 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
-from pkgutil import resolve_name
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from swift_grpo_ext.cpu.patches import CPU_PATCHES
-from swift_grpo_ext.upstream import patches, pins
-from swift_grpo_ext.upstream.contract import Pin
-from swift_grpo_ext.upstream.patches import Moment, Patch, patch, patch_entry, replaced, wrapped
+from swift_grpo_ext import cpu
+from swift_grpo_ext.upstream import patches
+from swift_grpo_ext.upstream.contract import UnsupportedUpstreamError
+from swift_grpo_ext.upstream.patches import Moment, Repair, patch, repair, replaced, wrapped
 
 PACKAGE = Path(inspect.getfile(patches)).parents[1]
 UPSTREAM = ("swift", "vllm", "transformers", "torch", "PIL", "peft", "accelerate", "trl")
@@ -29,7 +30,7 @@ REGISTRATIONS |= {"callbacks_map", "orms", "multi_turns"}
 SETTINGS = {"cudnn.deterministic", "cudnn.benchmark", "layer.cpu_linear", "sys.excepthook"}
 """Attributes that upstream, or Python, has for others to set."""
 
-ALL = list({each.function: each for each in (*patches.PATCHES, *CPU_PATCHES)}.values())
+cpu.register()
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -147,27 +148,32 @@ def test_what_goes_around_is_found(code: str, monkeypatch: pytest.MonkeyPatch) -
         test_nothing_of_upstreams_is_changed_but_by_patch()
 
 
-def calls_of_patch() -> Iterator[tuple[str, ast.Call]]:
-    """Each call of `patch` and `patch_entry`, with the function or class around it."""
+def changers() -> dict[str, ast.AST]:
+    """Each function or class that calls `patch`, as `room.module:name`, with its tree."""
+    return {
+        f"{module}:{getattr(around, 'name', '')}": around
+        for module, tree in modules()
+        for around in tree.body
+        for node in ast.walk(around)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("patch", "patch_entry")
+    }
+
+
+def repairs() -> list[Repair]:
+    """All of them, whatever module holds them."""
     for module, tree in modules():
-        for around in tree.body:
-            for node in ast.walk(around):
-                if isinstance(node, ast.Call) and getattr(node.func, "id", "").startswith("patch"):
-                    yield f"{module}:{getattr(around, 'name', '')}", node
+        if any(isinstance(n, ast.Name) and n.id == "repair" for n in ast.walk(tree)):
+            import_module(f"swift_grpo_ext.{module}")
+    return list(patches.REPAIRS)
 
 
-def test_every_patch_is_listed_and_pinned() -> None:
-    """The functions that change upstream are those of the lists, and what they name is pinned."""
-    calls = list(calls_of_patch())
-    assert {around for around, _ in calls} <= {each.function for each in ALL}
-    pinned = {str(pin).rpartition(".")[2] for pin in (*pins.ALL, *pins.UNVERIFIED)}
-    pinned |= {str(pin).rpartition(".")[2] for each in ALL for pin in each.needs}
-    assert {word.arg for _, call in calls for word in call.keywords if word.arg} <= pinned
+def test_every_change_is_a_repair() -> None:
+    found = {f"{r.function.__module__}:{r.function.__name__}" for r in repairs()}
+    assert {f"swift_grpo_ext.{name}" for name in changers()} <= found
 
 
-@pytest.mark.parametrize("each", ALL, ids=lambda each: each.name)
-def test_a_patch_says_why_it_is_there(each: Patch) -> None:
-    assert callable(resolve_name(f"swift_grpo_ext.{each.function}"))
+@pytest.mark.parametrize("each", repairs(), ids=lambda each: each.function.__name__)
+def test_a_repair_says_why_it_is_there(each: Repair) -> None:
     assert each.moments
     assert len(each.symptom) > 40
     # Release and place, as "vLLM 0.32, v1/worker/cpu_worker.py".
@@ -176,51 +182,83 @@ def test_a_patch_says_why_it_is_there(each: Patch) -> None:
     assert each.until
     assert not each.until.endswith(".")
     is_called = each.moments == (Moment.CALLED,)
-    takes = inspect.signature(resolve_name(f"swift_grpo_ext.{each.function}")).parameters
-    assert is_called or not takes
+    assert is_called or not inspect.signature(each.function).parameters
+    # It is found when its moment comes.
+    module = each.function.__module__.removeprefix("swift_grpo_ext.")
+    for moment in {*each.moments} - {Moment.CALLED}:
+        assert module in patches.MODULES[moment]
 
 
-def test_what_is_not_pinned_is_refused() -> None:
+def test_what_upstream_lacks_or_calls_otherwise_is_refused() -> None:
     class Template:
-        pass
+        length = 1
 
-    class Derived(Template):
-        pass
+        def encode(self, inputs: Any, return_length: bool = False) -> None: ...
 
-    class AttentionInterface(dict[str, Any]):
-        pass
+        @staticmethod
+        def load(image: Any) -> None: ...
 
-    module = ModuleType("any.package.vllm_client")
-    for owner, name in ((Template, "_truncate"), (Derived(), "_truncate"), (module, "synchronize")):
-        patch(owner, **{name: "replaced"})
-        assert vars(owner)[name] == "replaced"
-    registry = AttentionInterface()
-    patch_entry(registry, "sdpa", 1)
-    assert registry == {"sdpa": 1}
-    with pytest.raises(LookupError, match=r"^Template\.other stands in no table of .*\.pins"):
-        patch(Template, other=1)
-    with pytest.raises(LookupError, match=r"^dict\.__setitem__ stands"):
-        patch_entry({}, "sdpa", 1)
+    def wrapper(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> None: ...
 
+    def other_name(self: Any, sample: Any, **kwargs: Any) -> None: ...
 
-@pytest.mark.parametrize(("name", "times"), [("get_processor", 1), ("no_such_function", 0)])
-def test_a_patch_is_made_once_where_its_names_are(
-    name: str, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[str] = []
-    each = Patch(
-        function="upstream.encoding:supply_video_loader",
-        moments=(Moment.ENGINE, Moment.WORKER),
-        symptom="",
-        upstream=name,
-        until="",
-        needs=(Pin("vllm.transformers_utils.processor", name),),
+    patch(
+        Template,
+        encode=wraps(Template.encode)(wrapper),
+        length=2,
+        load=staticmethod(lambda image: image),
     )
-    monkeypatch.setattr(patches, "PATCHES", [each])
-    monkeypatch.setattr(patches, "resolve_name", lambda path: lambda: made.append(path))
+    assert Template.length == 2
+    patch(Template(), encode=lambda inputs: None)
+    missing = r"Template\.decode is missing"
+    for values, message in (
+        ({"decode": wrapper}, missing),
+        ({"encode": wraps(wrapper)(other_name)}, r"encode takes .* expected \('self', 'sample'\)"),
+        ({"load": staticmethod(lambda: None)}, r"Template\.load takes \w+ too"),
+        ({"length": 3, "decode": wrapper}, missing),
+    ):
+        with pytest.raises(UnsupportedUpstreamError, match=message):
+            patch(Template, **values)
+    assert Template.length == 2, "a part of them was replaced"
+
+
+def test_a_repair_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(patches, "REPAIRS", [])
+    here = dict.fromkeys((Moment.ENGINE, Moment.WORKER), ("test_patches",))
+    monkeypatch.setattr(patches, "MODULES", here)
+    monkeypatch.setattr(patches, "import_module", lambda _: SimpleNamespace(__name__=__name__))
+    says = {"symptom": "", "upstream": "", "until": ""}
+
+    @repair(Moment.ENGINE, Moment.WORKER, **says)
+    def change() -> None:
+        made.append("change")
+
+    @repair(Moment.ENGINE, **says)
+    def elsewhere() -> None:
+        made.append("of a module that is not listed")
+
+    elsewhere.__module__ = "swift_grpo_ext.cpu.engines"
     for moment in (Moment.TRAINING, Moment.WORKER, Moment.ENGINE, Moment.ENGINE):
         patches.apply(moment)
-    assert made == ["swift_grpo_ext.upstream.encoding:supply_video_loader"] * times
+    assert made == ["change"]
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_an_optional_repair_is_left_out_where_upstream_is_another(
+    optional: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patches, "REPAIRS", [])
+
+    @repair(Moment.ENGINE, symptom="", upstream="", until="", optional=optional)
+    def change() -> None:
+        patch(ModuleType("vllm.module"), gone=1)
+
+    if optional:
+        assert not patches.make(change)
+    else:
+        with pytest.raises(UnsupportedUpstreamError, match=r"vllm\.module\.gone is missing"):
+            patches.make(change)
 
 
 # --- for a block ---

@@ -8,24 +8,24 @@ from types import SimpleNamespace
 import pytest
 
 from swift_grpo_ext.upstream import weight_sync
-from swift_grpo_ext.upstream.weight_sync import within
+from swift_grpo_ext.upstream.weight_sync import run_with_timeout
 
 
 def test_a_wait_that_keeps_no_bound_is_left() -> None:
     """As torch's store for a host that has stopped."""
     goes_on = threading.Event()
     with pytest.raises(TimeoutError, match=r"weights' group has not answered for 0.02 s"):
-        within(0.02, goes_on.wait, rank=1)
+        run_with_timeout(0.02, goes_on.wait, rank=1)
     goes_on.set()
-    assert within(20.0, goes_on.wait, rank=1) is True
+    assert run_with_timeout(20.0, goes_on.wait, rank=1) is True
 
-    assert within(20.0, threading.current_thread, rank=0) is threading.current_thread()
+    assert run_with_timeout(20.0, threading.current_thread, rank=0) is threading.current_thread()
 
     def fails() -> None:
         raise TimeoutError("its own words")
 
     with pytest.raises(TimeoutError, match="its own words"):
-        within(20.0, fails, rank=1)
+        run_with_timeout(20.0, fails, rank=1)
 
 
 def test_a_broadcast_of_nccl_that_waits_is_named_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
