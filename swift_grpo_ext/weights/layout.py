@@ -24,6 +24,8 @@ import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from swift_grpo_ext.logits.shim import base_model
 
@@ -43,11 +45,6 @@ def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
     state_dict = {name: t for name, t in state_dict.items() if ".ranknum." not in name}
     base = base_model(model)
     if not isinstance(base, transformers.PreTrainedModel):
-        return state_dict
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import Transpose, WeightConverter
-    except ImportError:  # before 5.0, which converted nothing
         return state_dict
     conversions = getattr(base, "_weight_conversions", None)  # set by `from_pretrained`
     if conversions is None:
@@ -88,7 +85,7 @@ def checkpoint_buffers(model: nn.Module) -> StateDict:
     base = base_model(model)
     # A quantized layer is packed into buffers (`qweight`, `qzeros`, `scales`, `g_idx` of GPTQ and
     # AWQ), which the engine has loaded from the checkpoint and turned into a form of its own. No
-    # training changes them, nor any other buffer; `note_unfilled` asks for none of such a model.
+    # training changes them, nor any other buffer; `EngineWeights` asks for none of such a model.
     if getattr(base, "is_quantized", False):
         return {}
     modules = dict(base.named_modules())

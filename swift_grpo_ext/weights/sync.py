@@ -1,16 +1,16 @@
 """One weight update at the trainer's end: sent, and verified on every engine.
 
     WeightSync.update(move)             all ranks, together
-        servers.reconnect()             rank 0 makes the group anew where a replica has come back
-        move(made_anew)                 ms-swift gathers weights, and calls with what it has
+        servers.reconnect()             rank 0 makes the group again where a replica has come back
+        move(group_recreated)                 ms-swift gathers weights, and calls with what it has
             load_colocated() or send()              whole weights, at once or in parts
             load_adapter() or send_adapter()        an adapter that lies apart from them
-        compare(sent, loaded)           checksums of every engine must be the trainer's
+        check(engine_name, report)      of every engine, against what was sent
 
-Each engine (`receiver.py`, or the colocated one) records the checksums (`checksums.py`) of what it
-loads. A failure on one rank is logged there at once, and raised where all ranks meet; an update
-that could not be sent is made once more. That engines use what they have is seen in what they
-sample (`training/gap.py`).
+Each engine (`receiver.py`, or the colocated one) reports what it has loaded and what its watch has
+found (`update.py`). A failure on one rank is logged there at once, and raised where all ranks meet;
+an update that could not be sent is made once more. Whether engines use the weights is tested by the
+log-probability gap (`training/gap.py`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from swift.utils import get_logger
 from torch import Tensor
 
 from swift_grpo_ext.ranks import RankGroup
+from swift_grpo_ext.rollout.wire import WeightReport
+from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.patches import replaced
-from swift_grpo_ext.weights.checksums import (
-    Loads,
-    WeightChecksums,
+from swift_grpo_ext.weights.layout import StateDict
+from swift_grpo_ext.weights.update import (
+    EngineWeights,
+    Shapes,
     WeightUpdateError,
     compare,
-    note_unfilled,
-    recorded_adapter,
-    recorded_loads,
-    weight_checksums,
+    shapes_of,
 )
-from swift_grpo_ext.weights.layout import StateDict
 
 if TYPE_CHECKING:
     from swift.infer_engine import GRPOVllmEngine
@@ -46,6 +45,11 @@ if TYPE_CHECKING:
     from swift_grpo_ext.server.client import RolloutServers
 
 logger = get_logger()
+
+REMEDY = (
+    "Rollouts would come from another policy. Let the engine load the --model that is trained, "
+    "with the same versions of ms-swift and transformers; --rollout_mismatch warn goes on."
+)
 
 Load = Callable[[StateDict], None]
 """ms-swift's own way of giving tensors to its engine, or engines."""
@@ -57,21 +61,24 @@ class WeightSync:
     Args:
         ranks: all training ranks.
         servers: on the rank that sends to them; None on others, and with colocated engines.
+        mismatch: `--rollout_mismatch`; "warn" goes on where a watch finds a fault.
     """
 
-    def __init__(self, ranks: RankGroup, servers: RolloutServers | None) -> None:
+    def __init__(
+        self, ranks: RankGroup, servers: RolloutServers | None, mismatch: str = "stop"
+    ) -> None:
         self._ranks = ranks
         self._servers = servers
+        self._mismatch = mismatch
+        self._engine: EngineWeights | None = None
+        """The colocated engine's, from its first weights on."""
+
         self._begin()
 
     def _begin(self) -> None:
-        self._sent: WeightChecksums = {}
+        self._sent: Shapes = {}
         self._failure: Exception | None = None
-        self._made_anew = False
-        self._engine: GRPOVllmEngine | None = None
-        """The colocated engine, once it was given whole weights."""
-
-        self._loads = Loads()
+        self._group_recreated = False
 
     def update(self, move: Callable[[bool], None]) -> None:
         """Make one update, on every rank. One that cannot be sent is made once more, with those
@@ -88,20 +95,21 @@ class WeightSync:
             self._begin()
             with self._noted():
                 if self._servers is not None:  # on rank 0 alone
-                    self._made_anew = self._servers.reconnect(again=is_last)
+                    self._group_recreated = self._servers.reconnect(again=is_last)
             # Before the first rank gathers weights: the others would wait there for one that
             # failed.
-            made_anew = self._meet()
+            group_recreated = self._meet()
             with self._noted():
-                move(made_anew)
+                move(group_recreated)
                 # A failure that `send` has kept says more than the tensors that are missing for it.
                 if self._engine is not None and self._failure is None:
-                    engine, name = self._engine, f"The colocated engine of rank {self._ranks.rank}"
-                    note_unfilled(engine.inner_model, self._loads, engine.engine.model_config)
-                    compare(self._sent, self._loads.checksums, name)
+                    if self._sent:
+                        self._engine.end(is_whole=True)
+                    name = f"The colocated engine of rank {self._ranks.rank}"
+                    self._check(name, self._engine.report())
                 if self._servers is not None and self._sent and self._failure is None:
-                    for worker, loaded in self._servers.loaded_checksums():
-                        compare(self._sent, loaded, worker)
+                    for name, report in self._servers.weight_reports():
+                        self._check(name, report)
             if is_last:
                 break
             # Once more only where nothing failed but sending, which only a rank with servers does.
@@ -114,6 +122,15 @@ class WeightSync:
             if self._failure is not None:
                 logger.warning("The weight update is made once more.")
         self._meet()
+
+    def _check(self, engine_name: str, report: WeightReport) -> None:
+        compare(self._sent, report, engine_name)
+        if not report.faults:
+            return
+        text = f"{engine_name}: the weight update has failed. {'; '.join(report.faults)}. "
+        if self._mismatch == "stop":
+            raise WeightUpdateError(f"{text}{REMEDY}")
+        logger.warning(f"{text}Training goes on (--rollout_mismatch warn).")
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -131,31 +148,30 @@ class WeightSync:
         """Return, on every rank, whether a group was made anew; raise a failure of any rank."""
         failure = self._failure
         text = f"{type(failure).__name__}: {failure}" if failure else ""
-        failures = self._ranks.all_gather((text, self._made_anew))
+        failures = self._ranks.all_gather((text, self._group_recreated))
         if failure is not None:
             raise failure
         for rank, (text, _) in enumerate(failures):
             if text:
                 raise WeightUpdateError(f"The weight update failed on rank {rank}: {text}")
-        return any(made_anew for _, made_anew in failures)
+        return any(group_recreated for _, group_recreated in failures)
 
     # --- what ms-swift's update calls ---
 
     def load_colocated(self, state_dict: StateDict, engine: GRPOVllmEngine, load: Load) -> None:
         """Give tensors to this process's engine."""
-        self._engine = engine
-        self._sent |= weight_checksums(state_dict.items())
-        with recorded_loads(engine.inner_model, self._loads):
+        self._sent |= shapes_of(state_dict.items())
+        with self._weights_of(engine).loading():
             load(state_dict)
 
     def send(self, state_dict: StateDict, load: Load) -> None:
-        """Send tensors to the servers, and take their checksums. After a failure rank 0 still
-        gathers with the others, and sends nothing."""
+        """Send tensors to the servers, and note their shapes. After a failure rank 0 still gathers
+        with the others, and sends nothing."""
         if self._ranks.rank > 0:
             load(state_dict)  # takes part in what rank 0 sends
         elif self._failure is None:
             with self._noted(), self._servers.bounded() if self._servers else nullcontext():
-                self._sent |= weight_checksums(state_dict.items())
+                self._sent |= shapes_of(state_dict.items())
                 load(state_dict)
 
     def load_adapter(self, engine: GRPOVllmEngine, move: Callable[[], None]) -> None:
@@ -164,9 +180,16 @@ class WeightSync:
         Args:
             move: ms-swift's own way, which gathers it before.
         """
-        worker = engine.inner_model_executor.driver_worker.worker
-        with recorded_adapter(worker.model_runner.lora_manager):
+        with self._weights_of(engine).adapter():
             move()
+
+    def _weights_of(self, engine: GRPOVllmEngine) -> EngineWeights:
+        if self._engine is None:
+            worker = engine.inner_model_executor.driver_worker.worker
+            self._engine = EngineWeights(worker.model_runner)
+            if not has_accelerator():  # no GPU has run it for a colocated engine
+                self._engine.begin_watch()
+        return self._engine
 
     def send_adapter(self, client: VLLMClient, move: Callable[[], None]) -> None:
         """Send an adapter to the servers as whole weights are sent.

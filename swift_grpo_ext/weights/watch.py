@@ -1,16 +1,16 @@
-"""What an engine holds after a weight update, looked at without the client's help (C2).
+"""The watch over an engine's weights, which needs no help of the client (C2).
 
     watch = WeightWatch(model, config)          before the first update
         watch.note_arrived(weights)             all that an update brings, in parts
-        watch.judge(model)                      what is wrong with the model now, in words
-        watch.judge_adapter(loras)              the same of an adapter, with the base below it
+        watch.check_weights(model)              what is wrong with the model now, in words
+        watch.check_adapter(loras)              the same of an adapter, with the base below it
 
 Every layer multiplies four fixed random vectors, with its own kernel: so packed, quantized and
 sharded weights are looked at as they are used, and each of them is read once. The products' entries
 are a sketch of the matrix: the cosine of two sketches is that of two matrices, within 1/sqrt(n).
 
-An optimizer's step is small beside a matrix, and all but orthogonal to it: after a way as long as
-the matrix itself the cosine with the matrix of before is 0.71, after three times that 0.32. A
+An optimizer's step is small beside a matrix, and all but orthogonal to it: an update as large as
+the matrix itself gives a cosine of 0.71 with the matrix before, three times as large 0.32. A
 matrix that is transposed, random or another's has a cosine of 0 with it.
 
 Symptom: rollouts are garbage after a weight update ("!!!"), and neither client nor server fails
@@ -31,7 +31,7 @@ from torch.nn.functional import linear
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from swift_grpo_ext.weights.checksums import first_names, plain_name
+from swift_grpo_ext.weights.update import first_names, plain_name
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -51,7 +51,7 @@ EXPERTS = ".experts."
 
 LEAST_COSINE = 0.3
 MOST_SCALE = 8.0
-"""A norm that is so many times what it was, or so small a part."""
+"""Maximum norm ratio (either way) of a plausible update."""
 
 ENTRIES_THAT_TELL = 64
 """Rounding of a layer's results may hide a weight's change by one bit, but not so many of them;
@@ -88,7 +88,7 @@ class WeightWatch:
         # `_sound` and what had arrived for it stay until an update is sound once more: what comes
         # after a faulty one is held against these.
         start = self._sketch(model)
-        if is_random:  # zeros have no direction (`change`)
+        if is_random:  # zeros have no direction (`describe_change`)
             start = {name: torch.zeros_like(sketch) for name, sketch in start.items()}
         self._at_start = self._sound = self._now = start
         self._arrived: Sketches = {}
@@ -103,9 +103,9 @@ class WeightWatch:
             rows = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else tensor.numel())
             most = MOST_OF_EXPERT if EXPERTS in name and tensor.ndim == 2 else MOST_ENTRIES
             some = rows[:: ceil(len(rows) * NUM_VECTORS / most)].to(self._dtype)
-            self._arrived[plain_name(name)] = entries(linear(vectors_like(some), some))
+            self._arrived[plain_name(name)] = sketch_of(linear(probe_vectors_like(some), some))
 
-    def judge(self, model: torch.nn.Module, unfilled: Iterable[str]) -> tuple[str, ...]:
+    def check_weights(self, model: torch.nn.Module, unfilled: Iterable[str]) -> tuple[str, ...]:
         """Return what is wrong with the model after an update, in words.
 
         Args:
@@ -113,10 +113,11 @@ class WeightWatch:
         """
         now = self._sketch(model)
         arrived, self._arrived = {n: each.cpu() for n, each in self._arrived.items()}, {}
-        told = first_names(
-            [f"{name} {what}" for name, a in now.items() if (what := change(self._sound[name], a))]
-        )
-        faults = [f"weights are not what an update makes of them: {told}"] if told else []
+        changes = {name: describe_change(self._sound[name], after) for name, after in now.items()}
+        told = [f"{name} {what}" for name, what in changes.items() if what]
+        faults = []
+        if told:
+            faults.append(f"weights are not what an update makes of them: {first_names(told)}")
         if stale := self._stale(arrived, now):
             faults.append(
                 f"all weights are those of before, though {len(stale)} others arrived (stale): "
@@ -154,7 +155,7 @@ class WeightWatch:
         return [name for name, count in changed.items() if count]
 
     @torch.no_grad()
-    def judge_adapter(self, loras: Mapping[str, Any]) -> tuple[str, ...]:
+    def check_adapter(self, loras: Mapping[str, Any]) -> tuple[str, ...]:
         """Return what is wrong with the base below an adapter, in words.
 
         Args:
@@ -172,8 +173,8 @@ class WeightWatch:
                 now, at_start = self._now.get(name), self._at_start.get(name)
                 if a_RH is None or b_OR is None or now is None or at_start is None:
                     continue
-                product_VO = linear(linear(vectors_like(a_RH), a_RH), b_OR)
-                moved, made = now - at_start, entries(product_VO).cpu() * scaling
+                product_VO = linear(linear(probe_vectors_like(a_RH), a_RH), b_OR)
+                moved, made = now - at_start, sketch_of(product_VO).cpu() * scaling
                 if moved.shape == made.shape:  # not where ranks have parts of the layer
                     both += float((moved * made).sum())
                     changed += float(moved.square().sum())
@@ -204,7 +205,7 @@ class WeightWatch:
             width = module.input_size if is_linear else module.embedding_dim
             width = getattr(module, "input_size_per_partition", width)
             device = next((p.device for p in module.parameters()), "cpu")
-            x_VH = vectors(width, self._dtype, torch.device(device))
+            x_VH = probe_vectors(width, self._dtype, torch.device(device))
             try:
                 y_VO = module.quant_method.apply(module, x_VH, None)
             except Exception:  # a convolution in a linear layer's clothes (Qwen3.5): as it lies
@@ -215,7 +216,7 @@ class WeightWatch:
             sizes = sizes if sum(sizes) == y_VO.shape[-1] else [y_VO.shape[-1]]
             names = self._shards(path, len(sizes))
             for name, part_VO in zip(names, y_VO.split(sizes, -1), strict=True):
-                sketches[name] = entries(part_VO)
+                sketches[name] = sketch_of(part_VO)
         for name, weight in model.named_parameters():
             path, _, leaf = name.rpartition(".")
             is_number = weight.is_floating_point() and weight.element_size() > 1
@@ -225,27 +226,27 @@ class WeightWatch:
                 if leaf.startswith("w13"):  # of each expert the gate and what it gates
                     weight = weight.unflatten(1, (2, -1)).flatten(0, 1)
                 # [V, H] x [E, O, H]: one product for each expert.
-                sketches[name] = entries(vectors_like(weight) @ weight.mT, MOST_OF_EXPERT)
+                sketches[name] = sketch_of(probe_vectors_like(weight) @ weight.mT, MOST_OF_EXPERT)
             elif weight.ndim > 1:
                 matrix_OH = weight.flatten(1)
-                sketches[name] = entries(linear(vectors_like(matrix_OH), matrix_OH))
+                sketches[name] = sketch_of(linear(probe_vectors_like(matrix_OH), matrix_OH))
             else:  # a few numbers: too few for a cosine, enough for NaN and for what is stale
-                sketches[name] = entries(weight.reshape(1, -1), most=FEWEST_ENTRIES - 1)
+                sketches[name] = sketch_of(weight.reshape(1, -1), most=FEWEST_ENTRIES - 1)
         return {name: sketch.cpu() for name, sketch in sketches.items()}
 
 
 @lru_cache(maxsize=256)
-def vectors(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def probe_vectors(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the vectors that every matrix of this width multiplies, [V, H]."""
     drawn = torch.randn(NUM_VECTORS, width, generator=torch.Generator().manual_seed(width))
     return drawn.to(device, dtype)
 
 
-def vectors_like(matrix: torch.Tensor) -> torch.Tensor:
-    return vectors(matrix.shape[-1], matrix.dtype, matrix.device)
+def probe_vectors_like(matrix: torch.Tensor) -> torch.Tensor:
+    return probe_vectors(matrix.shape[-1], matrix.dtype, matrix.device)
 
 
-def entries(product: torch.Tensor, most: int = MOST_ENTRIES) -> torch.Tensor:
+def sketch_of(product: torch.Tensor, most: int = MOST_ENTRIES) -> torch.Tensor:
     """Return evenly spaced entries of each block of [(B,) V, O], [B, N]; NaN or infinity anywhere
     in a block makes its first one NaN."""
     blocks = product.float().reshape(-1, *product.shape[-2:])
@@ -254,7 +255,7 @@ def entries(product: torch.Tensor, most: int = MOST_ENTRIES) -> torch.Tensor:
     return some
 
 
-def change(before_BN: torch.Tensor, after_BN: torch.Tensor) -> str:
+def describe_change(before_BN: torch.Tensor, after_BN: torch.Tensor) -> str:
     """Return how a tensor differs from before, where no update makes it so; "" otherwise."""
     # What nobody has filled may hold anything from the start.
     if not before_BN.isfinite().all():

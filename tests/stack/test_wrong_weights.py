@@ -1,6 +1,6 @@
 """Engines that are given the trainer's weights and sample with others end the run before it trains
-on what they sampled: checksums of what they were given are right (M4). Engines that only have
-shorter numbers than the trainer do not."""
+on what they sampled (M4): the watch names what an engine made of an update, and the gap what it
+samples without. Engines that only have shorter numbers than the trainer do not."""
 
 from __future__ import annotations
 
@@ -21,43 +21,51 @@ PLUGIN = "tests/stack/wrong_weights.py"
 LEARNING = ("--learning_rate", "2e-3", "--temperature", "1.0")
 
 
+SPOILED = "layers.1.self_attn.o_proj"
+APART = (*LORA, "--freeze_vit", "true", "--vllm_enable_lora", "true")
+
+
 @pytest.mark.parametrize(
-    ("kind", "step"),
+    ("kind", "step", "named"),
     [
-        ("stale", 1),  # the checkpoint's own, which are right once
-        pytest.param("transposed", 0, marks=pytest.mark.extra),
-        pytest.param("random", 0, marks=pytest.mark.extra),
-        pytest.param("nan", 0, marks=pytest.mark.extra),
-        pytest.param("no adapter", 1, marks=pytest.mark.extra),  # one that is new changes nothing
+        ("stale", 1, "(stale)"),  # the checkpoint's own, which are right once
+        pytest.param("transposed", 0, f"{SPOILED} moved by 1", marks=pytest.mark.extra),
+        pytest.param("random", 0, f"{SPOILED} moved by 1", marks=pytest.mark.extra),
+        pytest.param("nan", 0, f"{SPOILED} holds NaN", marks=pytest.mark.extra),
     ],
 )
-def test_weights_that_an_engine_does_not_use(
-    kind: str, step: int, assets: Path, learning_rows: Path, tmp_path: Path
+def test_what_an_engine_makes_of_weights(
+    kind: str, step: int, named: str, assets: Path, learning_rows: Path, tmp_path: Path
 ) -> None:
-    apart = (*LORA, "--freeze_vit", "true", "--vllm_enable_lora", "true")
-    argv = (*LEARNING, *(apart if kind == "no adapter" else ()))
+    """The update that brings them fails, and names engine and tensor."""
     finished = run_training(
-        assets, learning_rows, tmp_path, *argv, plugins=(PLUGIN,), env={"WRONG_WEIGHTS": kind}
+        assets, learning_rows, tmp_path, *LEARNING, plugins=(PLUGIN,), env={"WRONG_WEIGHTS": kind}
     )
     assert finished.returncode != 0
-    assert f"DisagreementError: Step {step}: log-probabilities of the rollout" in finished.output
-    assert "rank 0 rows of image: " in finished.output
-    log = tmp_path / "run/logging.jsonl"
-    assert len(logged_steps(log.parent) if log.exists() else ()) == step, "it was trained on"
+    assert "WeightUpdateError: The colocated engine of rank 0: the weight" in finished.output
+    assert named in finished.output
+    assert steps_of(tmp_path / "run") == step
 
 
-@pytest.mark.extra
-def test_one_replica_of_two_is_named(assets: Path, learning_rows: Path, tmp_path: Path) -> None:
-    argv = server_argv(assets, "--vllm_data_parallel_size", "2", plugins=(PLUGIN,))
-    env = {"WRONG_WEIGHTS": "stale", "WRONG_REPLICA": "1"}
+def test_an_adapter_that_an_engine_does_not_use(
+    assets: Path, learning_rows: Path, tmp_path: Path
+) -> None:
+    """One of two replicas: the gap names it at the first step at which an adapter does anything."""
+    argv = server_argv(assets, *APART[-2:], "--vllm_data_parallel_size", "2", plugins=(PLUGIN,))
+    env = {"WRONG_WEIGHTS": "no adapter", "WRONG_REPLICA": "1"}
     with rollout_server(*argv, log=tmp_path / "server.log", env=env) as port:
-        finished = run_training(
-            assets, learning_rows, tmp_path / "run", *LEARNING, *client_argv(port)
-        )
+        client = (*LEARNING, *APART[:-2], *client_argv(port))
+        finished = run_training(assets, learning_rows, tmp_path, *client)
     assert finished.returncode != 0
-    assert "DisagreementError: Step 1: " in finished.output
+    assert "DisagreementError: Step 1: log-probabilities of the rollout" in finished.output
     assert f"server 0 (http://127.0.0.1:{port}) replica 1 rows of image: " in finished.output
     assert "Other engines agree: this one has other weights" in finished.output
+    assert steps_of(tmp_path / "run") == 1
+
+
+def steps_of(run: Path) -> int:
+    """How many steps were trained."""
+    return len(logged_steps(run) if (run / "logging.jsonl").exists() else ())
 
 
 @pytest.mark.parametrize(

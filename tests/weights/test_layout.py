@@ -37,15 +37,12 @@ def test_experts_are_transposed_and_nothing_else(lora: bool) -> None:
     sent = checkpoint_layout(wrapped, runtime)
     experts = [name for name in runtime if ".experts." in name]
     assert len(experts) == 2
-    # transformers 4 keeps them as files do.
-    transposed = [] if transformers.__version__.startswith("4.") else experts
     for name, tensor in runtime.items():
-        expected = tensor.transpose(1, 2) if name in transposed else tensor
+        expected = tensor.transpose(1, 2) if name in experts else tensor
         assert torch.equal(sent[name], expected)
         assert sent[name].data_ptr() == tensor.data_ptr()  # copies of all would take 57 GB of 30B
 
 
-@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="it converts nothing")
 def test_the_models_own_conversions_count() -> None:
     """They are those by which `from_pretrained` has read its files."""
     config = transformers.Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION)

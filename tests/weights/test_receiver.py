@@ -13,12 +13,12 @@ from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 
 from swift_grpo_ext.cpu.receiver import CPUWeightSyncWorkerExtension
-from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
-from swift_grpo_ext.weights.checksums import MERGED, UNFILLED, WeightUpdateError, weight_checksums
+from swift_grpo_ext.rollout.wire import WeightReport
 from swift_grpo_ext.weights.receiver import (
     REPLICA_NUMBER,
     VerifiedWeightSyncWorkerExtension,
 )
+from swift_grpo_ext.weights.update import MERGED, WeightUpdateError, shapes_of
 
 
 class Model:
@@ -58,7 +58,11 @@ class Manager:
 
 class Worker(VerifiedWeightSyncWorkerExtension):
     def __init__(self) -> None:
-        self.model_runner = SimpleNamespace(model=Model())
+        config = SimpleNamespace(quantization=None)
+        self.model_runner = SimpleNamespace(model=Model(), model_config=config)
+
+    def report(self) -> WeightReport:
+        return WeightReport(**self.read_weight_report())
 
     def add_lora(self, request: Any) -> bool:
         if not hasattr(self.model_runner, "lora_manager"):
@@ -103,34 +107,31 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
 
 
 def test_an_update_is_recorded_until_the_next(worker: Worker) -> None:
-    assert worker.read_weight_checksums() == {}
+    assert worker.report() == WeightReport()
     worker.update_named_param("a", "float32", (3,))
     worker.update_flattened_params([{"name": "b"}])
     worker.process_weights_after_loading()
-    expected = weight_checksums(TENSORS.items())
-    assert worker.read_weight_checksums() == expected
-    assert worker.read_weight_checksums() == expected  # a trainer may ask twice
+    expected = WeightReport(shapes_of(TENSORS.items()))
+    assert worker.report() == expected
+    assert worker.report() == expected  # a trainer may ask twice
     worker.update_flattened_params([{"name": "b"}])
-    assert list(worker.read_weight_checksums()) == ["b"]
-    worker.update_flattened_params([{"name": "a"}])
-    assert sorted(worker.read_weight_checksums()) == ["a", "b"]
+    assert list(worker.report().loaded) == ["b"]
 
 
 def test_parameters_that_an_update_left_as_they_were_are_told(worker: Worker) -> None:
     """Of the whole update; the next one begins anew."""
     model = worker.model_runner.model
-    for ignored, told in (("b", "b"), ("", None), ("a", "a"), ("ab", "a b")):
+    for ignored, told in (("b", ["b"]), ("", []), ("a", ["a"]), ("ab", ["a", "b"])):
         model.ignored = set(ignored)
         worker.update_flattened_params([{"name": "a"}, {"name": "b"}])
-        assert UNFILLED not in worker.read_weight_checksums()
         worker.process_weights_after_loading()
-        assert worker.read_weight_checksums().get(UNFILLED) == told
-    assert list(worker.read_weight_checksums()) == [UNFILLED]
+        assert worker.report().unfilled == told
+    assert worker.report().loaded == {}
     # A quantized model has parameters that no update fills.
     worker.model_runner.model_config = SimpleNamespace(quantization="fp8")
     worker.update_flattened_params([{"name": "a"}])
     worker.process_weights_after_loading()
-    assert UNFILLED not in worker.read_weight_checksums()
+    assert worker.report().unfilled == []
 
 
 def test_a_cpu_worker_receives_all_and_then_reloads(
@@ -147,13 +148,14 @@ def test_a_cpu_worker_receives_all_and_then_reloads(
         def __init__(self) -> None:
             self.model_runner = SimpleNamespace(
                 model=model,
+                model_config=SimpleNamespace(quantization=None),
                 reload_weights=lambda weights_iterator: model.load_weights(list(weights_iterator)),
             )
 
     monkeypatch.setattr(WeightSyncWorkerExtension, "init_communicator", init_communicator)
     held = CPUWorker()
     for _ in range(2):
-        held.init_communicator("host", 7, 3, 0, timeout=9.5)
+        held.join_group("host", 7, 3, 0, 9.5, watches=False)
     for _ in range(2):
         model.weights.clear()
         held.update_named_param("a", "torch.float32", (3,))
@@ -161,7 +163,7 @@ def test_a_cpu_worker_receives_all_and_then_reloads(
         assert model.weights == {}
         held.process_weights_after_loading()
         assert model.weights == TENSORS
-        assert held.read_weight_checksums() == weight_checksums(TENSORS.items())
+        assert held.read_weight_report()["loaded"] == shapes_of(TENSORS.items())
 
 
 def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +182,8 @@ def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.Mon
     monkeypatch.setattr(rollout, "StatelessProcessGroup", StatelessProcessGroup)
     monkeypatch.setattr(WeightSyncWorkerExtension, "init_communicator", init_communicator)
     monkeypatch.setenv(REPLICA_NUMBER, "5")
-    worker.init_communicator("host", 7, 3, None, 4.0)
-    worker.init_communicator("host", 7, 3, 0, 9.5)
+    worker.join_group("host", 7, 3, None, 4.0, watches=False)
+    worker.join_group("host", 7, 3, 0, 9.5, watches=False)
     assert os.environ[REPLICA_NUMBER] == "5"
     assert joined == [
         ("host", 7, 3, "5", {"host": "host", "store_timeout": 4}, {"timeout": 4.0}, 4.0),
@@ -222,17 +224,17 @@ def test_the_numbers_of_an_engine(
 def test_an_adapter_is_recorded_with_the_update_that_it_is_of(method: str, worker: Worker) -> None:
     """After a base: both. Alone: only what came last. A base begins anew."""
     worker.model_runner.lora_manager = Manager()
-    whole, first = weight_checksums(ADAPTER.items()), list(ADAPTER)[:1]
-    base = weight_checksums(TENSORS.items())
+    whole, first = shapes_of(ADAPTER.items()), list(ADAPTER)[:1]
+    base = shapes_of(TENSORS.items())
     for _ in range(2):
         worker.update_flattened_params([{"name": "a"}, {"name": "b"}])
         worker.process_weights_after_loading()
         getattr(worker, method)({}, first)
-        assert worker.read_weight_checksums() == base | {first[0]: whole[first[0]]}
+        assert worker.report().loaded == base | {first[0]: whole[first[0]]}
         getattr(worker, method)({}, list(ADAPTER))
-        assert worker.read_weight_checksums() == whole
+        assert worker.report().loaded == whole
         getattr(worker, method)({}, first)
-        assert worker.read_weight_checksums() == {first[0]: whole[first[0]]}
+        assert worker.report().loaded == {first[0]: whole[first[0]]}
 
 
 @pytest.mark.parametrize(
@@ -254,10 +256,12 @@ def test_a_worker_tells_of_a_refusal_until_another_comes(
         worker.model_runner.lora_manager = manager
     with pytest.raises((WeightUpdateError, RuntimeError), match=told):
         worker.update_adapter_flattened_param({}, list(ADAPTER))
-    assert re.search(told, worker.read_weight_checksums()[ADAPTER_FAULT])
+    assert re.search(told, worker.report().adapter_fault)
     worker.model_runner.lora_manager = Manager()
     worker.update_adapter_flattened_param({}, list(ADAPTER))
-    assert worker.read_weight_checksums() == weight_checksums(ADAPTER.items())
+    assert worker.report() == WeightReport(shapes_of(ADAPTER.items()))
+    # vLLM scales matrices where they lie: in a colocated engine those are the trainer's own.
+    assert ADAPTER["base_model.model.q.lora_B.weight"].tolist() == [[1.0, 1.0]] * 3
 
 
 class Watch:
@@ -270,10 +274,10 @@ class Watch:
         if self.fails:
             raise IndexError("Dimension out of range")
 
-    def judge(self, model: Any, unfilled: Any) -> tuple[str, ...]:
+    def check_weights(self, model: Any, unfilled: Any) -> tuple[str, ...]:
         return self.faults
 
-    def judge_adapter(self, loras: Any) -> tuple[str, ...]:
+    def check_adapter(self, loras: Any) -> tuple[str, ...]:
         return ()
 
 
@@ -282,7 +286,7 @@ class Watch:
 def test_a_refused_adapter_stays_a_fault(before: list[str], ends: bool, worker: Worker) -> None:
     """Whatever came before it, and however often the server asks; until a base or another adapter
     comes. Some clients do not say when a base has come whole."""
-    worker._watch = Watch()  # type: ignore[assignment]
+    worker.engine_weights._watch = Watch()  # type: ignore[assignment]
     worker.model_runner.lora_manager = Manager()
 
     def send(kind: str) -> None:
@@ -299,14 +303,12 @@ def test_a_refused_adapter_stays_a_fault(before: list[str], ends: bool, worker: 
     with pytest.raises(WeightUpdateError):
         send("adapter")
     for _ in range(2):
-        [fault] = worker.read_weight_faults() or []
-        assert "vLLM refuses the adapter: no" in fault
+        assert "vLLM refuses the adapter: no" in worker.report().adapter_fault
     send("base")
-    assert worker.read_weight_faults() == []
-    assert ADAPTER_FAULT not in worker.read_weight_checksums()
+    assert (worker.report().faults, worker.report().adapter_fault) == ([], "")
     worker.model_runner.lora_manager = Manager()
     send("adapter")
-    assert worker.read_weight_faults() == []
+    assert (worker.report().faults, worker.report().adapter_fault) == ([], "")
 
 
 def test_a_watch_that_has_ended_finds_nothing_sound(worker: Worker) -> None:
@@ -315,10 +317,10 @@ def test_a_watch_that_has_ended_finds_nothing_sound(worker: Worker) -> None:
     def update() -> list[str] | None:
         worker.update_flattened_params([{"name": "a"}, {"name": "b"}])
         worker.process_weights_after_loading()
-        return worker.read_weight_faults()
+        return worker.report().faults
 
     watch = Watch("b is all zeros")
-    worker._watch = watch  # type: ignore[assignment]
+    worker.engine_weights._watch = watch  # type: ignore[assignment]
     assert update() == ["b is all zeros"]
     watch.fails = True
     for _ in range(2):
@@ -326,4 +328,4 @@ def test_a_watch_that_has_ended_finds_nothing_sound(worker: Worker) -> None:
     worker.model_runner.lora_manager = Manager("no")
     with pytest.raises(WeightUpdateError):
         worker.update_adapter_param({}, list(ADAPTER))
-    assert "vLLM refuses" in (worker.read_weight_faults() or [""])[0]
+    assert "vLLM refuses" in worker.report().adapter_fault

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,19 +13,19 @@ from peft import LoraConfig
 from swift.rlhf_trainers.utils import FlattenedTensorBucket
 
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
+from swift_grpo_ext.rollout.wire import WeightReport
 from swift_grpo_ext.weights import sync
-from swift_grpo_ext.weights.checksums import WeightChecksums, WeightUpdateError, weight_checksums
 from swift_grpo_ext.weights.layout import StateDict
 from swift_grpo_ext.weights.sync import WeightSync
+from swift_grpo_ext.weights.update import WeightUpdateError, shapes_of
 from tests.ranks import ThreadRanks, run_rank_groups
 
 WEIGHTS = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
 CONFIG = LoraConfig(r=3)
 
 
-def changed() -> StateDict:
-    return {**WEIGHTS, "b": torch.tensor([4.0])}
+def misshapen() -> StateDict:
+    return {**WEIGHTS, "b": torch.tensor([3.0, 4.0])}
 
 
 class Servers:
@@ -37,7 +36,9 @@ class Servers:
         self.loaded: list[StateDict] = [{}, {}]
         self.calls: list[str] = []
         self._second, self.failures = second, failures
-        self.fault: WeightChecksums = {}
+        self.fault: dict[str, Any] = {}
+        """Fields of the workers' reports."""
+
         self.is_bounded = False
 
     def _call(self, name: str) -> None:
@@ -63,11 +64,14 @@ class Servers:
         self._call("reconnect again" if again else "reconnect")
         return again
 
-    def loaded_checksums(self) -> list[tuple[str, WeightChecksums]]:
-        self._call("checksums")
-        sums = [(f"worker {i}", weight_checksums(w.items())) for i, w in enumerate(self.loaded)]
+    def weight_reports(self) -> list[tuple[str, WeightReport]]:
+        self._call("reports")
+        loaded = [shapes_of(weights.items()) for weights in self.loaded]
         self.loaded = [{}, {}]
-        return [(name, of_worker | self.fault) for name, of_worker in sums]
+        return [
+            (f"worker {i}", WeightReport(**({"loaded": shapes} | self.fault)))
+            for i, shapes in enumerate(loaded)
+        ]
 
     def update_adapter_flattened_param(self, config: Any, metadatas: Any, flattened: Any) -> None:
         assert config == CONFIG
@@ -87,7 +91,7 @@ def update(
     def work(ranks: ThreadRanks) -> str:
         weights = WeightSync(ranks, servers if ranks.rank == 0 else None)
         try:
-            weights.update(lambda made_anew: move(weights, ranks.rank, made_anew))
+            weights.update(lambda group_recreated: move(weights, ranks.rank, group_recreated))
         except Exception as e:
             return f"{type(e).__name__}: {e}"
         return ""
@@ -98,7 +102,7 @@ def update(
 def sends(servers: Servers) -> Callable[[WeightSync, int, bool], None]:
     """ms-swift's update, which sends in two parts; other ranks take part."""
 
-    def move(weights: WeightSync, rank: int, made_anew: bool) -> None:
+    def move(weights: WeightSync, rank: int, group_recreated: bool) -> None:
         for name, tensor in WEIGHTS.items():
             weights.send({name: tensor}, servers.load if rank == 0 else lambda _: None)
 
@@ -111,19 +115,19 @@ def test_an_update_is_sent_and_compared_on_every_worker() -> None:
     weights = WeightSync(RankGroup(), servers)
     for _ in range(2):
         weights.update(lambda _: sends(servers)(weights, 0, False))
-    assert servers.calls == ["reconnect", "load a", "load b", "checksums"] * 2
+    assert servers.calls == ["reconnect", "load a", "load b", "reports"] * 2
     weights.update(lambda _: weights.send({"a": WEIGHTS["a"]}, servers.load))  # `b` is not missed
     weights.update(lambda _: None)
-    assert servers.calls[-3:] == ["load a", "checksums", "reconnect"]
+    assert servers.calls[-3:] == ["load a", "reports", "reconnect"]
 
 
 @pytest.mark.parametrize(
     ("servers", "error", "calls"),
     [
         (
-            Servers(second=changed()),
-            r"WeightUpdateError: worker 1 does not hold .* 1 arrived changed \(b\)",
-            ["reconnect", "load a", "load b", "checksums"],
+            Servers(second=misshapen()),
+            r"WeightUpdateError: worker 1 does not hold .* 1 have another type or shape \(b\)",
+            ["reconnect", "load a", "load b", "reports"],
         ),
         # Ranks agree before the first of them gathers weights, where others would wait for it.
         (Servers(reconnect=ConnectionError("gone")), "ConnectionError: gone", ["reconnect"]),
@@ -152,8 +156,8 @@ def test_a_failure_on_one_rank_ends_all_and_is_not_tried_again(failing: int) -> 
     """The rank itself keeps its own exception; the others name it."""
     servers = Servers()
 
-    def move(weights: WeightSync, rank: int, made_anew: bool) -> None:
-        sends(servers)(weights, rank, made_anew)
+    def move(weights: WeightSync, rank: int, group_recreated: bool) -> None:
+        sends(servers)(weights, rank, group_recreated)
         if rank == failing:
             raise MemoryError("too small") if failing else WeightUpdateError("refused")
 
@@ -164,29 +168,42 @@ def test_a_failure_on_one_rank_ends_all_and_is_not_tried_again(failing: int) -> 
     assert servers.calls.count("load a") == 1
 
 
-def test_an_update_that_was_not_sent_is_made_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all weights, on all ranks, and with the base of adapters where a group is new. Rank 0,
-    which sends, takes the checksums alone."""
-    summed = Mock(wraps=sync.weight_checksums)
-    monkeypatch.setattr(sync, "weight_checksums", summed)
+def test_an_update_that_was_not_sent_is_made_once_more() -> None:
+    """With all weights, on all ranks, and with the base of adapters where a group is new."""
     servers = Servers(load=ConnectionError("reset"))
     moves: list[tuple[int, bool]] = []
     took_part: list[int] = []
 
-    def move(weights: WeightSync, rank: int, made_anew: bool) -> None:
-        moves.append((rank, made_anew))
+    def move(weights: WeightSync, rank: int, group_recreated: bool) -> None:
+        moves.append((rank, group_recreated))
         if rank > 0:
             weights.send(WEIGHTS, lambda _: took_part.append(rank))
-        sends(servers)(weights, rank, made_anew)
+        sends(servers)(weights, rank, group_recreated)
         if rank == 0:
             servers.failures.clear()
 
     assert update(servers, move, size=2) == ["", ""]
     assert sorted(moves) == [(0, False), (0, True), (1, False), (1, True)]
     assert servers.calls[:3] == ["reconnect", "load a", "reconnect again"]
-    assert servers.calls[-1] == "checksums"
+    assert servers.calls[-1] == "reports"
     assert took_part == [1, 1]
-    assert summed.call_count == 3  # `a`, which is lost, and both once more
+
+
+@pytest.mark.parametrize("mismatch", ["stop", "warn"])
+def test_what_a_watch_finds_fails_the_update(
+    mismatch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names engine and tensor, and is not tried again."""
+    servers = Servers()
+    servers.fault = {"faults": ["b is all zeros"]}
+    warned: list[str] = []
+    monkeypatch.setattr(sync.logger, "warning", warned.append)
+    weights = WeightSync(RankGroup(), servers, mismatch)
+    said = r"worker 0: the weight update has failed\. b is all zeros\. "
+    with pytest.raises(WeightUpdateError, match=said) if mismatch == "stop" else nullcontext():
+        weights.update(lambda _: sends(servers)(weights, 0, False))
+    assert servers.calls == ["reconnect", "load a", "load b", "reports"]
+    assert len(warned) == (2 if mismatch == "warn" else 0)
 
 
 # --- colocated ---
@@ -197,8 +214,9 @@ class Engine:
 
     def __init__(self, taken: StateDict, filled: set[str] | None = None) -> None:
         self._taken, self._filled = taken, filled
-        self.inner_model = self.engine = self
-        self.model_config = None
+        self.model_config = SimpleNamespace(quantization=None)
+        self.inner_model_executor = self.driver_worker = self.worker = self
+        self.model_runner = self.model = self
 
     def named_parameters(self) -> list[tuple[str, None]]:
         return [("ab", None), ("c", None)]
@@ -213,7 +231,7 @@ class Engine:
     [
         (WEIGHTS, None, None),  # an engine that does not say what it filled
         (WEIGHTS, {"ab", "c"}, None),
-        (changed(), None, r"The colocated engine of rank 0 .* arrived changed \(b\)"),
+        (misshapen(), None, r"The colocated engine of rank 0 .* another type or shape \(b\)"),
         ({"a": WEIGHTS["a"]}, None, r"1 did not arrive \(b\)"),
         (WEIGHTS, {"ab"}, r"1 of its parameters were left as they were \(c\)"),
         (WEIGHTS, set(), r"2 did not arrive \(a, b\)"),
@@ -243,12 +261,12 @@ def test_what_a_colocated_engine_takes_is_compared(
     ("fault", "message"),
     [
         ({}, None),
-        ({"b": "float32 (1,) 01"}, r"worker 0 .*1 arrived changed \(b\)"),
-        ({ADAPTER_FAULT: "why"}, r"worker 0 does not generate with the trainer's adapter\. why"),
+        ({"loaded": {"a": "float32 (2,)"}}, r"worker 0 .*1 did not arrive \(b\)"),
+        ({"adapter_fault": "why"}, r"worker 0 does not generate with the trainer's adapter\. why"),
     ],
 )
 def test_an_adapter_is_sent_and_compared(
-    flattens: bool, fault: WeightChecksums, message: str | None
+    flattens: bool, fault: dict[str, Any], message: str | None
 ) -> None:
     client: Any = Servers()
     client.fault = fault
@@ -265,7 +283,7 @@ def test_an_adapter_is_sent_and_compared(
 
     with pytest.raises(WeightUpdateError, match=message) if message else nullcontext():
         weights.update(lambda _: weights.send_adapter(client, send))
-    assert client.calls == ["reconnect", "load a b", "checksums"]
+    assert client.calls == ["reconnect", "load a b", "reports"]
     assert not [name for name in vars(client) if name.startswith("update_")]
 
 

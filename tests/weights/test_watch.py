@@ -12,7 +12,13 @@ import torch
 from safetensors.torch import save_file
 from vllm.model_executor.layers.linear import LinearBase
 
-from swift_grpo_ext.weights.watch import WeightWatch, change, checkpoint_names, entries, left_out
+from swift_grpo_ext.weights.watch import (
+    WeightWatch,
+    checkpoint_names,
+    describe_change,
+    left_out,
+    sketch_of,
+)
 
 CONFIG: Any = SimpleNamespace(dtype=torch.float32, model="/nowhere", quantization=None)
 
@@ -41,24 +47,24 @@ OLD, OTHER = drawn(1, 1, 512), drawn(2, 1, 512)
     ],
 )
 def test_what_no_update_makes_of_a_matrix(after: torch.Tensor, told: str) -> None:
-    assert change(OLD, after).startswith(told)
-    assert bool(change(OLD, after)) == bool(told)
-    blocks = change(torch.cat([OLD, OTHER, OLD]), torch.cat([OLD, OTHER, after]))
+    assert describe_change(OLD, after).startswith(told)
+    assert bool(describe_change(OLD, after)) == bool(told)
+    blocks = describe_change(torch.cat([OLD, OTHER, OLD]), torch.cat([OLD, OTHER, after]))
     assert blocks.startswith(told)
     assert blocks.endswith(" (1 of 3 blocks)") == ("moved" in told or "zeros" in told)
 
 
 def test_a_matrix_of_zeros_and_a_small_one_may_become_anything() -> None:
-    assert change(OLD * 0, OTHER) == ""
-    assert change(OLD[:, :100], OTHER[:, :100]) == ""
-    assert change(OLD * float("nan"), OTHER) == ""  # what nobody has filled
+    assert describe_change(OLD * 0, OTHER) == ""
+    assert describe_change(OLD[:, :100], OTHER[:, :100]) == ""
+    assert describe_change(OLD * float("nan"), OTHER) == ""  # what nobody has filled
 
 
 def test_infinity_anywhere_is_in_the_sketch() -> None:
     product = drawn(3, 4, 100_000)
-    assert entries(product).isfinite().all()
+    assert sketch_of(product).isfinite().all()
     product[2, 77] = float("inf")  # between two entries that are kept
-    assert entries(product).isnan().sum() == 1
+    assert sketch_of(product).isnan().sum() == 1
 
 
 def test_names_that_are_left_out(tmp_path: Path) -> None:
@@ -110,16 +116,16 @@ def test_a_quantized_layer_that_is_given_raw_weights() -> None:
     watch = WeightWatch(model, SimpleNamespace(**{**vars(CONFIG), "quantization": "int8"}))
     for seed in range(3):
         model.layer.load(weight + 1e-3 * drawn(seed, 64, 64))
-        assert watch.judge(model, ()) == ()
+        assert watch.check_weights(model, ()) == ()
     model.layer.packed.data = weight.char()  # its numbers as they come
-    [fault] = watch.judge(model, ())
+    [fault] = watch.check_weights(model, ())
     assert fault == "weights are not what an update makes of them: layer is all zeros"
     model.layer.load(weight)
     model.layer.scale = torch.tensor(1.0)  # nobody has quantized it anew
-    [fault] = watch.judge(model, ())
+    [fault] = watch.check_weights(model, ())
     assert "layer moved by 2" in fault
     model.layer.load(weight)
-    assert watch.judge(model, ()) == ()
+    assert watch.check_weights(model, ()) == ()
 
 
 def test_weights_that_stay_though_others_arrive() -> None:
@@ -132,7 +138,7 @@ def test_weights_that_stay_though_others_arrive() -> None:
     def update(arrived: torch.Tensor, held: torch.Tensor) -> tuple[str, ...]:
         watch.note_arrived([("weight", arrived)])
         model.weight.data = held.clone()
-        return watch.judge(model, ())
+        return watch.check_weights(model, ())
 
     assert update(weight, weight) == ()
     moved = weight + 1e-3 * drawn(5, 64, 64)
@@ -175,7 +181,7 @@ def test_tensors_of_all_shapes_are_looked_at(shape: tuple[int, ...], dtype: torc
         watch.note_arrived([("weight", model.weight), ("extra", tensor), ("model.extra", tensor)])
         is_seen = value != 1 and tensor.numel() and dtype in (torch.float32, torch.bfloat16)
         told = "weights are not what an update makes of them: extra holds NaN or infinity"
-        assert watch.judge(model, ()) == ((told,) if is_seen else ())
+        assert watch.check_weights(model, ()) == ((told,) if is_seen else ())
 
 
 def test_random_weights_are_no_base_to_judge_by() -> None:
@@ -186,7 +192,7 @@ def test_random_weights_are_no_base_to_judge_by() -> None:
     def update(weight: torch.Tensor) -> tuple[str, ...]:
         watch.note_arrived([("weight", weight)])
         model.weight.data = weight.clone()
-        return watch.judge(model, ())
+        return watch.check_weights(model, ())
 
     weight = drawn(6, 64, 64)
     assert "holds NaN" in update(weight * float("nan"))[0]
