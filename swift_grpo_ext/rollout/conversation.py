@@ -1,9 +1,10 @@
 """Conversations: what the engine saw and gave in each turn, and what a scheduler added in between.
 
 ms-swift leads a conversation in the training (rollout/agent_loop.py, `run_multi_turn`) or in
-`swift rollout` (rollout/multi_turn.py, `MultiTurnScheduler.run`), and keeps of it the messages of
-the last turn and the tokens of all. Both sides note each turn here: training compares what the
-engine saw with what it sees itself, and the record has a row for each.
+`swift rollout` (rollout/multi_turn.py, `MultiTurnScheduler.run`), and keeps the messages of the
+last turn and the tokens of all. `Conversation.note` is called with each answer on either side:
+training compares what the engine saw with what it sees itself, and the record has a row for each
+turn.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from swift.infer_engine.protocol import RolloutInferRequest
 
 from swift_grpo_ext.media.pictures import Picture, media_name, picture_of
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.generate import give_to_scheduler
-from swift_grpo_ext.rollout.scheduler import between_turns
-from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
+from swift_grpo_ext.rollout.answers import answer_of, fill_scheduler_fields, infos_of
+from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.stops.templates import STOP_REASON, record_stop_reason
+from swift_grpo_ext.stops.templates import STOP_REASON
 from swift_grpo_ext.upstream.rows import COLUMNS, RowFormError, column_of, read_row
 
 if TYPE_CHECKING:
@@ -77,9 +77,23 @@ class Conversation:
     _num_messages: int = 0
     _num_media: dict[str, int] = field(default_factory=dict)
 
-    def note(self, request: RolloutSample | RolloutInferRequest, turn: Turn) -> None:
-        """Note a turn, with what was added for it to `request`, as the engine was asked with it:
-        without the answer."""
+    def note(
+        self,
+        request: RolloutSample | RolloutInferRequest,
+        answer: Answer,
+        sample_id: SampleId,
+        fingerprint: str,
+        *,
+        engine_seconds: float = 0.0,
+        tool_seconds: float = 0.0,
+    ) -> None:
+        """Note the answer to a request, and what was added to the request since the answer before.
+
+        Args:
+            request: as the engine was asked with it, without the answer.
+            answer: of one sample.
+            fingerprint: the hash of the prompt.
+        """
         held = list(request.messages)
         if held and held[-1]["role"] == "assistant" and held[-1].get("content") in EMPTY:
             held.pop()
@@ -101,7 +115,18 @@ class Conversation:
                 messages = read.messages
                 added = [*(medium.value for medium in read.media), *added]
             media = [picture_of(medium) for medium in added]
-        self.turns.append(replace(turn, messages=messages, media=media))
+        [completion], prompt = answer
+        turn = Turn(
+            sample_id=sample_id,
+            prompt=prompt,
+            completion=completion,
+            fingerprint=fingerprint,
+            messages=messages,
+            media=media,
+            engine_seconds=engine_seconds,
+            tool_seconds=tool_seconds,
+        )
+        self.turns.append(turn)
 
 
 def first_prompt(
@@ -118,47 +143,6 @@ def first_prompt(
     return messages, [Picture(media_name(medium)) for medium in media]
 
 
-def prompt_of(output: RolloutOutput) -> Prompt:
-    """Return the prompt of an output of ms-swift's, as its engine saw it."""
-    positions = getattr(output.response, "prompt_positions", None)  # ms-swift's own has none
-    return Prompt(list(output.response.prompt_token_ids or ()), positions)
-
-
-def turn_of(
-    output: RolloutOutput,
-    sample_id: SampleId,
-    fingerprint: str,
-    *,
-    engine_seconds: float = 0.0,
-    tool_seconds: float = 0.0,
-) -> Turn:
-    """Return the turn that an output of ms-swift's stands for, of one sample."""
-    [choice], infos = output.response.choices, output.rollout_infos
-    if output.rollout_logprobs:
-        [logprobs] = output.rollout_logprobs
-    else:  # as ms-swift's schedulers read them: of a server, or without vLLM
-        content = (choice.logprobs or {}).get("content") or ()
-        logprobs = [token["logprob"] for token in content]
-    token_ids = list(choice.token_ids or ())
-    completion = Completion(
-        text=choice.message.content if isinstance(choice.message.content, str) else "",
-        token_ids=token_ids,
-        logprobs=logprobs if logprobs and len(logprobs) == len(token_ids) else None,
-        finish_reason=choice.finish_reason,
-        stop_reason=infos.get(STOP_REASON),
-        seed=infos.get("seed"),
-        replica=str(infos.get("replica", "")),
-    )
-    return Turn(
-        sample_id=sample_id,
-        prompt=prompt_of(output),
-        completion=completion,
-        fingerprint=fingerprint,
-        engine_seconds=engine_seconds,
-        tool_seconds=tool_seconds,
-    )
-
-
 # --- what a server's scheduler made, on its way to the trainer ---
 
 
@@ -171,9 +155,7 @@ def write_turns(output: RolloutOutput, turns: Sequence[Turn]) -> None:
             {
                 "sample_id": asdict(turn.sample_id),
                 "fingerprint": turn.fingerprint,
-                "answer": wire.write_answer(
-                    [turn.completion], turn.prompt, turn.completion.replica
-                ),
+                "answer": wire.write_answer(Answer([turn.completion], turn.prompt)),
                 # Schedulers may put any object into messages; an answer is JSON.
                 "messages": json.loads(json.dumps(turn.messages, default=repr)),
                 "media": [
@@ -223,6 +205,33 @@ def read_turns(output: RolloutOutput, run_seed: int | None) -> list[Turn]:
 
 # --- in the training ---
 
+BETWEEN = f"{wire.KEY}_between_turns"
+"""An attribute of requests, which ms-swift hands to each hook."""
+
+
+@dataclass
+class BetweenTurns:
+    """What a scheduler's hooks did with a request since its last answer."""
+
+    num_messages: int = 0
+    """Number of messages, the last answer included."""
+
+    media: dict[str, list[Any]] = field(default_factory=dict)
+    """The media that the engine saw, by column."""
+
+    tool_seconds: float = 0.0
+    """Seconds in hooks."""
+
+    told: frozenset[str] = frozenset()
+    """The columns of media that `step` put into `rollout_infos`."""
+
+
+def between_turns(request: RolloutInferRequest) -> BetweenTurns:
+    if not hasattr(request, BETWEEN):
+        setattr(request, BETWEEN, BetweenTurns())
+    between: BetweenTurns = getattr(request, BETWEEN)
+    return between
+
 
 class Conversations:
     """Holds the conversations of the round that the training generates, by their samples, from each
@@ -230,7 +239,7 @@ class Conversations:
 
     Args:
         template: the training's.
-        has_scheduler: reads the outputs, in the training.
+        has_scheduler: a scheduler in the training reads the outputs.
     """
 
     def __init__(self, template: Template, *, has_scheduler: bool) -> None:
@@ -250,24 +259,26 @@ class Conversations:
         Args:
             samples: ms-swift's, or the requests of a later turn.
             prompts: hashes of the prompts.
-            seconds: that the engine took.
+            seconds: the engine's.
         """
         named = zip(samples, outputs, sample_ids, prompts, strict=True)
         for sample, output, sample_id, prompt in named:
-            record_stop_reason(output)
-            turn = turn_of(output, sample_id, prompt, engine_seconds=seconds)
+            is_later = isinstance(sample, RolloutInferRequest)
+            self._by_sample[replace(sample_id, turn=0)].note(
+                sample,
+                answer_of(output),
+                sample_id,
+                prompt,
+                engine_seconds=seconds,
+                tool_seconds=between_turns(sample).tool_seconds if is_later else 0.0,
+            )
             if self._has_scheduler:
-                give_to_scheduler(output, self._template, sample.tools)
-            if isinstance(sample, RolloutInferRequest):
-                turn = replace(turn, tool_seconds=between_turns(sample).tool_seconds)
-            self._by_sample[replace(sample_id, turn=0)].note(sample, turn)
+                fill_scheduler_fields(output.response, self._template, sample.tools)
 
     def take(
         self, samples: Sequence[RolloutSample], outputs: Sequence[RolloutOutput]
     ) -> list[list[Turn]]:
         """Return the turns behind each output, and forget them."""
-        for output in outputs:
-            record_stop_reason(output)  # a conversation's last
         pairs = zip(samples, outputs, strict=False)  # none come with --async_generate
         return [self._by_sample.pop(sample.sample_id).turns for sample, _ in pairs]
 
@@ -277,25 +288,28 @@ def servers_turns(
 ) -> list[list[Turn]]:
     """Return the turns behind each output of a server that leads conversations, as far as they are
     known: it may have led them without us, and made several outputs of one."""
-    turns = [read_turns(record_stop_reason(output), run_seed) for output in outputs]
+    turns = [read_turns(output, run_seed) for output in outputs]
     if len(samples) == len(outputs):
         for own, sample, output in zip(turns, samples, outputs, strict=True):
-            if not own:  # a server without us
-                own.append(turn_of(output, sample.sample_id, sample.prompt_hash))
             # The server has images by their content, the training by name.
             messages, media = first_prompt(sample)
-            is_asked = messages == own[0].messages  # an environment asks its own
-            fingerprint = sample.prompt_hash if is_asked else own[0].fingerprint
-            own[0] = replace(own[0], media=media, fingerprint=fingerprint)
+            if own:
+                is_asked = messages == own[0].messages  # an environment asks its own
+                fingerprint = sample.prompt_hash if is_asked else own[0].fingerprint
+                own[0] = replace(own[0], media=media, fingerprint=fingerprint)
+            else:  # a server without us
+                conversation = Conversation()
+                conversation.note(sample, answer_of(output), sample.sample_id, sample.prompt_hash)
+                own += conversation.turns
     return turns
 
 
-def give_turns(sample: RolloutSample, turns: Sequence[Turn], *, is_conversation: bool) -> None:
+def attach_turns(sample: RolloutSample, turns: Sequence[Turn], *, is_conversation: bool) -> None:
     """Give a sample the prompts of its turns that were answered and, of a conversation, the last
-    one's seed and replica."""
+    answer's seed and replica, and what stopped the last turn."""
     answered = [turn for turn in turns if turn.is_answered]
     sample.rollout_prompts = [turn.prompt for turn in answered]
     if is_conversation and answered:
-        last = answered[-1].completion
-        own = {"seed": last.seed, "replica": last.replica}
+        own = infos_of(answered[-1].completion)
+        own[STOP_REASON] = turns[-1].completion.stop_reason
         sample.rollout_infos = {**(sample.rollout_infos or {}), **own}

@@ -12,12 +12,9 @@ server with several replicas counts as one that is so many times as fast.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from time import monotonic
 from typing import Any, TypeVar
 
 from swift_grpo_ext.upstream.rows import COLUMNS
@@ -49,63 +46,10 @@ class RequestError(ValueError):
 
 
 FAILURE = "swift_grpo_ext.failure"
-"""Key under which a replica answers why it failed, where ms-swift's loop answers None."""
+"""Key of a replica's reply that says why it failed."""
 
 REQUEST_FAULT = "swift_grpo_ext.request_fault"
 """Beside it where the request itself is at fault."""
-
-
-class Activity:
-    """Counts what this process, a replica, does for conversations that a scheduler leads in it."""
-
-    def __init__(self) -> None:
-        self._conversations: set[asyncio.Task[Any]] = set()
-        self._num_asked, self._answered = 0, 0.0
-
-    @contextmanager
-    def in_conversation(self) -> Iterator[None]:
-        """Be one, in a task of its own.
-
-        Raises:
-            RequestError: nobody waits for it any more.
-        """
-        task = asyncio.current_task()
-        assert task is not None
-        self._conversations.add(task)
-        try:
-            yield
-        except asyncio.CancelledError as e:
-            # As it is, it would end the worker, which catches `Exception` alone (ms-swift 4.6,
-            # pipelines/infer/rollout.py, `async_llm_worker`).
-            raise RequestError("the training that asked for the conversations has left") from e
-        finally:
-            self._conversations.discard(task)
-
-    def give_up(self) -> None:
-        """End all conversations, from a thread beside theirs. A tool that is at work goes on, and
-        nobody hears of it."""
-        for task in list(self._conversations):
-            task.get_loop().call_soon_threadsafe(task.cancel)
-
-    @contextmanager
-    def in_engine(self) -> Iterator[None]:
-        self._num_asked += 1
-        try:
-            yield
-        finally:
-            self._num_asked -= 1
-            self._answered = monotonic()
-
-    def is_alive(self, since: float) -> bool:
-        """Return whether conversations go on: the engine has answered since then, or is not
-        asked, since all of them are in the scheduler."""
-        return bool(self._conversations) and (not self._num_asked or self._answered >= since)
-
-
-activity = Activity()
-
-noted_failure: dict[str, Any] = {}
-"""What this process, a replica, answers in place of None to the command that it is at."""
 
 
 def dispatch(

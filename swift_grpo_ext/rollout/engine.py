@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import requests
@@ -22,8 +19,6 @@ import swift.infer_engine
 from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatMessage,
     RequestConfig,
     RolloutOutput,
     serialize_ndarray,
@@ -35,32 +30,29 @@ from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.checks.rows import RowError, encoding_fault
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.conversation import Conversation, turn_of, write_turns
-from swift_grpo_ext.rollout.dispatch import (
-    FAILURE,
-    REQUEST_FAULT,
-    RequestError,
-    activity,
-    noted_failure,
+from swift_grpo_ext.rollout.answers import (
+    AnsweredResponse,
+    fill_scheduler_fields,
+    infos_of,
+    response_to,
 )
-from swift_grpo_ext.rollout.generate import GroupResponse, NamedResponse
+from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, RequestError
 from swift_grpo_ext.rollout.positions import kept_positions
-from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
-from swift_grpo_ext.sampling.prompt_hash import prompt_hash
+from swift_grpo_ext.rollout.served import leading
+from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
-from swift_grpo_ext.stops.templates import StoppedChoice, TemplateStops, record_stop_reason
+from swift_grpo_ext.stops.templates import TemplateStops
 from swift_grpo_ext.upstream import pins, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator, number_bits
-from swift_grpo_ext.upstream.contract import verify
-from swift_grpo_ext.upstream.encoding import add_video_metadata, tool_calls
-from swift_grpo_ext.upstream.local_names import request_of
-from swift_grpo_ext.upstream.patches import Moment, apply, patch
+from swift_grpo_ext.upstream.contract import verify, verify_overrides
+from swift_grpo_ext.upstream.encoding import add_video_metadata
+from swift_grpo_ext.upstream.patches import Moment, apply, patch, repair
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
     from swift.infer_engine.utils import AdapterRequest
-    from swift.template import Template
+    from swift.template import StdTemplateInputs, Template
     from vllm.logprobs import SampleLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -70,16 +62,32 @@ UPSTREAM_EXTENSION = "swift.pipelines.infer.rollout.WeightSyncWorkerExtension"
 VERIFIED_EXTENSION = "swift_grpo_ext.weights.receiver.VerifiedWeightSyncWorkerExtension"
 CPU_EXTENSION = "swift_grpo_ext.cpu.receiver.CPUWeightSyncWorkerExtension"
 
-METADATA = f"{wire.KEY}.metadata"
-STOPS = f"{wire.KEY}.stops"
-REQUEST = f"{wire.KEY}.request"
-CUT = f"{wire.KEY}.cut"
-NO_ROOM = f"{wire.KEY}.no_room"
-REPLICA = f"{wire.KEY}.replica"
-SEED = f"{wire.KEY}.seed"
-"""Keys that an encoded request has inside the engine: metadata, what ends completions, what it was,
-its length where `--max_length` has cut it, whether it is a turn that has no room, the number of the
-replica that draws it, where an engine has several, and the seed that vLLM was given."""
+TRUNCATED_FROM = f"{wire.KEY}.truncated_from"
+"""Key of an encoded prompt that `--max_length` has cut: its length before."""
+
+STATE = f"{wire.KEY}.state"
+"""Key of an encoded request's `RequestState`."""
+
+
+@dataclass
+class RequestState:
+    """What the engine knows of one request beside its encoding."""
+
+    metadata: RequestMetadata | None = None
+    request: object = None
+    """ms-swift's request, an object or a dictionary."""
+
+    replica: int | None = None
+    """The replica that draws its samples, where the engine has several."""
+
+    seed: int | None = None
+    """The first sample's seed; None where vLLM draws a training's samples without one."""
+
+    stops: Stops | None = None
+    """What ends its completions; None leaves that to ms-swift."""
+
+    is_context_overflow: bool = False
+    """It is a later turn whose prompt leaves no room for an answer."""
 
 
 try:  # vLLM 0.32 has a class of its own for what it refuses
@@ -98,22 +106,29 @@ def is_later_turn(metadata: RequestMetadata | None) -> TypeGuard[RequestMetadata
     return metadata is not None and metadata.sample_id.turn > 0
 
 
-def is_about_length(error: Exception) -> bool:
+def is_context_overflow(error: Exception) -> bool:
     return isinstance(error, REFUSALS) and TOO_LONG.search(str(error)) is not None
 
 
-def note_cuts(template: Template) -> bool:
-    """Have the template of an engine say of an encoded prompt that it was cut, under `CUT`, where
-    that is so, and return whether it is to refuse such prompts instead."""
-    cut = template._truncate
+@repair(
+    Moment.CALLED,
+    symptom="A turn that --max_length cuts is trained on whole, and nothing tells.",
+    upstream="ms-swift 4.6, template/base.py (`_truncate`) cuts the turns of a conversation "
+    "as it cuts prompts; training sees all of them.",
+    until="an encoded prompt says that it was cut",
+)
+def mark_truncated(template: Template) -> bool:
+    """Have the template of an engine mark an encoded prompt that it has cut (`TRUNCATED_FROM`), and
+    return whether it is to refuse such prompts instead."""
+    truncate = template._truncate
 
-    def noted(input_ids: list[int], labels: Any, encoded: Any, *args: Any, **kwargs: Any) -> Any:
+    def marked(input_ids: list[int], labels: Any, encoded: Any, *args: Any, **kwargs: Any) -> Any:
         length = len(input_ids)
-        result = cut(input_ids, labels, encoded, *args, **kwargs)
-        encoded[CUT] = length
+        result = truncate(input_ids, labels, encoded, *args, **kwargs)
+        encoded[TRUNCATED_FROM] = length
         return result
 
-    patch(template, _truncate=noted)
+    patch(template, _truncate=marked)
     refuses = template.truncation_strategy == "raise"
     if refuses:
         # A first turn is refused, a later one ends its conversation: `_add_request` decides, which
@@ -138,9 +153,9 @@ class RolloutEngine(GRPOVllmEngine):
         if self.serves:
             apply(Moment.REPLICA)
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
-        self._refuses_cuts = note_cuts(self.template)
+        self._refuses_truncated = mark_truncated(self.template)
         if self.serves:
-            vllm_repairs.end_with_core(self.engine)
+            vllm_repairs.exit_when_engine_dies(self.engine)
         self._template_stops = TemplateStops(self.template)
         # For finished `SamplingParams`: vLLM 0.32 clamps what `from_optional` gets to -100, which
         # logits can outweigh.
@@ -150,108 +165,98 @@ class RolloutEngine(GRPOVllmEngine):
         # replica would encode its images, and nobody would know which one drew a sample.
         self._num_drawing = [0] * size if size > 1 else []
         if self._num_drawing:
-            vllm_repairs.hear_all(self.engine)
+            vllm_repairs.collect_rpc_from_all_replicas(self.engine)
 
     @property
     def number_bits(self) -> int:
         return number_bits(self.engine.vllm_config)
 
-    # --- requests ---
+    # --- calls ---
 
     def infer(
         self, infer_requests: Sequence[RolloutInferRequest], *args: Any, **kwargs: Any
     ) -> Any:
         """Return ms-swift's outputs, on a server as it sends them."""
-        with self._noted():
+        try:
             return self._written_outputs(super().infer(infer_requests, *args, **kwargs))
+        except Exception as e:
+            return self.failure(e)
 
     async def async_infer(
         self, infer_requests: Sequence[RolloutInferRequest], *args: Any, **kwargs: Any
     ) -> Any:
         """Return what `infer` returns, for an async engine."""
-        with self._noted():
+        try:
             return self._written_outputs(await super().async_infer(infer_requests, *args, **kwargs))
+        except Exception as e:
+            return self.failure(e)
 
     def read_texts(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `infer` does, or a coroutine: schedulers hand on what they do not know."""
         infer = self.async_infer if self.use_async_engine else self.infer
         return infer(*args, **kwargs)
 
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Have a server's replica answer why it failed; ms-swift's loop would answer None."""
-        try:
-            yield
-        except Exception as e:
-            if self.serves:
-                vllm_repairs.end_if_dead(e)
-                is_fault = isinstance(e, RequestError)
-                failure = str(e) if is_fault else f"{type(e).__name__}: {e}"
-                noted_failure.update({FAILURE: failure, REQUEST_FAULT: is_fault})
-            raise
+    def failure(self, error: Exception) -> dict[str, Any]:
+        """Return the reply of a server's replica that has failed; ms-swift's loop would reply None.
 
-    # `request_of` finds a request by the name of this argument.
-    # pragma: no mutate start
+        Raises:
+            Exception: `error`, by an engine that serves nobody.
+        """
+        if not self.serves:
+            raise error
+        vllm_repairs.exit_if_engine_is_dead(error)
+        logger.error("A replica has failed.", exc_info=error)
+        is_fault = isinstance(error, RequestError)
+        text = str(error) if is_fault else f"{type(error).__name__}: {error}"
+        return {FAILURE: text, REQUEST_FAULT: is_fault}
+
     async def infer_async(
         self,
         infer_request: RolloutInferRequest,
         request_config: RequestConfig | None = None,
-        *,
-        adapter_request: AdapterRequest | None = None,
-        pre_infer_hook: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        **kwargs: Any,
     ) -> Any:
-        # Where a scheduler leads the conversation, its sample's metadata count the turns, not those
-        # of the request, which a scheduler may have made or copied.
-        led = _led.get()
-        data_dict = led.data_dict if led else wire.data_dict_of(infer_request)
-        metadata = wire.read_metadata(data_dict)
-        if metadata is not None and data_dict is not None:
-            # Before the first `await`: requests side by side are turns of their own.
-            wire.write_metadata(data_dict, metadata.next_turn())
-        is_ours = metadata is not None and not metadata.is_other_clients
-        if is_ours and request_config is not None and (request_config.n or 1) > 1:
-            raise RequestError(
-                f"--multi_turn_scheduler: its `run` asked for n={request_config.n} completions in "
-                "one request: their seeds would be those of other samples. Expected: one request "
-                "each, with n=1; requests side by side are served together."
-            )
+        infer = partial(self._infer_async, infer_request, request_config, kwargs)
+        conversation = leading.get()
+        if conversation is not None:
+            return await conversation.ask(infer_request, request_config, infer)
+        return await infer(wire.read_metadata(wire.data_dict_of(infer_request)))
 
-        is_encoded = False
-        replica: int | None = None
+    async def _infer_async(
+        self,
+        request: RolloutInferRequest,
+        config: RequestConfig | None,
+        kwargs: dict[str, Any],
+        metadata: RequestMetadata | None,
+    ) -> Any:
+        state = RequestState(metadata, request)
         count = metadata.count if metadata is not None else 1
+        is_encoded = False
 
-        def attach(kwargs: dict[str, Any]) -> dict[str, Any]:
+        def attach(encoded: dict[str, Any]) -> dict[str, Any]:
             # ms-swift calls this between the encoding and `_add_request`.
-            nonlocal is_encoded, replica
+            nonlocal is_encoded
             is_encoded = True
             if self._num_drawing:  # to the replica that draws the fewest samples now
-                replica = self._num_drawing.index(min(self._num_drawing))
-                self._num_drawing[replica] += count
-            kwargs["inputs"] |= {METADATA: metadata, REQUEST: infer_request, REPLICA: replica}
-            return pre_infer_hook(kwargs) if pre_infer_hook else kwargs
+                state.replica = self._num_drawing.index(min(self._num_drawing))
+                self._num_drawing[state.replica] += count
+            encoded["inputs"][STATE] = state
+            return encoded
 
-        hooks: dict[str, Any] = {"adapter_request": adapter_request, "pre_infer_hook": attach}
-        began = time.monotonic()
         try:
-            with activity.in_engine():
-                response = await super().infer_async(infer_request, request_config, **hooks)
+            return await super().infer_async(request, config, **kwargs, pre_infer_hook=attach)
         except Exception as e:
-            if not is_later_turn(metadata) or not is_about_length(e):
-                if led is not None:
-                    led.engine_failure = e  # not the scheduler's: it is raised as it is
-                if not is_encoded or isinstance(e, REFUSALS):
-                    self._refuse(infer_request, e)
-                raise
-            response = self._no_room(metadata, infer_request.uuid or "", replica)
+            if is_later_turn(metadata) and is_context_overflow(e):
+                return self._context_overflow_response(metadata, state, request.uuid or "")
+            if not is_encoded or isinstance(e, REFUSALS):
+                self._refuse(request, e)
+            raise
         finally:
-            if replica is not None:
-                self._num_drawing[replica] -= count
-        is_one = len(response.choices) == 1  # another client's scheduler may ask for several
-        if led is not None and metadata is not None and not metadata.as_arrays and is_one:
-            led.note(infer_request, metadata, response, _name(replica), began)
-        return response
+            if state.replica is not None:
+                self._num_drawing[state.replica] -= count
 
-    # pragma: no mutate end
+    # --- requests ---
+
     def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
         """Leave a prompt that has no room for a completion to vLLM, which refuses it where its row
         is known."""
@@ -273,7 +278,7 @@ class RolloutEngine(GRPOVllmEngine):
         """
         if isinstance(error, (RowError, RequestError)):
             raise error  # named already, within
-        named = RowError(request, encoding_fault(request, error))
+        named = RowError(request, encoding_fault(request, error, fetches=not self.serves))
         is_elsewhere = isinstance(error, OSError) and (
             error.errno is not None or isinstance(error, requests.RequestException)
         )
@@ -282,16 +287,13 @@ class RolloutEngine(GRPOVllmEngine):
         raise named from error
 
     def _batch_encode(self, infer_requests: Sequence[Any], strict: bool) -> Any:
-        # Never strictly: ms-swift raises the first error without the number of its request.
-        batched_inputs, errors = super()._batch_encode(infer_requests, False)
-        if strict and errors:
-            number, error = errors[0]
+        # Not strictly: ms-swift would raise the first error without the number of its request.
+        batched_inputs, errors = super()._batch_encode(infer_requests, strict=False)
+        for number, error in errors:
             self._refuse(infer_requests[number], error)
-        failed = {i for i, _ in errors}
-        encoded = (request for i, request in enumerate(infer_requests) if i not in failed)
-        for inputs, request in zip(batched_inputs, encoded, strict=True):
-            inputs[METADATA] = wire.read_metadata(wire.data_dict_of(request))
-            inputs[REQUEST] = request
+        for inputs, request in zip(batched_inputs, infer_requests, strict=True):
+            metadata = wire.read_metadata(wire.data_dict_of(request))
+            inputs[STATE] = RequestState(metadata, request)
         return batched_inputs, errors
 
     def _add_request(
@@ -302,55 +304,63 @@ class RolloutEngine(GRPOVllmEngine):
         adapter_request: AdapterRequest | None = None,
     ) -> Any:
         """Every path of ms-swift adds its requests here, one at a time, with their parameters."""
-        metadata = inputs.get(METADATA)
+        state: RequestState = inputs.setdefault(STATE, RequestState())
+        metadata = state.metadata
         if metadata is not None and metadata.seed is not None:
             generation_config.seed = metadata.seed
-        inputs[SEED] = generation_config.seed
-        if metadata is not None and metadata.stop_token_ids is not None:
-            generation_config.n = metadata.count
-            # Else the last output of a request holds the one sample that ended last (vLLM 0.32,
-            # v1/engine/parallel_sampling.py), and ms-swift keeps the last.
-            generation_config.output_kind = RequestOutputKind.FINAL_ONLY
-            if metadata.as_arrays and hasattr(generation_config, "flat_logprobs"):  # not vLLM 0.11
-                # No text of each log-probability's token, which nobody reads.
-                generation_config.flat_logprobs = generation_config.logprobs == 0
-            # ms-swift has set the user's stop words and the template's; it gives one-token words as
-            # ids too.
-            inputs[STOPS] = stops = self._template_stops.stops(
-                generation_config.stop or (),
-                metadata.stop_token_ids,
-                include=metadata.include_stop_str_in_output,
-            )
-            ids = [*(generation_config.stop_token_ids or ()), *stops.tokens]
-            generation_config.stop_token_ids = list(dict.fromkeys(ids))
-            generation_config.stop = list(stops.strings)
-            generation_config.include_stop_str_in_output = stops.include
-            generation_config.detokenize = bool(stops.strings)  # only to find them (T6)
-            # Stop strings may hold special tokens.
-            generation_config.skip_special_tokens = False
-            generation_config.spaces_between_special_tokens = False
+        if metadata is not None and metadata.stop_token_ids is None:
+            state.seed = generation_config.seed  # perhaps the client's own
+        elif metadata is not None:
+            state.seed = metadata.seed
+            state.stops = self._set_parameters(generation_config, metadata)
         generation_config.logit_bias = (generation_config.logit_bias or {}) | self._placeholder_bias
         add_video_metadata(inputs)
         add = super()._add_request
-        with vllm_repairs.drawn_by(self.engine, inputs.get(REPLICA)):
+        with vllm_repairs.pinned_to_replica(self.engine, state.replica):
             try:
-                if CUT in inputs and (self._refuses_cuts or is_later_turn(metadata)):
+                is_refused = self._refuses_truncated or is_later_turn(metadata)
+                if TRUNCATED_FROM in inputs and is_refused:
                     raise MaxLengthError(
-                        f"Current length of row({inputs[CUT]}) is larger than the "
+                        f"Current length of row({inputs[TRUNCATED_FROM]}) is larger than the "
                         f"max_length({self.template.max_length})."
                     )
                 return add(inputs, generation_config, request_id, adapter_request)
             except REFUSALS as e:
-                if not is_later_turn(metadata) or not is_about_length(e):
-                    self._refuse(inputs.get(REQUEST), e)
+                if not is_later_turn(metadata) or not is_context_overflow(e):
+                    self._refuse(state.request, e)
                 if self.use_async_engine:
-                    raise  # to `infer_async`
+                    raise  # to `_infer_async`
                 # ms-swift looks for an output of each id that it has added: a request of one token,
                 # in the place of this one, ends at once.
-                inputs[NO_ROOM] = True
+                state.is_context_overflow = True
                 generation_config.max_tokens, generation_config.n = 1, 1
                 token = {"input_ids": [self.template.tokenizer.eos_token_id]}
                 return add(token, generation_config, request_id, adapter_request)
+
+    def _set_parameters(self, params: SamplingParams, metadata: RequestMetadata) -> Stops:
+        """Set what a training's request asks of vLLM, and return what ends its completions."""
+        assert metadata.stop_token_ids is not None
+        params.n = metadata.count
+        # Else the last output of a request holds the one sample that ended last (vLLM 0.32,
+        # v1/engine/parallel_sampling.py), and ms-swift keeps the last.
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        if metadata.as_arrays:
+            # No text of each log-probability's token, which nobody reads.
+            params.flat_logprobs = params.logprobs == 0
+        # ms-swift has set the user's stop words and the template's; it gives one-token words as
+        # ids too.
+        stops = self._template_stops.stops(
+            params.stop or (), metadata.stop_token_ids, include=metadata.include_stop_str_in_output
+        )
+        ids = [*(params.stop_token_ids or ()), *stops.tokens]
+        params.stop_token_ids = list(dict.fromkeys(ids))
+        params.stop = list(stops.strings)
+        params.include_stop_str_in_output = stops.include
+        params.detokenize = bool(stops.strings)  # only to find them (T6)
+        # Stop strings may hold special tokens.
+        params.skip_special_tokens = False
+        params.spaces_between_special_tokens = False
+        return stops
 
     # --- answers ---
 
@@ -361,75 +371,81 @@ class RolloutEngine(GRPOVllmEngine):
         request_config: RequestConfig,
         request_id: str,
     ) -> ChatCompletionResponse:
-        metadata = inputs.get(METADATA)
+        state: RequestState = inputs[STATE]
+        metadata = state.metadata
         # Of each answer, read or not: what stays there pushes others out.
-        prompt_positions = kept_positions.pop(request_id, None)
+        positions = kept_positions.pop(request_id, None)
         args = (result, inputs, request_config, request_id)
         if metadata is None:
             response = super()._create_chat_completion_response(*args)
             if getattr(request_config, "prompt_logprobs", None) is not None:  # ms-swift drops them
                 response.prompt_logprobs = self._format_prompt_logprobs(result.prompt_logprobs)
             return response
-        if inputs.get(NO_ROOM):
-            return self._no_room(metadata, request_id, inputs.get(REPLICA))
+        if state.is_context_overflow:
+            return self._context_overflow_response(metadata, state, request_id)
+        template_inputs = inputs["template_inputs"]
+        # First: ms-swift's own response changes the log-probabilities.
+        drawn = [self._completion(output, state, template_inputs) for output in result.outputs]
+        prompt = Prompt(list(result.prompt_token_ids), positions)
         if metadata.is_other_clients:
             response = super()._create_chat_completion_response(*args)
-            named = {"seed": inputs[SEED], "replica": _name(inputs.get(REPLICA))}
-            return NamedResponse(**vars(response), **named)
-        ended = []
-        for output in result.outputs:
-            # Cut first: what ms-swift or we make of an output below reads the cut token ids.
-            ending = self._take_ending(output, inputs[STOPS])
-            text = self._template_stops.text(output.token_ids, ending, inputs["template_inputs"])
-            ended.append((output, ending, text))
-        if not metadata.as_arrays:
-            # ms-swift's form, which schedulers read, with our text and the stop reason.
-            response = super()._create_chat_completion_response(*args)
-            choices: list[ChatCompletionResponseChoice] = []
-            for choice, (output, ending, text) in zip(response.choices, ended, strict=True):
-                if text != choice.message.content:
-                    calls = tool_calls(self.template, text, inputs["template_inputs"].tools)
-                    choice.message.content, choice.message.tool_calls = text, calls
-                ended_by = {"finish_reason": output.finish_reason, "stop_reason": ending.reason}
-                choices.append(StoppedChoice(**{**vars(choice), **ended_by}))
-            response.choices = choices
-            return response
-        replica = _name(inputs.get(REPLICA))
-        completions = []
-        for output, ending, text in ended:
-            completions.append(
-                Completion(
-                    text=text,
-                    token_ids=output.token_ids,
-                    logprobs=_flat_logprobs(output.logprobs, output.token_ids),
-                    finish_reason=output.finish_reason,
-                    stop_reason=ending.reason,
-                    seed=metadata.seed_of(output.index),
-                    replica=replica,
-                    routed_experts=getattr(output, "routed_experts", None),  # not vLLM 0.11
-                )
-            )
-        num_tokens = sum(len(completion.token_ids) for completion in completions)
-        return GroupResponse(
+            texts = [choice.message.content for choice in response.choices]
+            drawn = [replace(c, text=text) for c, text in zip(drawn, texts, strict=True)]
+            return AnsweredResponse(**vars(response), answer=Answer(drawn, prompt))
+        made = response_to(
+            Answer(drawn, prompt),
             model=self.model_name,
-            choices=[],
-            usage=self._get_usage_info(len(result.prompt_token_ids), num_tokens),
-            id=request_id,
-            prompt_token_ids=list(result.prompt_token_ids),
-            prompt_positions=prompt_positions,
-            completions=completions,
+            request_id=request_id,
+            has_choices=not metadata.as_arrays,
+        )
+        fill_scheduler_fields(made, self.template, template_inputs.tools)
+        return made
+
+    def _completion(
+        self, output: CompletionOutput, state: RequestState, template_inputs: StdTemplateInputs
+    ) -> Completion:
+        """Return one of vLLM's completions, cut where it ends; another client's is left as it is,
+        and has no text yet."""
+        token_ids, experts = list(output.token_ids), output.routed_experts
+        logprobs = _flat_logprobs(output.logprobs, token_ids)
+        text, finish_reason, stop_reason = "", output.finish_reason, None
+        if state.stops is not None:
+            ending = self._ending(token_ids, finish_reason, state.stops)
+            # vLLM stops late where the token that completes a stop string ends within a character
+            # (stops/rule.py).
+            surplus = len(token_ids) - ending.num_tokens
+            if surplus and experts is not None:
+                experts = experts[:-surplus]
+            token_ids = token_ids[: ending.num_tokens]
+            logprobs = logprobs and logprobs[: ending.num_tokens]
+            text = self._template_stops.text(token_ids, ending, template_inputs)
+            stop_reason = ending.reason
+            finish_reason = finish_reason if stop_reason is None else "stop"
+        return Completion(
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            seed=None if state.seed is None else state.seed + output.index,
+            replica=self._name(state.replica),
+            routed_experts=experts,
         )
 
-    def _no_room(
-        self, metadata: RequestMetadata, request_id: str, replica: int | None
+    def _ending(self, token_ids: list[int], finish_reason: str | None, stops: Stops) -> Ending:
+        """Return where a completion ends, and by what."""
+        ending = self._template_stops.find_ending(token_ids, stops)
+        if ending.reason is None and finish_reason == "stop" and token_ids:
+            # An end that vLLM read from the model's generation_config.json.
+            ends = {**stops.tokens, token_ids[-1]: token_ids[-1]}
+            ending = self._template_stops.find_ending(token_ids, replace(stops, tokens=ends))
+        return ending
+
+    def _context_overflow_response(
+        self, metadata: RequestMetadata, state: RequestState, request_id: str
     ) -> ChatCompletionResponse:
         """Return the answer to a later turn whose prompt leaves no room for one: it has no token,
         and has ended as "length"."""
-        common = {"model": self.model_name, "usage": self._get_usage_info(0, 0), "id": request_id}
-        if not metadata.as_arrays:
-            message = ChatMessage(role="assistant", content="")
-            choice = StoppedChoice(0, message, finish_reason="length", token_ids=[])
-            return ChatCompletionResponse(**common, choices=[choice], prompt_token_ids=[])
         completions = [
             Completion(
                 text="",
@@ -437,150 +453,43 @@ class RolloutEngine(GRPOVllmEngine):
                 logprobs=[],
                 finish_reason="length",
                 seed=metadata.seed_of(k),
-                replica=_name(replica),
+                replica=self._name(state.replica),
             )
             for k in range(metadata.count)
         ]
-        return GroupResponse(**common, choices=[], prompt_token_ids=[], completions=completions)
-
-    def _take_ending(self, output: CompletionOutput, stops: Stops) -> Ending:
-        """Find where one of vLLM's completions ends, and remove all tokens behind that."""
-        token_ids = list(output.token_ids)
-        ending = self._template_stops.find_ending(token_ids, stops)
-        if ending.reason is None and output.finish_reason == "stop" and token_ids:
-            # An end that vLLM read from the model's generation_config.json.
-            ends = {**stops.tokens, token_ids[-1]: token_ids[-1]}
-            ending = self._template_stops.find_ending(token_ids, replace(stops, tokens=ends))
-        if ending.reason is not None:
-            output.finish_reason = "stop"
-        output.token_ids = token_ids[: ending.num_tokens]
-        # vLLM stops late where the token that completes a stop string ends within a character
-        # (stops/rule.py).
-        surplus = len(token_ids) - ending.num_tokens
-        for name in ("logprobs", "routed_experts") if surplus else ():
-            values = getattr(output, name, None)
-            if values is not None:
-                setattr(output, name, values[:-surplus])
-        return ending
-
-    async def _batch_infer_stream(
-        self, tasks: Sequence[Coroutine[Any, Any, Any]], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Await a server's schedulers, of which each sample has a task."""
-        tasks = [_in_conversation(task) for task in tasks]
-        with self._noted():
-            return await super()._batch_infer_stream(tasks, *args, **kwargs)
+        return response_to(
+            Answer(completions, Prompt([])),
+            model=self.model_name,
+            request_id=request_id,
+            has_choices=not metadata.as_arrays,
+        )
 
     def _written_outputs(self, outputs: list[RolloutOutput]) -> list[RolloutOutput]:
-        """Return the outputs; on a server, groups become plain arrays for the wire."""
+        """Return the outputs with what reward functions find; on a server, groups become plain
+        arrays for the wire."""
         for i, output in enumerate(outputs):
-            record_stop_reason(output)
             response = output.response
-            if isinstance(response, NamedResponse):
-                output.rollout_infos |= {"seed": response.seed, "replica": response.replica}
-            if not self.serves or not isinstance(response, GroupResponse):
+            if not isinstance(response, AnsweredResponse) or response.answer is None:
                 continue
-            completions = [
-                replace(c, routed_experts=serialize_ndarray(c.routed_experts))
-                for c in response.completions
-            ]
-            replica = completions[0].replica
-            prompt = Prompt(response.prompt_token_ids or [], response.prompt_positions)
-            answer = wire.write_answer(completions, prompt, replica)
-            bare = ChatCompletionResponse(response.model, [], response.usage, id=response.id)
-            outputs[i] = RolloutOutput(response=bare, rollout_infos={wire.KEY: answer})
+            completions, prompt = response.answer
+            if response.choices:
+                output.rollout_infos |= infos_of(completions[0])
+            elif self.serves:
+                completions = [
+                    replace(c, routed_experts=serialize_ndarray(c.routed_experts))
+                    for c in completions
+                ]
+                answer = wire.write_answer(Answer(completions, prompt))
+                bare = ChatCompletionResponse(response.model, [], response.usage, id=response.id)
+                outputs[i] = RolloutOutput(response=bare, rollout_infos={wire.KEY: answer})
         return outputs
 
-
-@dataclass
-class _Led:
-    """A conversation that a server's scheduler leads, one in each task."""
-
-    data_dict: dict[str, Any] | None
-    """The sample's; its metadata is that of the next turn. Schedulers may ask with requests that
-    they made themselves, which have no metadata, and with copies of one request side by side."""
-
-    conversation: Conversation = field(default_factory=Conversation)
-    responses: list[ChatCompletionResponse] = field(default_factory=list)
-    answered: float = field(default_factory=time.monotonic)
-    """When the last answer came."""
-
-    engine_failure: Exception | None = None
-
-    def note(
-        self,
-        request: RolloutInferRequest,
-        metadata: RequestMetadata,
-        response: ChatCompletionResponse,
-        replica: str,
-        began: float,
-    ) -> None:
-        seed = response.seed if isinstance(response, NamedResponse) else metadata.seed
-        infos = {"seed": seed, "replica": replica}
-        output = record_stop_reason(RolloutOutput(response=response, rollout_infos=infos))
-        now = time.monotonic()
-        turn = turn_of(
-            output,
-            metadata.sample_id,
-            prompt_hash(request),
-            engine_seconds=now - began,
-            tool_seconds=began - self.answered,
-        )
-        self.conversation.note(request, turn)
-        self.responses.append(response)
-        self.answered = now
-
-
-_led: ContextVar[_Led | None] = ContextVar("led", default=None)
-
-
-async def _in_conversation(task: Coroutine[Any, Any, Any]) -> Any:
-    """Await one of `_batch_infer_stream`'s coroutines, each of which runs in a context of its own.
-
-    Raises:
-        UnsupportedUpstreamError: it does not say which request it serves.
-    """
-    data_dict = wire.data_dict_of(request_of(task))
-    metadata = wire.read_metadata(data_dict)
-    # A single turn is no conversation: the engine's own coroutine, or a training's for a group.
-    is_single = getattr(task, "cr_code", None) is RolloutEngine.infer_async.__code__
-    if metadata is None or is_single or metadata.as_arrays or metadata.count > 1:
-        return await task
-    led = _Led(data_dict)
-    _led.set(led)
-    with activity.in_conversation():
-        try:
-            made = await task
-        except (RequestError, RowError):
-            raise
-        except Exception as e:
-            if e is led.engine_failure:
-                raise
-            turn = len(led.responses) + 1
-            raise RuntimeError(
-                f"{replace(metadata.sample_id, turn=0)} in turn {turn}: the server's "
-                f"--multi_turn_scheduler failed, {type(e).__name__}: {e}"
-            ) from e
-    outputs = made if isinstance(made, list) else [made]
-    for output in outputs:
-        record_stop_reason(output)
-        # A scheduler that made one output made it of all turns; of several, each of one turn.
-        pairs = zip(led.conversation.turns, led.responses, strict=True)
-        turns = [t for t, r in pairs if len(outputs) == 1 or r is output.response]
-        if turns:
-            write_turns(output, turns)
-            if metadata.is_other_clients:
-                last = turns[-1].completion
-                output.rollout_infos |= {"seed": last.seed, "replica": last.replica}
-    return made
-
-
-def _name(replica: int | None) -> str:
-    """Return the name of a replica of this engine, or of the one replica that this engine is."""
-    # Worker processes of `swift rollout` have their number in the environment (ms-swift 4.6,
-    # pipelines/infer/rollout.py, `llm_worker`).
-    number = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0") if replica is None else replica
-    return f"replica {number}"
+    def _name(self, replica: int | None) -> str:
+        """Return the name of a server's replica; a colocated engine is named by its trainer."""
+        # Worker processes of `swift rollout` have their number in the environment (ms-swift 4.6,
+        # pipelines/infer/rollout.py, `llm_worker`).
+        number = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0") if replica is None else replica
+        return f"replica {number}" if self.serves else ""
 
 
 def _flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> list[float] | None:
@@ -594,14 +503,25 @@ def _flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> lis
     return [position[i].logprob for position, i in zip(logprobs, token_ids, strict=True)]
 
 
-_verify_once = cache(verify)  # of a second training in one process, the hooks are ours
+@cache  # a second training in one process finds our own hooks
+def _verify_once() -> None:
+    verify(pins.ENGINE)
+    verify_overrides(RolloutEngine)
 
 
+@repair(
+    Moment.SERVER,
+    Moment.CALLED,
+    symptom="ms-swift makes its own engine, which has no place for seeds, counts and stops "
+    "of single requests.",
+    upstream="ms-swift 4.6, rlhf_trainers/rollout_mixin.py imports `GRPOVllmEngine` by name.",
+    until="ms-swift lets a plugin name the engine's class",
+)
 def use_rollout_engine() -> None:
     """Put `RolloutEngine` where the trainer looks for its engine.
 
     Raises:
         UnsupportedUpstreamError: ms-swift or vLLM does not have the hooks that we extend.
     """
-    _verify_once(pins.ENGINE)
+    _verify_once()
     patch(swift.infer_engine, GRPOVllmEngine=RolloutEngine)

@@ -8,30 +8,18 @@ engine, and a sample only to its own rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-from swift.infer_engine.protocol import (
-    ChatCompletionResponse,
-    ChatMessage,
-    RolloutInferRequest,
-    RolloutOutput,
-    UsageInfo,
-    deserialize_ndarray,
-)
+from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
 
 from swift_grpo_ext.ranks import RankGroup, RolloutError
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.wire import Completion, Numbers, Prompt, RequestMetadata
+from swift_grpo_ext.rollout.answers import to_rollout_output
+from swift_grpo_ext.rollout.wire import Answer, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.stops.templates import StoppedChoice, record_stop_reason
-from swift_grpo_ext.upstream.encoding import tool_calls
 
 if TYPE_CHECKING:
-    from swift.template import Template
-
     from swift_grpo_ext.config import RolloutGRPOConfig
     from swift_grpo_ext.rollout.sample import RolloutSample
 
@@ -132,18 +120,11 @@ def plan_requests(
     return requests, list(uneven)
 
 
-class ServedSample(NamedTuple):
-    """A sample as rank 0 read it from a server; the rank that it belongs to makes its output."""
-
-    completion: Completion
-    prompt: Prompt
-
-
 CallEngine = Callable[
     [list[RolloutInferRequest], list[RequestMetadata]],
-    Sequence[list[RolloutOutput] | list[ServedSample]],
+    Sequence[Answer],
 ]
-"""Gives an engine, or servers, requests with their metadata; returns each request's samples."""
+"""Gives an engine, or servers, requests with their metadata; returns each request's answer."""
 
 
 def generate(
@@ -187,7 +168,7 @@ def generate(
         rows = f"rank {sharing.rank}: {type(e).__name__}: {e}"
     rows_of_ranks = sharing.gather(rows)
 
-    samples: list[list[Any]] | Exception | None = None
+    samples: list[list[Answer | None]] | Exception | None = None
     if sharing.drives_engine:
         samples = [[None] * len(rank_samples) for rank_samples in samples_of_ranks]
         try:
@@ -203,106 +184,16 @@ def generate(
                 wire.write_metadata(row.data_dict, metadata)
             answers = call_engine(in_order, metadatas)
             for request, answer in zip(requests, answers, strict=True):
-                if len(answer) != len(request.owners):
+                if len(answer.completions) != len(request.owners):
                     raise ValueError(
                         f"{request.first}: the request was for {len(request.owners)} samples, and "
-                        f"{len(answer)} came back."
+                        f"{len(answer.completions)} came back."
                     )
-                for (rank, position), sample in zip(request.owners, answer, strict=True):
-                    samples[rank][position] = sample
+                owned = zip(request.owners, answer.completions, strict=True)
+                for (rank, position), completion in owned:
+                    samples[rank][position] = Answer([completion], answer.prompt)
         except Exception as e:
             samples = e  # not raised yet: the other ranks wait for their share
     share = sharing.scatter(samples)
     # Each rank makes the outputs of its own samples: rank 0 would make a whole round's alone.
-    return [to_rollout_output(*s) if isinstance(s, ServedSample) else s for s in share], uneven
-
-
-# --- outputs in the form that ms-swift's trainer reads ---
-
-
-@dataclass
-class PromptResponse(ChatCompletionResponse):
-    """A response that says where its prompt's tokens stood (`Prompt.positions`)."""
-
-    prompt_positions: NDArray[np.int32] | None = None
-
-
-@dataclass
-class GroupResponse(PromptResponse):
-    """The samples of one request, without ms-swift's dictionary for each token."""
-
-    completions: list[Completion] = field(default_factory=list)
-
-
-@dataclass
-class NamedResponse(ChatCompletionResponse):
-    """ms-swift's response to another client's request, and who drew it with which seed: choice k
-    with `seed + k`."""
-
-    seed: int | None = None
-    replica: str = ""
-
-
-def to_rollout_outputs(
-    output: RolloutOutput, metadata: RequestMetadata, replica: str
-) -> list[RolloutOutput]:
-    """Return an engine's output for one request as one output for each of its samples."""
-    response = output.response
-    if isinstance(response, GroupResponse):
-        prompt = Prompt(response.prompt_token_ids or [], response.prompt_positions)
-        named = [replace(completion, replica=replica) for completion in response.completions]
-        return [to_rollout_output(completion, prompt) for completion in named]
-    # The engine of `--use_vllm false`, which `selftest` asks, answers in ms-swift's form, and so
-    # does a server to another client, which may have seeds of its own.
-    outputs = []
-    first = output.rollout_infos.get("seed", metadata.seed)
-    for choice in response.choices:
-        infos = {"seed": None if first is None else first + choice.index, "replica": replica}
-        single = replace(response, choices=[replace(choice, index=0)])
-        outputs.append(record_stop_reason(RolloutOutput(response=single, rollout_infos=infos)))
-    return outputs
-
-
-def to_rollout_output(completion: Completion, prompt: Prompt) -> RolloutOutput:
-    """Return one sample; reward functions see its seed and replica in `rollout_infos`."""
-    num_prompt, num_tokens = len(prompt.token_ids), len(completion.token_ids)
-    choice = StoppedChoice(
-        index=0,
-        message=ChatMessage(role="assistant", content=completion.text),
-        finish_reason=completion.finish_reason,
-        stop_reason=completion.stop_reason,
-        token_ids=_as_list(completion.token_ids),
-        routed_experts=deserialize_ndarray(completion.routed_experts),
-    )
-    response = PromptResponse(
-        model="",
-        choices=[choice],
-        usage=UsageInfo(num_prompt, num_tokens, num_prompt + num_tokens),
-        prompt_token_ids=prompt.token_ids,
-        prompt_positions=prompt.positions,
-    )
-    logprobs = [values] if (values := _as_list(completion.logprobs)) else []
-    infos = {"seed": completion.seed, "replica": completion.replica}
-    output = RolloutOutput(response=response, rollout_logprobs=logprobs, rollout_infos=infos)
-    return record_stop_reason(output)
-
-
-def give_to_scheduler(output: RolloutOutput, template: Template, tools: Any) -> None:
-    """Put into an output's choice what ms-swift's schedulers read there: log-probabilities with
-    their tokens, and tool calls.
-
-    Args:
-        tools: of the row.
-    """
-    [choice] = output.response.choices
-    if output.rollout_logprobs:
-        [logprobs] = output.rollout_logprobs
-        pairs = zip(choice.token_ids or (), logprobs, strict=True)
-        decode = template.tokenizer.decode
-        choice.logprobs = {"content": [{"token": decode([i]), "logprob": p} for i, p in pairs]}
-    choice.message.tool_calls = tool_calls(template, choice.message.content, tools)
-
-
-def _as_list(numbers: Numbers | None) -> list[Any]:
-    # ms-swift asks whether there are token ids by their truth (rl_core/data.py); arrays have none.
-    return numbers if isinstance(numbers, list) else [] if numbers is None else numbers.tolist()
+    return [to_rollout_output(answer) for answer in share], uneven

@@ -24,8 +24,8 @@ logger = get_logger()
 
 
 def lowest_logit(dtype: torch.dtype) -> float:
-    """Return a logit of probability 0 that stays finite when a temperature of 1e-8 divides it, or
-    of 1/16 in float16: entropies need 0 times it, where 0 times minus infinity is not a number."""
+    """Return a finite logit of probability 0: division by a temperature of 1e-8 (1/16 in float16)
+    does not overflow, and 0 times it is 0 in entropies."""
     return max(torch.finfo(dtype).min / 16, -1e30)
 
 

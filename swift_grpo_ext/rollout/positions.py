@@ -20,7 +20,7 @@ from torch import nn
 
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import mismatch
-from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -76,9 +76,17 @@ class PositionCounter:
 
 
 kept_positions = LRUCache[str, Positions](MAX_WAITING)
-"""Positions by the requests' ids; nothing ever comes in with vLLM 0.11."""
+"""Positions by the requests' ids."""
 
 
+@repair(
+    Moment.ENGINE,
+    symptom="Rollout and training place the same tokens otherwise, in silence.",
+    upstream="vLLM 0.32, v1/engine/input_processor.py (`process_inputs`): no answer says "
+    "where a prompt's tokens stood.",
+    until="a request's output has its positions",
+    optional=True,
+)
 def keep_positions() -> None:
     """Have vLLM's frontend count the positions of each prompt with media, and keep them."""
     from vllm.v1.engine.input_processor import InputProcessor

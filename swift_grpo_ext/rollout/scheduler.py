@@ -7,8 +7,7 @@ and `swift rollout` take theirs. It calls the same hooks with the same arguments
   than `--tool_timeout`;
 - ends a conversation that has no room for another turn with what it holds, as a completion ends
   that reaches its length: ms-swift would end the run, or go on asking;
-- lets a server's other conversations go on while `step` works. ms-swift calls it in the event loop
-  of all (4.6, rollout/multi_turn.py, `run`).
+- leads each conversation of a server in a thread of its own (served.py).
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,60 +26,28 @@ from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 from swift.utils import get_logger
 
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.conversation import BETWEEN, BetweenTurns, between_turns
 from swift_grpo_ext.rollout.dispatch import RequestError
+from swift_grpo_ext.rollout.served import ServedConversation, give_up
 from swift_grpo_ext.upstream.rows import COLUMNS
 from swift_grpo_ext.upstream.threads import in_thread
 
 if TYPE_CHECKING:
-    from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutOutput
+    from swift.infer_engine.protocol import (
+        ChatCompletionResponseChoice,
+        RequestConfig,
+        RolloutOutput,
+    )
 
 logger = get_logger()
 
 T = TypeVar("T")
 Result = dict[str, Any]
-"""Is what a hook returns."""
-
-_tools = ThreadPoolExecutor(256, thread_name_prefix="tool")
-"""A server's threads for what `step` does, one for each conversation that is at it. None is started
-before it is needed."""
-
-OWN = "swift_grpo_ext_between_turns"
-"""An attribute of requests."""
+"""Return value of a hook."""
 
 
 class SchedulerError(RequestError):
     """A scheduler has failed; names it, its hook, the sample and the turn."""
-
-
-@dataclass
-class BetweenTurns:
-    """Holds what is known of a conversation since its last answer."""
-
-    num_messages: int = 0
-    """With the answer."""
-
-    media: dict[str, list[Any]] = field(default_factory=dict)
-    """The media that the engine saw."""
-
-    tool_seconds: float = 0.0
-    """In the scheduler."""
-
-    is_finished: bool | None = None
-    """What `check_finished` returned, until ms-swift asks for it."""
-
-    step: Result | None = None
-    """What `step` returned, until ms-swift asks for it."""
-
-    told: frozenset[str] = frozenset()
-    """The columns of media that `step` put into `rollout_infos`."""
-
-
-def between_turns(request: RolloutInferRequest) -> BetweenTurns:
-    # An attribute of the request, which ms-swift hands to each hook.
-    if not hasattr(request, OWN):
-        setattr(request, OWN, BetweenTurns())
-    between: BetweenTurns = getattr(request, OWN)
-    return between
 
 
 def watch(name: str | None, timeout: float) -> None:
@@ -99,7 +65,7 @@ def watch(name: str | None, timeout: float) -> None:
     multi_turns[name] = type(scheduler.__name__, (WatchedScheduler, scheduler), members)
 
 
-def has_no_room(choice: ChatCompletionResponseChoice) -> bool:
+def is_context_overflow(choice: ChatCompletionResponseChoice) -> bool:
     """Return whether an answer stands for none: its prompt left no room for one (engine.py)."""
     return choice.finish_reason == "length" and not choice.token_ids
 
@@ -109,18 +75,39 @@ class WatchedScheduler(MultiTurnScheduler):
 
     tool_timeout: float
 
+    _num_led = 0
+    """Conversations that a server's scheduler has begun."""
+
+    # --- on a server ---
+
+    async def async_infer(self, infer_requests: list[Any], *args: Any, **kwargs: Any) -> Any:
+        num_led = self._num_led
+        try:
+            outputs = await super().async_infer(infer_requests, *args, **kwargs)
+            num_led = self._num_led - num_led
+            if num_led < len(infer_requests):
+                raise SchedulerError(
+                    f"--multi_turn_scheduler: {type(self).__name__}.async_infer called `run` "
+                    f"{num_led} times for {len(infer_requests)} requests. Expected: once for each, "
+                    "since `run` gives seeds and stops to what a conversation asks for."
+                )
+        except Exception as e:
+            give_up()  # the other conversations of the call: nobody reads their outputs
+            return self.infer_engine.failure(e)
+        return outputs
+
+    async def run(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
+    ) -> Any:
+        self._num_led += 1
+        conversation = ServedConversation(infer_request)
+        return await conversation.lead(super().run(infer_request, request_config, **kwargs))
+
     # --- hooks, in the order in which ms-swift calls them ---
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
         work = super().on_trajectory_start(requests)
         await self._await("on_trajectory_start", requests[0] if requests else None, 1, work)
-
-    def snapshot_and_materialize_assistant_messages(
-        self, infer_request: RolloutInferRequest
-    ) -> list[tuple[dict[str, Any], Any]]:
-        snapshots = super().snapshot_and_materialize_assistant_messages(infer_request)
-        setattr(infer_request, f"{OWN}_snapshots", snapshots)
-        return snapshots
 
     async def on_turn_end(
         self,
@@ -128,7 +115,7 @@ class WatchedScheduler(MultiTurnScheduler):
         response_choice: ChatCompletionResponseChoice,
         current_turn: int,
     ) -> Result:
-        if has_no_room(response_choice):
+        if is_context_overflow(response_choice):
             # Nothing will answer what has come since the last answer: it is taken away again.
             between = between_turns(infer_request)
             del infer_request.messages[between.num_messages :]
@@ -138,25 +125,9 @@ class WatchedScheduler(MultiTurnScheduler):
             return {"done": True, "rollout_infos": infos}
         media = {name: list(getattr(infer_request, name, None) or ()) for name in COLUMNS}
         between = BetweenTurns(num_messages=len(infer_request.messages), media=media)
-        setattr(infer_request, OWN, between)
-        call = (infer_request, response_choice, current_turn)
-        work = super().on_turn_end(*call)
-        result = await self._await("on_turn_end", infer_request, current_turn, work) or {}
-        if self.infer_engine is None:
-            return result  # in the training, which has no other conversation to go on with
-        # ms-swift awaits this hook, but calls the next two in the event loop. Both are done here
-        # beside it, and their results kept until it asks.
-        is_finished = await self._beside("check_finished", super().check_finished, call)
-        between.is_finished = bool(is_finished)
-        is_last = self.max_turns and current_turn >= self.max_turns
-        if not (result.get("done", is_finished) or is_last):
-            # `step` sees the token ids of earlier answers, which ms-swift has made text for the
-            # hooks before it.
-            if snapshots := getattr(infer_request, f"{OWN}_snapshots", None):
-                self.restore_assistant_message_snapshots(snapshots)
-                snapshots.clear()  # ms-swift would restore them over what `step` writes
-            between.step = await self._beside("step", self._checked_step, call)
-        return result
+        setattr(infer_request, BETWEEN, between)
+        work = super().on_turn_end(infer_request, response_choice, current_turn)
+        return await self._await("on_turn_end", infer_request, current_turn, work) or {}
 
     def check_finished(
         self,
@@ -164,12 +135,14 @@ class WatchedScheduler(MultiTurnScheduler):
         response_choice: ChatCompletionResponseChoice,
         current_turn: int,
     ) -> bool:
-        between = between_turns(infer_request)
-        if between.is_finished is not None or has_no_room(response_choice):
-            is_finished, between.is_finished = between.is_finished, None
-            return is_finished is not False  # None: there is no room, and it has ended
+        if is_context_overflow(response_choice):
+            return True
+        call, check = (infer_request, response_choice, current_turn), super().check_finished
+        if self.infer_engine is not None:
+            return self._call("check_finished", check, *call)
+        # The training's main thread, where signals work: `math_verify` has timeouts by them.
         with self._named("check_finished", infer_request, current_turn):
-            return super().check_finished(infer_request, response_choice, current_turn)
+            return check(*call)
 
     def get_response_token_data(
         self,
@@ -178,7 +151,7 @@ class WatchedScheduler(MultiTurnScheduler):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[list[int], list[int]]:
-        if has_no_room(response_choice):
+        if is_context_overflow(response_choice):
             return [], []
         return super().get_response_token_data(infer_request, response_choice, *args, **kwargs)
 
@@ -188,17 +161,7 @@ class WatchedScheduler(MultiTurnScheduler):
         response_choice: ChatCompletionResponseChoice,
         current_turn: int,
     ) -> Result:
-        between = between_turns(infer_request)
-        result, between.step = between.step, None
-        if result is not None:
-            return result
-        work = partial(self._checked_step, infer_request, response_choice, current_turn)
-        with self._named("step", infer_request, current_turn):
-            # On a server, only a scheduler with a `run` of its own calls this, in the event loop,
-            # which would wait for a thread, too.
-            if self.infer_engine is not None:
-                return work()
-            return in_thread(work).result(self.tool_timeout)
+        return self._call("step", self._checked_step, infer_request, response_choice, current_turn)
 
     def _checked_step(
         self,
@@ -220,12 +183,12 @@ class WatchedScheduler(MultiTurnScheduler):
                 f"--multi_turn_scheduler: {type(self).__name__}.step writes another text into an "
                 "answer, which nothing reads: later prompts and the training have the tokens that "
                 "were sampled. Return `response_token_ids` and `response_loss_mask` of the other "
-                "text, or leave the answer as it is. (Said once.)",
+                "text, or leave the answer as it is.",
                 hash_id="rewritten_answer",
             )
         between = between_turns(infer_request)
         between.told = frozenset(COLUMNS) & (result.get("rollout_infos") or {}).keys()
-        setattr(request, OWN, between)
+        setattr(request, BETWEEN, between)
         return dict(result)
 
     # --- a hook, named and bounded ---
@@ -260,27 +223,33 @@ class WatchedScheduler(MultiTurnScheduler):
         with self._named(hook, request, turn):
             return await asyncio.wait_for(work, self.tool_timeout)
 
-    async def _beside(self, hook: str, work: Callable[..., T], call: tuple[Any, ...]) -> T:
-        """Do what may take long beside the event loop."""
-        working = asyncio.get_running_loop().run_in_executor(_tools, work, *call)
-        return await self._await(hook, call[0], call[2], working)
+    def _call(
+        self,
+        hook: str,
+        work: Callable[..., T],
+        request: RolloutInferRequest,
+        choice: ChatCompletionResponseChoice,
+        turn: int,
+    ) -> T:
+        with self._named(hook, request, turn):
+            return in_thread(partial(work, request, choice, turn)).result(self.tool_timeout)
 
 
-def tell_no_room(
+def warn_no_room(
     outputs: Sequence[RolloutOutput], max_length: int | None, room: int | None
 ) -> None:
     """Warn once of conversations that ended since the next prompt had no room.
 
     Args:
         max_length: the training's `--max_length`.
-        room: tokens that an engine holds for a prompt and its completion.
+        room: the engines' limit of a prompt and its completion, in tokens.
     """
-    count = sum(has_no_room(output.response.choices[0]) for output in outputs)
+    count = sum(is_context_overflow(output.response.choices[0]) for output in outputs)
     if count:
         logger.warning_once(
             f'{count} of {len(outputs)} conversations of a round have ended as "length": the '
             f"prompt of their next turn is longer than --max_length ({max_length}) or the engine's "
             f"--vllm_max_model_len ({room}) leaves room for. They are trained on up to their last "
-            "answer; what a tool said after it is left out. (Said once.)",
+            "answer; what a tool said after it is left out.",
             hash_id="no_room",
         )

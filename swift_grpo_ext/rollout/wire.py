@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
@@ -25,47 +25,61 @@ if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
 
 KEY = "swift_grpo_ext"
-VERSION = 8
+VERSION = 9
 INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
 """HTTP requests that rest on weights name the start of the server that was given them."""
 
 TIMEOUT_HEADER = "X-Swift-Grpo-Ext-Timeout"
-"""The trainer's `--rollout_timeout`, in seconds: a replica gets the lesser of both sides', where
-this training has the server's lease. A replica that takes longer is ended: nobody else's counts."""
+"""The trainer's `--rollout_timeout`, in seconds. For the client that holds the server's lease, a
+replica that takes longer than the smaller of both sides' timeouts is ended."""
 
 MIN_TIMEOUT = 1.0
 """Seconds. A healthy replica that is idle answers in less."""
 
 STATUS_HEADER = "X-Swift-Grpo-Ext-Status"
-"""Asks for an answer that begins at once: blanks while it is made, then its status, a line break
-and its content. Conversations take as long as their tools."""
+"""Asks for an answer that begins at once, since conversations take as long as their tools: blanks
+while it is made, then its status, a line break and its content."""
 
 MESSAGE_HEADER = "X-Swift-Grpo-Ext-Message"
 """Names a request; its answer has the same name (docs/promises.md, F1)."""
-
-ADAPTER_FAULT = "swift_grpo_ext.adapter_fault"
-"""Key beside a worker's checksums: why its engine does not generate with the trainer's adapter."""
 
 GROUP_TIMEOUTS = 0.5
 SERVER_TIMEOUTS = 2.5
 TRAINER_TIMEOUTS = 3.0
 """How long a server and the trainer wait, in units of `--rollout_timeout`, which bounds a replica
-(F2). In a weight update a replica waits half a unit for the others, lest it count as hanging
-where another hangs. A server has half a unit to wait for its turn, and two for a replica that hangs
-and for the one that serves its groups instead."""
+(F2). In a weight update a replica waits half a unit for the others: it does not hang where another
+does. A request has half a unit for its turn, and two for a replica that hangs and the one that
+serves its groups instead."""
 
 Numbers = list[Any] | NDArray[Any]
-"""Numbers of tokens. Rank 0 keeps arrays, as they came from a server: a list of a round's numbers
-would take it 10 times the memory, and most of its seconds."""
+"""Token ids or log-probabilities. Rank 0 keeps a server's arrays: lists of a round's numbers take
+10 times the memory, and most of its seconds."""
 
 
 class WireError(ValueError):
     """A message of another version, or none of ours at all."""
 
 
+@dataclass(frozen=True)
+class WeightReport:
+    """An engine's report of its last update; plain values, which travel as JSON."""
+
+    loaded: dict[str, str] = field(default_factory=dict)
+    """By each tensor's name its type and shape, such as `float32 (2, 3)`."""
+
+    unfilled: list[str] = field(default_factory=list)
+    """Parameters that the update has left as they were."""
+
+    adapter_fault: str = ""
+    """Why the engine does not generate with the adapter that it was given."""
+
+    faults: list[str] | None = None
+    """What the watch has found; None where nothing is watched."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestMetadata:
-    """What a request tells the engine beside its prompt."""
+    """What a request asks of the engine beside its prompt."""
 
     sample_id: SampleId
     """The first sample."""
@@ -77,8 +91,7 @@ class RequestMetadata:
     """`--seed`; None leaves the seeds to ms-swift (`--rollout_seed_mode engine`)."""
 
     as_arrays: bool
-    """Answer with flat token ids and log-probabilities; ms-swift's multi-turn schedulers read its
-    own form."""
+    """Answer with arrays of all samples' numbers. Multi-turn schedulers read ms-swift's form."""
 
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = ()
     """End a completion, beside the stop strings of ms-swift's request configuration. None, which a
@@ -121,8 +134,7 @@ def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None
         return None
     check_version(wire, "a request")
     try:
-        # As JSON: from Python's values pydantic takes no dictionary for a dataclass and no list for
-        # a tuple while it is strict about numbers.
+        # As JSON: strict about numbers, pydantic takes no Python list for a tuple.
         metadata = _METADATA.validate_json(json.dumps(wire), strict=True)
         sample_seed(0, metadata.sample_id)  # numbers from which a seed can be made
     except (TypeError, ValueError) as e:
@@ -185,12 +197,21 @@ class Prompt(NamedTuple):
     """[3, tokens] in time, height and width; None where the engine counted none (positions.py)."""
 
 
-def write_answer(completions: Sequence[Completion], prompt: Prompt, replica: str) -> dict[str, Any]:
-    """Return the answer, all samples of one request, of plain JSON values.
+class Answer(NamedTuple):
+    """All samples of one request, and their prompt."""
+
+    completions: list[Completion]
+    prompt: Prompt
+
+
+def write_answer(answer: Answer) -> dict[str, Any]:
+    """Return an answer as plain JSON values.
 
     Raises:
         WireError: some samples have log-probabilities and others none, or not one for each token.
     """
+    completions, prompt = answer
+    replica = completions[0].replica
     counts = [None if c.logprobs is None else len(c.logprobs) for c in completions]
     lengths = [len(c.token_ids) for c in completions]
     if counts not in (lengths, [None] * len(completions)):
@@ -212,10 +233,8 @@ def write_answer(completions: Sequence[Completion], prompt: Prompt, replica: str
     }
 
 
-def read_answer(
-    answer: Mapping[str, Any], metadata: RequestMetadata, server: str
-) -> tuple[list[Completion], Prompt]:
-    """Return the samples of an answer, their numbers as arrays, and their prompt.
+def read_answer(answer: Mapping[str, Any], metadata: RequestMetadata, server: str) -> Answer:
+    """Return an answer, its numbers as arrays.
 
     Args:
         server: names the server that answered, for errors and logs.
@@ -259,7 +278,7 @@ def read_answer(
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise WireError(f"{server} answered {metadata} with nonsense: {e!r}") from e
-    return completions, Prompt(prompt_ids.tolist(), placed)
+    return Answer(completions, Prompt(prompt_ids.tolist(), placed))
 
 
 def to_base64(values: Sequence[float] | Sequence[int] | NDArray[Any], dtype: str) -> str:

@@ -2,7 +2,7 @@
 
 ms-swift 4.6 (cli/main.py, pipelines/base.py) prints `--api_key` with the command line and the
 arguments, and hands it to every worker. Here the key comes from the environment alone, and the
-arguments hold a mask. ms-swift's server takes `Bearer` only (4.5 has no key), which its client does
+arguments hold a mask. ms-swift's server takes `Bearer` only, which its client does
 not send, as it connects before plugins are imported; here it takes `Basic` with the key as the
 password as well, which `requests`, and with it ms-swift's client, sends to every host that stands
 in the user's netrc.

@@ -33,7 +33,7 @@ from swift_grpo_ext.rollout.dispatch import (
     dispatch,
     estimate_cost,
 )
-from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata, WireError
+from swift_grpo_ext.rollout.wire import Answer, RequestMetadata, WeightReport, WireError
 from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.upstream.weight_sync import (
     bounded_broadcasts,
@@ -47,7 +47,7 @@ logger = get_logger()
 
 T = TypeVar("T")
 
-CHECKSUMS_PATH = "swift_grpo_ext/weight_receipts/"
+REPORTS_PATH = "swift_grpo_ext/weight_reports/"
 SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_LOOK = 2.0
 """For a server that was lost to say that it is healthy, before each weight update."""
@@ -59,15 +59,12 @@ TRIES_TO_CONNECT = 3
 BACKOFF = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each further try after a connection that failed."""
 
-REPEATABLE = ("/infer/", "/get_", "/reset_", "/close_communicator/", CHECKSUMS_PATH)
+REPEATABLE = ("/infer/", "/get_", "/reset_", "/close_communicator/", REPORTS_PATH)
 """In the paths of requests that may be sent twice: their answers are the same
 (docs/promises.md, S2)."""
 
 CALLERS_FAULTS = (400, 413, 415, 422)
 """Statuses of requests that no server can answer."""
-
-Answer = tuple[list[Completion], Prompt]
-"""The samples of a request, their numbers as arrays, and its prompt's token ids."""
 
 
 @dataclass(eq=False)
@@ -173,7 +170,7 @@ class RolloutServers:
         metadatas: Sequence[RequestMetadata],
         config: RequestConfig,
     ) -> list[Answer]:
-        """Return the samples of each request, in the order of the requests.
+        """Return the answer to each request, in the order of the requests.
 
         Raises:
             RolloutError: a request is at fault, or no server is left that could answer; names the
@@ -348,16 +345,16 @@ class RolloutServers:
         """Bound what is broadcast to servers meanwhile."""
         return bounded_broadcasts(self._client.pynccl_comms, self._timeout)
 
-    def loaded_checksums(self) -> list[tuple[str, dict[str, str]]]:
-        """Return what each worker of each server loaded in the last update, with the worker's name.
+    def weight_reports(self) -> list[tuple[str, WeightReport]]:
+        """Return each worker's name, with the server's, and its report of the last update.
 
         Raises:
             WorkerError: a server does not tell.
         """
         return [
-            (f"worker {number} of {server.name}", checksums)
+            (f"worker {number} of {server.name}", WeightReport(**report))
             for server in self._servers
-            for number, checksums in enumerate(self._request(server, "get", CHECKSUMS_PATH))
+            for number, report in enumerate(self._request(server, "get", REPORTS_PATH))
         ]
 
     # --- one server ---

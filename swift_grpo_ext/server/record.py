@@ -19,13 +19,12 @@ from swift.utils import get_logger
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
 from swift_grpo_ext.diversity.collision import compact
-from swift_grpo_ext.flags import DiversityFlags
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record.recorder import SampleRecorder, other_columns, sample_row, view_command
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout import conversation, wire
-from swift_grpo_ext.rollout.conversation import Turn, first_prompt, read_turns, turn_of
-from swift_grpo_ext.rollout.generate import to_rollout_output, to_rollout_outputs
+from swift_grpo_ext.rollout.answers import answer_of
+from swift_grpo_ext.rollout.conversation import Turn, first_prompt, read_turns
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import RoundId
@@ -58,7 +57,6 @@ class ServerRecord:
             keeps_diversity=True,
         )
         self._analyzer = RoundAnalyzer(
-            alarm_p=DiversityFlags().diversity_alarm_p,
             is_greedy=False,
             seed_mode=args.rollout_seed_mode,
         )
@@ -192,12 +190,19 @@ def turns_of_call(
         if wire.KEY in infos:
             completions, prompt = wire.read_answer(infos[wire.KEY], metadata, "this server")
             replica = infos[wire.KEY]["replica"]
-            single = [to_rollout_output(replace(c, replica=replica), prompt) for c in completions]
+            completions = [replace(c, replica=replica) for c in completions]
         else:
-            single = to_rollout_outputs(output, metadata, infos.get("replica", ""))
+            completions, prompt = answer_of(output)
         fingerprint, (messages, media) = prompt_hash(request), first_prompt(request)
-        for k, each in enumerate(single):
-            sample_id = replace(metadata.sample_id, index=metadata.sample_id.index + k)
-            turn = turn_of(each, sample_id, fingerprint)
-            turns.append(replace(turn, messages=messages, media=media))
+        for k, completion in enumerate(completions):
+            turns.append(
+                Turn(
+                    sample_id=replace(metadata.sample_id, index=metadata.sample_id.index + k),
+                    prompt=prompt,
+                    completion=completion,
+                    fingerprint=fingerprint,
+                    messages=messages,
+                    media=media,
+                )
+            )
     return turns

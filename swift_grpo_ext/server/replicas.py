@@ -43,11 +43,10 @@ from swift_grpo_ext.rollout.dispatch import (
     RequestError,
     WorkerError,
     WorkerLostError,
-    activity,
     dispatch,
-    noted_failure,
 )
-from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.rollout.served import give_up, go_on
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 logger = get_logger()
 
@@ -97,13 +96,10 @@ class WorkerConnection:
             with self._is_read:
                 message = self._unread.pop(0) if self._unread else self.connection.recv()
             self._number, command = message
-            noted_failure.clear()
             if command != GIVE_UP:
                 return command
 
     def send(self, reply: Any) -> None:
-        if reply is None and noted_failure:  # ms-swift's loop has only logged what was raised
-            reply = dict(noted_failure)
         with self._is_free or nullcontext():
             self.connection.send((self._number, reply))
 
@@ -114,7 +110,7 @@ class WorkerConnection:
             while True:
                 began = monotonic()
                 time.sleep(SECONDS_BETWEEN_NOTES)
-                if activity.is_alive(began):
+                if go_on(began):
                     self.send(GOES_ON)
                 assert self._is_read is not None
                 if not self._is_read.acquire(blocking=False):
@@ -123,7 +119,7 @@ class WorkerConnection:
                     if self.connection.poll():
                         message: tuple[int, Command] = self.connection.recv()
                         if message[1] == GIVE_UP:
-                            activity.give_up()
+                            give_up()
                         else:
                             self._unread.append(message)  # for `recv`
                 finally:
@@ -139,6 +135,13 @@ def numbered_pipe() -> tuple[Connection, WorkerConnection]:
     return ours, WorkerConnection(theirs)
 
 
+@repair(
+    Moment.SERVER,
+    symptom="An answer of a replica that came late is taken for the next one's, and a "
+    "replica that ended is waited for.",
+    upstream="ms-swift 4.6, pipelines/infer/rollout.py: messages to workers have no numbers.",
+    until="they have, and waits are bounded",
+)
 def number_messages() -> None:
     """Let `swift rollout` number its messages. Call this before a server is made."""
     start = SwiftRolloutDeploy._start_data_parallel_workers

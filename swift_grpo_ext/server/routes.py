@@ -48,7 +48,6 @@ from swift_grpo_ext.media.paths import check_media
 from swift_grpo_ext.rollout import conversation, engine, wire
 from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, estimate_cost
 from swift_grpo_ext.rollout.scheduler import watch
-from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.server import api_key, bodies, replicas
 from swift_grpo_ext.server.lease import Lease
 from swift_grpo_ext.server.other_clients import OtherClients
@@ -57,11 +56,11 @@ from swift_grpo_ext.server.updates import Updates
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.determinism import batches_follow_arrival
-from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 logger = get_logger()
 
-CHECKSUMS_PATH = "/swift_grpo_ext/weight_receipts/"
+REPORTS_PATH = "/swift_grpo_ext/weight_reports/"
 
 INSTANCE = uuid.uuid4().hex
 """This start of the server: one that was restarted has other weights, and no trainer."""
@@ -120,6 +119,14 @@ class InferRequest(TypedDict, total=False):
     data_dict: dict[str, Any] | None
 
 
+@repair(
+    Moment.SERVER,
+    symptom="A server splits groups over replicas, waits without a bound, and takes weights "
+    "that it does not verify.",
+    upstream="ms-swift 4.6, pipelines/infer/rollout.py (`SwiftRolloutDeploy`) takes no "
+    "routes of a plugin, and names its engine when it loads, before plugins are imported.",
+    until="a plugin can give a server routes and an engine",
+)
 def add_routes() -> None:
     """Give `swift rollout` our engine and routes.
 
@@ -167,7 +174,7 @@ def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:
     self.other_clients = OtherClients(self.args.seed if own else None, INSTANCE)
     self.record = None if self.args.sample_log == "none" else ServerRecord(self.args)
     self.num_updates = 0
-    self.app.get(CHECKSUMS_PATH)(partial(_loaded_checksums, self))
+    self.app.get(REPORTS_PATH)(partial(_weight_reports, self))
     self.app.add_middleware(Turns, server=self, key=api_key.key_of(self.args))
 
 
@@ -359,10 +366,10 @@ def _refuse(status: int, detail: str, headers: Mapping[str, str] | None = None) 
 # --- what a server is ---
 
 
-async def get_engine_type(self: SwiftRolloutDeploy, request: Request) -> dict[str, Any]:
+async def get_engine_type(self: SwiftRolloutDeploy) -> dict[str, Any]:
     # A training names the instance once it is connected. Before, it has been told how many replicas
     # there are, and makes its group of so many: none may join then.
-    if wire.INSTANCE_HEADER in request.headers and CALLER.get().may_change:
+    if CALLER.get().is_ours and CALLER.get().may_change:
         self.restarts.admit()
     replies: list[Any] = []
     try:
@@ -422,7 +429,7 @@ async def init_communicator(
         replica = None if self.use_async_engine else number
         group = (host, request.port, request.world_size, replica, timeout)
         args = (*group, self.updates.watches)
-        connection.send(_rpc("fire_and_forget", "init_communicator", args))
+        connection.send(_rpc("fire_and_forget", "join_group", args))
     return {"message": "The replicas are connecting."}
 
 
@@ -461,14 +468,15 @@ async def _require_sound(server: SwiftRolloutDeploy) -> None:
         raise HTTPException(status_code=409, detail=updates.fault)
 
 
-async def _loaded_checksums(server: SwiftRolloutDeploy) -> list[dict[str, str]]:
-    """Return the checksums of each worker of each replica. One that refused an adapter gets no
-    more requests: the adapter was broadcast after the answer to the request which announced it."""
-    replies = await _call_all(server, _rpc("call", "read_weight_checksums"))
+async def _weight_reports(server: SwiftRolloutDeploy) -> list[dict[str, Any]]:
+    """Return the report of each worker of each replica (`WeightReport`). A replica that refused an
+    adapter gets no more requests: the adapter was broadcast after the answer to the request which
+    announced it."""
+    replies = await _call_all(server, _rpc("call", "read_weight_report"))
     for connection, workers in zip(server.connections, replies, strict=True):
-        if any(ADAPTER_FAULT in checksums for checksums in workers or ()):
+        if any(report["adapter_fault"] for report in workers or ()):
             connection.holds_weights = False
-    return [checksums for workers in replies for checksums in workers or [{}]]
+    return [report for workers in replies for report in workers or [{}]]
 
 
 def _reset(name: str) -> Callable[..., Any]:

@@ -95,13 +95,15 @@ class Updates:
         self.is_due = self.is_arriving = False
         if not self.watches:
             return
-        ask = {"method": "collective_rpc", "kwargs": {"method": "read_weight_faults"}}
+        ask = {"method": "collective_rpc", "kwargs": {"method": "read_weight_report"}}
         replies = replicas.call_all(self._server, {"type": "call", **ask}, timeout)
         connections = list(self._server.connections)
         readings = self._read(timeout) if reads else {}
         told = []
         for connection, workers in zip(connections, replies, strict=True):
-            found = [fault for faults in workers or () for fault in faults or ()]
+            found = list[str]()
+            for report in workers or ():
+                found += filter(None, [*(report["faults"] or ()), report["adapter_fault"]])
             reading = readings.get(connection.name, [])
             found += worsening(self._readings.get(connection.name, []), reading)
             if found:
@@ -109,7 +111,10 @@ class Updates:
             elif reading:
                 self._readings[connection.name] = reading
         # Nothing has looked where a worker's watch has ended, or a replica could not answer.
-        is_seen = all(workers and None not in workers for workers in replies)
+        is_seen = all(
+            workers and all(report["faults"] is not None for report in workers)
+            for workers in replies
+        )
         self.state = "sound" if is_seen else NOT_LOOKED_AT
         self.fault = f"The weight update has failed. {'. '.join(told)}. {REMEDY}" if told else ""
         if self.fault:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutOutput
-
 from swift_grpo_ext.checks.finding import SettingsError
-from swift_grpo_ext.stops.rule import Ending, StopReason, Stops, find_ending
+from swift_grpo_ext.stops.rule import Ending, Stops, find_ending
 
 if TYPE_CHECKING:
     from swift.arguments import RLHFArguments
@@ -17,13 +14,6 @@ if TYPE_CHECKING:
 
 STOP_REASON = "stop_reason"
 """Key in `rollout_infos`, where reward functions find what stopped a completion."""
-
-
-@dataclass
-class StoppedChoice(ChatCompletionResponseChoice):
-    """ms-swift's choice, and what stopped it."""
-
-    stop_reason: StopReason = None
 
 
 class TemplateStops:
@@ -148,12 +138,3 @@ def check_stops(args: RLHFArguments, num_tokens: int, response_prefix: str = "")
             f"token; the tokenizer has the ids 0 to {num_tokens - 1}. Ask it for the id: "
             "tokenizer.convert_tokens_to_ids('...')."
         )
-
-
-def record_stop_reason(output: RolloutOutput) -> RolloutOutput:
-    """Put what stopped the last turn of a `RolloutOutput` where reward functions find it. Anything
-    else (a failure) passes through."""
-    choices = output.response.choices if isinstance(output, RolloutOutput) else ()
-    if choices and isinstance(choices[0], StoppedChoice):
-        output.rollout_infos[STOP_REASON] = choices[0].stop_reason
-    return output

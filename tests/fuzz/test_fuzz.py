@@ -117,7 +117,7 @@ COMPLETIONS = [
     Completion(text="七", token_ids=[1, 2, 3], logprobs=[-1.0, -0.5, 0.0], finish_reason="stop"),
     Completion(text="", token_ids=[9], logprobs=[-2.0], finish_reason="length", stop_reason=7),
 ]
-ANSWER = wire.write_answer(COMPLETIONS, wire.Prompt([5, 6]), "replica 0")
+ANSWER = wire.write_answer(wire.Answer(COMPLETIONS, wire.Prompt([5, 6])))
 junk = st.one_of(json_like, st.sampled_from([2**14 + 1, 2**31, 2**64, 10**30, -(10**30), 1e300]))
 
 

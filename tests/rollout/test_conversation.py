@@ -9,39 +9,40 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from swift.infer_engine.protocol import (
-    ChatMessage,
-    RolloutInferRequest,
-    RolloutOutput,
-    UsageInfo,
-)
+from swift.infer_engine.protocol import RolloutInferRequest
 
 from swift_grpo_ext.media.pictures import media_name
+from swift_grpo_ext.rollout.answers import to_rollout_output
 from swift_grpo_ext.rollout.conversation import (
     Conversation,
-    Turn,
+    attach_turns,
     name_server,
     read_turns,
-    turn_of,
     write_turns,
 )
-from swift_grpo_ext.rollout.generate import PromptResponse
-from swift_grpo_ext.rollout.wire import WireError
+from swift_grpo_ext.rollout.sample import RolloutSample
+from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, WireError
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
-from swift_grpo_ext.stops.templates import StoppedChoice, record_stop_reason
 
 FIRST = SampleId(phase="train", step=3, number=1, group=2, index=0)
 CROP = Image.effect_noise((40, 30), 60).convert("RGB")
 
 
-def output(*token_ids: int, logprobs: Any = None, **infos: Any) -> RolloutOutput:
-    message = ChatMessage(role="assistant", content="七")
-    choice = StoppedChoice(0, message, "stop", logprobs, token_ids=[*token_ids], stop_reason="!")
-    positions = np.arange(6, dtype=np.int32).reshape(3, 2)
-    response = PromptResponse(
-        "", [choice], UsageInfo(1, 1, 2), prompt_token_ids=[1, 2], prompt_positions=positions
-    )
-    return record_stop_reason(RolloutOutput(response=response, rollout_infos=infos))
+POSITIONS = np.arange(6, dtype=np.int32).reshape(3, 2)
+ANSWER = Answer(
+    [
+        Completion(
+            text="七",
+            token_ids=[5],
+            logprobs=[-0.5],
+            finish_reason="stop",
+            stop_reason="!",
+            seed=7,
+            replica="rank 0",
+        )
+    ],
+    Prompt([1, 2], POSITIONS),
+)
 
 
 def request(*words: str, images: Any = ()) -> RolloutInferRequest:
@@ -52,38 +53,43 @@ def request(*words: str, images: Any = ()) -> RolloutInferRequest:
     return asked
 
 
-def turn(number: int = 0, **fields: Any) -> Turn:
-    made = turn_of(output(5, replica="rank 0"), replace(FIRST, turn=number), f"print {number}")
-    return replace(made, **fields)
+def note(conversation: Conversation, asked: RolloutInferRequest, answer: Answer = ANSWER) -> None:
+    number = len(conversation.turns)
+    sample_id = replace(FIRST, turn=number)
+    conversation.note(
+        asked, answer, sample_id, f"print {number}", engine_seconds=1.0, tool_seconds=2.0
+    )
 
 
 def test_a_turn_holds_what_the_engine_saw_and_gave() -> None:
-    logprobs = {"content": [{"logprob": -0.5}, {"logprob": -1.5}]}
-    made = turn_of(
-        output(5, 6, logprobs=logprobs, seed=7, replica="rank 0"), FIRST, "print", tool_seconds=2.0
-    )
-    assert made.prompt.token_ids == [1, 2]
-    assert made.prompt.positions is not None
-    completion = made.completion
-    assert (completion.text, completion.token_ids, completion.logprobs) == (
-        "七",
-        [5, 6],
-        [-0.5, -1.5],
-    )
-    assert (completion.seed, completion.replica) == (7, "rank 0")
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", "!")
-    assert (made.engine_seconds, made.tool_seconds) == (0.0, 2.0)
+    note(conversation := Conversation(), request("?"))
+    [made] = conversation.turns
+    assert ([made.completion], made.prompt) == ANSWER
+    assert (made.sample_id, made.fingerprint) == (FIRST, "print 0")
+    assert (made.engine_seconds, made.tool_seconds) == (1.0, 2.0)
+
+
+def test_a_sample_has_what_its_conversations_end_says() -> None:
+    """Seed and replica of the last answer; a turn without room has none, and no stop."""
+    note(conversation := Conversation(), request("?"))
+    drawn = replace(ANSWER.completions[0], token_ids=[], stop_reason=None, seed=8)
+    note(conversation, request("?", "3", "no"), Answer([drawn], Prompt([])))
+    sample = RolloutSample(messages=[], rollout_infos={"num_turns": 2})
+    attach_turns(sample, conversation.turns, is_conversation=True)
+    assert [prompt.token_ids for prompt in sample.rollout_prompts] == [[1, 2]]
+    own = {"seed": 7, "replica": "rank 0", "stop_reason": None}
+    assert sample.rollout_infos == {"num_turns": 2, **own}
 
 
 def test_each_turn_shows_what_was_added_for_it() -> None:
     conversation = Conversation()
-    conversation.note(request("<image>?", images=["七.png"]), turn(0))
-    conversation.note(request("<image>?", "3", "<image>no", images=["七.png", CROP]), turn(1))
+    note(conversation, request("<image>?", images=["七.png"]))
+    note(conversation, request("<image>?", "3", "<image>no", images=["七.png", CROP]))
     # ms-swift leaves an empty answer for a template to go on from.
     going_on = ("<image>?", "3", "<image>no", "4, but", "")
-    conversation.note(request(*going_on, images=["七.png", CROP]), turn(2))
+    note(conversation, request(*going_on, images=["七.png", CROP]))
     # A scheduler that began anew, with fewer.
-    conversation.note(request("<image>!", images=[CROP]), turn(3))
+    note(conversation, request("<image>!", images=[CROP]))
     first, second, third, fourth = conversation.turns
     assert first.messages == [{"role": "user", "content": "<image>?"}]
     assert first.media == [("七.png", None)]
@@ -99,7 +105,7 @@ def test_each_turn_shows_what_was_added_for_it() -> None:
 def test_a_first_prompt_has_marks_for_media_in_parts() -> None:
     conversation = Conversation()
     parts = [{"type": "image", "image": "七.png"}, {"type": "text", "text": "?"}]
-    conversation.note(RolloutInferRequest(messages=[{"role": "user", "content": parts}]), turn())
+    note(conversation, RolloutInferRequest(messages=[{"role": "user", "content": parts}]))
     [first] = conversation.turns
     assert first.messages == [{"role": "user", "content": "<image>?"}]
     assert first.media == [("七.png", None)]
@@ -108,11 +114,11 @@ def test_a_first_prompt_has_marks_for_media_in_parts() -> None:
 def test_media_in_parts_of_a_later_message_are_media() -> None:
     """Their content is not written down as text."""
     conversation = Conversation()
-    conversation.note(request("?"), turn(0))
+    note(conversation, request("?"))
     later = request("?", "3", "")
     parts = [{"type": "text", "text": "Look: "}, {"type": "image", "image": CROP}]
     later.messages[2] = {"role": "user", "content": parts}
-    conversation.note(later, turn(1))
+    note(conversation, later)
     assert conversation.turns[1].messages == [{"role": "user", "content": "Look: <image>"}]
     [crop] = conversation.turns[1].media
     assert crop.name == media_name(CROP)
@@ -121,14 +127,14 @@ def test_media_in_parts_of_a_later_message_are_media() -> None:
 
 def test_turns_come_from_a_server_as_they_were() -> None:
     conversation = Conversation()
-    conversation.note(request("<image>?", images=["七.png"]), turn(0))
-    conversation.note(request("<image>?", "3", "<image>no", images=["七.png", CROP]), turn(1))
-    made = output(5)
+    note(conversation, request("<image>?", images=["七.png"]))
+    note(conversation, request("<image>?", "3", "<image>no", images=["七.png", CROP]))
+    made = to_rollout_output(ANSWER)
     write_turns(made, conversation.turns)
     made.rollout_infos = json.loads(json.dumps(made.rollout_infos))  # as HTTP carries them
     name_server(made, "server 1 (http://a)")
     turns = read_turns(made, run_seed=42)
-    assert made.rollout_infos == {"stop_reason": "!"}
+    assert made.rollout_infos == to_rollout_output(ANSWER).rollout_infos
     for came, was in zip(turns, conversation.turns, strict=True):
         completion = was.completion
         assert list(came.completion.token_ids) == completion.token_ids
@@ -142,8 +148,8 @@ def test_turns_come_from_a_server_as_they_were() -> None:
 
 
 def test_turns_of_another_version_are_refused() -> None:
-    made = output(5)
-    write_turns(made, [turn()])
+    note(conversation := Conversation(), request("?"))
+    write_turns(made := to_rollout_output(ANSWER), conversation.turns)
     made.rollout_infos["swift_grpo_ext.turns"] |= {"version": 1, "server": "server 1"}
     with pytest.raises(WireError, match="server 1 speaks version 1 of swift-grpo-ext's"):
         read_turns(made, run_seed=42)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_grpo_ext.rollout.dispatch import (
-    Activity,
     NoWorkerError,
     RequestError,
     WorkerError,
@@ -154,16 +152,3 @@ def test_a_request_at_fault_ends_the_dispatch() -> None:
         workers.dispatch([1.0])
     assert workers.sent == [("a", [0])]
     assert workers.failures == []
-
-
-def test_conversations_that_nobody_waits_for_end() -> None:
-    activity = Activity()
-
-    async def converse() -> None:
-        with activity.in_conversation():
-            threading.Thread(target=activity.give_up).start()
-            await asyncio.sleep(60)
-
-    with pytest.raises(RequestError, match="the training that asked for the conversations has"):
-        asyncio.run(asyncio.wait_for(converse(), 20))
-    assert not activity.is_alive(0.0)

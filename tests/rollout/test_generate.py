@@ -21,20 +21,11 @@ from swift.infer_engine.protocol import (
 
 from swift_grpo_ext.ranks import RankGroup, RolloutError
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.generate import (
-    GroupResponse,
-    RolloutSettings,
-    ServedSample,
-    begin_turn,
-    generate,
-    plan_requests,
-    to_rollout_output,
-    to_rollout_outputs,
-)
-from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
+from swift_grpo_ext.rollout.answers import answer_of, to_rollout_output
+from swift_grpo_ext.rollout.generate import RolloutSettings, begin_turn, generate, plan_requests
+from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId, sample_seed
-from swift_grpo_ext.stops.templates import StoppedChoice
 from tests.arguments import training_arguments
 from tests.ranks import ThreadRanks, run_rank_groups
 
@@ -109,18 +100,19 @@ class RecordingEngine:
 
     def __call__(
         self, requests: list[RolloutInferRequest], metadatas: list[RequestMetadata]
-    ) -> list[list[Any]]:
+    ) -> list[Answer]:
         for request, metadata in zip(requests, metadatas, strict=True):
             assert wire.read_metadata(request.data_dict) == metadata
             content = request.messages[0]["content"]
             self.requests.append((content, metadata.sample_id, metadata.count))
         return [
-            [
-                ServedSample(
-                    completion(text=f"{r.messages[0]['content']}{m.seed_of(k)}"), Prompt([1, 2])
-                )
-                for k in range(m.count)
-            ]
+            Answer(
+                [
+                    completion(text=f"{r.messages[0]['content']}{m.seed_of(k)}")
+                    for k in range(m.count)
+                ],
+                Prompt([1, 2]),
+            )
             for r, m in zip(requests, metadatas, strict=True)
         ]
 
@@ -186,7 +178,11 @@ def test_a_failure_ends_the_round_on_every_rank(fault: str) -> None:
 def test_an_engine_that_answers_with_too_few_samples_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"group 0, sample 0: .* 2 samples, and 1 came back"):
         generate_samples(
-            [(0, 0), (0, 1)], "aa", RankGroup(), lambda r, m: [["one"]], lambda _: request_of("a")
+            [(0, 0), (0, 1)],
+            "aa",
+            RankGroup(),
+            lambda r, m: [Answer([completion()], Prompt([1]))],
+            lambda _: request_of("a"),
         )
 
 
@@ -233,8 +229,6 @@ def test_a_scheduler_that_makes_its_own_request_is_refused() -> None:
 
 # --- outputs in ms-swift's form ---
 
-METADATA = RequestMetadata(sample_id=sample_id(0, 0), count=2, run_seed=RUN_SEED, as_arrays=True)
-
 
 def completion(**fields: Any) -> Completion:
     values = {
@@ -247,7 +241,7 @@ def completion(**fields: Any) -> Completion:
 def test_a_completion_becomes_what_the_trainer_reads() -> None:
     positions = np.zeros((3, 2), dtype=np.int32)
     served = completion(token_ids=np.array([5, 6, 7]), logprobs=np.array([-0.5, -1.0, -0.25]))
-    output = to_rollout_output(served, Prompt([1, 2], positions))
+    output = to_rollout_output(Answer([served], Prompt([1, 2], positions)))
     [choice] = output.response.choices
     assert {type(i) for i in choice.token_ids} == {int}  # rank 0 hands a server's arrays on
     assert (choice.index, choice.message.role, choice.message.content) == (0, "assistant", "two")
@@ -256,41 +250,28 @@ def test_a_completion_becomes_what_the_trainer_reads() -> None:
     assert output.rollout_logprobs == [[-0.5, -1.0, -0.25]]
     assert output.rollout_infos == {"seed": 9, "replica": "replica 1", "stop_reason": "o"}
     assert output.response.prompt_token_ids == [1, 2]
-    assert output.response.prompt_positions is positions
+    assert answer_of(output) == ([served], Prompt([1, 2], positions))
     assert output.response.usage == UsageInfo(2, 3, 5)
     experts = np.arange(6).reshape(3, 2)
     served = completion(logprobs=None, routed_experts=serialize_ndarray(experts))
-    output = to_rollout_output(served, Prompt([1]))
+    output = to_rollout_output(Answer([served], Prompt([1])))
     assert output.rollout_logprobs == []
     assert np.array_equal(output.response.choices[0].routed_experts, experts)
 
 
-def test_a_groups_response_names_its_replica() -> None:
-    completions = [completion(replica=""), completion(text="three", seed=10, replica="")]
-    response = GroupResponse("m", [], UsageInfo(2, 6, 8), completions=completions)
-    response.prompt_token_ids = [1, 2]
-    outputs = to_rollout_outputs(RolloutOutput(response=response), METADATA, "rank 4")
-    assert [o.response.choices[0].message.content for o in outputs] == ["two", "three"]
-    assert [o.rollout_infos["replica"] for o in outputs] == ["rank 4"] * 2
-    assert [o.rollout_infos["seed"] for o in outputs] == [9, 10]
-    assert [o.response.prompt_token_ids for o in outputs] == [[1, 2]] * 2
-
-
-def test_an_upstream_response_is_split_by_choices() -> None:
-    choices: list[Any] = [
-        StoppedChoice(k, ChatMessage("assistant", f"text {k}"), "stop", stop_reason=reason)
-        for k, reason in ((1, "</a>"), (0, 7))
+def test_an_upstream_response_has_a_completion_for_each_choice() -> None:
+    """As a server answers another client; log-probabilities of other tokens are none."""
+    content = {"content": [{"logprob": -0.5}]}
+    choices = [
+        ChatCompletionResponseChoice(1, ChatMessage("assistant", "a"), "stop", content, [5]),
+        ChatCompletionResponseChoice(0, ChatMessage("assistant", "b"), "length", content, [5, 6]),
     ]
-    choices.append(ChatCompletionResponseChoice(2, ChatMessage("assistant", "text 2"), "length"))
-    response = ChatCompletionResponse("m", choices, UsageInfo(1, 2, 3))
-    outputs = to_rollout_outputs(RolloutOutput(response=response), METADATA, "rank 0")
-    seed = METADATA.seed
-    assert seed is not None
-    assert [
-        (o.response.choices[0].message.content, o.response.choices[0].index) for o in outputs
-    ] == [("text 1", 0), ("text 0", 0), ("text 2", 0)]
-    assert [o.rollout_infos for o in outputs] == [
-        {"seed": seed + 1, "replica": "rank 0", "stop_reason": "</a>"},
-        {"seed": seed, "replica": "rank 0", "stop_reason": 7},
-        {"seed": seed + 2, "replica": "rank 0"},
-    ]
+    response = ChatCompletionResponse("m", choices, UsageInfo(1, 2, 3), prompt_token_ids=[1])
+    infos = {"seed": 9, "replica": "replica 1", "stop_reason": "o"}
+    answer = answer_of(RolloutOutput(response=response, rollout_infos=infos))
+    assert answer.prompt == Prompt([1])
+    first, second = answer.completions
+    assert first == completion(text="a", token_ids=[5], logprobs=[-0.5], seed=10)
+    assert (second.seed, second.logprobs, second.finish_reason) == (9, None, "length")
+    [unseeded, _] = answer_of(RolloutOutput(response=response)).completions
+    assert (unseeded.seed, unseeded.replica, unseeded.stop_reason) == (None, "", None)

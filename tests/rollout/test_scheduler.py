@@ -4,6 +4,7 @@ are given."""
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
+    ChatCompletionResponseChoice,
     ChatMessage,
     RequestConfig,
     RolloutInferRequest,
@@ -24,10 +26,10 @@ from swift.rollout import agent_loop
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
 from swift_grpo_ext.rollout import scheduler, wire
-from swift_grpo_ext.rollout.scheduler import SchedulerError, tell_no_room, watch
+from swift_grpo_ext.rollout.conversation import between_turns
+from swift_grpo_ext.rollout.scheduler import SchedulerError, warn_no_room, watch
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.stops.templates import StoppedChoice
 
 SIDES = ("training", "server")
 
@@ -80,7 +82,7 @@ def request(index: int = 0) -> RolloutInferRequest:
 def answer(*token_ids: int, finish_reason: str = "stop") -> ChatCompletionResponse:
     message = ChatMessage(role="assistant", content="".join(f"<{i}>" for i in token_ids))
     content = {"content": [{"logprob": -0.5}] * len(token_ids)}
-    choice = StoppedChoice(0, message, finish_reason, content, token_ids=list(token_ids))
+    choice = ChatCompletionResponseChoice(0, message, finish_reason, content, list(token_ids))
     return ChatCompletionResponse("", [choice], UsageInfo(1, 1, 2), prompt_token_ids=[1])
 
 
@@ -184,9 +186,9 @@ def test_a_conversation_without_room_ends_with_its_last_answer(side: str) -> Non
 def test_conversations_without_room_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(scheduler.logger, "warning_once", lambda text, **_: told.append(text))
-    tell_no_room([RolloutOutput(response=answer(5))], 256, 512)
+    warn_no_room([RolloutOutput(response=answer(5))], 256, 512)
     assert told == []
-    tell_no_room([RolloutOutput(response=one) for one in (answer(5), NO_ROOM)], 256, 512)
+    warn_no_room([RolloutOutput(response=one) for one in (answer(5), NO_ROOM)], 256, 512)
     assert "1 of 2 conversations" in told[0]
     assert "--max_length (256) or the engine's --vllm_max_model_len (512)" in told[0]
 
@@ -277,16 +279,42 @@ def test_a_text_that_nobody_reads_is_warned_of(side: str, monkeypatch: pytest.Mo
     assert told == []
 
 
+def test_a_check_is_bounded_on_a_server_and_may_use_signals_in_the_training() -> None:
+    class Checks(Crop):
+        seconds = 0.0
+
+        def check_finished(self, *_: Any) -> bool:
+            if not self.seconds:  # fails in any other thread
+                signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+            time.sleep(self.seconds)
+            return True
+
+    [output] = lead(Checks, "training", [answer(5)])
+    assert output.response_token_ids == [[5]]
+    Checks.seconds = 3.0
+    late = r"Checks\.check_finished has not returned for 0\.2 s \(--tool_timeout\)"
+    with pytest.raises(SchedulerError, match=late):
+        lead(Checks, "server", [answer(5)], timeout=0.2)
+
+
 # --- slow tools ---
 
 
-def test_tools_of_a_servers_conversations_work_side_by_side() -> None:
+@pytest.mark.parametrize("hook", ["step", "on_turn_end"])
+def test_tools_of_a_servers_conversations_work_side_by_side(hook: str) -> None:
+    """Also those that wait in a coroutine without an `await`."""
     at_work = threading.Barrier(8, timeout=60)  # broken, unless all eight wait at once
 
     class Slow(Crop):
         def step(self, *call: Any) -> Step:
-            at_work.wait()
+            if hook == "step":
+                at_work.wait()
             return super().step(*call)
+
+        async def on_turn_end(self, *call: Any) -> dict[str, Any]:
+            if hook == "on_turn_end":
+                at_work.wait()
+            return await super().on_turn_end(*call)
 
     outputs = lead(Slow, "server", [answer(5), answer(6)], num=8, max_turns=2)
     assert [output.response_token_ids for output in outputs] == [[[5], [6]]] * 8
@@ -333,4 +361,4 @@ def test_seconds_of_hooks_are_counted() -> None:
     asked.messages.append({"role": "assistant", "content": "<5>"})
     step = partial(one.step, asked, answer(5).choices[0], 1)
     assert step()["infer_request"] is asked
-    assert scheduler.between_turns(asked).tool_seconds >= 0.1
+    assert between_turns(asked).tool_seconds >= 0.1

@@ -11,6 +11,7 @@ import pytest
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import (
+    Answer,
     Completion,
     Prompt,
     RequestMetadata,
@@ -115,12 +116,12 @@ def test_numbers_are_little_endian_on_every_machine() -> None:
 
 def completion(text: str, token_ids: list[int], **changes: Any) -> Completion:
     logprobs = [-0.5 * (i + 1) for i in range(len(token_ids))]
-    values = {"logprobs": logprobs, "finish_reason": "stop", **changes}
+    values = {"logprobs": logprobs, "finish_reason": "stop", "replica": "replica 1", **changes}
     return Completion(text=text, token_ids=token_ids, **values)
 
 
 ANSWER = write_answer(
-    [completion("七", [7, 2]), completion("八九", [8, 9, 2])], Prompt([1, 5]), "replica 1"
+    Answer([completion("七", [7, 2]), completion("八九", [8, 9, 2])], Prompt([1, 5]))
 )
 
 
@@ -143,7 +144,7 @@ def test_an_answer_is_read_as_it_was_written(has_logprobs: bool) -> None:
     positions = np.array([[0, 7], [0, 1], [0, 2]], dtype=np.int32)
     for run_seed, prompt in ((42, Prompt([1, 5], positions)), (None, Prompt([]))):
         metadata = replace(METADATA, count=3, run_seed=run_seed)
-        answer = over_http(write_answer(completions, prompt, "replica 1"))
+        answer = over_http(write_answer(Answer(completions, prompt)))
         found, found_prompt = read_answer(answer, metadata, "server 0 (http://a:8000)")
         assert [listed(c) for c in found] == [
             replace(c, seed=metadata.seed_of(k), replica="server 0 (http://a:8000) replica 1")
@@ -157,7 +158,7 @@ def test_an_engine_with_another_number_of_log_probabilities_is_refused() -> None
     for logprobs in (None, [-0.5]):
         found = [completion("七", [7, 2]), completion("八", [8, 2], logprobs=logprobs)]
         with pytest.raises(WireError, match=r"^replica 1 generated \[2, 2\] tokens with \[2, "):
-            write_answer(found, Prompt([]), "replica 1")
+            write_answer(Answer(found, Prompt([])))
 
 
 @pytest.mark.parametrize(

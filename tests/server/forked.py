@@ -38,8 +38,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swift_grpo_ext.cpu.receiver import CPUWeightSyncWorkerExtension
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.generate import generate, to_rollout_output
-from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.rollout.generate import generate
+from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server.client import connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
@@ -107,8 +107,8 @@ class Worker(CPUWeightSyncWorkerExtension):
 
     def __init__(self) -> None:
         self.model_runner: Any = self
-        self.model, self.model_config = Model(), None
         cache, model = SimpleNamespace(cache_dtype="auto"), SimpleNamespace(quantization=None)
+        self.model, self.model_config = Model(), model
         self.vllm_config: Any = SimpleNamespace(cache_config=cache, model_config=model)
         model.dtype = torch.float32
 
@@ -128,8 +128,7 @@ class EchoEngine:
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         is_corrupt = self._meet(method)
         if is_corrupt and method == "process_weights_after_loading":
-            name, tensor = self._worker.received[0]
-            self._worker.received[0] = (name, tensor + 1)
+            del self._worker.received[0]
         return [getattr(self._worker, method)(*args)]
 
     def reset_prefix_cache(self) -> bool:
@@ -155,10 +154,11 @@ class EchoEngine:
                 token_ids=[metadata.seed_of(k) % 2**31, *weights],
                 logprobs=None,
                 finish_reason=None,
+                replica=f"{os.getpid()}",
             )
             for k in range(metadata.count)
         ]
-        infos = {wire.KEY: wire.write_answer(drawn, wire.Prompt([1]), f"{os.getpid()}")}
+        infos = {wire.KEY: wire.write_answer(Answer(drawn, Prompt([1])))}
         response = ChatCompletionResponse("m", [], UsageInfo(1, 1, 2))
         return RolloutOutput(response=response, rollout_infos=infos)
 
@@ -340,11 +340,13 @@ class Training:
             for index in range(GROUP_SIZE)
         ]
 
-        def call_engine(requests: list[Any], metadatas: Any) -> list[list[RolloutOutput]]:
-            answers = connected.infer(requests, metadatas, RequestConfig(max_tokens=8))
+        def call_engine(requests: list[Any], metadatas: Any) -> list[Answer]:
+            answers: list[Answer] = connected.infer(
+                requests, metadatas, RequestConfig(max_tokens=8)
+            )
             names = {c.replica for completions, _ in answers for c in completions}
             self.drew[step] = {int(name.split()[-1]) for name in names}
-            return [[to_rollout_output(c, ids) for c in cs] for cs, ids in answers]
+            return answers
 
         outputs, _ = generate(
             sample_ids,

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT
-from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata, WeightReport
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server.replicas import (
     ReplicaConnection,
@@ -41,12 +42,12 @@ def request(group: int, words: int = 1, **fields: Any) -> dict[str, Any]:
 def drawn_by(metadata: RequestMetadata, replica: str) -> dict[str, Any]:
     """The answer of a replica: its samples' texts are their group and number."""
     group = metadata.sample_id.group
-    values: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+    values: dict[str, Any] = {"logprobs": None, "finish_reason": None, "replica": replica}
     drawn = [
         Completion(text=f"{group}.{k}", token_ids=[group, k], **values)
         for k in range(metadata.count)
     ]
-    return wire.write_answer(drawn, wire.Prompt([1, 2]), replica)
+    return wire.write_answer(Answer(drawn, Prompt([1, 2])))
 
 
 class Replica:
@@ -75,7 +76,9 @@ class Replica:
         self.commands: list[tuple[Any, ...]] = []
         self.requests: list[dict[str, Any]] = []
         self.says_to_others: list[Any] = []
-        self.checksums = [{"w": "float32 (1,) 00"}]
+        self.reports = [WeightReport({"w": "float32 (1,)"})]
+        """Of its workers, but for what their watches have found."""
+
         self.weight_faults: list[str] | None = []
         self.readings: Any = None
         """Outputs for the server's own texts; None where it cannot read them."""
@@ -95,7 +98,7 @@ class Replica:
                 assert command["type"] in ("call", "fire_and_forget")  # all that ms-swift knows
                 kwargs = command.get("kwargs", {})
                 method = kwargs.get("method", command["method"])
-                if method not in ("read_texts", "read_weight_faults", "read_number_bits"):
+                if method not in ("read_texts", "read_weight_report", "read_number_bits"):
                     self.calls.append(method)
                     self.commands.append(kwargs.get("args", ()))
                 reply = self._reply(method, kwargs)
@@ -123,10 +126,8 @@ class Replica:
             return self._outputs(kwargs["infer_requests"], fault)
         if fault == "raises":
             return None
-        if method == "read_weight_checksums":
-            return self.checksums
-        if method == "read_weight_faults":
-            return [self.weight_faults]
+        if method == "read_weight_report":
+            return [asdict(replace(r, faults=self.weight_faults)) for r in self.reports]
         if method == "read_texts":
             return self.readings
         if method == "read_number_bits":

@@ -102,7 +102,7 @@ def test_every_route_but_health_asks_for_the_key(monkeypatch: pytest.MonkeyPatch
     client = TestClient(Deployed(Replica(), key=key).app)
     paths = [(r.path, method) for r in client.app.routes for method in r.methods]  # type: ignore[attr-defined]
     assert ("/infer/", "POST") in paths
-    assert (routes.CHECKSUMS_PATH, "GET") in paths
+    assert (routes.REPORTS_PATH, "GET") in paths
     for path, method in [*paths, ("/no_such_route", "GET")]:
         status = client.request(method, path, content=b"no JSON").status_code
         assert (status == 401) == (path.rstrip("/") != "/health"), path

@@ -39,7 +39,7 @@ BOUND = 10
 
 REPLICA_PHASES = {
     # phase: the method and the call of it that meet the fault
-    "connecting": ("init_communicator", 1),
+    "connecting": ("join_group", 1),
     "weight update": ("update_flattened_params", 3),
     "loading": ("process_weights_after_loading", 2),
     "reset of caches": ("reset_prefix_cache", 2),

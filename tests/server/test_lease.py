@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.server import lease
 from swift_grpo_ext.server.lease import OWNER_HEADER, PATH, Leaseholder
-from swift_grpo_ext.server.routes import CHECKSUMS_PATH
+from swift_grpo_ext.server.routes import REPORTS_PATH
 from tests.server.served import Deployed, Replica, listening
 
 GROUP = {"host": "h", "port": 1, "world_size": 2}
@@ -70,7 +70,7 @@ def test_a_dead_trainings_lease_ends_by_itself(url: str) -> None:
         ("POST", "/infer/", True),
         ("POST", "/reset_prefix_cache/", True),
         ("GET", "/get_model_state_keys/", True),
-        ("GET", CHECKSUMS_PATH, True),
+        ("GET", REPORTS_PATH, True),
         ("GET", "/get_world_size/", False),
         ("POST", "/get_engine_type/", False),
         ("GET", "/health/", False),

@@ -13,10 +13,9 @@ from fastapi.testclient import TestClient
 from starlette.routing import Route
 
 from swift_grpo_ext.rollout import conversation, wire
-from swift_grpo_ext.rollout.wire import ADAPTER_FAULT, Completion, Prompt, RequestMetadata
+from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata, WeightReport
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import lease, routes
-from swift_grpo_ext.weights.checksums import UNFILLED
 from tests.server.served import Deployed, Replica
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/internals.md"
@@ -42,7 +41,8 @@ def test_its_routes_are_those_of_a_server() -> None:
     told = {name for name in NAMES if re.fullmatch(r"/[a-z_/]+/", name)}
     assert found - left_out == told - {lease.PATH}
     assert lease.PATH in told
-    assert {routes.CHECKSUMS_PATH, ADAPTER_FAULT, UNFILLED, wire.KEY, conversation.KEY} <= NAMES
+    reported = {field.name for field in fields(WeightReport)}
+    assert {routes.REPORTS_PATH, *reported, wire.KEY, conversation.KEY} <= NAMES
 
 
 def test_its_request_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_its_request_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_its_answers_have_these_fields() -> None:
     drawn = Completion(text="", token_ids=[1], logprobs=[0.0], finish_reason=None)
-    assert {*wire.write_answer([drawn], Prompt([1]), "replica 0")} <= NAMES
+    assert {*wire.write_answer(Answer([drawn], Prompt([1])))} <= NAMES
     answer: dict[str, Any] = TestClient(Deployed(Replica()).app).post("/get_engine_type/").json()
     assert {*answer[wire.KEY]} <= NAMES
     health = TestClient(Deployed(Replica()).app).get("/health/").json()

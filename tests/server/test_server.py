@@ -20,12 +20,10 @@ from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.dispatch import activity
-from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
-from swift_grpo_ext.server import routes
+from swift_grpo_ext.rollout.wire import WeightReport
+from swift_grpo_ext.server import replicas, routes
 from swift_grpo_ext.server.client import RolloutServers
 from swift_grpo_ext.server.lease import OWNER_HEADER, PATH
-from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 from tests.server.served import Deployed, Replica, groups_of, listening, request
 
 CONFIG = {"max_tokens": 16}
@@ -162,13 +160,13 @@ def test_every_call_is_bounded(path: str) -> None:
 @pytest.mark.parametrize("is_leased", [True, False])
 def test_the_bound_of_a_stranger_ends_no_replica(is_leased: bool) -> None:
     """A replica that is busy for longer answers the stranger, too."""
-    slow = Replica(read_weight_checksums="is late")
+    slow = Replica(read_weight_report="is late")
     deployed = Deployed(slow, timeout=60.0)
     client = TestClient(deployed.app)
     if is_leased:
         assert client.post(PATH, headers=OWNED).json() == {"owner": "runs/a"}
     threading.Timer(1.5, slow.goes_on.set).start()
-    told = client.get(routes.CHECKSUMS_PATH, headers=SHORT)
+    told = client.get(routes.REPORTS_PATH, headers=SHORT)
     assert told.status_code == (409 if is_leased else 200)
     for bound in ("1", "1e308"):
         told = client.post("/get_engine_type/", headers={wire.TIMEOUT_HEADER: bound})
@@ -193,7 +191,7 @@ def test_a_bound_that_is_none_is_refused(value: str, headers: dict[str, str]) ->
         ("POST", "/infer/"),
         ("POST", "/init_communicator/"),
         ("POST", "/reset_mm_cache/"),
-        ("GET", routes.CHECKSUMS_PATH),
+        ("GET", routes.REPORTS_PATH),
         ("GET", "/get_model_state_keys/"),
     ):
         refused = client.request(method, path)
@@ -283,7 +281,7 @@ def test_a_slow_answer_begins_at_once_and_is_given_up_with_its_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slow = Replica("is late")
-    monkeypatch.setattr(activity, "give_up", slow.goes_on.set)
+    monkeypatch.setattr(replicas, "give_up", slow.goes_on.set)
     with listening(Deployed(slow)) as url:
         body, headers = {"infer_requests": [request(0)]}, {wire.STATUS_HEADER: "1"}
         ask = partial(requests.post, f"{url}/infer/", json=body, headers=headers, timeout=10)
@@ -421,34 +419,35 @@ def test_the_weights_store_opens_where_the_training_came_in(
     assert replica.commands == [(opens_at, 7, 2, 0, 30.0, True)]
 
 
-def test_checksums_are_those_of_each_worker_of_each_replica() -> None:
+def test_reports_are_those_of_each_worker_of_each_replica() -> None:
     one, two = Replica(), Replica()
-    one.checksums = [{"a": "1"}, {"a": "2"}]
-    two.checksums = [{"a": "3"}]
+    one.reports = [WeightReport({"a": "1"}), WeightReport({"a": "2"})]
+    two.reports = [WeightReport({"a": "3"})]
     client = TestClient(Deployed(one, two).app)
+
+    def loaded() -> list[Any]:
+        return [report.get("loaded") for report in client.get(routes.REPORTS_PATH).json()]
+
     for _ in range(2):  # a trainer may ask twice
-        answer = client.get(routes.CHECKSUMS_PATH)
-        assert answer.json() == [{"a": "1"}, {"a": "2"}, {"a": "3"}]
-    assert callable(getattr(VerifiedWeightSyncWorkerExtension, one.calls[0]))
-    one.faults["read_weight_checksums"] = "raises"
-    assert client.get(routes.CHECKSUMS_PATH).json() == [{}, {"a": "3"}]
+        assert loaded() == [{"a": "1"}, {"a": "2"}, {"a": "3"}]
+    one.faults["read_weight_report"] = "raises"
+    assert loaded() == [None, {"a": "3"}]
 
 
 def test_a_replica_that_refused_an_adapter_draws_no_more() -> None:
     """Until it has taken another: of its two workers one says that it did not."""
     one, two = Replica(number=1), Replica(number=2)
-    taken = [{"a": "1"}, {"a": "1"}]
-    one.checksums = two.checksums = taken
     deployed = Deployed(one, two)
     client = TestClient(deployed.app)
     for refused, draw in (
-        ({ADAPTER_FAULT: "why"}, {"replica 2"}),
-        ({}, {"replica 1", "replica 2"}),
+        ("why", {"replica 2"}),
+        ("", {"replica 1", "replica 2"}),
     ):
-        one.checksums = [taken[0], taken[1] | refused]
+        one.reports = [WeightReport(), WeightReport(adapter_fault=refused)]
         for connection in deployed.connections:  # its update was answered with 200
             connection.holds_weights = True
-        assert client.get(routes.CHECKSUMS_PATH).json() == [*one.checksums, *taken]
+        faults = [report["adapter_fault"] for report in client.get(routes.REPORTS_PATH).json()]
+        assert faults == ["", refused, ""]
         before = {replica.name: len(replica.groups) for replica in (one, two)}
         answer = client.post("/infer/", json={"infer_requests": [request(i) for i in range(4)]})
         assert groups_of(answer) == [0, 1, 2, 3]
@@ -500,8 +499,8 @@ def test_each_answer_names_the_replica_of_the_server_that_drew_it() -> None:
         asked = [RolloutInferRequest(**row) for row in rows]
         answers = servers.infer(asked, metadatas, RequestConfig(max_tokens=8))
         names = [f"server {number} ({url})" for number, url in enumerate((first, second))]
-        assert servers.loaded_checksums() == [
-            (f"worker {worker} of {name}", {"w": "float32 (1,) 00"})
+        assert servers.weight_reports() == [
+            (f"worker {worker} of {name}", WeightReport({"w": "float32 (1,)"}, faults=[]))
             for name in names
             for worker in range(4)
         ]

@@ -20,6 +20,7 @@ from swift.infer_engine.protocol import (
 )
 
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.wire import WeightReport
 from swift_grpo_ext.server import routes, updates
 from swift_grpo_ext.server.updates import NUM_TOKENS, Reading, reading_of, worsening
 from tests.server.served import Deployed, Replica, listening, request
@@ -106,7 +107,7 @@ def test_what_comes_behind_an_answered_update_tells_of_it(path: str, said: list[
     """An adapter is broadcast after the server has answered; clients empty caches, and draw."""
     replica = Replica()
     client = TestClient(Deployed(replica).app)
-    replica.weight_faults = ["vLLM refuses the adapter"]
+    replica.reports = [WeightReport(adapter_fault="vLLM refuses the adapter")]
     assert asked(client, "/update_adapter_flattened_param/", ADAPTER)[0] == 200
     body = {"infer_requests": [request(0)]} if path == "/infer/" else None
     status, detail = asked(client, path, body)
@@ -117,7 +118,7 @@ def test_a_training_begins_behind_one_that_failed(said: list[str]) -> None:
     """ms-swift's client empties a cache once it has joined, before it brings weights."""
     replica = Replica()
     client = TestClient(Deployed(replica).app)
-    replica.weight_faults = ["vLLM refuses the adapter"]
+    replica.reports = [WeightReport(adapter_fault="vLLM refuses the adapter")]
     for announces in (False, True):  # the last one may have ended before anybody looked
         assert asked(client, "/update_adapter_flattened_param/", ADAPTER)[0] == 200
         assert announces or drew(client) == 409
@@ -158,7 +159,7 @@ def test_health_says_where_nothing_looked(said: list[str]) -> None:
     assert all(FAULT in told for told in update())
     one.weight_faults, two.weight_faults = [], []
     assert update() == ("", "sound")
-    two.faults["read_weight_faults"] = "raises"
+    two.faults["read_weight_report"] = "raises"
     assert update() == ("", "not looked at")
 
 

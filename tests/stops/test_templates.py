@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from swift.model import get_processor
 from swift.rl_core.data import OnPolicySample
 from swift.rlhf_trainers.utils import encode_sample
 from swift.template import StdTemplateInputs, get_template
 
-from swift_grpo_ext.rollout.generate import to_rollout_output
-from swift_grpo_ext.rollout.wire import Completion, Prompt
+from swift_grpo_ext.rollout.answers import to_rollout_output
+from swift_grpo_ext.rollout.sample import RolloutSample
+from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt
 from swift_grpo_ext.stops.rule import Stops
 from swift_grpo_ext.stops.templates import (
     TemplateStops,
     check_template_stops,
-    record_stop_reason,
 )
-from swift_grpo_ext.upstream.contract import swift_version
-from swift_grpo_ext.upstream.encoding import only_sampled_tokens
+from swift_grpo_ext.training.encode import encode_whole
 
 SEARCH = [1477, 432, 522, 1836, 1339]  # ` find it</search>` and two line breaks
 SEARCH_TEXT = " find it</search>"
@@ -66,7 +64,8 @@ def test_training_sees_the_sampled_tokens_and_no_end_of_turn(
         stop_reason=reason,
     )
     sample = OnPolicySample(messages=[{"role": "user", "content": "Which </search>?"}])
-    sample.apply_rollout_output(rollout_output=to_rollout_output(completion, Prompt([1, 2, 3])))
+    answer = Answer([completion], Prompt([1, 2, 3]))
+    sample.apply_rollout_output(rollout_output=to_rollout_output(answer))
     encoded = encode_sample(sample, trained)
     assert encoded["input_ids"][-len(SEARCH) :] == SEARCH
     assert labels_of(encoded) == SEARCH
@@ -83,14 +82,13 @@ def test_the_end_of_a_turn_is_trained_on_where_it_was_sampled(
     """It stands behind the turn in any case, where another speaks next."""
     answer = [5, 6, END_OF_TURN]
     messages = [{"role": role, "content": "?"} for role in ("user", "assistant") * 2]
-    sample = OnPolicySample(messages=messages, response_token_ids=[first, answer])
-    with only_sampled_tokens(trained, [sample]):
-        encoded = encode_sample(sample, trained)
+    sample = RolloutSample.from_row({"messages": messages})
+    sample.response_token_ids = [first, answer]
+    encoded = encode_whole(sample, trained, None)
     ids = encoded["input_ids"]
     start = next(i for i in range(len(ids)) if ids[i : i + len(SEARCH)] == SEARCH)
     ends = ids[start + len(SEARCH) : ids.index(LINE_BREAK, start)]
-    doubled = Version(swift_version()) < Version("4.5") and len(first) > len(SEARCH)
-    assert ends == [END_OF_TURN] * (1 + doubled)  # ms-swift 4.4 writes its own behind a sampled one
+    assert ends == [END_OF_TURN]
     assert labels_of(encoded) == [*first, *answer]
 
 
@@ -192,8 +190,3 @@ def test_settings_that_cannot_be_meant_are_refused(
 
 
 # --- answers ---
-
-
-def test_a_failure_is_left_alone() -> None:
-    failure: Any = ValueError("failed")
-    assert record_stop_reason(failure) is failure

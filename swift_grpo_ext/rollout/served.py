@@ -1,0 +1,212 @@
+"""Conversations that a scheduler of `swift rollout` leads, each in a thread of its own.
+
+Symptom: while one conversation's tool works, all others wait, and with them the engine.
+Upstream: ms-swift 4.6, rollout/multi_turn.py (`async_infer`) leads all conversations in the
+engine's event loop, and calls `step` and `check_finished` there.
+Adaptation: each `run` has a thread with an event loop. The engine's answers are made in the
+engine's event loop, and noted here as turns.
+Can go when ms-swift calls these hooks beside the engine's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.answers import AnsweredResponse, infos_of
+from swift_grpo_ext.rollout.conversation import Conversation, write_turns
+from swift_grpo_ext.rollout.dispatch import RequestError
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
+from swift_grpo_ext.stops.templates import STOP_REASON
+
+if TYPE_CHECKING:
+    from swift.infer_engine.protocol import (
+        ChatCompletionResponse,
+        RequestConfig,
+        RolloutInferRequest,
+        RolloutOutput,
+    )
+
+    from swift_grpo_ext.rollout.wire import RequestMetadata
+
+MAX_THREADS = 2**10
+"""So many conversations of a replica run side by side; others begin when one of them ends."""
+
+NUM_FILES = 2**13
+"""Open files of the process: an event loop takes three. Many systems allow 1,024 by default."""
+
+
+def _allow_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < NUM_FILES:
+        with suppress(ValueError, OSError):  # the system allows fewer
+            resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, hard))
+
+
+_threads = ThreadPoolExecutor(MAX_THREADS, "conversation", initializer=_allow_files)
+
+_under_way: set[ServedConversation] = set()
+
+leading: ContextVar[ServedConversation | None] = ContextVar("leading", default=None)
+"""The conversation that the running code belongs to."""
+
+
+class ServedConversation:
+    """One conversation of a server, from its request to the scheduler's outputs."""
+
+    last_answer = 0.0
+    """Time of the engine's last answer to any conversation of this process."""
+
+    def __init__(self, request: RolloutInferRequest) -> None:
+        # A scheduler may ask with requests of its own, which have no metadata, and with copies of
+        # one request side by side: the conversation itself counts its turns.
+        self._first = self._next = wire.read_metadata(request.data_dict)
+        self._conversation = Conversation()
+        self._responses: list[ChatCompletionResponse] = []
+        self._answered = time.monotonic()
+        self._engine_failure: Exception | None = None
+        self.asked: set[Future[ChatCompletionResponse]] = set()
+        """What the engine works at."""
+
+    # --- in the engine's event loop ---
+
+    async def lead(self, run: Awaitable[Any]) -> Any:
+        """Await a scheduler's `run` in a thread, and return its outputs with their turns.
+
+        Raises:
+            RequestError: nobody waits for the conversation any more.
+        """
+        self._engine_loop, self._waiting = asyncio.get_running_loop(), asyncio.current_task()
+        _under_way.add(self)
+        try:
+            made = await self._engine_loop.run_in_executor(_threads, self._run, run)
+        except asyncio.CancelledError as e:
+            for asked in list(self.asked):
+                asked.cancel()
+            # As it is, it would end the worker, which catches `Exception` alone (ms-swift 4.6,
+            # pipelines/infer/rollout.py, `async_llm_worker`).
+            raise RequestError("the training that asked for the conversations has left") from e
+        except RequestError:
+            raise
+        except Exception as e:
+            if e is self._engine_failure or self._first is None:
+                raise
+            name, turn = replace(self._first.sample_id, turn=0), len(self._responses) + 1
+            raise RuntimeError(
+                f"{name} in turn {turn}: the server's --multi_turn_scheduler failed, "
+                f"{type(e).__name__}: {e}"
+            ) from e
+        finally:
+            _under_way.discard(self)
+        outputs = made if isinstance(made, list) else [made]
+        for output in outputs:
+            self._attach_turns(output, is_only=len(outputs) == 1)
+        return made
+
+    def give_up(self) -> None:
+        """End the conversation, from any thread."""
+        assert self._waiting is not None
+        self._engine_loop.call_soon_threadsafe(self._waiting.cancel)
+
+    def _attach_turns(self, output: RolloutOutput, *, is_only: bool) -> None:
+        """Have an output bring its turns along. A scheduler that made one output made it of all
+        turns; of several, each of one turn."""
+        pairs = zip(self._conversation.turns, self._responses, strict=True)
+        turns = [t for t, response in pairs if is_only or response is output.response]
+        if turns:
+            write_turns(output, turns)
+            last = turns[-1].completion
+            is_others = self._first is not None and self._first.is_other_clients
+            # A training names seed and replica by itself.
+            output.rollout_infos |= infos_of(last) if is_others else {STOP_REASON: last.stop_reason}
+
+    # --- in the conversation's thread ---
+
+    def _run(self, run: Awaitable[Any]) -> Any:
+        async def main() -> Any:
+            leading.set(self)
+            return await run
+
+        # `asyncio.run` would wait at its end for threads of tools that never return.
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(main())
+        finally:
+            loop.close()
+
+    async def ask(
+        self,
+        request: RolloutInferRequest,
+        config: RequestConfig | None,
+        infer: Callable[[RequestMetadata | None], Coroutine[Any, Any, ChatCompletionResponse]],
+    ) -> ChatCompletionResponse:
+        """Return the engine's answer to the next turn, and note it.
+
+        Args:
+            infer: called with the turn's metadata; its coroutine runs in the engine's event loop.
+
+        Raises:
+            RequestError: the request asks for several completions.
+        """
+        metadata = self._next
+        # Before the first `await`: requests side by side are turns of their own.
+        self._next = metadata and metadata.next_turn()
+        is_ours = metadata is not None and not metadata.is_other_clients
+        if is_ours and config is not None and (config.n or 1) > 1:
+            raise RequestError(
+                f"--multi_turn_scheduler: its `run` asked for n={config.n} completions in one "
+                "request: their seeds would be those of other samples. Expected: one request "
+                "each, with n=1; requests side by side are served together."
+            )
+        if self not in _under_way:
+            raise RequestError("nobody waits for this conversation any more")
+        began = time.monotonic()
+        asked = asyncio.run_coroutine_threadsafe(infer(metadata), self._engine_loop)
+        self.asked.add(asked)
+        try:
+            response = await asyncio.wrap_future(asked)
+        except Exception as e:
+            self._engine_failure = e
+            raise
+        finally:
+            self.asked.discard(asked)
+            ServedConversation.last_answer = time.monotonic()
+        answer = response.answer if isinstance(response, AnsweredResponse) else None
+        # Another client's scheduler may ask for several completions.
+        if metadata is not None and answer is not None and len(answer.completions) == 1:
+            now = time.monotonic()
+            self._conversation.note(
+                request,
+                answer,
+                metadata.sample_id,
+                prompt_hash(request),
+                engine_seconds=now - began,
+                tool_seconds=began - self._answered,
+            )
+            self._responses.append(response)
+            self._answered = now
+        return response
+
+
+# --- from any thread of the process ---
+
+
+def go_on(since: float) -> bool:
+    """Return whether conversations go on: the engine has answered since then, or is not asked,
+    since the tools of all of them work."""
+    is_asked = any(conversation.asked for conversation in list(_under_way))
+    return bool(_under_way) and (not is_asked or ServedConversation.last_answer >= since)
+
+
+def give_up() -> None:
+    """End all conversations. A tool that is at work goes on, and nobody hears of it."""
+    for conversation in list(_under_way):
+        conversation.give_up()
