@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from ipaddress import ip_address
 from typing import Any, TypeVar
 
-import psutil
 import torch.distributed as dist
 
 from swift_grpo_ext.upstream.threads import in_thread
@@ -24,14 +20,14 @@ from swift_grpo_ext.upstream.threads import in_thread
 T = TypeVar("T")
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The environment variable by which gloo knows where to listen; else by the host's name."""
+"""The environment variable that names the network interface at which gloo listens."""
 
 SECONDS_TO_CONNECT = 300.0
-"""For the ranks of all nodes, which begin within seconds of one another."""
+"""A bound for the ranks of all nodes, which begin within seconds of one another."""
 
 
 class RolloutError(RuntimeError):
-    """The rollout failed on the rank that drives the engines; every rank raises it."""
+    """The rollout failed on another rank; every rank raises."""
 
 
 class RankGroup:
@@ -49,6 +45,25 @@ class RankGroup:
     def all_gather(self, value: T) -> list[T]:
         """Return each rank's value, in the order of ranks, on every rank."""
         return [value]
+
+    def all_gather_or_raise(self, value: T, failure: Exception | None) -> list[T]:
+        """Return each rank's value on every rank, if the rollout failed on none.
+
+        Args:
+            failure: how the rollout failed on this rank.
+
+        Raises:
+            RolloutError: it failed on another rank; names the first one. This rank's own failure
+                is raised as it is.
+        """
+        text = f"{type(failure).__name__}: {failure}" if failure else ""
+        values, texts = zip(*self.all_gather((value, text)), strict=True)
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(texts):
+            if text:
+                raise RolloutError(f"The rollout failed on rank {rank}: {text}")
+        return [*values]
 
     def agree(self, holds: bool) -> bool:
         """Return whether something holds on all ranks, on every rank."""
@@ -141,70 +156,18 @@ def training_ranks(timeout_seconds: float) -> RankGroup:
         return RankGroup()
     seconds = min(SECONDS_TO_CONNECT, timeout_seconds)
     timeout = timedelta(seconds=timeout_seconds)
-    with _listening_to_all_nodes():
-        # In a thread, which can be left: gloo bounds each of its tries, and a rank that is not
-        # reached notices nothing.
-        made = in_thread(partial(dist.new_group, backend="gloo", timeout=timeout))
-        try:
-            return MainRankGroup(made.result(seconds))
-        except (RuntimeError, FutureTimeoutError) as e:
-            listens_at = os.environ.get(INTERFACE) or f"the address of {socket.gethostname()}"
-            cause = str(e) or f"no answer within {seconds:g} s"
-            reaches = os.environ.get("MASTER_ADDR", "MASTER_ADDR")
-            raise ConnectionError(
-                f"The training's ranks do not reach one another over gloo ({cause}). This one "
-                f"listens at {listens_at}. Set {INTERFACE} on each node to the network interface "
-                f"that reaches the other nodes (`ip route get {reaches}`)."
-            ) from e
-
-
-@contextmanager
-def _listening_to_all_nodes() -> Iterator[None]:
-    """Have gloo listen, on each of several nodes, at the interface that reaches the others.
-
-    It would take the one that the host's name stands for, which Debian's /etc/hosts says is
-    127.0.1.1: ranks of other nodes could not connect.
-    """
-    size_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    if os.environ.get(INTERFACE) or size_here >= dist.get_world_size():
-        yield  # the user has chosen, or all ranks are on this node
-        return
-    address = address_to(os.environ.get("MASTER_ADDR", ""))
-    store, key = dist.distributed_c10d._get_default_store(), "swift_grpo_ext/second_node"
-    if dist.get_rank() == size_here:  # the first rank of the second node
-        store.set(key, address or "")
-    if address is None:  # on the first node, whose own name says where it is for itself
-        store.wait([key], timedelta(seconds=SECONDS_TO_CONNECT))
-        address = address_to(store.get(key).decode())
-    if (interface := interface_of(address)) is None:
-        yield  # gloo's own choice; where that does not connect, the error names the setting
-        return
-    os.environ[INTERFACE] = interface
+    # In a thread, which can be left: gloo bounds each of its tries, and a rank that is not reached
+    # notices nothing.
+    made = in_thread(partial(dist.new_group, backend="gloo", timeout=timeout))
     try:
-        yield
-    finally:
-        os.environ.pop(INTERFACE)
-
-
-def address_to(host: str) -> str | None:
-    """Return this machine's address by which it sends to `host`; None where that is itself alone,
-    or unknown. Nothing is sent."""
-    with suppress(OSError):
-        # Where a UDP socket is connected, the kernel chooses its route, and with it its address.
-        for family, kind, protocol, _, target in socket.getaddrinfo(
-            host, 9, type=socket.SOCK_DGRAM
-        ):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)
-                address = str(probe.getsockname()[0])
-                if not ip_address(address.partition("%")[0]).is_loopback:
-                    return address
-    return None
-
-
-def interface_of(address: str | None) -> str | None:
-    """Return the name of the network interface that has an address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in [known.address for known in addresses]:
-            return name
-    return None
+        return MainRankGroup(made.result(seconds))
+    except (RuntimeError, FutureTimeoutError) as e:
+        # By default gloo listens where the host's name points: on Debian that is 127.0.1.1.
+        listens_at = os.environ.get(INTERFACE) or f"the address of {socket.gethostname()}"
+        cause = str(e) or f"no answer within {seconds:g} s"
+        reaches = os.environ.get("MASTER_ADDR", "MASTER_ADDR")
+        raise ConnectionError(
+            f"The training's ranks do not reach one another over gloo ({cause}). This one listens "
+            f"at {listens_at}. Set {INTERFACE} on each node to the network interface that reaches "
+            f"the other nodes (`ip route get {reaches}`)."
+        ) from e

@@ -1,4 +1,4 @@
-"""The parts of a step, of a trainer that has ms-swift's methods and a clock of its own."""
+"""The parts of a step, of a trainer that has ms-swift's methods, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -9,60 +9,34 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.timing.step_clock import (
-    METHODS,
-    PARTS,
-    ROLLOUT_PARTS,
-    HostEvent,
-    StepClock,
-    event_type,
-)
+from swift_grpo_ext.timing import step_clock
+from swift_grpo_ext.timing.step_clock import METHODS, PARTS, ROLLOUT_PARTS, StepClock
 from swift_grpo_ext.upstream import pins
 
 ARGS, STATE, CONTROL = TrainingArguments(report_to=[]), TrainerState(), TrainerControl()
 
 
-class Device:
-    """Does work in its order, a second a unit; the host only says what, and may be far ahead."""
+class Host:
+    """The host's clock, which goes on where the trainer works."""
 
-    def __init__(self, *, lags: bool = False) -> None:
-        self.lags = lags
-        self.handed = self.done = 0.0
-        self.num_events = 0
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_reads = 0
 
-    def work(self, seconds: float) -> None:
-        self.handed += seconds
-        if not self.lags:
-            self.synchronize()
-
-    def synchronize(self) -> None:
-        self.done = self.handed
-
-    def event(self) -> Event:
-        self.num_events += 1
-        return Event(self)
+    def read(self) -> float:
+        self.num_reads += 1
+        return self.now
 
 
-class Event:
-    def __init__(self, device: Device) -> None:
-        self._device = device
+HOST = Host()
 
-    def record(self) -> None:
-        self.at = self._device.handed
 
-    def query(self) -> bool:
-        return self.at <= self._device.done
-
-    def synchronize(self) -> None:
-        self._device.synchronize()
-
-    def elapsed_time(self, end: Event) -> float:
-        assert end.query(), "torch raises for an event that has not happened"
-        return (end.at - self.at) * 1000
+@pytest.fixture(autouse=True)
+def _host_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_clock, "perf_counter", HOST.read)
 
 
 class Trainer:
@@ -71,13 +45,16 @@ class Trainer:
     vllm_mode = "colocate"
     deepspeed: Any = None
 
-    def __init__(self, *, lags: bool = False, **changes: Any) -> None:
-        self.device = Device(lags=lags)
-        self.work = self.device.work
+    def __init__(self, **changes: Any) -> None:
+        self.worked = 0.0
         self._metrics: Any = {"train": defaultdict(list), "eval": defaultdict(list)}
         self.logs: list[dict[str, float]] = []
-        self.accelerator = SimpleNamespace(sync_gradients=True, device=torch.device("cpu"))
+        self.accelerator = SimpleNamespace(sync_gradients=True)
         vars(self).update(changes)
+
+    def work(self, seconds: float) -> None:
+        self.worked += seconds
+        HOST.now += seconds
 
     def training_step(self, failing: bool = False) -> None:
         self._prepare_inputs(failing)
@@ -153,7 +130,7 @@ STEP = {
 
 
 def begin(trainer: Any) -> StepClock:
-    clock = StepClock(trainer, trainer.device.event)
+    clock = StepClock(trainer)
     clock.on_train_begin(ARGS, STATE, CONTROL)
     return clock
 
@@ -182,7 +159,7 @@ def test_time_belongs_to_the_innermost_part() -> None:
         seconds = logged(trainer)
         assert seconds == STEP
         assert tuple(seconds) == (*PARTS, *ROLLOUT_PARTS)
-    assert sum(STEP[part] for part in PARTS) == trainer.device.handed / 2
+    assert sum(STEP[part] for part in PARTS) == trainer.worked / 2
 
 
 def test_steps_between_two_logs_are_averaged_and_gradients_accumulated() -> None:
@@ -193,20 +170,7 @@ def test_steps_between_two_logs_are_averaged_and_gradients_accumulated() -> None
     assert seconds["loss"] == 1.5 * STEP["loss"]
     assert seconds["optimizer"] == STEP["optimizer"]
     assert seconds["rest"] == (3 * 0.5 + 5 + 2 * 512) / 2
-    assert sum(seconds[part] for part in PARTS) == trainer.device.handed / 2
-
-
-def test_an_accelerators_events_are_read_when_the_step_is_logged() -> None:
-    """While steps are handed over, nothing waits; their seconds are those of the device."""
-    clock = begin(trainer := Trainer(lags=True))
-    for _ in range(2):
-        step(trainer, clock)
-    assert (trainer.device.done, dict(trainer._metrics["train"])) == (0, {})
-    assert logged(trainer) == STEP
-    for _ in range(2):
-        trainer.device.synchronize()  # it was early: what has happened is taken as a step ends
-        step(trainer, clock)
-    assert trainer._metrics["train"]["time/loss"] == [STEP["loss"]]
+    assert sum(seconds[part] for part in PARTS) == trainer.worked / 2
 
 
 class Resampling(Trainer):
@@ -263,11 +227,11 @@ def test_an_exception_leaves_the_parts_right() -> None:
     with pytest.raises(ConnectionError, match="no answer"):
         trainer.training_step(failing=True)
     trainer.evaluation_loop()
-    failed = trainer.device.handed
+    failed = trainer.worked
     trainer.work(7)
     step(trainer, clock)
     seconds = logged(trainer)
-    assert sum(seconds[part] for part in PARTS) == trainer.device.handed
+    assert sum(seconds[part] for part in PARTS) == trainer.worked
     assert seconds["rollout"] == 2 * STEP["rollout"]
     assert seconds["logps"] == STEP["logps"]
     # `training_step` of the failed batch ended as any other does.
@@ -341,20 +305,21 @@ def test_a_second_training_is_timed_once_and_the_trainer_left_as_it_was() -> Non
     own = dict(vars(trainer))
     trainer.training_step()
     clock.on_train_begin(ARGS, STATE, CONTROL)  # the first one failed: nothing told the clock
-    num_events = trainer.device.num_events
+    num_reads = HOST.num_reads
     step(trainer, clock)
-    # A change of part is one event, and the end of the step another.
-    assert trainer.device.num_events - num_events == 20
+    # The clock is read at both ends of 11 methods, after the optimizer and at the end of the step.
+    assert HOST.num_reads - num_reads == 24
     other = begin(trainer)  # such as a bench's
     state: Any = SimpleNamespace(is_world_process_zero=False)
     for each in (clock, other):
         each.on_train_end(ARGS, state, CONTROL)
-    assert set(own) - set(vars(trainer)) == {*METHODS, "log"} & set(dir(Trainer))
+    assert set(own) - set(vars(trainer)) == {*METHODS} & set(dir(Trainer))
     assert trainer._infer_single_or_multi_turn() == "samples"
 
 
-def test_it_costs_less_than_a_thousandth_of_a_step() -> None:
+def test_it_costs_less_than_a_thousandth_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of 32 micro-batches calls 150 of the methods, and takes 5 seconds or more."""
+    monkeypatch.setattr(step_clock, "perf_counter", time.perf_counter)
     trainer = Trainer()
     trainer._get_per_token_logps_and_entropies = lambda _: None  # type: ignore[method-assign]
     clock = StepClock(trainer)  # type: ignore[arg-type]
@@ -371,17 +336,5 @@ def test_it_costs_less_than_a_thousandth_of_a_step() -> None:
 
 def test_methods_are_pinned_and_their_parts_known() -> None:
     pinned = {pin.name.rpartition(".")[2] for pin in pins.STEP_PARTS}
-    assert pinned > {*METHODS, "log"}
+    assert pinned > {*METHODS}
     assert set(METHODS.values()) <= {*PARTS, *ROLLOUT_PARTS}
-
-
-def test_the_devices_own_events_are_taken() -> None:
-    assert event_type(torch.device("cpu")) is HostEvent
-    device = torch.device("mps")  # its module is in every build of torch
-    assert event_type(device).func is torch.mps.Event  # type: ignore[attr-defined]
-    assert event_type(device).keywords == {"enable_timing": True}  # type: ignore[attr-defined]
-    first, second = HostEvent(), HostEvent()
-    first.record()
-    second.record()
-    assert second.query()
-    assert 0 <= first.elapsed_time(second) < 1000
