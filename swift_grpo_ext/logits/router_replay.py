@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from swift_grpo_ext.logits.shim import base_model
-from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import mismatch, verify
-from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 if TYPE_CHECKING:
     from swift.rl_core.data import OnPolicySample
@@ -145,13 +144,18 @@ class RouterReplay:
             self._num_given += is_given_S1.sum() * chosen_SK.shape[-1]
         return logits_SE, probs_SK.to(weights_SK), chosen_SK
 
-    def end_round(self, ranks: RankGroup) -> float:
-        """Return the share of the replayed choices that training would have made too, over the
-        passes of all ranks since the last call, which all ranks make together."""
+    def take_counts(self) -> tuple[float, float]:
+        """Return how many of the replayed choices training would have made too, and how many there
+        were, in this rank's passes since the last call."""
         counts = float(self._num_equal), float(self._num_given)
         self._num_equal = self._num_given = 0.0
-        num_equal, num_given = map(sum, zip(*ranks.all_gather(counts), strict=True))
-        return num_equal / num_given if num_given else 1.0
+        return counts
+
+
+def replayed_share(counts: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Return the metric of all ranks' `take_counts`; none where nothing was replayed."""
+    num_equal, num_given = map(sum, zip(*counts, strict=True))
+    return {"router_replay/equal": num_equal / num_given} if num_given else {}
 
 
 def routers_of(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
@@ -230,6 +234,15 @@ def no_experts(samples: Sequence[OnPolicySample], **_: Any) -> None:
         )
 
 
+@repair(
+    Moment.CALLED,
+    symptom="Experts that vLLM returned are among the model's inputs, and change nothing, in "
+    "silence; those of one sample missing, a batch's are dropped. With padding on the left, "
+    "the experts of each token are those of the token before it.",
+    upstream="ms-swift 4.6, rlhf_trainers/utils.py (`build_routed_experts_batch`): made for "
+    "Megatron.",
+    until="ms-swift's own trainer replays experts",
+)
 def batch_routed_experts(mode: str) -> None:
     """Have ms-swift make batches with experts where they are replayed, and without elsewhere."""
     from swift.rlhf_trainers import utils

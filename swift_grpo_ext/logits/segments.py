@@ -1,6 +1,6 @@
 """Layers that mix positions, reading a packed row by segments.
 
-A packed row holds the prompts of groups, each with its samples behind it (`shared_prompt.py`).
+A packed row holds the prompts of groups, each with its samples behind it (`packed.py`).
 Norms, projections and experts treat each position by itself, and need not know. Attention and gated
 delta nets do. They find the segments in what travels as `attention_mask`: a tensor of int32
 [1, 1, 3, L]. transformers hands it on untouched, as it has four dimensions, and no attention takes
@@ -33,7 +33,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.utils.rnn import pad_sequence
 from transformers import modeling_flash_attention_utils as flash
 
-from swift_grpo_ext.upstream.patches import patch, patch_entry
+from swift_grpo_ext.upstream.patches import Moment, patch, patch_entry, repair
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -470,6 +470,14 @@ def reason_against(model: PreTrainedModel) -> str:
     return ""
 
 
+@repair(
+    Moment.CALLED,
+    symptom="Attention and gated delta nets read a row of several samples as one text "
+    "(--logps_shared_prompt).",
+    upstream="transformers 5.19, modeling_utils.py (`AttentionInterface`): its packed "
+    "sequences share no prompt.",
+    until="an attention of transformers lets samples share a prompt",
+)
 def read_by_segments(model: PreTrainedModel) -> None:
     """Let a model's attention and gated delta nets read packed rows."""
     name = model.config.get_text_config()._attn_implementation

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 
@@ -65,16 +64,3 @@ def shard_ranks(model: nn.Module) -> ShardRanks:
             mesh = parameter.device_mesh
             return ShardRanks(tuple(mesh.get_all_groups()), mesh.device_type)
     return ShardRanks()
-
-
-def backward_takes_chunks(head: nn.Module | None) -> bool:
-    """Return whether a backward may call the head once for each chunk.
-
-    FSDP2 before torch 2.11 cannot where the head is a unit of its own: the first chunk's backward
-    shards it again, and the second one's fails (2.8 to 2.10). accelerate 1.15 makes one unit of
-    head and last norm, which works.
-    """
-    # The version comes first: the private names are those of releases that change no more.
-    if Version(torch.__version__) >= Version("2.11") or not isinstance(head, FSDPModule):
-        return True
-    return len(head._get_fsdp_state()._modules) > 1

@@ -1,11 +1,11 @@
 """Logits of chosen positions, from every decoder model, and log-probabilities of tokens there.
 
 The model's output embedding (its *head*) is given the hidden states of the wanted positions only,
-so that the logits of others are never computed; the first forward shows whether that works. What
-the model does to logits after its head (nothing, soft-capping, scaling by a constant) is its own
-code, run on fewer positions. For log-probabilities in chunks it has to be known as a function:
-`find_transform` holds those that the configuration names against the model's own logits, so that
-another one is recognized, not guessed.
+in chunks, so that the logits of others are never computed; the first forward shows whether that
+works. What the model does to logits after its head (nothing, soft-capping, scaling by a constant)
+has to be known as a function: `find_transform` compares those that the configuration names with the
+model's own logits. Where none is the model's, the wanted positions pass its head and its own code
+at once.
 
 A head that is called twice in a forward, or not at all, cannot be worked at. Such a model is asked
 for its last positions by its own keyword, `logits_to_keep` or `num_logits_to_keep`. Where none has
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
 from swift_grpo_ext.logits.chunked import FromLogits, Logps, Outputs, in_chunks, token_logps
-from swift_grpo_ext.logits.sharding import ShardRanks, backward_takes_chunks, shard_ranks
+from swift_grpo_ext.logits.sharding import ShardRanks, shard_ranks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,17 +48,14 @@ class UnsupportedModelError(RuntimeError):
 
 @dataclass
 class HeadCalls:
-    """What the head was given during one forward, and what it made of that."""
+    """Inputs and outputs of the head in one forward."""
 
     shapes: list[torch.Size] = field(default_factory=list)
     """Shapes of the hidden states of each call, before positions were chosen."""
 
-    result: tuple[int, int] | None = None
-    """Address and version of the last call's logits, as all hooks of the head left them. By the
-    version, autograd counts what is done to a tensor in place."""
-
     probe_V: Tensor | None = None
-    """A copy of those logits' last position, [1, V]."""
+    """A copy of the last call's logits at its last position, [1, V], as all hooks of the head left
+    them."""
 
     @property
     def problem(self) -> str | None:
@@ -78,6 +75,9 @@ class LogitsShim:
     together; each then goes the same way, and calls the head equally often.
     """
 
+    chunk_size = 1024
+    """The logits of this many positions exist at a time."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -88,9 +88,8 @@ class LogitsShim:
         """
         Args:
             model: the model, wrapped or not.
-            strict: raise `UnsupportedModelError` where only slicing is left, or chunks are
-                impossible.
-            warn: is told, once, that logits are sliced, or that chunks are impossible.
+            strict: raise `UnsupportedModelError` where only slicing is left.
+            warn: takes one line where logits are sliced, or there are no chunks.
         """
         base = base_model(model)
         self._name = type(base).__name__.removeprefix("FSDP")  # FSDP2 renames a model's class
@@ -102,7 +101,7 @@ class LogitsShim:
         self._keyword = next((keyword for keyword in KEYWORDS if keyword in named), None)
         self._head = output_embedding(base)
         self._reason = "" if self._head is not None else "it names no output embedding"
-        self._head_works = self._is_out_of_graphs = self._has_warned_of_slicing = False
+        self._head_works = self._is_out_of_graphs = self._has_warned = False
         self._transform: Transform | None = None
         """The model does this to its head's logits; None until a first pass in chunks showed it."""
 
@@ -122,14 +121,13 @@ class LogitsShim:
         mask_BT: Tensor,
         targets_N: Tensor,
         *,
-        chunk_size: int = 0,
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> Logps:
         """Return log-probabilities of `targets_N` at the positions where `mask_BT` is true.
 
         Args:
-            model, inputs, mask_BT, chunk_size: as of `compute`.
+            model, inputs, mask_BT: as of `compute`.
             targets_N: token ids, each of which the position of `mask_BT` predicts.
             temperature: the number by which logits are divided.
             with_entropy: whether entropies are wanted too.
@@ -138,7 +136,7 @@ class LogitsShim:
             UnsupportedModelError: as `compute`.
         """
         function = partial(token_logps, temperature=temperature, with_entropy=with_entropy)
-        outputs = self.compute(model, inputs, mask_BT, function, [targets_N], chunk_size)
+        outputs = self.compute(model, inputs, mask_BT, function, [targets_N])
         return Logps(*outputs)
 
     def compute(
@@ -148,7 +146,6 @@ class LogitsShim:
         mask_BT: Tensor,
         function: FromLogits,
         columns: Sequence[Tensor] = (),
-        chunk_size: int = 0,
     ) -> Outputs:
         """Return what `function` makes of the logits at the positions where `mask_BT` is true.
 
@@ -158,57 +155,39 @@ class LogitsShim:
             mask_BT: N positions, row by row.
             function: takes their logits; its first output is differentiable.
             columns: tensors [N, ...] that it takes too.
-            chunk_size: positions whose logits exist at a time; 0: all at once.
 
         Raises:
-            UnsupportedModelError: nothing works or chunks are impossible, with `strict`.
+            UnsupportedModelError: only slicing is left, with `strict`.
         """
         # ms-swift leaves `logits_to_keep` in the inputs, which the next pass over them gets too
         # (4.6, grpo_trainer.py, `_get_logps_via_local_forward`). Here it would cut them twice.
         inputs = {name: value for name, value in inputs.items() if name not in KEYWORDS}
-        if chunk_size and self._can_chunk:
-            compute = partial(
-                in_chunks,
-                columns=columns,
-                function=function,
-                chunk_size=chunk_size,
-                # As many as the rank with the most tokens has: each call of a sharded head gathers
-                # its weight from all ranks.
-                num_chunks=self.ranks(model).most(-(-int(mask_BT.sum()) // chunk_size)),
-            )
-            outputs = self._in_chunks(model, inputs, mask_BT, compute)
-            if not isinstance(outputs, str):
+        if self._can_chunk:
+            outputs = self._in_chunks(model, inputs, mask_BT, function, columns)
+            if outputs is not None:
                 return outputs
             # The reason is one of the model, so later passes do not try again.
             self._can_chunk = False
-            text = f"log-probabilities of {self._name} cannot be computed in chunks: {outputs}."
-            if self._strict:
-                remedy = "Use --logps_chunk_size 0, or --logits_shim auto."
-                raise UnsupportedModelError(f"{text} {remedy}")
-            self._warn(f"{text} --logps_chunk_size has no effect. (Said once.)")
-        logits_NV, is_own = self.select(model, inputs, mask_BT)
-        return function(logits_NV, *columns, overwrite=is_own)
+        logits_NV = self.select(model, inputs, mask_BT)
+        self._warn_once(
+            f"{self._name} has no log-probabilities in chunks: {self._reason}. The logits of all "
+            "its completion positions take memory at once."
+        )
+        return function(logits_NV, *columns, overwrite=False)
 
-    def select(
-        self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor
-    ) -> tuple[Tensor, bool]:
-        """Return [N, V], the logits of the positions where `mask_BT` is true, row by row; and
-        whether nothing but the caller needs them.
+    def select(self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor) -> Tensor:
+        """Return [N, V], the logits of the positions where `mask_BT` is true, row by row.
 
         Rows of positions and of `mask_BT` are aligned at their ends.
 
         Raises:
             UnsupportedModelError: only slicing is left, with `strict`.
         """
-        output, calls = self._at_head(
+        output, _ = self._at_head(
             model, inputs, lambda hidden: select_positions(hidden, mask_BT), int(mask_BT.sum())
         )
         if output is not None:
-            logits_1NV = output.logits
-            # They are the head's own where neither place nor version has changed. Then nobody else
-            # needs them for a backward, and ours may write its gradient over them.
-            is_own = calls.result == (logits_1NV.data_ptr(), logits_1NV._version)
-            return logits_1NV.squeeze(0), is_own  # not [0], whose backward would make a copy
+            return output.logits.squeeze(0)  # not [0], whose backward would make a copy
         # From the first column in which any row wants a position.
         num_kept = mask_BT.shape[1] - int(mask_BT.any(0).int().argmax())
         keep = {self._keyword: num_kept} if self._keyword else {}
@@ -223,40 +202,41 @@ class LogitsShim:
                 raise UnsupportedModelError(
                     f"{text} Use --logits_shim auto to slice them, at the cost of their memory."
                 )
-            if not self._has_warned_of_slicing:
-                self._has_warned_of_slicing = True
-                self._warn(f"{text} They are sliced, which saves no memory. (Said once.)")
-        # A selection is a copy, which nobody else needs.
-        return select_positions(logits_BKV, mask_BT).squeeze(0), True
+            self._warn_once(f"{text} They are sliced, which saves no memory.")
+        return select_positions(logits_BKV, mask_BT).squeeze(0)
+
+    def _warn_once(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(text)
 
     def _in_chunks(
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
         mask_BT: Tensor,
-        compute: Callable[[Transform, Tensor], Outputs],
-    ) -> Outputs | str:
-        """Return what is computed in the head's call; why not, where that does not work.
-
-        Args:
-            model: the model or any wrapping of it.
-            inputs: the arguments of its forward.
-            mask_BT: the wanted positions.
-            compute: `in_chunks`, of a head and hidden states.
-        """
-        head = self._head
-        if not backward_takes_chunks(head):
-            return "FSDP2 shards its output embedding alone, which works from torch 2.11 on"
-        transform = self._transform or unchanged
+        function: FromLogits,
+        columns: Sequence[Tensor],
+    ) -> Outputs | None:
+        """Return what `compute` does, made within the head's call; None where that does not
+        work."""
+        head, transform = self._head, self._transform or unchanged
+        # As many as the rank with the most tokens has: each call of a sharded head gathers its
+        # weight from all ranks.
+        num_chunks = self.ranks(model).most(-(-int(mask_BT.sum()) // self.chunk_size))
         outputs: Outputs | None = None
 
         def at_head(hidden_BTH: Tensor) -> Tensor:
             nonlocal outputs
             assert head is not None
             # Called as a module, so that hooks of others run, as LoRA's, FSDP's and `mask_models`'.
-            outputs = compute(
+            outputs = in_chunks(
                 lambda hidden_CH: transform(head(hidden_CH[None]).squeeze(0)),
                 select_positions(hidden_BTH, mask_BT).squeeze(0),
+                columns,
+                function,
+                chunk_size=self.chunk_size,
+                num_chunks=num_chunks,
             )
             # The forward goes on with one position, whose logits [1, 1, V] show what it does to
             # them.
@@ -264,7 +244,7 @@ class LogitsShim:
 
         output, calls = self._at_head(model, inputs, at_head, 1)
         if output is None:
-            return self._reason
+            return None
         if self._transform is None:
             # Every rank is here together: `find_transform` reduces over them.
             assert calls.probe_V is not None
@@ -272,10 +252,11 @@ class LogitsShim:
                 self._config, calls.probe_V, output.logits.detach(), self.ranks(model).highest
             )
             if self._transform is None:
-                return "what it does to logits after its head is not known"
+                self._reason = "what it does to logits after its head is not known"
+                return None
             if self._transform is not unchanged:
                 # They were computed without it, as nobody knew: once more, with the right one.
-                return self._in_chunks(model, inputs, mask_BT, compute)
+                return self._in_chunks(model, inputs, mask_BT, function, columns)
         assert outputs is not None
         first, *others = outputs
         assert first is not None
@@ -324,7 +305,7 @@ class LogitsShim:
                 # it is a fault of its own, or a collective broke (gloo says so by a RuntimeError),
                 # and another forward would wait for ranks that make none. Nor does what fails
                 # after a forward that worked.
-                if self._head_works or calls.result is None:
+                if self._head_works or calls.probe_V is None:
                     raise
                 failed = f"its forward fails on fewer positions ({type(e).__name__}: {e})"
                 self._reason = calls.problem or failed
@@ -374,7 +355,6 @@ def select_at_head(
 
     @torch.compiler.disable
     def note(_: nn.Module, __: tuple[Any, ...], logits: Tensor) -> None:
-        calls.result = logits.data_ptr(), logits._version
         calls.probe_V = logits.detach().flatten(0, -2)[-1:].clone()
 
     # Ours comes before all other hooks, which then see chosen positions, and notes what they left.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,11 @@ from torch import Tensor
 from swift_grpo_ext.config import RolloutGRPOConfig
 from swift_grpo_ext.logits import logps
 from swift_grpo_ext.logits.logps import CompletionLogps
-from swift_grpo_ext.logits.shim import UnsupportedModelError
-from swift_grpo_ext.ranks import RankGroup
+from swift_grpo_ext.logits.shim import LogitsShim, UnsupportedModelError
 from swift_grpo_ext.training import RolloutGRPOTrainer
 from tests.arguments import training_arguments
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
-from tests.logits.models import add_lora, build
-from tests.ranks import WithOthers
+from tests.logits.models import build
 
 
 class Upstream(GRPOTrainer):
@@ -38,11 +37,9 @@ class Upstream(GRPOTrainer):
 class Ours(RolloutGRPOTrainer):
     """The same functions of our trainer."""
 
-    def __init__(
-        self, config: Any, *, keys: set[str], padding_free: bool, ranks: RankGroup | None = None
-    ) -> None:
+    def __init__(self, config: Any, *, keys: set[str], padding_free: bool) -> None:
         Upstream.__init__(self, config, keys=keys, padding_free=padding_free)
-        self.completion_logps = CompletionLogps(config, self.template, ranks=ranks)
+        self.completion_logps = CompletionLogps(config, self.template)
 
 
 def config_of(**flags: Any) -> RolloutGRPOConfig:
@@ -110,7 +107,7 @@ def run(
     whole = []
 
     def values_of() -> Tensor:
-        inputs = dict(batch.inputs)
+        inputs = copy(batch.inputs)
         logps_BK, entropies_BK = trainer._get_per_token_logps_and_entropies_single(
             model, inputs, grpo_batch, compute_entropy=entropy
         )
@@ -128,38 +125,34 @@ def run(
 
 @pytest.mark.parametrize(
     ("layout", "chunk_size", "entropy"),
-    [("right", 0, False), ("right", 4, True), ("left", 4, False), ("packed", 0, True)],
+    [("right", 99, False), ("right", 4, True), ("left", 4, False), ("packed", 99, True)],
 )
 @pytest.mark.parametrize("name", ["Qwen2", "VideoLlama3"])
 def test_as_ms_swift_but_for_rounding(
-    name: str, layout: str, chunk_size: int, entropy: bool
+    name: str, layout: str, chunk_size: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(LogitsShim, "chunk_size", chunk_size)
     model, batch = build(name, lora=True), Batch(UNEQUAL, layout)
     keys = {"logits_to_keep"} if name == "Qwen2" else set()
     expected, _, theirs = run(Upstream, model, batch, keys=keys, entropy=entropy)
-    found, whole, counts = run(
-        Ours, model, batch, keys=keys, entropy=entropy, logps_chunk_size=chunk_size
-    )
+    found, whole, counts = run(Ours, model, batch, keys=keys, entropy=entropy)
     assert_close(found, expected)
     num_tokens = int(batch.labels.ne(-100).sum())
-    if chunk_size:
-        assert max(counts) == chunk_size
-    else:
-        assert counts == [num_tokens]
-        assert sum(theirs) > num_tokens
+    assert max(counts) == min(chunk_size, num_tokens)
+    # A pass in chunks ends with one position, and its backward computes the others again.
+    assert sum(counts) == 2 * num_tokens + 1
+    assert max(theirs) > num_tokens
     # Places of no completion token are masked in every use: none may be infinite or no number.
     assert whole.isfinite().all()
 
 
-@pytest.mark.parametrize("chunk_size", [0, 5])
-def test_without_the_shim(chunk_size: int) -> None:
-    """`--logits_shim off` leaves ms-swift's arithmetic alone, but for chunks that are asked for."""
+def test_without_the_shim() -> None:
+    """`--logits_shim off` leaves ms-swift's arithmetic alone."""
     model, batch = build("Qwen2"), Batch(UNEQUAL)
-    flags = {"logits_shim": "off", "logps_chunk_size": chunk_size}
     expected, _, theirs = run(Upstream, model, batch, keys={"logits_to_keep"})
-    found, _, counts = run(Ours, model, batch, keys={"logits_to_keep"}, **flags)
-    assert_close(found, expected, 1e-5 if chunk_size else 0.0)
-    assert max(counts) == (chunk_size or max(theirs))
+    found, _, counts = run(Ours, model, batch, keys={"logits_to_keep"}, logits_shim="off")
+    assert_close(found, expected, 0.0)
+    assert counts == theirs
 
 
 def test_strict_refuses_what_auto_slices() -> None:
@@ -177,7 +170,7 @@ def test_strict_refuses_what_auto_slices() -> None:
         ({}, 2, "sequence_parallel_size 2"),
         ({"use_liger_kernel": True}, 1, "use_liger_kernel"),
         ({}, 1, ""),
-        ({"logps_chunk_size": 0, "logits_shim": "off", "use_liger_kernel": True}, 2, ""),
+        ({"logits_shim": "off", "use_liger_kernel": True}, 2, ""),
     ],
 )
 def test_what_is_left_alone_is_said(
@@ -186,7 +179,7 @@ def test_what_is_left_alone_is_said(
     warned: list[str] = []
     monkeypatch.setattr(logps.logger, "warning", warned.append)
     template = SimpleNamespace(padding_free=False, sequence_parallel_size=parallel)
-    ours = CompletionLogps(config_of(**{"logps_chunk_size": 8, **flags}), template)
+    ours = CompletionLogps(config_of(**flags), template)
     model, batch = build("Qwen2"), Batch(UNEQUAL).grpo_batch()
     assert (ours.restrict(model, batch) is model) == (parallel > 1)
     assert [told in text for text in warned] == ([True] if told else [])
@@ -200,53 +193,3 @@ def test_one_shim_for_each_model() -> None:
     assert ours.restrict(policy, batch).shim is shim
     assert ours.restrict(policy.get_base_model(), batch).shim is shim
     assert ours.restrict(reference, batch).shim is not shim
-
-
-@pytest.mark.parametrize(
-    ("free_gib", "positions", "told"),
-    [
-        # 512 positions of 15,000 x (4 + 2) bytes take a 16th of it, to the byte.
-        (512 * 90_000 * 16 / 2**30, 512, "take 0.04 GiB (vocabulary 15000; "),
-        (0.001, 64, "take 0.01 GiB"),
-        (1000, 4096, "take 0.34 GiB"),
-    ],
-)
-def test_a_chunk_size_that_fits(
-    free_gib: float, positions: int, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A 16th of the free memory of the rank that has the least; said with its figures."""
-    said: list[str] = []
-    monkeypatch.setattr(logps.logger, "info", said.append)
-    monkeypatch.setattr(logps, "free_bytes", lambda device: int(free_gib * 2**30))
-    model = build("Qwen2")
-    model.config.vocab_size = 15_000
-    found = logps.agreed_chunk_size(add_lora(model), WithOthers(1 << 50, 1 << 45))
-    assert found == positions
-    template = SimpleNamespace(padding_free=False, sequence_parallel_size=1)
-    for given, size in (("auto", found), ("512", 512), ("0", 0), (16, 16)):
-        ours = CompletionLogps(config_of(logps_chunk_size=given), template, model)
-        assert ours.chunk_size == size
-    line, again = said
-    assert again == line
-    assert line.startswith(f"--logps_chunk_size auto: {positions} positions at a time, whose ")
-    assert told in line
-    assert line.endswith(f"the rank with the least has {free_gib:.1f} GiB free).")
-
-
-def test_free_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its container, shared by its ranks (tests/test_memory.py)."""
-    monkeypatch.setattr(logps.memory, "free_bytes", lambda: 7)
-    assert logps.free_bytes(torch.device("cpu")) == 7
-
-
-def test_free_memory_of_a_gpu_counts_what_its_allocator_keeps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device = torch.device("cuda", 1)
-    module = SimpleNamespace(
-        memory_reserved={device: 70}.get,
-        memory_allocated={device: 30}.get,
-        mem_get_info={device: (100, 1000)}.get,
-    )
-    monkeypatch.setattr(torch, "get_device_module", {device: module}.get)
-    assert logps.free_bytes(device) == 140

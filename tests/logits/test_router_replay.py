@@ -22,10 +22,9 @@ from swift_grpo_ext.logits.router_replay import (
     RouterReplayError,
     batch_experts,
     no_experts,
+    replayed_share,
     routers_of,
 )
-from swift_grpo_ext.ranks import RankGroup
-from tests.ranks import WithOthers
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3},
@@ -97,10 +96,15 @@ def test_the_given_experts_are_used() -> None:
     assert list(routers_of(model)) == ["model.layers.0", "model.layers.2"]
     replay = RouterReplay(model)
     assert torch.equal(logits_of(replay, model, ids, None), plain)
-    assert replay.end_round(RankGroup()) == 1.0  # nothing was replayed
+    assert replay.take_counts() == (0, 0)  # nothing was replayed
     assert torch.allclose(logits_of(replay, model, ids, experts), expected, atol=1e-5)
-    share = replay.end_round(WithOthers((0, 2 * 10 * K)))
-    assert 0 < share < 0.5
+    num_equal, num_given = replay.take_counts()
+    assert 0 < num_equal < num_given
+    other_rank = (0.0, num_given)
+    share = replayed_share([(num_equal, num_given), other_rank])["router_replay/equal"]
+    assert share == num_equal / num_given / 2
+    assert replay.take_counts() == (0, 0)
+    assert replayed_share([(0, 0)] * 2) == {}
     given_all = torch.full_like(experts, NOT_GIVEN)
     assert torch.equal(logits_of(replay, model, ids, given_all), plain)
     assert torch.equal(model(*ids).logits, plain)  # a pass of its own

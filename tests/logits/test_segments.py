@@ -3,6 +3,7 @@ the same models on the batches that were packed."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -11,7 +12,13 @@ import transformers
 from torch import Tensor
 
 from swift_grpo_ext.logits import segments
-from swift_grpo_ext.logits.shared_prompt import PackedBatch, pack, reason_against
+from swift_grpo_ext.logits.packed import (
+    GroupRows,
+    PackedBatch,
+    SharedPromptInputs,
+    pack,
+    reason_against,
+)
 from swift_grpo_ext.logits.shim import base_model
 from tests.logits import flash
 from tests.logits.compare import Gradients, assert_close, values_and_gradients
@@ -42,12 +49,29 @@ def batch_of(rows: Any = ROWS) -> tuple[dict[str, Any], Tensor]:
 
 
 def packed(model: Any, inputs: dict[str, Any], predicts: Tensor) -> PackedBatch:
+    """Pack a batch: rows next to each other that begin with one prompt are a group."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if "mrope_section" in str(base.config):
         columns = torch.arange(predicts.shape[1])
         inputs = {**inputs, "position_ids": columns.expand(3, *predicts.shape)}
     assert not reason_against(base, inputs)
-    batch = pack(inputs, predicts, base)
+    labels = torch.where(predicts, inputs["input_ids"].roll(-1, 1), -100).roll(1, 1)
+    lengths, prompts = inputs["attention_mask"].sum(1).tolist(), predicts.int().argmax(1) + 1
+
+    def prompt_of(row: int) -> list[int]:
+        return inputs["input_ids"][row, : prompts[row]].tolist()
+
+    groups, heads = [], []
+    for prompt, same in groupby(range(len(lengths)), key=prompt_of):
+        rows = [*same]
+        ids, labels_of = (
+            [values[row, : lengths[row]].tolist() for row in rows]
+            for values in (inputs["input_ids"], labels)
+        )
+        groups.append(GroupRows(len(prompt) if len(rows) > 1 else 0, ids, labels_of))
+        heads.append(max(rows, key=lambda row: lengths[row]))
+    of_heads = {name: value[..., heads, :] for name, value in inputs.items()}
+    batch = pack(SharedPromptInputs(inputs, groups, of_heads, dict), base)
     assert batch is not None
     return batch
 
@@ -156,15 +180,16 @@ def test_a_state_without_its_gradient_is_an_error(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_images_whose_positions_see_each_other(name: str, kinds: str, looks_ahead: bool) -> None:
-    """The second image lies across the border of a window, and one is a tool's."""
+    """The second image lies across the border of a window, and one is a tool's: its sample is a
+    group of its own."""
     model = build(name)
-    inputs, predicts = batch_of(((9, 9), (9, 3), (12, 8), (12, 2)))
+    inputs, predicts = batch_of(((9, 4), (9, 3), (12, 8), (12, 2), (8, 10)))
     types = torch.zeros_like(inputs["input_ids"])
-    types[:2, 2:6] = types[2:, 1:4] = types[2:, 6:10] = types[0, 11:15] = 1
+    types[:2, 2:6] = types[2:4, 1:4] = types[2:4, 6:10] = types[4, 11:15] = 1
     if name == "Gemma4":
-        types[2:, 6:10], types[0, 16:18] = 2, 3
+        types[2:4, 6:10], types[4, 16:18] = 2, 3
     inputs[kinds] = types
-    predicts[0, 10:17] = False
+    predicts[4, 9:17] = False
     expected = run(model, inputs, predicts)
     assert_close(run(model, *packed(model, inputs, predicts)), expected, 5e-5)
     causal = run(model, {k: v for k, v in inputs.items() if k != kinds}, predicts)

@@ -39,8 +39,12 @@ def warned() -> Iterator[list[str]]:
     assert not texts
 
 
-def shim_of(model: Any, warned: list[str], *, strict: bool = False) -> LogitsShim:
-    return LogitsShim(model, strict=strict, warn=warned.append)
+def shim_of(
+    model: Any, warned: list[str], *, strict: bool = False, chunk_size: int = LogitsShim.chunk_size
+) -> LogitsShim:
+    shim = LogitsShim(model, strict=strict, warn=warned.append)
+    shim.chunk_size = chunk_size
+    return shim
 
 
 def chosen_mask(inputs: dict[str, Any]) -> Tensor:
@@ -63,17 +67,14 @@ def plain_logps(model: Any, inputs: Any, mask: Tensor) -> Callable[[], Tensor]:
     return compute
 
 
-def shim_logps(
-    shim: LogitsShim, model: Any, inputs: Any, mask: Tensor, chunk_size: int
-) -> Callable[[], Tensor]:
+def shim_logps(shim: LogitsShim, model: Any, inputs: Any, mask: Tensor) -> Callable[[], Tensor]:
     """Compute the same by the shim."""
     targets = inputs["input_ids"][mask]
 
     def compute() -> Tensor:
         logps_N, entropies_N = shim.logps(
-            model, inputs, mask, targets,
-            chunk_size=chunk_size, temperature=TEMPERATURE, with_entropy=True,
-        )  # fmt: skip
+            model, inputs, mask, targets, temperature=TEMPERATURE, with_entropy=True
+        )
         assert entropies_N is not None
         return torch.stack([logps_N, entropies_N])
 
@@ -83,25 +84,25 @@ def shim_logps(
 # --- all models ---
 
 
-@pytest.mark.parametrize("chunk_size", [0, 4])
+@pytest.mark.parametrize("chunk_size", [1024, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probabilities(name: str, chunk_size: int, warned: list[str]) -> None:
     """With what each model does to its logits."""
     model, inputs = build(name), inputs_of(name)
     mask = chosen_mask(inputs)
     expected = values_and_gradients(model, plain_logps(model, inputs, mask))
-    ours = shim_logps(shim_of(model, warned), model, inputs, mask, chunk_size)
+    ours = shim_logps(shim_of(model, warned, chunk_size=chunk_size), model, inputs, mask)
     with torch.no_grad():
         torch.testing.assert_close(ours(), expected[0], rtol=1e-5, atol=1e-5)
     with counted_positions(model) as counts:
         assert_close(values_and_gradients(model, ours), expected)
-    if chunk_size and name == "remote code, squashed":
-        assert "--logps_chunk_size has no effect" in warned.pop()
-    elif chunk_size:
-        # 11 positions, one more that the model goes on with, and once more for the backward.
-        assert counts == [4, 4, 3, 1, *reversed([4, 4, 3])]
+    if name == "remote code, squashed":
+        assert "has no log-probabilities in chunks: what it does to logits" in warned.pop()
+        assert counts == [11]
         return
-    assert counts == [11]
+    # 11 positions, one more that the model goes on with, and once more for the backward.
+    sizes = [11] if chunk_size > 11 else [4, 4, 3]
+    assert counts == [*sizes, 1, *reversed(sizes)]
 
 
 @pytest.mark.parametrize("name", BY_KEYWORD)
@@ -113,10 +114,11 @@ def test_a_keyword_serves_where_the_head_cannot(name: str, warned: list[str]) ->
     inputs["logits_to_keep"] = 2  # ms-swift leaves it there from the pass before
     num_computed: list[int] = []
     model.register_forward_hook(lambda _, __, out: num_computed.append(out.logits.shape[1]))
-    ours = shim_logps(shim_of(model, warned, strict=True), model, inputs, mask, 0)
+    ours = shim_logps(shim_of(model, warned, strict=True), model, inputs, mask)
     for _ in range(2):
         assert_close(values_and_gradients(model, ours), expected)
     assert num_computed == [17, 11, 11]
+    assert "calls its output embedding 0 times, not once" in warned.pop()
 
 
 @pytest.mark.parametrize("name", HOPELESS)
@@ -125,18 +127,15 @@ def test_slices_with_one_warning(name: str, warned: list[str]) -> None:
     model, inputs = build(name, lora=True), inputs_of(name)
     mask = chosen_mask(inputs)
     expected = values_and_gradients(model, plain_logps(model, inputs, mask))
-    shim = shim_of(model, warned)
-    for chunk_size in (0, 4, 4):
-        ours = shim_logps(shim, model, inputs, mask, chunk_size)
+    ours = shim_logps(shim_of(model, warned), model, inputs, mask)
+    for _ in range(2):
         assert_close(values_and_gradients(model, ours), expected)
-    of_slices, of_chunks = warned
+    (of_slices,) = warned
     warned.clear()
-    assert "--logps_chunk_size has no effect" in of_chunks
     assert HOPELESS[name][1] in of_slices
     assert type(base_model(model)).__name__ in of_slices
-    for chunk_size, remedy in ((0, "--logits_shim auto"), (4, "--logps_chunk_size 0")):
-        with pytest.raises(UnsupportedModelError, match=remedy):
-            shim_logps(shim_of(model, warned, strict=True), model, inputs, mask, chunk_size)()
+    with pytest.raises(UnsupportedModelError, match="--logits_shim auto"):
+        shim_logps(shim_of(model, warned, strict=True), model, inputs, mask)()
 
 
 # --- how a model is wrapped and run ---
@@ -154,11 +153,11 @@ def test_compiled_models(is_in_place: bool, is_called_before: bool, warned: list
         model.compile(backend="aot_eager")
     else:
         compiled = torch.compile(model, backend="aot_eager")
-    shim = shim_of(compiled, warned, strict=True)
+    shim = shim_of(compiled, warned, strict=True, chunk_size=4)
     if is_called_before:
         compiled(**inputs)
-    for chunk_size in (4, 0, 4):
-        ours = shim_logps(shim, compiled, inputs, mask, chunk_size)
+    ours = shim_logps(shim, compiled, inputs, mask)
+    for _ in range(2):
         assert_close(values_and_gradients(model, ours), expected)
         compiled(**inputs)
 
@@ -182,7 +181,7 @@ def with_hooks(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("chunk_size", [0, 4])
+@pytest.mark.parametrize("chunk_size", [1024, 4])
 @pytest.mark.parametrize(
     ("name", "prepare"),
     [
@@ -199,9 +198,10 @@ def test_wrappings(
     model, inputs = prepare(build(name)), inputs_of(name)
     mask = chosen_mask(inputs)
     expected = values_and_gradients(model, plain_logps(model, inputs, mask))
-    shim = shim_of(model, warned, strict=True)
+    ours = shim_logps(
+        shim_of(model, warned, strict=True, chunk_size=chunk_size), model, inputs, mask
+    )
     for _ in range(2):
-        ours = shim_logps(shim, model, inputs, mask, chunk_size)
         assert_close(values_and_gradients(model, ours), expected)
 
 
@@ -213,7 +213,7 @@ def test_prompt_tuning_puts_positions_before_the_rows(warned: list[str]) -> None
     mask = chosen_mask(inputs)
     expected = values_and_gradients(model, lambda: model(**inputs).logits[:, 3:][mask])
     shim = shim_of(model, warned)
-    found = values_and_gradients(model, lambda: shim.select(model, inputs, mask)[0])
+    found = values_and_gradients(model, lambda: shim.select(model, inputs, mask))
     assert_close(found, expected)
 
 
@@ -238,25 +238,24 @@ def test_a_wrapper_without_a_head_of_its_own(warned: list[str]) -> None:
 
     model, inputs = Outer(), inputs_of("remote code")
     mask = chosen_mask(inputs)
-    logps_N = shim_logps(shim_of(model, warned, strict=True), model, inputs, mask, 0)()
+    logps_N = shim_logps(shim_of(model, warned, strict=True), model, inputs, mask)()
     torch.testing.assert_close(logps_N, plain_logps(model, inputs, mask)())
 
 
 # --- single cases ---
 
 
-@pytest.mark.parametrize("chunk_size", [0, 4])
+@pytest.mark.parametrize("chunk_size", [1024, 4])
 def test_no_position_at_all(chunk_size: int, warned: list[str]) -> None:
     """A micro-batch without a completion token has a graph all the same, for other ranks' sake."""
     model, inputs = build("Qwen2"), inputs_of("Qwen2")
     mask = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
-    logps_N = shim_logps(shim_of(model, warned), model, inputs, mask, chunk_size)()
+    logps_N = shim_logps(shim_of(model, warned, chunk_size=chunk_size), model, inputs, mask)()
     logps_N.sum().backward()
     assert logps_N.shape == (2, 0)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("chunk_size", [0, 4])
 @pytest.mark.parametrize(
     ("is_in_head", "num_passes", "kind", "text"),
     [
@@ -271,12 +270,11 @@ def test_no_other_forward_after_what_is_no_fault_of_the_way(
     num_passes: int,
     kind: type[Exception],
     text: str,
-    chunk_size: int,
     warned: list[str],
 ) -> None:
     """The other ranks would wait in their first forward, this one in its second."""
     model, inputs = build("remote code"), inputs_of("remote code")
-    ours = shim_logps(shim_of(model, warned), model, inputs, chosen_mask(inputs), chunk_size)
+    ours = shim_logps(shim_of(model, warned), model, inputs, chosen_mask(inputs))
     for _ in range(num_passes):
         ours()
     forwards = []
@@ -295,7 +293,7 @@ def test_the_model_is_left_as_it_was(warned: list[str]) -> None:
     model, inputs = build("remote code"), inputs_of("remote code")
     head, shim, mask = model.lm_head, shim_of(model, warned), chosen_mask(inputs)
     before = model(**inputs).logits
-    shim.logps(model, inputs, mask, inputs["input_ids"][mask], chunk_size=4)
+    shim.logps(model, inputs, mask, inputs["input_ids"][mask])
     with pytest.raises(TypeError):
         shim.select(model, {"no": "input"}, mask)
     assert "forward" not in vars(head)

@@ -69,20 +69,16 @@ def assert_as_unsharded(results: list[dict[Any, Any]], case: Case) -> None:
             expected = [calls_of_the_head(case, max(case.counts))] * 2
         assert result["calls"] == expected
         reason = ""
-        if case.name == "refuses odd numbers":  # as those of rank 0 are
-            reason = "on another rank" if rank else "7 positions"
-        elif case.kind.endswith("torch 2.10"):
-            reason = "works from torch 2.11 on. --logps_chunk_size has no effect"
+        if case.name == "refuses on rank 0":
+            reason = "on another rank" if rank else "1 positions"
         assert [reason in text for text in result["warned"]] == ([True] if reason else [])
 
 
 def calls_of_the_head(case: Case, count: int) -> int:
     """Return how often a rank calls it, over all passes."""
-    if case.kind.endswith("torch 2.10"):
-        return PASSES
-    # A pass in chunks ends with the last position.
-    of_pass = max(1, -(-count // case.chunk_size)) + 1 if case.chunk_size else 1
-    if case.name == "refuses odd numbers":
+    # A pass ends with the last position.
+    of_pass = max(1, -(-count // case.chunk_size)) + 1
+    if case.name == "refuses on rank 0":
         return of_pass + PASSES
     # The backward computes chunks once more.
     recomputed = (of_pass - 1) * two_ranks.STEPS

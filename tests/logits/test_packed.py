@@ -1,0 +1,262 @@
+"""A group's prompt is read once: layouts with exact values, and real models against ms-swift's
+own passes over the whole micro-batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swift_grpo_ext.logits import proof
+from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.logits.packed import (
+    GroupRows,
+    SharedPromptInputs,
+    UnknownInputError,
+    layout_of,
+    pack,
+    reason_against,
+    saving,
+)
+from swift_grpo_ext.logits.shim import LogitsShim
+from tests.logits.compare import assert_close
+from tests.logits.groups import ROWS, Group, positions_of
+from tests.logits.models import IMAGE, IMAGES, build
+from tests.logits.test_logps import Ours, Upstream, config_of, run
+
+PAD = -100
+
+
+def labelled(prompt: int, *rows: tuple[list[int], str]) -> GroupRows:
+    """A group of rows, with a letter `x` for each token of a response that is trained on."""
+    labels = [
+        [i if letter == "x" else PAD for i, letter in zip(ids, letters, strict=True)]
+        for ids, letters in rows
+    ]
+    return GroupRows(prompt, [ids for ids, _ in rows], labels)
+
+
+@pytest.mark.parametrize(
+    ("groups", "row", "positions", "segments", "predicted"),
+    [
+        # An answer of its environment between two completions.
+        (
+            [labelled(2, ([7, 8, 1, 2], "--xx"), ([7, 8, 3, 4, 5, 6, 9], "--x--x-"))],
+            *([7, 8, 1, 8, 3, 4, 5, 6], [0, 1, 2, 1, 2, 3, 4, 5]),
+            *("A a a b b b b b", [0, 1, 1, 1, 0, 0, 1, 0]),
+        ),
+        # Two prompts; a group of one is a prompt from its first to its last token.
+        (
+            [
+                labelled(0, ([6, 8, 1], "--x")),
+                labelled(2, ([7, 8, 1, 2], "--xx"), ([7, 8, 3], "--x")),
+                labelled(0, ([7, 8, 1], "--x")),
+            ],
+            *([6, 8, 1, 7, 8, 1, 8, 7, 8, 1], [0, 1, 2, 0, 1, 2, 1, 0, 1, 2]),
+            *("A A A B a a b C C C", [0, 1, 0, 0, 1, 1, 1, 0, 1, 0]),
+        ),
+        # A response without a token, and one that is not trained on.
+        (
+            [labelled(3, ([7, 8, 9], "---"), ([7, 8, 9, 1, 2], "-----"), ([7, 8, 9, 3], "---x"))],
+            *([7, 8, 9, 1, 9], [0, 1, 2, 3, 2]),
+            *("A A b b c", [0, 0, 0, 0, 1]),
+        ),
+    ],
+)
+def test_samples_lie_behind_their_prompt(
+    groups: list[GroupRows], row: Any, positions: Any, segments: str, predicted: Any
+) -> None:
+    """Capitals are prompts; small letters the samples of the one before."""
+    heads = {"input_ids": torch.zeros(len(groups), 9, dtype=torch.int64)}
+    found = layout_of(groups, heads)
+    assert found.ids_L.tolist() == row
+    assert found.columns_L.tolist() == positions
+    assert found.predicts_L.tolist() == predicted
+    number, expected = -1, list[tuple[int, int]]()
+    for before, letter in zip(" " + segments[::2], segments[::2], strict=False):
+        number += letter.isupper() and letter != before
+        expected.append((number, 0 if letter.isupper() else " abc".index(letter)))
+    assert list(zip(found.groups_L.tolist(), found.numbers_L.tolist(), strict=True)) == expected
+
+
+def test_what_a_row_of_each_group_says_of_all_tokens() -> None:
+    """Positions of a sample's own tokens count on from an image; such tokens are text. The first
+    row has its padding on the left."""
+    groups = [
+        labelled(3, ([8, 8, 7, 1, 2], "---xx"), ([8, 8, 7, 3, 4, 5], "---xxx")),
+        labelled(0, ([8, 8, 8, 8, 7, 6, 1], "------x")),
+    ]
+    ids = torch.tensor([[0, 8, 8, 7, 3, 4, 5], [8, 8, 8, 8, 7, 6, 1]])
+    counted = torch.tensor([[0, 0, 0, 1, 2, 3, 4], [0, 0, 0, 0, 1, 2, 3]])
+    heads = {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).int(),
+        "position_ids": torch.stack([counted, counted + 10, counted + 20]),
+        "mm_token_type_ids": (ids == 8).int() + 2 * (ids == 5).int(),
+        "second_per_grid_ts": [1.0],
+        "pixel_values": torch.zeros(9, 2),
+    }
+    found = layout_of(groups, heads).inputs(heads)
+    assert found.keys() == heads.keys() - {"attention_mask", "second_per_grid_ts"}
+    text, down, right = found["position_ids"][:, 0].tolist()
+    assert text == [0, 0, 1, 2, 1, 2, 3, 0, 0, 0, 0, 1, 2, 3]
+    assert (down, right) == ([n + 10 for n in text], [n + 20 for n in text])
+    assert found["mm_token_type_ids"].tolist() == [[1, 1, *[0] * 5, 1, 1, 1, 1, 0, 0, 0]]
+    assert found["pixel_values"] is heads["pixel_values"]
+    with pytest.raises(UnknownInputError, match=r"the input bias \(2, 7\) is not known"):
+        layout_of(groups, heads).inputs({**heads, "bias": torch.zeros(2, 7)})
+    with pytest.raises(UnknownInputError, match="one of pairs"):
+        layout_of(groups, {**heads, "attention_mask": torch.ones(2, 1, 7, 7)})
+
+
+def test_a_prompt_of_one_token_is_not_packed() -> None:
+    """All that samples have in common is the token that predicts their first ones."""
+    groups = [labelled(1, ([7, 1], "-x"), ([7, 2], "-x"))]
+    inputs = SharedPromptInputs({}, groups, {}, dict)
+    with pytest.raises(UnknownInputError, match="a prompt has one token"):
+        pack(inputs, build("Qwen2"))
+
+
+def test_what_is_expected_to_be_saved() -> None:
+    """Three samples of 11, 11 and 1 positions of a prompt of 89 stand in rows of 101."""
+    rows = [([1] * length, "-" * length) for length in (101, 101, 91)]
+    group = [labelled(90, *rows)]
+
+    def share(width: int, **text: Any) -> float:
+        config: Any = SimpleNamespace(hidden_size=width, **text)
+        return 1 - saving(group, config)
+
+    assert share(10**9) == pytest.approx((89 + 11 + 11 + 1) / 303)
+    # Where pairs are all that costs: those of the prompt, and of samples with it and themselves.
+    pairs = 89**2 / 2 + 2 * 11 * (89 + 11 / 2) + (89 + 1 / 2)
+    assert share(0) == pytest.approx(pairs / (3 * 101**2 / 2))
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 8}
+    assert share(0, **window) == pytest.approx((89 + 11 + 11 + 1) / 303)
+    # A gated delta net has samples in rows of one length, and no pairs.
+    assert share(1, layer_types=["linear_attention"]) == pytest.approx((89 + 3 * 11) / 303)
+
+
+# --- real models ---
+
+
+@pytest.fixture(autouse=True)
+def packs_what_saves_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "WORTH", 0.0)
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(proof.logger, "warning", told.append)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("side", "chunk_size", "attention"), [("right", 99, "sdpa"), ("left", 4, "eager")]
+)
+def test_text_as_ms_swift_but_for_rounding(
+    side: str, chunk_size: int, attention: str, warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    informed: list[str] = []
+    monkeypatch.setattr(proof.logger, "info", informed.append)
+    model, batch = build("Qwen2", lora=True), Group(ROWS, side)
+    model.get_base_model().set_attn_implementation(attention)
+    keys = {"logits_to_keep"}
+    expected, theirs, _ = run(Upstream, model, batch, keys=keys)
+    seen = positions_of(model)
+    monkeypatch.setattr(LogitsShim, "chunk_size", chunk_size)
+    found, ours, _ = run(Ours, model, batch.shared(), keys=keys)
+    assert_close(found, expected)
+    assert torch.allclose(ours, theirs.where(ours != 0, 0.0), atol=1e-5)
+    packed, whole = seen[-1], 5 * max(map(sum, ROWS))
+    assert seen == [packed, whole, whole, packed]
+    assert packed < whole
+    assert f"Qwen2ForCausalLM read {packed} positions in the place of {whole}" in informed[-1]
+    assert not warned
+
+
+TYPES = {"Gemma3": "token_type_ids", "Gemma4": "mm_token_type_ids"}
+
+TOOL_ROWS = ((9, 4, 0, 0), (9, 5, 0, 0), (9, 2, 7, 3), (12, 4, 6, 2), (12, 3, 0, 0), (12, 2, 0, 0))
+"""The images of tools are those of groups of one sample."""
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "InternVL", "Gemma3", "Gemma4", "Qwen3.5"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_images_as_ms_swift_but_for_rounding(name: str, side: str, warned: list[str]) -> None:
+    """The tower, which learns too, sees the image of a group once."""
+    model = build(name, lora=True)
+    model.get_base_model().model.requires_grad_(True)
+    batch = Group(TOOL_ROWS, side, has_images=True).see(model, IMAGES[name])
+    if name in TYPES:  # its images look ahead
+        batch.inputs[TYPES[name]] = (batch.inputs["input_ids"] == IMAGE).int()
+    expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
+    num_images: list[int] = []
+    patches = len(batch.inputs["pixel_values"]) // 8
+    model.get_base_model().register_forward_pre_hook(
+        lambda _, __, kwargs: num_images.append(len(kwargs["pixel_values"]) // patches),
+        with_kwargs=True,
+    )
+    found, _, _ = run(Ours, model, batch.shared(), keys={"logits_to_keep"})
+    assert_close(found, expected, 5e-5)
+    # Two groups' prompts, and two samples' prompts and tools; the plain form has all six prompts.
+    assert num_images == [6, 8, 8, 6]
+    assert not warned
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "inputs", "told"),
+    [
+        ("Qwen2", {}, {}, ""),
+        ("Qwen2", {"_attn_implementation": "flash_attention_2"}, {}, ""),
+        ("Qwen2", {"_attn_implementation": "flex_attention"}, {}, ""),
+        ("Qwen2", {"_attn_implementation": "paged|eager"}, {}, "--attn_impl paged|eager is"),
+        ("Qwen2", {"layer_types": ["chunked_attention"]}, {}, "(chunked_attention)"),
+        ("Qwen2", {"output_router_logits": True}, {}, "--router_aux_loss_coef"),
+        ("Qwen2.5-VL", {}, {}, "made of its images"),
+        ("Qwen2.5-VL", {}, {"position_ids": 0}, ""),
+        ("soft-capped (Gemma2)", {}, {}, ""),
+        ("remote code", {}, {}, "takes no position_ids"),
+    ],
+)
+def test_what_cannot_be_packed(
+    name: str, changed: dict[str, Any], inputs: dict[str, Any], told: str
+) -> None:
+    model = build(name)
+    for key, value in changed.items():
+        setattr(model.config.get_text_config(), key, value)
+    found = reason_against(model, inputs)
+    assert (told in found) if told else not found
+
+
+@pytest.mark.parametrize(
+    ("flags", "padding_free", "shares"),
+    [
+        ({}, False, True),
+        ({"logps_shared_prompt": "false"}, False, False),
+        ({"logits_shim": "off"}, False, False),
+        ({}, True, False),
+        ({"per_device_train_batch_size": 1}, False, False),
+        ({"router_replay_mode": "R3"}, False, False),
+        ({"torch_compile": True}, False, False),
+    ],
+)
+def test_where_prompts_are_shared(flags: dict[str, Any], padding_free: bool, shares: bool) -> None:
+    template: Any = SimpleNamespace(padding_free=padding_free, sequence_parallel_size=1)
+    assert CompletionLogps(config_of(**flags), template).shares_prompts == shares
+
+
+def test_inputs_that_are_not_packed_are_collated_by_ms_swift() -> None:
+    """The trainer's own settings reach them too."""
+    model, batch = build("Qwen2"), Group(ROWS)
+    expected, _, _ = run(Upstream, model, batch, keys={"use_cache"})
+    told: list[Any] = []
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: told.append(kwargs["use_cache"]), with_kwargs=True
+    )
+    flags = {"logps_shared_prompt": "false"}
+    found, _, _ = run(Ours, model, batch.shared(), keys={"use_cache"}, **flags)
+    assert_close(found, expected)
+    assert told == [False]
