@@ -41,17 +41,6 @@ class RolloutFlags:
     conversation; beyond them the run ends and names it. `--rollout_timeout` does not count them.
     `swift rollout` reads it for a scheduler of its own."""
 
-    media_cache_gb: float = 4.0
-    """Gigabytes of memory, in each training process, for decoded and processed images and videos,
-    kept by content for rollout, training and later epochs; a half of the process's share of what
-    the machine or its container has free is never exceeded. The default is what vLLM's own cache
-    takes. 0 keeps none beyond a training batch."""
-
-    encoder_cache_gb: float = 0.0
-    """Gigabytes of accelerator memory, in each training process, for what a frozen vision tower
-    makes of a round's images: each is encoded once, not G times in each pass. 0 encodes as ms-swift
-    does. Without an accelerator the default is 1. `swift-grpo-ext selftest` compares both."""
-
 
 @dataclass(kw_only=True)
 class RecordFlags:
@@ -86,14 +75,10 @@ class LogitsFlags:
     """Compute logits for completion positions only, however the model spells the keyword. `auto`
     slices where nothing works, `strict` stops there, `off` is ms-swift's own behaviour."""
 
-    logps_chunk_size: str = "0"
-    """Number of positions whose log-probabilities are computed at a time. 0 computes all at once;
-    `auto` decides from the vocabulary and the memory that is free when the training starts."""
-
-    logps_shared_prompt: Literal["auto", "true", "false"] = "auto"
+    logps_shared_prompt: Literal["auto", "false"] = "auto"
     """Read the prompt of a group once in each training pass, images included, with its samples
-    behind it in one row; results differ by rounding. `auto`: where that is expected to save a
-    tenth of the pass. What cannot be read so is computed as in ms-swift."""
+    behind it in one row, where that is expected to save a tenth of the pass; results differ by
+    rounding. What cannot be read so is computed as in ms-swift. `false`: for each sample."""
 
     router_replay_mode: Literal["disabled", "R3"] = "disabled"
     """`R3`: train a mixture of experts on those that the rollout chose for each token. Servers need
@@ -107,9 +92,6 @@ class DiversityFlags:
     diversity_action: Literal["log", "warn", "stop"] = "warn"
     """What an alarm does: `log` records it, `warn` prints it too, `stop` ends the run with a
     checkpoint."""
-
-    diversity_alarm_p: float = 1e-6
-    """p-value of a round below which shared prefixes count as broken randomness."""
 
 
 FLAG_GROUPS = (RolloutFlags, RecordFlags, StopFlags, LogitsFlags, DiversityFlags)
@@ -159,11 +141,6 @@ def flag_infos() -> tuple[FlagInfo, ...]:
 
 def flag_names() -> list[str]:
     return [info.name for info in flag_infos()]
-
-
-def chunk_size(value: str | int) -> int | None:
-    """Return `--logps_chunk_size` in positions, 0 for no chunks; None for `auto`."""
-    return None if value == "auto" else int(value)
 
 
 def show(value: object) -> str:

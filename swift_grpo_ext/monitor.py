@@ -63,7 +63,6 @@ class DiversityMonitor(TrainerCallback):
         trainer.score_listeners.append(self._begin_analysis)
         self._is_greedy = args.temperature < GREEDY_TEMPERATURE
         self._analyzer = RoundAnalyzer(
-            alarm_p=args.diversity_alarm_p,
             is_greedy=self._is_greedy,
             seed_mode=args.rollout_seed_mode,
         )

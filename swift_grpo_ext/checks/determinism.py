@@ -42,9 +42,6 @@ def check_determinism(args: RLHFArguments) -> Findings:
     if args.use_vllm and args.rollout_seed_mode == "engine":
         text = "is not kept with --rollout_seed_mode engine: its generators start over in a resumed"
         yield warning(SETTING, f"{text} run, and servers draw seeds.", "Leave the mode out.")
-    if args.logps_chunk_size == "auto":
-        text = "is not kept with --logps_chunk_size auto, which follows from the free memory."
-        yield warning(SETTING, text, "Give the number that an earlier run has said, or 0.")
     resumes = {
         "sync_ref_model true": (
             args.sync_ref_model,

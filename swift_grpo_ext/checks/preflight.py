@@ -214,19 +214,12 @@ def check_ranges(args: Arguments) -> Findings:
     # By the setting: whether its value is right, and what would be.
     rules = {
         "rollout_timeout": (args.rollout_timeout >= 1, "a number of seconds, 1 or more"),
-        "logps_chunk_size": (
-            re.fullmatch("auto|[0-9]+", str(args.logps_chunk_size)),
-            "a number of positions, 0 for no chunks, or `auto`",
-        ),
-        "diversity_alarm_p": (
-            0 < args.diversity_alarm_p < 1,
-            "a probability between 0 and 1, such as 1e-6",
+        "tool_timeout": (args.tool_timeout > 0, "a number of seconds, more than 0"),
+        "sample_log_gb": (
+            0 <= args.sample_log_gb < float("inf"),
+            "a number of gigabytes, 0 or more",
         ),
     }
-    rules["tool_timeout"] = (args.tool_timeout > 0, "a number of seconds, more than 0")
-    for name in ("media_cache_gb", "encoder_cache_gb", "sample_log_gb"):
-        is_size = 0 <= getattr(args, name) < float("inf")
-        rules[name] = (is_size, "a number of gigabytes, 0 or more")
     for name, (is_within, expected) in rules.items():
         if not is_within:
             yield error(f"{name} {getattr(args, name)}", f"expected {expected}.")

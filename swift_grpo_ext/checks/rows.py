@@ -495,8 +495,12 @@ def encoding_error(
     return None
 
 
-def encoding_fault(row: object, error: Exception) -> str:
-    """Say which of a row's media an error in encoding was about, or else what it says."""
+def encoding_fault(row: object, error: Exception, *, fetches: bool = True) -> str:
+    """Say which of a row's media an error in encoding was about, or else what it says.
+
+    Args:
+        fetches: whether URLs are fetched once more. A server judges redirects only as it encodes.
+    """
     from swift.template import MaxLengthError
 
     # An error of a processor names no medium. What our own look finds is said first; then each
@@ -505,7 +509,7 @@ def encoding_fault(row: object, error: Exception) -> str:
         return fault
     media = read_row(prompt_of(row) if isinstance(row, Mapping) else row).media
     for medium in media:
-        if reason := _loading_fault(medium, error):
+        if reason := _loading_fault(medium, error, fetches=fetches):
             return f"{medium.field}: {short(medium.value)} {reason}"
     if not media or isinstance(error, MaxLengthError):
         return reason_of(error)
@@ -514,24 +518,25 @@ def encoding_fault(row: object, error: Exception) -> str:
     return f"{reason_of(error).rstrip('.')}; it shows {shown}{more}"
 
 
-def _loading_fault(medium: Medium, error: Exception) -> str | None:
+def _loading_fault(medium: Medium, error: Exception, *, fetches: bool) -> str | None:
     """Say why a medium cannot be loaded, by ms-swift's own reader; None for videos and audios,
     whose readers belong to the templates."""
     from swift.template import Template
 
+    source = source_of(medium.value)
     if isinstance(error, requests.RequestException):  # has tried several times: not again
         url = error.request.url if error.request is not None else None
-        source = source_of(medium.value)
         is_it = isinstance(source, str) and requote_uri(source.strip()) == url
         return f"cannot be fetched ({reason_of(error)})" if is_it else None
-    if medium.kind != "image":
+    is_url = isinstance(source, str) and source.strip().startswith("http")
+    if medium.kind != "image" or (is_url and not fetches):
         return None
     # Decoded to its end: a file that was cut in its middle has a whole header.
     try:
         image = Template._load_image(medium.value, load_images=True)
         image.load()
     except Exception as e:  # PIL's plugins raise many kinds
-        if is_pdf(source_of(medium.value)):
+        if is_pdf(source):
             return A_PDF
         return f"is not an image that can be read ({reason_of(e)}); expected a whole one"
     if is_narrow(image.size) and "ratio" in str(error):

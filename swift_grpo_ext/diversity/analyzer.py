@@ -58,18 +58,20 @@ MAX_ORIGINS = 8
 """Samples that the record of one collision names."""
 
 
+ALARM_P = 1e-6
+"""Probability, at most, of calling a round of independent samples broken."""
+
+
 class RoundAnalyzer:
     """Analyzes rounds in the order of the run."""
 
-    def __init__(self, *, alarm_p: float, is_greedy: bool, seed_mode: str) -> None:
+    def __init__(self, *, is_greedy: bool, seed_mode: str) -> None:
         """
         Args:
-            alarm_p: the probability of calling a round of independent samples broken, at most.
             is_greedy: tokens are chosen, not sampled: equal completions are right, and nothing is
                 tested.
             seed_mode: `--rollout_seed_mode`; it decides what an alarm advises.
         """
-        self._alarm_p = alarm_p
         self._is_greedy = is_greedy
         self._seed_mode = seed_mode
         self._memory = PromptMemory()
@@ -100,7 +102,7 @@ class RoundAnalyzer:
             round=samples[0].sample_id.round,
             num_samples=len(samples),
             num_groups=len(groups),
-            verdict=judge(test, metrics, self._alarm_p),
+            verdict=judge(test, metrics),
             log10_p=test.log2_p * math.log10(2),
             shared_bits=test.max_bits,
             num_pairs=test.num_pairs,
@@ -141,16 +143,15 @@ def _origin(row: SampleRow) -> dict[str, Any]:
     return {"sample_id": asdict(row.sample_id), **origin}
 
 
-def judge(test: CollisionTest, metrics: Mapping[str, float], alarm_p: float) -> str:
+def judge(test: CollisionTest, metrics: Mapping[str, float]) -> str:
     """Return the verdict on a round.
 
     Args:
         test: the round's; an empty one for greedy decoding.
         metrics: the round's, `copied_ratio` and `common_mode` among them, and `solved` where its
             samples were scored.
-        alarm_p: as of `RoundAnalyzer`.
     """
-    if test.log2_p < math.log2(alarm_p):
+    if test.log2_p < math.log2(ALARM_P):
         return "broken"
     copied, common_mode = metrics["copied_ratio"], metrics["common_mode"]
     is_copied = copied >= COPIED and metrics.get("solved", 0.0) < SOLVED

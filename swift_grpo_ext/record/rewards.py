@@ -7,7 +7,7 @@ added are written with the round that they served.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from swift_grpo_ext.record.tables import Fate, RewardRow
@@ -64,25 +64,23 @@ class RewardRecorder:
         *,
         fate: Fate,
         extras: Mapping[SampleId, Mapping[str, Any]],
-        all_gather: Callable[[list[SampleId]], list[list[SampleId]]],
+        kept: Collection[SampleId],
     ) -> list[RewardRow]:
-        """Return the scores of a round that is over; all ranks call it.
+        """Return the scores of a round that is over.
 
         Args:
             samples: those that this rank goes on with.
             values: [samples][functions]; NaN where a function gave none.
             fate: what became of these samples.
             extras: by sample, `advantage`, `gap_mean`, `gap_max` and `gaps`, as far as known.
-            all_gather: gives every rank's value; called only with dynamic sampling.
+            kept: the samples that any rank goes on with. ms-swift deals them out again after
+                dynamic sampling: another rank may train on what this rank generated.
         """
         rows: dict[SampleId, RewardRow] = {}
         for sample, row_values in zip(samples, values, strict=True):
             row = self._row(sample, row_values, fate=fate, **extras.get(sample.sample_id, {}))
             rows[row.sample_id] = row
-        if self._generated:  # on all ranks or on none, as the collective needs
-            # ms-swift deals the samples out again: what this rank generated, another may train on.
-            kept = {name for names in all_gather(list(rows)) for name in names}
-            rows |= {name: row for name, row in self._generated.items() if name not in kept}
+        rows |= {name: row for name, row in self._generated.items() if name not in kept}
         self._generated = {}
         rounds = {name.round for name in rows}  # of the next, groups may be replaced already
         self._replaced_groups = {g for g in self._replaced_groups if g[0] not in rounds}
@@ -108,20 +106,21 @@ class RewardRecorder:
 
 def training_scores(
     samples: Sequence[RolloutSample],
-    chunks: Sequence[Sequence[RolloutSample]],
-    batches: Sequence[GRPOBatch],
+    micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]],
 ) -> dict[SampleId, dict[str, Any]]:
     """Return what training adds to the samples' scores: `extras` of `RewardRecorder.record`.
 
     Args:
-        samples: this rank's, with their `advantages`.
-        chunks: the samples of each micro-batch.
-        batches: the micro-batches, with tensors of [samples, tokens].
+        samples: this rank's; those of GRPO have `advantages`.
+        micro_batches: the samples of each, and its tensors of [samples, tokens].
     """
     scores: dict[SampleId, dict[str, Any]] = {
-        sample.sample_id: {"advantage": float(sample.advantages)} for sample in samples
+        sample.sample_id: {}
+        if (advantage := getattr(sample, "advantages", None)) is None
+        else {"advantage": float(advantage)}
+        for sample in samples
     }
-    for chunk, batch in zip(chunks, batches, strict=True):
+    for chunk, batch in micro_batches:
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
         if rollout is None or training is None:
             continue

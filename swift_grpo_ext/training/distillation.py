@@ -17,31 +17,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from swift.infer_engine.protocol import RolloutInferRequest
 from swift.rl_core.data import GRPOBatch
-from swift.rlhf_trainers import GKDTrainer
+from swift.rlhf_trainers import GKDTrainer, gkd_helpers
 from swift.rlhf_trainers.gkd_loss import DataSource, _align_vocab, jsd_loss
-from swift.rlhf_trainers.utils import build_rollout_logps
+from swift.rlhf_trainers.utils import build_rollout_logps, encode_sample
 from swift.trainers import disable_gradient_checkpointing
 from torch import Tensor, nn
 
 from swift_grpo_ext.logits.chunked import Outputs, token_logps
 from swift_grpo_ext.logits.logps import scattered
-from swift_grpo_ext.media.encode import before_collating
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.placeholders import mask_placeholders
 from swift_grpo_ext.rollout.sample import RolloutGKDSample
-from swift_grpo_ext.training.batch import (
-    DisagreementError,
-    check_batches,
-    complete_teacher_views,
-)
+from swift_grpo_ext.training.batch import check_batches, complete_teacher_views
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
-from swift_grpo_ext.training.gap import measure_rollout_gap
+from swift_grpo_ext.training.encode import DisagreementError
+from swift_grpo_ext.training.report import Round
 from swift_grpo_ext.training.rollouts import RolloutTraining
 from swift_grpo_ext.upstream.patches import wrapped
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 if TYPE_CHECKING:
     from swift.rlhf_trainers.vllm_client import VLLMInferClient
+    from swift.template import Template
 
 EXPECTED = f"{wire.KEY}.teacher"
 """Key in a teacher's request, within the training: the tokens of its sample, -1 for those of media
@@ -52,14 +49,13 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     """Distillation with the rollouts of `swift_grpo_ext`."""
 
     sample_cls = RolloutGKDSample
+    encoding_module = gkd_helpers
     reward_func_names: Sequence[str] = ()
     reward_weights = torch.zeros(0)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._placeholders = placeholder_ids(self.template)
-        self._measured: list[tuple[list[RolloutGKDSample], GRPOBatch]] = []
-        """Micro-batches of the coming optimizer step, with the log-probabilities of both sides."""
 
     # --- the rollout ---
 
@@ -77,17 +73,12 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
 
     # --- the training batch ---
 
-    def _encode_samples(self, samples: list[RolloutGKDSample]) -> Any:
-        waiting = list(samples)
-
-        def note(batch: list[dict[str, Any]]) -> None:
-            # The students' rows are collated first, and then perhaps a teacher's own.
-            for sample, encoded in zip(waiting, batch, strict=False):
-                sample.encoded = encoded
-            waiting.clear()
-
-        with before_collating(self.template, note):
-            return super()._encode_samples(samples)
+    def _encode(self, sample: RolloutGKDSample, template: Template) -> dict[str, Any]:
+        # A data set's own answers come as text, without a rollout.
+        is_students = self._data_source == DataSource.STUDENT
+        encode = super()._encode if is_students else encode_sample
+        sample.encoded = encode(sample, template)
+        return sample.encoded
 
     def _prepare_batch_inputs(self, samples: list[RolloutGKDSample]) -> list[dict[str, Any]]:
         complete_teacher_views(samples, self.ranks)
@@ -95,8 +86,8 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         if self._data_source == DataSource.STUDENT:
             device, inputs = self.accelerator.device, [batch["model_inputs"] for batch in batches]
             both_sides = [completions_of(chunk, device) for chunk in self._chunks]
-            micro_batches = zip(self._chunks, both_sides, inputs, strict=True)
-            check_batches(samples, micro_batches, self.args, self.template, self.ranks)
+            micro_batches = list(zip(self._chunks, both_sides, inputs, strict=True))
+            check_batches(samples, micro_batches, self.args, self.ranks, self._encoder.fault)
             for batch, *rollout in zip(batches, self._chunks, both_sides, strict=True):
                 batch["rollout"] = rollout
         return batches
@@ -105,8 +96,23 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         self, samples: list[RolloutGKDSample], batch_encoded_inputs: list[dict[str, Any]]
     ) -> None:
         super()._postprocess_batch(samples, batch_encoded_inputs)
-        if self._data_source == DataSource.STUDENT:
-            self._record_scores(samples, [()] * len(samples), {})
+        if self._data_source != DataSource.STUDENT:
+            return
+        micro_batches = [batch["rollout"] for batch in batch_encoded_inputs]
+        self._round = Round(samples, micro_batches, [()] * len(samples))
+        if not self._measures_gap:
+            self._end_round()
+
+    @property
+    def _measures_gap(self) -> bool:
+        """Whether the loss compares log-probabilities with the rollout's, on all ranks alike: they
+        are those of the same weights."""
+        is_fresh = self.state.global_step == self._last_loaded_step
+        return bool(self.model.training and is_fresh and not self._computes_upstreams_loss)
+
+    @property
+    def _computes_upstreams_loss(self) -> bool:
+        return self.completion_logps.is_off or self.use_liger_gkd_loss
 
     # --- the loss ---
 
@@ -120,7 +126,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         """Return what ms-swift's own returns, of the logits of completions alone (4.6,
         gkd_trainer.py): the mean over positions of the generalized Jensen-Shannon divergence
         (arXiv:2306.13649)."""
-        if self.completion_logps.is_off or self.use_liger_gkd_loss:
+        if self._computes_upstreams_loss:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         columns = self._teachers_logits(model, inputs)
         forward, mask_BT, targets_N = predictions(inputs["model_inputs"])
@@ -129,9 +135,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
                 f"The teacher sees {len(columns[0])} tokens of completions, and the student "
                 f"{len(targets_N)}. Both must have the same response."
             )
-        # On all ranks alike: a micro-batch that was drawn with the weights of now.
-        is_fresh = self.model.training and self.state.global_step == self._last_loaded_step
-        is_measured = is_fresh and "rollout" in inputs
+        is_measured = self._round is not None and "rollout" in inputs
         is_on_policy = inputs["gkd_batch"].data_source == DataSource.STUDENT
         alpha = 0.0 if is_on_policy else self.args.sft_alpha
 
@@ -145,12 +149,16 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
             return total[None], count[None], supervised, logps_N
 
         total, count, supervised, logps_N = self.completion_logps.from_logits(
-            model, forward, mask_BT, targets_N, losses, [targets_N, *columns]
+            model, forward, mask_BT, losses, [targets_N, *columns]
         )
         if is_measured:
+            assert self._round is not None
             assert logps_N is not None
-            samples, both_sides = inputs["rollout"]
-            self._measure(samples, both_sides, logps_N)
+            _, both_sides = inputs["rollout"]
+            both_sides.old_per_token_logps = scattered(logps_N, both_sides.completion_mask)
+            # Before the last backward of an update, or of the round.
+            if self._round.is_measured or self.accelerator.sync_gradients:
+                self._end_round()
         assert total is not None
         assert count is not None
         loss = total.sum() / count.sum().clamp(min=1)
@@ -160,7 +168,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
 
     def _teachers_logits(self, model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
         """Return the teacher's logits [N, V]; or its top ones [N, K] and their tokens [N, K]."""
-        forward, mask_BT, targets_N = predictions(inputs["teacher_model_inputs"])
+        forward, mask_BT, _ = predictions(inputs["teacher_model_inputs"])
         if self.use_teacher_api:
             batch = inputs["gkd_batch"]
             return [batch.teacher_topk_logprobs[mask_BT], batch.teacher_topk_indices[mask_BT]]
@@ -170,9 +178,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
             return (logits_NV,) if top is None else tuple(logits_NV.topk(top))
 
         with torch.no_grad(), self._local_teacher(model) as teacher:
-            return list(
-                self.completion_logps.from_logits(teacher, forward, mask_BT, targets_N, kept)
-            )
+            return list(self.completion_logps.from_logits(teacher, forward, mask_BT, kept))
 
     @contextmanager
     def _local_teacher(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -198,18 +204,6 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         others_NP = logits_NV[:, self._placeholders].float() / self.temperature
         shares_NP = (others_NP - total_N[:, None]).exp()
         return logps_N - torch.log1p(-shares_NP.sum(1))
-
-    def _measure(
-        self, samples: list[RolloutGKDSample], both_sides: GRPOBatch, logps_N: Tensor
-    ) -> None:
-        """Compare a micro-batch; judge those of an optimizer step before its last backward. Every
-        rank comes here equally often."""
-        both_sides.old_per_token_logps = scattered(logps_N, both_sides.completion_mask)
-        self._measured.append((samples, both_sides))
-        if self.accelerator.sync_gradients:
-            measured, self._measured = self._measured, []
-            step = self.state.global_step
-            self._note(measure_rollout_gap(measured, self.args, self.ranks, self.gap_limit, step))
 
     # --- a teacher's server ---
 

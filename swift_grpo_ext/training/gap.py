@@ -1,8 +1,7 @@
 """The gap between log-probabilities of rollout and training at equal weights (docs/promises.md).
 
-ms-swift computes a round's log-probabilities before it trains on them (4.6, grpo_trainer.py,
-`_prepare_batch_inputs`). So every token says whether its engine uses the trainer's weights (M4),
-which checksums of what it was given cannot say, and whether both sides see the same row (M5).
+The first pass over a round has the weights that generated it. So each token tests whether its
+engine samples from the trainer's weights (M4), and whether both sides see the same row (M5).
 
 The gap is judged for each engine and each kind of row: an engine with older weights, or a kind of
 media that one side reads otherwise, disappears in the mean of a round.
@@ -18,11 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from swift.infer_engine.protocol import RequestConfig
 from swift.utils import get_logger
 
-from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.training.batch import DisagreementError, kind_of_row
+from swift_grpo_ext.training.encode import DisagreementError, kind_of_row
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch
@@ -128,85 +125,46 @@ def sampling_shift(args: RolloutGRPOConfig) -> float:
     vLLM's log-probabilities are those of the distribution that it samples from. One that keeps a
     share p of it adds -log(p) to each.
     """
-    # ms-swift 4.4 has no `min_p`, though TRL's arguments below its own do.
-    min_p = args.min_p if hasattr(RequestConfig(), "min_p") else 0
     # One token (`--top_k 1`), or what a grammar allows, may be any share. Where a flag is None, the
     # model's generation settings decide. With `--async_generate` weights are of an earlier step.
     is_unbounded = (
         args.async_generate
         or args.structured_outputs_regex
         or args.top_k == 1
-        or None in (args.top_p, args.top_k, min_p, args.repetition_penalty)
+        or None in (args.top_p, args.top_k, args.min_p, args.repetition_penalty)
     )
     if is_unbounded:
         return inf
     # `--top_p` keeps that share or more; how much the others keep depends on the model.
     shift = -log(args.top_p) if 0 < args.top_p < 1 else 0.0
-    if args.top_k > 1 or min_p or args.repetition_penalty != 1:
+    if args.top_k > 1 or args.min_p or args.repetition_penalty != 1:
         shift += CUT_OFF
     return shift
 
 
-def measure_rollout_gap(
-    micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]],
-    args: RolloutGRPOConfig,
-    ranks: RankGroup,
-    limit: float,
-    step: int,
-) -> dict[str, float]:
-    """Measure the gap between log-probabilities at rollout and in training over all ranks, for
-    each engine and each kind of row (M4, M5).
+@dataclass(frozen=True, slots=True)
+class RoundGap:
+    """The gap of one rank's samples of a round."""
+
+    groups: dict[Group, Gap]
+
+    excess: float = 0.0
+    """How many times as far as rounding and the settings explain the furthest sample lies."""
+
+    furthest: str = ""
+    """Names that sample, with its gap."""
+
+
+def measure_gap(
+    micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]], limit: float, shift: float
+) -> RoundGap:
+    """Return the gap of this rank's samples.
 
     Args:
-        micro_batches: this rank's of a round, each with its samples.
+        micro_batches: of a round, each with its samples.
         limit: the mean gap, in nats, that rounding explains in many tokens.
-        step: the optimizer step, for the message.
-
-    Returns:
-        Metrics by name; none where there were no log-probabilities of rollouts.
-
-    Raises:
-        DisagreementError: on every rank, with `--rollout_mismatch stop`; names engines and rows.
+        shift: the mean gap, in nats, that the sampling settings explain (`sampling_shift`).
     """
-    shift = sampling_shift(args)
-    # Reached by every rank, in each round, whatever its rows are.
-    gathered = ranks.all_gather(_measure_here(micro_batches, limit, shift))
-    groups, kinds = defaultdict[Group, Gap](Gap), defaultdict[str, Gap](Gap)
-    for rank_groups, _ in gathered:
-        for (engine, kind), gap in rank_groups.items():
-            groups[engine, kind] += gap
-            kinds[kind] += gap
-    whole = sum(kinds.values(), Gap())
-    if not whole.count:
-        return {}
-    # NaN is not below any bound: `>` would let it pass.
-    beyond = {
-        group: gap
-        for group, gap in groups.items()
-        if not gap.mean <= most_explained(limit, gap.count) + shift
-    }
-    excess, sample = max(worst for _, worst in gathered)
-    # All ranks have gathered the same, and raise together.
-    if beyond:
-        _tell_groups(beyond, groups, args, limit, shift, step)
-    elif excess > 1:
-        logger.warning_once(
-            f"Step {step}: log-probabilities of single samples lie further apart between rollout "
-            f"and training than rounding explains, the furthest of {sample}. Its row is seen "
-            "otherwise on the two sides, or numbers overflow. (Said once.)",
-            hash_id="sample_gap",
-        )
-    metrics = {"rollout_gap/mean": whole.mean, "rollout_gap/max": whole.largest}
-    if len(kinds) > 1:
-        metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in kinds.items()}
-    return metrics
-
-
-def _measure_here(
-    micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]], limit: float, shift: float
-) -> tuple[dict[Group, Gap], tuple[float, str]]:
-    """Return the gap of each of this rank's groups, and by how many times the furthest sample lies
-    beyond what rounding and the settings explain, with its name."""
     groups = defaultdict[Group, Gap](Gap)
     worst = (0.0, "")
     for samples, batch in micro_batches:
@@ -220,10 +178,58 @@ def _measure_here(
             groups[str(engine), kind] += gap
             excess = gap.mean / (most_explained(limit, gap.count) + shift)
             worst = max(worst, (excess, f"{sample.sample_id} ({kind}): {gap}"))
-    return groups, worst
+    return RoundGap(dict(groups), *worst)
 
 
-def _tell_groups(
+def judge_gap(
+    gaps: Sequence[RoundGap], args: RolloutGRPOConfig, limit: float, step: int
+) -> dict[str, float]:
+    """Hold the gap of each engine and each kind of row, over all ranks, against what rounding and
+    the settings explain (M4, M5).
+
+    Args:
+        gaps: of all ranks, the same on each of them.
+        limit: the mean gap, in nats, that rounding explains in many tokens.
+        step: the optimizer step, for the message.
+
+    Returns:
+        Metrics by name; none where there were no log-probabilities of rollouts.
+
+    Raises:
+        DisagreementError: on every rank, with `--rollout_mismatch stop`; names engines and rows.
+    """
+    shift = sampling_shift(args)
+    groups, kinds = defaultdict[Group, Gap](Gap), defaultdict[str, Gap](Gap)
+    for of_rank in gaps:
+        for (engine, kind), gap in of_rank.groups.items():
+            groups[engine, kind] += gap
+            kinds[kind] += gap
+    whole = sum(kinds.values(), Gap())
+    if not whole.count:
+        return {}
+    # NaN is not below any bound: `>` would let it pass.
+    beyond = {
+        group: gap
+        for group, gap in groups.items()
+        if not gap.mean <= most_explained(limit, gap.count) + shift
+    }
+    furthest = max(gaps, key=lambda of_rank: of_rank.excess)
+    if beyond:
+        _warn_or_stop(beyond, groups, args, limit, shift, step)
+    elif furthest.excess > 1:
+        logger.warning_once(
+            f"Step {step}: log-probabilities of single samples lie further apart between rollout "
+            f"and training than rounding explains, the furthest of {furthest.furthest}. Its row is "
+            "seen otherwise on the two sides, or numbers overflow.",
+            hash_id="sample_gap",
+        )
+    metrics = {"rollout_gap/mean": whole.mean, "rollout_gap/max": whole.largest}
+    if len(kinds) > 1:
+        metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in kinds.items()}
+    return metrics
+
+
+def _warn_or_stop(
     beyond: Mapping[Group, Gap],
     groups: Mapping[Group, Gap],
     args: RolloutGRPOConfig,
@@ -255,4 +261,4 @@ def _tell_groups(
     )
     if args.rollout_mismatch == "stop":
         raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")
-    logger.warning_once(f"{text} (Said once of these.)", hash_id=f"rollout_gap {names}")
+    logger.warning_once(text, hash_id=f"rollout_gap {names}")

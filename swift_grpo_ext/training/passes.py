@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from swift.rlhf_trainers import GRPOTrainer
 from torch import nn
 
-from swift_grpo_ext.logits.joined_passes import JoinedPasses
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.router_replay import RouterReplay
-from swift_grpo_ext.training.batch import collate
-from swift_grpo_ext.upstream.patches import wrapped
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch
-
-    from swift_grpo_ext.rollout.sample import RolloutSample
 
 
 class TrainingPasses(GRPOTrainer):
@@ -31,38 +24,54 @@ class TrainingPasses(GRPOTrainer):
 
     completion_logps: CompletionLogps
     _router_replay: RouterReplay | None = None
-    _joined_passes: JoinedPasses | None = None
+    _leaves_out_old_pass = False
+    """Whether passes of the old policy are left out now, while a round's batches are made."""
 
-    def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
-        with self._joining_passes(samples):
-            return super()._prepare_batch_inputs(samples)
+    _begun: GRPOBatch | None = None
+    """The batch of the last pass of an old policy that was left out."""
 
-    @contextmanager
-    def _joining_passes(self, samples: list[RolloutSample]) -> Iterator[None]:
-        """Take several micro-batches together in the passes within the block, where that saves.
+    def needs_old_logps(self, *, has_views: bool) -> bool:
+        """Return whether a round needs the log-probabilities of its old policy before its loss.
 
-        Enter it before other contexts that change how `template` collates.
+        Where all of a round's passes with gradients precede its first update, the first of them
+        has the old policy's weights: ms-swift's loss takes None for them (4.6, grpo_trainer.py,
+        `_compute_loss_and_metrics`). It is the same on all ranks.
+
+        Args:
+            has_views: whether a teacher sees prompts of its own in this round.
         """
-        if self.dynamic_num_samples or not self.completion_logps.can_join:
-            yield
-            return
-
-        def collate_copies(upstream: Callable[..., Any], batch: list[Any], **kwargs: Any) -> Any:
-            # What it concatenates it takes out (ms-swift 4.6, template/base.py, `concat_tensor`),
-            # and samples are collated a second time, in the joined pass.
-            return upstream([dict(encoded) for encoded in batch], **kwargs)
-
-        self._joined_passes = self.completion_logps.joined_passes(
-            self.split_by_mini_batches(samples),
-            partial(collate, self),
-            self.temperature,
-            self.model,
+        args = self.args
+        batches_per_round = args.steps_per_generation * self.template.sequence_parallel_size
+        # ms-swift has multiplied `gradient_accumulation_steps` by that size, too.
+        has_several_updates = args.gradient_accumulation_steps % batches_per_round != 0
+        return bool(
+            (self.model.training and has_several_updates)
+            or has_views
+            or self._has_teacher_explicit()
+            or (self.kl_in_reward and self.beta)
+            or self.use_liger_loss
+            # Batches are cut by the number of samples that conversations make.
+            or self.dynamic_num_samples
         )
-        try:
-            with wrapped(self.template, "data_collator", collate_copies):
-                yield
-        finally:
-            self._joined_passes = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        model_inputs: dict[str, Any],
+        grpo_batch: GRPOBatch,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # ms-swift asks for the old policy's first, and then perhaps for a reference's.
+        if self._leaves_out_old_pass and grpo_batch is not self._begun:
+            self._begun = grpo_batch
+            return None, None
+        found = super()._get_per_token_logps_and_entropies(
+            model, model_inputs, grpo_batch, *args, **kwargs
+        )
+        if not self._leaves_out_old_pass and grpo_batch.old_per_token_logps is None:
+            grpo_batch.old_per_token_logps = found[0].detach()
+        return found
 
     def _get_per_token_logps_and_entropies_single(
         self,
@@ -72,19 +81,12 @@ class TrainingPasses(GRPOTrainer):
         compute_entropy: bool = False,
     ) -> Any:
         upstream = super()._get_per_token_logps_and_entropies_single
-
-        def alone() -> Any:
-            # ms-swift hands it on to `_get_logps_via_local_forward` below, which unwraps it.
-            restricted = self.completion_logps.restrict(model, grpo_batch)
-            replay = self._router_replay
-            given = replay.given(model, model_inputs) if replay else nullcontext(model_inputs)
-            with given as inputs:
-                return upstream(restricted, inputs, grpo_batch, compute_entropy)
-
-        if self._joined_passes is None:
-            return alone()
-        # No entropies: such passes are without gradients, where ms-swift asks for none.
-        return self._joined_passes.add(model, grpo_batch, lambda: alone()[0]), None
+        # ms-swift hands it on to `_get_logps_via_local_forward` below, which unwraps it.
+        restricted = self.completion_logps.restrict(model, grpo_batch)
+        replay = self._router_replay
+        given = replay.given(model, model_inputs) if replay else nullcontext(model_inputs)
+        with given as inputs:
+            return upstream(restricted, inputs, grpo_batch, compute_entropy)
 
     def _get_logps_via_local_forward(
         self,

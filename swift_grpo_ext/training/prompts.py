@@ -1,4 +1,4 @@
-"""Which prompts a round holds: duplicates are told, and failing ones are replaced as whole groups.
+"""Which prompts a round holds: failing ones are replaced as whole groups.
 
 ms-swift drops failing samples one by one and appends others at the end, so that later groups hold
 several prompts (`BBB AAAA CCCCC`), and advantages compare what has nothing in common. Here a group
@@ -24,7 +24,7 @@ from swift_grpo_ext.checks.rows import (
     row_fault,
 )
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.upstream.patches import wrapped
 
@@ -170,25 +170,12 @@ def candidate_order(seed: int, round_: RoundId, first_group: int, num_rows: int)
     return order
 
 
-def tell_duplicates(samples: Sequence[RolloutSample], ranks: RankGroup) -> None:
-    """Warn once where a generation batch holds a prompt twice (G4); every rank calls it."""
-    first = [sample.prompt_hash for sample in samples if sample.sample_id.index == 0]
-    hashes = [one for rank_hashes in ranks.all_gather(first) for one in rank_hashes]
-    if num_duplicates := count_duplicates(hashes):
-        logger.warning_once(
-            f"{samples[0].sample_id}: {num_duplicates} of {len(hashes)} prompts of the "
-            "generation batch stand in it twice, media included; each is a group of its own, "
-            "with its own noise. (Said once.)",
-            hash_id="duplicates",
-        )
-
-
-def tell_uneven(uneven: Sequence[SampleId]) -> None:
+def warn_uneven(uneven: Sequence[SampleId]) -> None:
     """Warn once of groups whose rows differ (G3)."""
     if uneven:
         logger.warning_once(
             f"{len(uneven)} groups hold rows that differ, the first in {uneven[0]}: each "
             "sample is a request. Advantages compare the samples of a group; a custom sampler "
-            "must repeat each row --num_generations times. (Said once.)",
+            "must repeat each row --num_generations times.",
             hash_id="uneven_groups",
         )

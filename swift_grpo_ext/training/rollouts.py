@@ -10,9 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from swift.infer_engine.protocol import RolloutInferRequest
@@ -22,38 +24,37 @@ from swift.utils import get_logger
 
 from swift_grpo_ext.checks.rows import encoding_error
 from swift_grpo_ext.logits.logps import CompletionLogps
-from swift_grpo_ext.media.encode import MediaCache
-from swift_grpo_ext.media.encoder_cache import EncoderCache
+from swift_grpo_ext.logits.router_replay import replayed_share
 from swift_grpo_ext.ranks import RankGroup, TensorParallelGroup, training_ranks
 from swift_grpo_ext.record.recorder import SampleRecorder
-from swift_grpo_ext.record.rewards import RewardRecorder
+from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
 from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.conversation import Conversations, give_turns, servers_turns
+from swift_grpo_ext.rollout.answers import answer_of
+from swift_grpo_ext.rollout.conversation import Conversations, attach_turns, servers_turns
 from swift_grpo_ext.rollout.generate import (
     RolloutSettings,
-    ServedSample,
     begin_turn,
     generate,
-    to_rollout_outputs,
 )
 from swift_grpo_ext.rollout.sample import RolloutSample
-from swift_grpo_ext.rollout.scheduler import tell_no_room
-from swift_grpo_ext.rollout.wire import RequestMetadata
+from swift_grpo_ext.rollout.scheduler import warn_no_room
+from swift_grpo_ext.rollout.wire import Answer, RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
 from swift_grpo_ext.sampling.sampler import EpochSampler
 from swift_grpo_ext.stops.templates import check_template_stops
 from swift_grpo_ext.timing.step_clock import StepClock
-from swift_grpo_ext.training.batch import encoding_for_training, switch_off_dropout
-from swift_grpo_ext.training.gap import gap_limit
+from swift_grpo_ext.training.batch import switch_off_dropout
+from swift_grpo_ext.training.encode import GroupEncoder
+from swift_grpo_ext.training.gap import gap_limit, judge_gap, measure_gap, sampling_shift
 from swift_grpo_ext.training.prompts import (
     named_request,
     named_rows,
     replace_failing_prompts,
-    tell_duplicates,
-    tell_uneven,
+    warn_uneven,
 )
+from swift_grpo_ext.training.report import Round, RoundReport, warn_duplicates
 from swift_grpo_ext.training.summary import RunSummary, what_is_on
 from swift_grpo_ext.upstream.determinism import (
     deterministic,
@@ -61,7 +62,7 @@ from swift_grpo_ext.upstream.determinism import (
     sum_gradients_one_by_one,
 )
 from swift_grpo_ext.upstream.encoding import answers_for_servers
-from swift_grpo_ext.upstream.patches import Moment, apply
+from swift_grpo_ext.upstream.patches import Moment, apply, replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
 from swift_grpo_ext.weights.layout import (
     StateDict,
@@ -73,10 +74,10 @@ from swift_grpo_ext.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RequestConfig, RolloutOutput
+    from swift.template import Template
     from torch.utils.data import DataLoader, Dataset
 
     from swift_grpo_ext.record.tables import Fate
-    from swift_grpo_ext.sampling.seeding import SampleId
     from swift_grpo_ext.server.client import RolloutServers
 
 logger = get_logger()
@@ -98,7 +99,13 @@ class RolloutTraining(RolloutTrainerMixin):
     ranks: RankGroup
     """All training ranks, for the exchange of Python objects."""
 
+    encoding_module: ClassVar[ModuleType]
+    """The module of ms-swift in which its trainer looks `encode_sample` up."""
+
     completion_logps: CompletionLogps  # said here: mypy would infer it by the order of files
+
+    _round: Round | None = None
+    """The round between its batch and its end."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         apply(Moment.TRAINER)
@@ -106,7 +113,6 @@ class RolloutTraining(RolloutTrainerMixin):
         check_template_stops(config, template)  # before minutes go into an engine
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = RolloutSettings(config)
-        self._media = MediaCache(config.media_cache_gb, template, self.ranks)
         self._recorder = SampleRecorder(
             config.output_dir,
             self.ranks,
@@ -129,16 +135,19 @@ class RolloutTraining(RolloutTrainerMixin):
         halves = config.bf16 or config.fp16
         self.number_bits = bits = 16 if halves else torch.finfo(self.model.dtype).bits
         self.gap_limit = gap_limit(min(bits, self._engine_bits), config.temperature)
-        self.completion_logps = CompletionLogps(config, template, self.model, self.ranks)
+        self.completion_logps = CompletionLogps(config, template)
         self._conversations = Conversations(template, has_scheduler=bool(self.multi_turn_scheduler))
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         num_dropouts = switch_off_dropout(self.model)
-        others = filter(None, (self.ref_model, self.teacher_model))
-        self.encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
         # Behind all others: what they do at a step's end then counts in that step.
         self._clock = StepClock(self)
         self.add_callback(self._clock)
-        states = what_is_on(config, self.completion_logps, self.encoder_cache, num_dropouts)
+        states = what_is_on(
+            config,
+            self.completion_logps,
+            num_dropouts,
+            leaves_out_old_pass=not self.needs_old_logps(has_views=False),
+        )
         self._summary = RunSummary(self, states, self.gap_limit)
         if config.full_determinism:  # before `train` has accelerate wrap the model for DDP
             sum_gradients_one_by_one(self.accelerator)
@@ -166,17 +175,16 @@ class RolloutTraining(RolloutTrainerMixin):
             super()._prepare_vllm()
         self._servers: RolloutServers | None = None
         if not self.args.use_vllm:
-            from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine
-
-            # ms-swift has made its own, with a copy of the template that packs nothing.
-            template = vars(self)["engine"].template
-            self.engine = RolloutTransformersEngine(self.model, template=template, max_batch_size=0)
+            logger.info(
+                "--use_vllm false: ms-swift generates. A seed for each sample, --stop_token_ids, "
+                "--include_stop_str_in_output and log-probabilities of rollouts need vLLM."
+            )
         # With `--rollout_seed_mode engine` ms-swift's own client asks the servers.
         elif self._settings.generates and self.vllm_mode == "server" and self.ranks.rank == 0:
             from swift_grpo_ext.server.client import connect_servers
 
             self._servers = connect_servers(self.vllm_client, self.args)
-        self._weights = WeightSync(self.ranks, self._servers)
+        self._weights = WeightSync(self.ranks, self._servers, self.args.rollout_mismatch)
         # Rank 0 alone knows the servers' lengths, and all ranks judge rows by the smallest: which
         # engine will draw a group is not known when its row is encoded.
         engine = self._servers or getattr(self, "engine", None)
@@ -220,19 +228,18 @@ class RolloutTraining(RolloutTrainerMixin):
         """Replace failing prompts by whole groups, with `--truncation_strategy delete`."""
         is_training = self.model.training
         round_, first_group = self._rounds.upcoming(training=is_training)
-        with self._media.in_training(self.template):
-            rows, replaced = replace_failing_prompts(
-                inputs,
-                others=self.train_dataset if is_training else self._eval_rows,
-                round_=round_,
-                first_group=first_group,
-                group_size=self._group_size,
-                seed=self.args.seed,
-                ranks=self.ranks,
-                error_of=lambda row: encoding_error(
-                    self.template, row, self._max_model_len, strip_response=strip_response
-                ),
-            )
+        rows, replaced = replace_failing_prompts(
+            inputs,
+            others=self.train_dataset if is_training else self._eval_rows,
+            round_=round_,
+            first_group=first_group,
+            group_size=self._group_size,
+            seed=self.args.seed,
+            ranks=self.ranks,
+            error_of=lambda row: encoding_error(
+                self.template, row, self._max_model_len, strip_response=strip_response
+            ),
+        )
         self._rewards.replaced(round_, [first_group + group for group in replaced])
         metrics = self._metrics["train" if is_training else "eval"]
         metrics["prompts/replaced"].append(float(len(replaced)))
@@ -255,8 +262,6 @@ class RolloutTraining(RolloutTrainerMixin):
         return samples
 
     def _generate_completions(self, samples: list[RolloutSample]) -> list[RolloutSample]:
-        if not self.args.async_generate:  # an engine beside the model wants the memory
-            self.encoder_cache.forget()
         with deterministic(False) if self.args.full_determinism else nullcontext():
             return super()._generate_completions(samples)
 
@@ -267,7 +272,6 @@ class RolloutTraining(RolloutTrainerMixin):
         # Behind it, as it adds the system prompt and takes a row's answer away.
         for sample in samples:
             sample.prompt_hash = prompt_hash(sample)
-        tell_duplicates(samples, self.ranks)
         return samples
 
     def samples2requests(self, samples: list[RolloutSample]) -> list[RolloutInferRequest]:
@@ -308,7 +312,7 @@ class RolloutTraining(RolloutTrainerMixin):
                 call_engine=self._call_engine,
             )
             if not is_multi_turn:  # else an environment asks, or turns before made prompts differ
-                tell_uneven(uneven)
+                warn_uneven(uneven)
         if self.enable_server_multi_turn:
             return outputs  # the server's scheduler sends the turns with them
         self._conversations.note(samples, outputs, sample_ids, prompts, time.monotonic() - began)
@@ -320,12 +324,22 @@ class RolloutTraining(RolloutTrainerMixin):
         request_config: RequestConfig,
         is_global_inputs: bool = False,
     ) -> list[RolloutSample]:
-        began = time.monotonic()
-        results = super()._infer_single_or_multi_turn(samples, request_config, is_global_inputs)
         # With `--async_generate` rank 0 generates for all, in a thread. Else all ranks meet before
-        # NCCL, where they would wait for ever for one whose engine has failed: here they raise.
-        if self.ranks.size > 1 and not is_global_inputs:
-            seconds = self.ranks.all_gather(time.monotonic() - began)
+        # NCCL, where they would wait for a rank that has failed.
+        meets = self.ranks.size > 1 and not is_global_inputs
+        is_conversation = bool(self.multi_turn_scheduler or self.enable_server_multi_turn)
+        began = time.monotonic()
+        failure: Exception | None = None
+        try:
+            results = super()._infer_single_or_multi_turn(samples, request_config, is_global_inputs)
+        except Exception as e:
+            # The other ranks may stand in a collective of ms-swift's, within a conversation or its
+            # own client: this rank cannot join them, and `train` ends its group.
+            if not meets or is_conversation or not self._settings.generates:
+                raise
+            failure = e
+        if meets:
+            seconds = self.ranks.all_gather_or_raise(time.monotonic() - began, failure)
             self._clock.note_wait(max(seconds) - fmean(seconds))
         return results
 
@@ -342,18 +356,19 @@ class RolloutTraining(RolloutTrainerMixin):
         requests: list[RolloutInferRequest],
         metadatas: Sequence[RequestMetadata],
         config: RequestConfig | None = None,
-    ) -> Sequence[list[RolloutOutput] | list[ServedSample]]:
+    ) -> Sequence[Answer]:
         config = config or self._get_request_config()
         if self._servers is not None:
             with profiling_context(self, "generate"), self._disable_sp_context():
-                answers = self._servers.infer(requests, metadatas, config)
-            return [[ServedSample(c, prompt) for c in cs] for cs, prompt in answers]
-        outputs = self._engine_infer(requests, config)
+                return self._servers.infer(requests, metadatas, config)
+        answers = [answer_of(output) for output in self._engine_infer(requests, config)]
         rank = self.ranks.rank
         # A tensor-parallel group is one engine, which its first rank names.
         replica = f"rank {rank - rank % self.vllm_tensor_parallel_size}"
-        pairs = zip(outputs, metadatas, strict=True)
-        return [to_rollout_outputs(output, metadata, replica) for output, metadata in pairs]
+        return [
+            Answer([replace(c, replica=replica) for c in completions], prompt)
+            for completions, prompt in answers
+        ]
 
     def _engine_infer(
         self,
@@ -366,10 +381,7 @@ class RolloutTraining(RolloutTrainerMixin):
         if self._servers is not None and request_config is not None:
             with profiling_context(self, "generate"), self._disable_sp_context():
                 return self._servers.converse(infer_requests, request_config)
-        if self.vllm_mode == "server":
-            return super()._engine_infer(infer_requests, request_config, **kwargs)
-        with self._media.in_rollout(self.engine):
-            return super()._engine_infer(infer_requests, request_config, **kwargs)
+        return super()._engine_infer(infer_requests, request_config, **kwargs)
 
     # --- the training batch ---
 
@@ -384,9 +396,9 @@ class RolloutTraining(RolloutTrainerMixin):
         results = super()._postprocess_rollout_outputs(samples, outputs)
         is_conversation = bool(self.multi_turn_scheduler or self.enable_server_multi_turn)
         for sample, turns in zip(results, turns_of_outputs, strict=True):
-            give_turns(sample, turns, is_conversation=is_conversation)
+            attach_turns(sample, turns, is_conversation=is_conversation)
         if is_conversation:
-            tell_no_room(outputs, self.template.max_length, self._max_model_len)
+            warn_no_room(outputs, self.template.max_length, self._max_model_len)
         self._recorder.record(
             results,
             turns_of_outputs,
@@ -397,20 +409,15 @@ class RolloutTraining(RolloutTrainerMixin):
         return results
 
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
-        self.encoder_cache.forget()  # it holds the images of one round
-        # Such passes leave most copies of an image out: none is concatenated before.
-        joins_late = self.encoder_cache.is_on or self.completion_logps.shares_prompts
-        media = self._media.in_training(self.template, joins_late=joins_late)
-        # `named_rows` comes last: it tells the row of whatever fails within the others.
-        with media, encoding_for_training(self.template, samples), named_rows(self.template):
-            batches = super()._prepare_batch_inputs(samples)
-        # Every rank comes here once a round: these gather over ranks, which passes must not do.
-        self.completion_logps.end_round()
-        metrics = self._media.end_round()
-        if self.encoder_cache.towers:
-            metrics["media/encoded"] = float(self.encoder_cache.agree(self.ranks))
-        self._note(metrics)
-        return batches
+        is_conversation = bool(self.multi_turn_scheduler or self.enable_server_multi_turn)
+        self._encoder = GroupEncoder(self.template, self.args, is_conversation=is_conversation)
+        encoding = replaced(self.encoding_module, "encode_sample", self._encode)
+        with encoding, named_rows(self.template):
+            return super()._prepare_batch_inputs(samples)
+
+    def _encode(self, sample: RolloutSample, template: Template) -> dict[str, Any]:
+        """Return a sample's entries, in the place of ms-swift's `encode_sample`."""
+        return self._encoder.encode(sample)
 
     def split_by_mini_batches(self, samples: list[RolloutSample]) -> list[list[RolloutSample]]:
         # With sequence parallelism ms-swift gathers samples of several ranks there, as copies: what
@@ -418,30 +425,56 @@ class RolloutTraining(RolloutTrainerMixin):
         self._chunks: list[list[RolloutSample]] = super().split_by_mini_batches(samples)
         return self._chunks
 
+    # --- the round ends ---
+
+    def _end_round(self) -> None:
+        """Hold what all ranks have seen of the round against what is healthy, and record how its
+        samples scored; all ranks call it together, before anything is updated from the round.
+
+        Raises:
+            DisagreementError: rollout and training disagree, with `--rollout_mismatch stop`.
+        """
+        assert self._round is not None
+        round_, self._round = self._round, None
+        samples, micro_batches = round_.samples, round_.micro_batches
+        shift = sampling_shift(self.args)
+        reports = self.ranks.all_gather(
+            RoundReport(
+                gap=measure_gap(micro_batches, self.gap_limit, shift),
+                prompt_hashes=[s.prompt_hash for s in samples if s.sample_id.index == 0],
+                trained=[s.sample_id for s in samples] if self.args.dynamic_sample else [],
+                sharing_failed=self.completion_logps.sharing_failed,
+                num_replayed=self._take_replayed(),
+            )
+        )
+        if samples:
+            warn_duplicates(reports, samples[0].sample_id)
+        self.completion_logps.end_round(any(report.sharing_failed for report in reports))
+        self._note(replayed_share([report.num_replayed for report in reports]))
+
+        fate: Fate = "trained" if self.model.training else "evaluated"
+        extras = training_scores(samples, micro_batches)
+        kept = {name for report in reports for name in report.trained}
+        rows = self._rewards.record(samples, round_.values, fate=fate, extras=extras, kept=kept)
+        self._recorder.record_scores(rows)
+        for listener in self.score_listeners:
+            listener(rows)
+        # Last, as it may end the run.
+        gaps = [report.gap for report in reports]
+        self._note(judge_gap(gaps, self.args, self.gap_limit, self.state.global_step))
+
+    def needs_old_logps(self, *, has_views: bool) -> bool:
+        """Return whether a pass over a round precedes that of its loss; distillation has none."""
+        return True
+
+    def _take_replayed(self) -> tuple[float, float]:
+        """Return `RoundReport.num_replayed` of the passes since the last call."""
+        return (0.0, 0.0)
+
     def _note(self, metrics: Mapping[str, float]) -> None:
         """Have ms-swift log these with the next step's values."""
         for name, value in metrics.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
-
-    def _record_scores(
-        self,
-        samples: Sequence[RolloutSample],
-        values: Sequence[Sequence[float]],
-        extras: Mapping[SampleId, Mapping[str, Any]],
-    ) -> None:
-        """Write down how samples scored, and tell the listeners; all ranks call it once a round.
-
-        Args:
-            values: [samples][reward functions].
-            extras: by sample, what `RewardRecorder.record` takes.
-        """
-        fate: Fate = "trained" if self.model.training else "evaluated"
-        rows = self._rewards.record(
-            samples, values, fate=fate, extras=extras, all_gather=self.ranks.all_gather
-        )
-        self._recorder.record_scores(rows)
-        for listener in self.score_listeners:
-            listener(rows)
 
     def _gather_teacher_requests(self, requests: list[RolloutInferRequest]) -> Any:
         return super()._gather_teacher_requests(list(answers_for_servers(requests)))
@@ -451,11 +484,11 @@ class RolloutTraining(RolloutTrainerMixin):
     def _move_model_to_vllm(self, *args: Any, **kwargs: Any) -> None:
         upstream = super()._move_model_to_vllm
 
-        def move(made_anew: bool) -> None:
+        def move(group_recreated: bool) -> None:
             # An adapter alone would find no base to go with, or leave behind what is trained beside
             # it, such as the tower of `lora_llm`.
             trained = (name for name, p in self.model.named_parameters() if p.requires_grad)
-            if made_anew or any(".lora_" not in name for name in trained):
+            if group_recreated or any(".lora_" not in name for name in trained):
                 self.base_sync_done = False
             # PEFT adds adapters to base weights and subtracts them again, which rounds both.
             with exact_unmerging(self.model) if self.args.full_determinism else nullcontext():

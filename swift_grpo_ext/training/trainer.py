@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from swift.rlhf_trainers import GRPOTrainer
+from swift.rlhf_trainers import GRPOTrainer, grpo_trainer
 
 from swift_grpo_ext.logits import router_replay
 from swift_grpo_ext.logits.router_replay import RouterReplay
-from swift_grpo_ext.record.rewards import training_scores
 from swift_grpo_ext.rollout.placeholders import mask_models
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.sampling.sampler import EpochSampler
-from swift_grpo_ext.training.batch import check_batches, complete_teacher_views
+from swift_grpo_ext.training.batch import (
+    check_batches,
+    collate_groups,
+    complete_teacher_views,
+)
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
-from swift_grpo_ext.training.gap import measure_rollout_gap
 from swift_grpo_ext.training.passes import TrainingPasses
+from swift_grpo_ext.training.report import Round
 from swift_grpo_ext.training.rollouts import RolloutTraining
-from swift_grpo_ext.training.summary import IdleRounds
+from swift_grpo_ext.upstream.patches import replaced
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -30,6 +34,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
     """GRPO with the rollouts of `swift_grpo_ext`."""
 
     sample_cls = RolloutSample
+    encoding_module = grpo_trainer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = kwargs["args"]
@@ -37,7 +42,6 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
         super().__init__(*args, **kwargs)
         if config.router_replay_mode == "R3":
             self._router_replay = RouterReplay(*filter(None, (self.model, self.ref_model)))
-        self._idle_rounds = IdleRounds()
         mask_models(self, self.template)
 
     def _prepare_vllm_engine(self) -> Any:
@@ -93,21 +97,25 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
     # --- the training batch ---
 
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
-        complete_teacher_views(samples, self.ranks)
-        batches = super()._prepare_batch_inputs(samples)
-        if self._router_replay is not None:
-            self._note({"router_replay/equal": self._router_replay.end_round(self.ranks)})
+        has_views = complete_teacher_views(samples, self.ranks)
+        self._leaves_out_old_pass = not self.needs_old_logps(has_views=has_views)
+        collating: AbstractContextManager[None] = nullcontext()
+        # Liger's loss, and batches of conversations that are cut anew, read inputs themselves.
+        if self.completion_logps.shares_prompts and not (
+            self.use_liger_loss or self.dynamic_num_samples
+        ):
+            collating = replaced(grpo_trainer, "collate_to_grpo_micro_batch", collate_groups)
+        with collating:
+            batches = super()._prepare_batch_inputs(samples)
+        self._leaves_out_old_pass, self._begun = False, None
         grpo_batches = [batch["grpo_batch"] for batch in batches]
         inputs = [batch["model_inputs"] for batch in batches]
-        both_sides = zip(self._chunks, grpo_batches, inputs, strict=True)
-        check_batches(samples, both_sides, self.args, self.template, self.ranks)
+        both_sides = list(zip(self._chunks, grpo_batches, inputs, strict=True))
+        check_batches(samples, both_sides, self.args, self.ranks, self._encoder.fault)
         if getattr(self, "_is_dynamic_self_distillation", False):
             # ms-swift 4.6 says so of every run without a teacher, and then refuses what cannot have
             # one: `--loss_type real` and `fipo`, `--off_policy_sequence_mask_delta`.
             self._has_teacher = any(b.teacher_per_token_logps is not None for b in grpo_batches)
-        micro_batches = list(zip(self._chunks, grpo_batches, strict=True))
-        limit, step = self.gap_limit, self.state.global_step
-        self._note(measure_rollout_gap(micro_batches, self.args, self.ranks, limit, step))
         return batches
 
     # --- how samples scored ---
@@ -124,10 +132,21 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
     ) -> None:
         super()._postprocess_batch(samples, batch_encoded_inputs)
         grpo_batches = [batch["grpo_batch"] for batch in batch_encoded_inputs]
+        micro_batches = list(zip(self._chunks, grpo_batches, strict=True))
         values = self._own_share(samples, self._rewards_per_func)
-        self._record_scores(samples, values, training_scores(samples, self._chunks, grpo_batches))
-        if self.model.training:
-            self._idle_rounds.judge(self)
+        self._round = Round(samples, micro_batches, values)
+        if self._round.is_measured:
+            self._end_round()
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return ms-swift's loss. The last one of a round ends it, before its backward."""
+        loss = super().compute_loss(*args, **kwargs)
+        if self._round is not None and self._round.is_measured:
+            self._end_round()
+        return loss
+
+    def _take_replayed(self) -> tuple[float, float]:
+        return self._router_replay.take_counts() if self._router_replay else (0.0, 0.0)
 
     def _own_share(self, samples: list[RolloutSample], values: torch.Tensor) -> list[list[float]]:
         # `values` are all ranks'. Sizes differ from those of `_add_prompt_id_to_inputs`, where a

@@ -24,7 +24,6 @@ def asked(**changes: Any) -> Any:
         ({"dataloader_num_workers": 4, "use_liger_kernel": True, "bf16": True}, None),
         ({"rollout_seed_mode": "engine"}, "is not kept with --rollout_seed_mode"),
         ({"rollout_seed_mode": "engine", "use_vllm": False}, None),
-        ({"logps_chunk_size": "auto"}, "is not kept with --logps_chunk_size"),
         ({"async_generate": True}, "does not hold for a resumed run with --async_generate true"),
         ({"sync_ref_model": True}, "does not hold for a resumed run with --sync_ref_model true"),
         ({"save_only_model": True}, "a checkpoint does not hold the optimizer's state. Leave it"),

@@ -19,7 +19,7 @@ def make_run(
     folder: Path, rounds: Sequence[list[SampleRow]], media: Sequence[str] = ()
 ) -> list[DiversityRow]:
     """Write the monitor's records and a sample log."""
-    analyzer = RoundAnalyzer(alarm_p=1e-6, is_greedy=False, seed_mode="engine")
+    analyzer = RoundAnalyzer(is_greedy=False, seed_mode="engine")
     log = open_log(folder)
     for samples in rounds:
         log.append(analyzer.analyze(samples), DIVERSITY)

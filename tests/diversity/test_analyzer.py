@@ -17,7 +17,7 @@ from tests.diversity.samples import LONG, group_of, groups_of, sample
 
 
 def analyzer_of(**changes: Any) -> RoundAnalyzer:
-    settings = {"alarm_p": 1e-6, "is_greedy": False, "seed_mode": "sample", **changes}
+    settings = {"is_greedy": False, "seed_mode": "sample", **changes}
     return RoundAnalyzer(**settings)
 
 
@@ -92,9 +92,9 @@ BROKEN = math.log2(1e-6) - 1e-9
 def test_verdicts(log2_p: float, copied: float, common_mode: float, verdict: str) -> None:
     metrics = {"copied_ratio": copied, "common_mode": common_mode}
     for tested in ({"num_pairs": 1}, {"num_earlier_pairs": 1}):
-        assert judge(CollisionTest(log2_p=log2_p, **tested), metrics, 1e-6) == verdict
+        assert judge(CollisionTest(log2_p=log2_p, **tested), metrics) == verdict
     untested = "unknown" if verdict == "collapse" else verdict
-    assert judge(CollisionTest(log2_p=log2_p), metrics, 1e-6) == untested
+    assert judge(CollisionTest(log2_p=log2_p), metrics) == untested
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_verdicts(log2_p: float, copied: float, common_mode: float, verdict: str
 def test_solved_prompts_are_no_collapse(solved: float, common_mode: float, verdict: str) -> None:
     """One completion for nearly all prompts is one, whatever its reward."""
     metrics = {"copied_ratio": 1.0, "common_mode": common_mode, "solved": solved}
-    assert judge(CollisionTest(num_pairs=1), metrics, 1e-6) == verdict
+    assert judge(CollisionTest(num_pairs=1), metrics) == verdict
 
 
 def test_a_solved_prompt_is_no_alarm_and_the_last_of_the_worst() -> None:

@@ -227,16 +227,16 @@ def test_replicas_are_named(
 
 
 def test_flags_reach_the_analysis(tmp_path: Path) -> None:
-    """A pair of 20 bits has p = 2^-20, twice for the two halves of the level: 1.91e-6. The seed
-    mode decides the remedy."""
-    for alarm_p, mode, verdict, remedy in (
-        (1.90e-6, "engine", "collapse", ""),
-        (1.92e-6, "sample", "broken", "remedy_ignored_seeds"),
+    """A pair of n bits has p = 2^-n, twice for the two halves of the level: 1.91e-6 with 20, and
+    0.95e-6 with 21. The seed mode decides the remedy."""
+    for bits, mode, verdict, remedy in (
+        (20, "engine", "collapse", ""),
+        (21, "sample", "broken", "remedy_ignored_seeds"),
     ):
-        run = Run(tmp_path / mode, diversity_alarm_p=alarm_p, rollout_seed_mode=mode)
-        run.step([sample(LONG[:20], index=i, seed=i) for i in (0, 1)])
+        run = Run(tmp_path / mode, rollout_seed_mode=mode)
+        run.step([sample(LONG[:bits], index=i, seed=i) for i in (0, 1)])
         assert (run.records[0].verdict, run.records[0].remedy) == (verdict, remedy)
-        assert run.records[0].log10_p == pytest.approx(math.log10(2 * 2**-20), abs=1e-5)
+        assert run.records[0].log10_p == pytest.approx(math.log10(2 * 2**-bits), abs=1e-5)
 
 
 def test_a_resumed_session_replaces_from_its_step_on(tmp_path: Path) -> None:

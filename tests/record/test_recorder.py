@@ -27,7 +27,8 @@ from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder, other_columns, view_command
 from swift_grpo_ext.record.tables import SampleRow, to_rows
-from swift_grpo_ext.rollout.conversation import Conversation, Turn, turn_of
+from swift_grpo_ext.rollout.answers import answer_of
+from swift_grpo_ext.rollout.conversation import Conversation, Turn
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.ranks import ThreadRanks, run_rank_groups
 
@@ -45,18 +46,18 @@ def ids(*indices: int, group: int = 2) -> list[SampleId]:
 
 
 def output(
-    ids: list[int] | None, text: str = "七", logprobs: Any = None, **fields: Any
+    ids: list[int] | None, text: str = "七", logprobs: Sequence[float] = (), **infos: Any
 ) -> RolloutOutput:
+    """As ms-swift itself answers."""
     choice = ChatCompletionResponseChoice(
         index=0,
         message=ChatMessage(role="assistant", content=text),
         finish_reason="stop",
-        logprobs=logprobs,
+        logprobs={"content": [{"logprob": p} for p in logprobs]},
         token_ids=ids,
     )
-    return RolloutOutput(
-        response=ChatCompletionResponse("", [choice], UsageInfo(1, 1, 2)), **fields
-    )
+    response = ChatCompletionResponse("", [choice], UsageInfo(1, 1, 2))
+    return RolloutOutput(response=response, rollout_infos=infos)
 
 
 def record(
@@ -73,8 +74,8 @@ def record(
             output(
                 [number, *[5] * length],
                 str(name),
-                rollout_logprobs=[[-0.5, *[-0.25] * length]],
-                rollout_infos={"seed": sample_seed(42, name)},
+                [-0.5, *[-0.25] * length],
+                seed=sample_seed(42, name),
             )
             for number, (name, length) in enumerate(zip(sample_ids, lengths, strict=True))
         ]
@@ -85,14 +86,14 @@ def record(
     ]
     prompts = [f"print {number}" for number in range(num)]
     answered = zip(sample_ids, samples, prompts, outputs, strict=True)
-    turns = [noted(sample, turn_of(out, name, prompt)) for name, sample, prompt, out in answered]
+    turns = [noted(sample, out, name, prompt) for name, sample, prompt, out in answered]
     recorder.record(samples, turns, num_ranks=num_ranks, weight_version=3)
     recorder.flush()
 
 
-def noted(sample: OnPolicySample, turn: Turn) -> list[Turn]:
+def noted(sample: Any, out: RolloutOutput, sample_id: SampleId, prompt: str) -> list[Turn]:
     conversation = Conversation()
-    conversation.note(sample, turn)
+    conversation.note(sample, answer_of(out), sample_id, prompt)
     return conversation.turns
 
 
@@ -115,22 +116,14 @@ def read(folder: Path) -> list[SampleRow]:
 @pytest.mark.parametrize(
     ("out", "expected"),
     [
-        # As ms-swift itself answers.
+        (output([5, 6], "七", [-0.5, -1.5]), ("七", [5, 6], [-0.5, -1.5], "", None)),
         (
-            output([5, 6], logprobs={"content": [{"logprob": -0.5}, {"logprob": -1.5}]}),
-            ("七", [5, 6], [-0.5, -1.5], "", None),
-        ),
-        (
-            output(
-                [5, 6],
-                rollout_logprobs=[[-1.0, -2.0]],
-                rollout_infos={"replica": "server 0 replica 1", "stop_reason": 5},
-            ),
+            output([5, 6], "七", [-1.0, -2.0], replica="server 0 replica 1", stop_reason=5),
             ("七", [5, 6], [-1.0, -2.0], "server 0 replica 1", "5"),
         ),
         # What UTF-8 cannot hold.
         (
-            output(None, "7\ud83d", rollout_infos={"stop_reason": "\ud83d"}),
+            output(None, "7\ud83d", stop_reason="\ud83d"),
             ("7\\ud83d", [], None, "", "\\ud83d"),
         ),
     ],
@@ -195,7 +188,7 @@ def test_media_in_parts_are_media_and_no_text(tmp_path: Path) -> None:
     sample = OnPolicySample(messages=[{"role": "user", "content": parts}])
     recorder = SampleRecorder(str(tmp_path), RankGroup())
     recorder.open(start_step=0)
-    turns = noted(sample, turn_of(output([5]), FIRST, "print"))
+    turns = noted(sample, output([5]), FIRST, "print")
     recorder.record([sample], [turns], num_ranks=1, weight_version=3)
     recorder.flush()
     [row] = read(tmp_path)

@@ -38,10 +38,11 @@ def record(
     recorder: RewardRecorder,
     names: Sequence[SampleId],
     values: Sequence[Sequence[float]],
-    all_gather: Gather = lambda value: [value],
+    gather: Gather = lambda value: [value],
 ) -> list[RewardRow]:
     samples = [Sample(name) for name in names]
-    return recorder.record(samples, values, fate="trained", extras={}, all_gather=all_gather)
+    kept = {name for of_rank in gather(list(names)) for name in of_rank}
+    return recorder.record(samples, values, fate="trained", extras={}, kept=kept)
 
 
 def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
         [[0.25, 1.0]],
         fate="trained",
         extras={name: {"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0, "gaps": [(3, 0.5)]}},
-        all_gather=lambda value: [value],
+        kept=[name],
     )
     log.append(rows, REWARDS)
     log.flush()
@@ -91,10 +92,10 @@ def test_what_dynamic_sampling_drops_is_recorded_by_the_rank_that_drew_it() -> N
             names = [sample_id(group=2 * number + rank, index=i) for i in (0, 1)]
             recorder.generated([Sample(name) for name in names], [[number + rank / 10, 0.0]] * 2)
         trained = [sample_id(group=rank + 1, index=i) for i in (1, 0)]
-        recorded[rank] = record(recorder, trained, [[9.0, 0.0]] * 2, all_gather=gather)
+        recorded[rank] = record(recorder, trained, [[9.0, 0.0]] * 2, gather=gather)
         # Nothing is left for the next round.
         later = [sample_id(1, index=rank)]
-        assert len(record(recorder, later, [[5.0, 0.0]], all_gather=gather)) == 1
+        assert len(record(recorder, later, [[5.0, 0.0]], gather=gather)) == 1
 
     run_ranks(2, work)
     found = {
@@ -164,7 +165,7 @@ def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:
         completion_mask=torch.tensor([[0, 1, 1, 1, 1], [0, 0, 0, 0, 1]]),
     )
     unknown = SimpleNamespace(rollout_per_token_logps=None, old_per_token_logps=torch.zeros(1, 1))
-    scores = training_scores([first, second, third], [[first, second], [third]], [batch, unknown])
+    scores = training_scores([first, second, third], [([first, second], batch), ([third], unknown)])
     assert scores == {
         first.sample_id: {
             **{"advantage": 0.5, "gap_mean": 0.3984375, "gap_max": 1.0},
@@ -175,6 +176,6 @@ def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:
         third.sample_id: {"advantage": 0.0},
     }
     monkeypatch.setattr(rewards, "MOST_GAPS", 64)
-    scores = training_scores([first, second], [[first, second]], [batch])
+    scores = training_scores([first, second], [([first, second], batch)])
     # A gap below `SHOWN_GAP` is left out.
     assert scores[first.sample_id]["gaps"] == [(0, 0.5), (1, 1.0), (2, 0.0625)]

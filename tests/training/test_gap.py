@@ -6,11 +6,10 @@ import math
 from typing import Any
 
 import pytest
-from swift.infer_engine.protocol import RequestConfig
 
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.training.batch import DisagreementError
-from swift_grpo_ext.training.gap import Gap, gap_limit, measure_rollout_gap, sampling_shift
+from swift_grpo_ext.training.encode import DisagreementError
+from swift_grpo_ext.training.gap import Gap, gap_limit, judge_gap, measure_gap, sampling_shift
 from tests.ranks import run_rank_groups
 from tests.training.samples import arguments, batch, sample
 
@@ -45,9 +44,6 @@ def test_limits(bits: int, temperature: float, limit: float) -> None:
 
 
 FAR = {"rollout": ((-0.5, -1.0),), "training": ((-0.3, -1.4),)}  # 0.2 and 0.4 nats
-HAS_MIN_P = pytest.mark.skipif(
-    not hasattr(RequestConfig(), "min_p"), reason="ms-swift 4.4 has no such flag"
-)
 
 
 def drawn(engine: str = "rank 0", **media: int) -> Any:
@@ -62,7 +58,8 @@ def measure(*batches: Any, ranks: Any = None, limit: float = 0.25, **changes: An
     pairs = [
         b if isinstance(b, tuple) else ([drawn()] * len(b.completion_mask), b) for b in batches
     ]
-    return measure_rollout_gap(pairs, args, ranks or RankGroup(), limit, step=7)
+    gap = measure_gap(pairs, limit, sampling_shift(args))
+    return judge_gap((ranks or RankGroup()).all_gather(gap), args, limit, step=7)
 
 
 def test_the_gap_is_that_of_all_ranks(warnings: list[str]) -> None:
@@ -169,7 +166,7 @@ def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
         ({"top_k": 20}, 2),
         ({"repetition_penalty": 1.1}, 2),
         ({"top_p": 0.5, "top_k": 20}, 2.69315),
-        pytest.param({"min_p": 0.3}, 2, marks=HAS_MIN_P),
+        ({"min_p": 0.3}, 2),
         # One token has a log-probability of 0, and a grammar may leave as little.
         ({"top_k": 1}, math.inf),
         ({"structured_outputs_regex": r"\d"}, math.inf),

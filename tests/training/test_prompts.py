@@ -15,8 +15,7 @@ from swift_grpo_ext.training.prompts import (
     NoReplacementError,
     candidate_order,
     replace_failing_prompts,
-    tell_duplicates,
-    tell_uneven,
+    warn_uneven,
 )
 from tests.ranks import ThreadRanks, run_rank_groups
 
@@ -141,22 +140,8 @@ def sample_ids(num_groups: int) -> list[SampleId]:
     ]
 
 
-def test_a_prompt_that_stands_twice_over_ranks_is_said_once(warnings: list[str]) -> None:
-    def work(ranks: Any) -> None:
-        for hashes in ("ccdd", "aabb") if ranks.rank else ("aabb", "bbcc"):  # the first has none
-            pairs = zip(sample_ids(2), hashes, strict=True)
-            samples: Any = [SimpleNamespace(sample_id=i, prompt_hash=h) for i, h in pairs]
-            for _ in range(2):
-                tell_duplicates(samples, ranks)
-
-    run_rank_groups(2, work)
-    [warning] = warnings
-    text = "train round 3.1, group 0, sample 0: 1 of 4 prompts of the generation batch stand in it"
-    assert text in warning
-
-
 def test_groups_whose_rows_differ_are_said_once(warnings: list[str]) -> None:
     for uneven in ([], sample_ids(2)[2:3], sample_ids(1)[:1]):
-        tell_uneven(uneven)
+        warn_uneven(uneven)
     [warning] = warnings
     assert warning.startswith("1 groups hold rows that differ, the first in train round 3.1, group")

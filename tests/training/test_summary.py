@@ -1,4 +1,4 @@
-"""A training's log has the plugin's line at its begin, and its block at its end."""
+"""A training's log has a line of the plugin at its begin, and one at its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
 from swift_grpo_ext.training import summary
 from swift_grpo_ext.training.summary import RunSummary, what_is_on
 from swift_grpo_ext.version import __version__
@@ -21,14 +20,12 @@ ARGS: dict[str, Any] = {
     **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
 }
 LOG = {"step": 1, "rollout_gap/mean": 1e-4, "rollout_gap/max": 2e-3, "reward": 0.5}
-TOWER = SimpleNamespace(name="model.visual")
 
 
-def on(towers: Any = (), *, shares: bool = True, dropouts: int = 0, **changes: Any) -> str:
+def on(*, shares: bool = True, dropouts: int = 0, leaves_out: bool = False, **changes: Any) -> str:
     logps: Any = SimpleNamespace(shares_prompts=shares)
-    encoder: Any = SimpleNamespace(towers=towers)
     args: Any = SimpleNamespace(**{**ARGS, **changes})
-    return "; ".join(what_is_on(args, logps, encoder, dropouts))
+    return "; ".join(what_is_on(args, logps, dropouts, leaves_out_old_pass=leaves_out))
 
 
 def test_what_is_on() -> None:
@@ -36,7 +33,7 @@ def test_what_is_on() -> None:
         "a seed for each sample; training reads prompts once a group where that saves time; the "
         "rollout gap is held to a limit; diversity is watched; samples are recorded"
     )
-    assert "model.visual encodes each image once" in on(towers=[TOWER, TOWER])
+    assert "saves time; the loss's pass serves as the old policy's; " in on(leaves_out=True)
     rest = {"use_vllm": False, "callbacks": [], "sample_log": "none"}
     assert on(shares=False, async_generate=True, **rest) == (
         "ms-swift's own seeds and requests; training reads prompts for each sample; the rollout "
@@ -66,7 +63,7 @@ def told(
     return lines
 
 
-def test_a_line_and_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_and_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     begin, end = told(monkeypatch, [LOG, {"step": 1, "train_loss": 0.0}])
     assert begin == (
         f"swift-grpo-ext {__version__}: all is on. Look at it meanwhile: "
@@ -79,11 +76,9 @@ def test_a_line_and_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(monkeypatch, [LOG], rank=1) == []
 
 
-def test_alarms_and_times_are_in_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {f"time/{part}": 1.0 for part in (*PARTS, *ROLLOUT_PARTS)}
+def test_alarms_are_in_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     logs = [{"step": s, "diversity/broken": 0.0, "diversity/collapse": s / 2} for s in range(3)]
-    first, *others = told(monkeypatch, [*logs, {"step": 3, **parts}])[1].split("\n")
-    assert first.endswith("; alarms of diversity at 2 steps, from step 1 on.")
-    assert others[0].startswith("A step took ")
+    [end] = told(monkeypatch, logs)[1:]
+    assert end.endswith("; alarms of diversity at 2 steps, from step 1 on.")
     [line] = told(monkeypatch, [], callbacks=[])[1:]
     assert line.endswith("1 of evaluation.")

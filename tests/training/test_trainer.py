@@ -24,8 +24,8 @@ from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout import engine as engine_module
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.engine import GroupResponse
-from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.rollout.answers import AnsweredResponse
+from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.seeding import sample_seed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +43,8 @@ class RecordingEngine:
         self.template.set_mode("vllm")
         self.rounds: list[list[tuple[str, RequestMetadata]]] = []
         self.weights: list[dict[str, torch.Tensor]] = []
-        self.engine = self.inner_model = self
-        self.model_config = None
+        self.engine = self.inner_model = self.model = self
+        self.model_config = SimpleNamespace(quantization=None)
         worker = SimpleNamespace(worker=SimpleNamespace(model_runner=self))
         self.inner_model_executor = SimpleNamespace(is_sleeping=False, driver_worker=worker)
         self.calls: list[tuple[str, bool]] = []
@@ -88,12 +88,9 @@ class RecordingEngine:
             )
             for seed in map(metadata.seed_of, range(metadata.count))
         ]
-        response = GroupResponse(
-            model="",
-            choices=[],
-            usage=UsageInfo(1, 1, 2),
-            prompt_token_ids=self.template.encode({"messages": request.messages})["input_ids"],
-            completions=completions,
+        prompt = Prompt(self.template.encode({"messages": request.messages})["input_ids"])
+        response = AnsweredResponse(
+            model="", choices=[], usage=UsageInfo(1, 1, 2), answer=Answer(completions, prompt)
         )
         return RolloutOutput(response=response)
 

@@ -1,0 +1,462 @@
+"""The samples of a group are encoded once: each is its group's prompt and its own token ids.
+
+ms-swift encodes the G samples of a group one by one, and decodes, resizes and processes the same
+images G times (ms-swift issue 4413). Here the first sample of a group is encoded whole, as ms-swift
+does. Each other one shares all entries but the response, to which its own token ids are appended.
+The result equals ms-swift's whole encode, in all families (`tests/stack/test_encodings.py`).
+
+A sample is encoded whole where the shortcut does not hold (docs/support.md): it has no token ids,
+or several turns; its prompt differs from the group's; its ids hold a placeholder of media; the
+template returns tensors, or ends a row with other tokens than the response.
+
+The rollout and training must see the same prompt (docs/promises.md, M3). That is compared here,
+once for each prompt. Where ms-swift's template writes other line breaks for vLLM, or `--max_length`
+cut the rollout's prompt, training is given the rollout's text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from swift.rlhf_trainers.utils import encode_sample
+from swift.utils import get_logger
+
+from swift_grpo_ext.checks.rows import media_of
+from swift_grpo_ext.rollout.wire import Prompt
+from swift_grpo_ext.upstream.patches import replaced
+from swift_grpo_ext.upstream.placeholders import placeholder_ids
+from swift_grpo_ext.upstream.rows import KINDS
+
+if TYPE_CHECKING:
+    from swift.template import Template
+
+    from swift_grpo_ext.config import RolloutGRPOConfig
+    from swift_grpo_ext.rollout.sample import RolloutSample
+    from swift_grpo_ext.sampling.seeding import SampleId
+
+logger = get_logger()
+
+Decode = Callable[[list[int]], str]
+Span = tuple[bool, list[int]]
+"""Whether the tokens are placeholders, and the tokens."""
+
+OF_TEXT = ("mm_token_type_ids", "token_type_ids", "image_token_types")
+"""Entries with a value for each token, which is 0 for text."""
+
+SHOWN = 5
+"""Tokens of each side that an error quotes."""
+
+REMEDY = (
+    "Give `swift rollout` the settings of the training: --template, --system, --max_length, "
+    "MAX_PIXELS and the like. Where --max_length leaves no text between two media of a prompt, "
+    "raise it, or have such prompts replaced with --truncation_strategy delete. Where ms-swift's "
+    "template writes another prompt for vLLM than for training (docs/support.md), "
+    "--rollout_mismatch warn trains on its prompt all the same."
+)
+
+TURNS_REMEDY = (
+    "Training sees the messages and media that the scheduler leaves: its `step` has to return all "
+    "images of a conversation in `rollout_infos['images']` (videos, audios alike), and to keep "
+    "earlier turns as the engine saw them; --max_length must hold all turns. "
+    "--rollout_mismatch warn trains all the same."
+)
+
+
+class DisagreementError(RuntimeError):
+    """Rollout and training disagree about a sample: its prompt, positions, tokens or numbers."""
+
+
+# --- the tokens of a sample ---
+
+
+def logprobs_of(sample: RolloutSample) -> list[float]:
+    return list(_flatten(sample.rollout_logprobs))
+
+
+def trained_ids(sample: RolloutSample) -> list[int]:
+    """Return the sampled tokens, without those that an environment put in between."""
+    ids = list(_flatten(sample.response_token_ids))
+    mask = list(_flatten(sample.response_loss_mask))
+    return [i for i, is_own in zip(ids, mask, strict=True) if is_own] if mask else ids
+
+
+def _flatten(values: Iterable[Any] | None) -> Iterator[Any]:
+    """Yield the values of ms-swift's lists for each turn, and of single turns without lists."""
+    return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
+
+
+def kind_of_row(sample: RolloutSample) -> str:
+    """Return the media of a row in a word: `text`, `image`, `images`, `video`, `image+video` ..."""
+    numbers = Counter(medium.kind for medium in media_of(sample))
+    kinds = [kind + "s" * (numbers[kind] > 1) for kind in KINDS if numbers[kind]]
+    return "+".join(kinds) or "text"
+
+
+def rollout_prompts(sample: RolloutSample) -> list[Prompt]:
+    """Return the prompt of each answered turn, as far as it is known."""
+    return [prompt for prompt in sample.rollout_prompts if prompt.token_ids]
+
+
+# --- one encode for each group ---
+
+
+class Encoded(dict[str, Any]):
+    """A sample's entries, as a template's collator takes them."""
+
+    prompt: EncodedPrompt | None = None
+    """The samples of a group share this object. It is None where the sample shares nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedPrompt:
+    """The encoded prompt of a group."""
+
+    entries: Mapping[str, Any]
+    """All entries of a sample; those with a value for each token end where the response begins."""
+
+    num_tokens: int
+
+    rollout: Sequence[int]
+    """The token ids of the prompt in the rollout."""
+
+    @classmethod
+    def of(
+        cls, sample: RolloutSample, encoded: Mapping[str, Any], response: Sequence[int]
+    ) -> EncodedPrompt | None:
+        """Return a sample's prompt; None where its row does not end with its response."""
+        ids = encoded["input_ids"]
+        num_tokens = len(ids) - len(response)
+        if not isinstance(ids, list) or ids[num_tokens:] != list(response):
+            return None
+        entries = dict(encoded)
+        for name in ("input_ids", "labels", "loss_scale", *OF_TEXT):
+            values = entries.get(name)
+            if values is None or _num_values(values) != len(ids):
+                continue  # such as kinds of media alone
+            if isinstance(values, torch.Tensor):
+                entries[name] = values[..., :num_tokens]
+            else:
+                entries[name] = values[:num_tokens]
+        prompts = rollout_prompts(sample)
+        return cls(entries, num_tokens, prompts[0].token_ids if prompts else ())
+
+    def is_prompt_of(self, encoded: Mapping[str, Any], response: Sequence[int]) -> bool:
+        """Return whether a whole encoded row is this prompt and a response."""
+        num_tokens = len(encoded["input_ids"]) - len(response)
+        return bool(encoded["input_ids"][:num_tokens] == self.entries["input_ids"])
+
+    def with_response(self, ids: Sequence[int], mask: Sequence[int]) -> Encoded:
+        """Return the entries of the sample that has this response.
+
+        Args:
+            ids: its tokens.
+            mask: for each of them, the weight in the loss: 0, 1, or another where templates scale.
+        """
+        entries = Encoded(self.entries)
+        entries.prompt = self
+        entries["input_ids"] = [*entries["input_ids"], *ids]
+        trained = [i if weight else -100 for i, weight in zip(ids, mask, strict=True)]
+        entries["labels"] = [*entries["labels"], *trained]
+        if entries.get("loss_scale") is not None:
+            entries["loss_scale"] = [*entries["loss_scale"], *map(float, mask)]
+        for name in OF_TEXT:
+            values = entries.get(name)
+            if values is None or _num_values(values) != self.num_tokens:
+                continue
+            if isinstance(values, torch.Tensor):
+                text = values.new_zeros(*values.shape[:-1], len(ids))
+                entries[name] = torch.cat([values, text], dim=-1)
+            else:
+                entries[name] = [*values, *[0] * len(ids)]
+        for name in ("length", "lengths"):
+            if name in entries:
+                length = self.num_tokens + len(ids)
+                entries[name] = [length] if isinstance(entries[name], list) else length
+        return entries
+
+
+def _num_values(values: Any) -> int:
+    """Return for how many tokens an entry has a value."""
+    return int(values.shape[-1]) if isinstance(values, torch.Tensor) else len(values)
+
+
+class GroupEncoder:
+    """Encodes the samples of one round, as training sees them.
+
+    Args:
+        template: ms-swift's, of the training. Make the encoder before ms-swift takes the template's
+            `max_length` away.
+        args: of the training; `--rollout_mismatch warn` makes a warning of prompts that differ.
+        is_conversation: whether schedulers may change prompts. Then each sample is encoded whole.
+    """
+
+    def __init__(
+        self, template: Template, args: RolloutGRPOConfig, *, is_conversation: bool = False
+    ) -> None:
+        self._template, self._args = template, args
+        self._is_conversation = is_conversation
+        self._placeholders, self._max_length = {*placeholder_ids(template)}, template.max_length
+        self._prompts: dict[tuple[SampleId, str], EncodedPrompt] = {}
+        self.fault = ""
+        """The first prompt that differs between rollout and training, with `--rollout_mismatch
+        stop`. All ranks agree on it before one raises."""
+
+    def encode(self, sample: RolloutSample) -> Encoded:
+        """Return a sample's entries."""
+        key = sample.sample_id.group_id, sample.prompt_hash
+        known, response = self._prompts.get(key), self._response(sample)
+        prompts = rollout_prompts(sample)
+        if known and response and (not prompts or prompts[0].token_ids == known.rollout):
+            return known.with_response(*response)
+        encoded = Encoded(encode_whole(sample, self._template, self._max_length))
+        self._check_prompts(sample, encoded)
+        if self._is_conversation:
+            response = self._response_of_turns(encoded)
+        if response and known is None:
+            known = EncodedPrompt.of(sample, encoded, response[0])
+        if known and response and known.is_prompt_of(encoded, response[0]):
+            encoded.prompt = self._prompts[key] = known
+        return encoded
+
+    def _response(self, sample: RolloutSample) -> tuple[list[int], list[int]] | None:
+        """Return the tokens of a response and their weights; None where the sample needs its own
+        whole encode."""
+        turns = sample.response_token_ids or []
+        if not turns or self._is_conversation or (isinstance(turns[0], list) and len(turns) > 1):
+            return None
+        ids = list(_flatten(turns))
+        mask = list(_flatten(sample.response_loss_mask)) or [1] * len(ids)
+        if not ids or len(mask) != len(ids) or not self._placeholders.isdisjoint(ids):
+            return None
+        return ids, mask
+
+    def _response_of_turns(self, encoded: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
+        """Return the tokens of a conversation's turns; None where the row shows media, which may
+        differ where token ids do not."""
+        ids, labels = encoded["input_ids"], encoded.get("labels") or ()
+        start = next((i for i, label in enumerate(labels) if label != -100), None)
+        if start is None or any(_is_media(i, self._placeholders) for i in ids):
+            return None
+        return ids[start:], []
+
+    def _check_prompts(self, sample: RolloutSample, encoded: Mapping[str, Any]) -> None:
+        try:
+            check_rollout_prompts(sample, encoded, self._template, self._placeholders, REMEDY)
+        except DisagreementError as e:
+            if self._args.rollout_mismatch == "stop":
+                self.fault = self.fault or str(e)
+            else:
+                warn_of_mismatch(e)
+
+
+def encode_as_training(template: Template, samples: Sequence[RolloutSample]) -> None:
+    """Encode generated samples as training sees them, each into its `encoded`; for callers without
+    a round (`check`, `selftest`), who look for prompts that differ themselves."""
+    max_length = template.max_length
+    with replaced(template, "max_length", None):
+        for sample in samples:
+            sample.encoded = encode_whole(sample, template, max_length)
+
+
+def encode_whole(
+    sample: RolloutSample, template: Template, max_length: int | None
+) -> dict[str, Any]:
+    """Return a sample's entries as ms-swift encodes them, with the text of its rollout.
+
+    Args:
+        max_length: `--max_length`, which ms-swift takes from the template while it encodes.
+    """
+    # ms-swift labels the end of each turn, for answers that come as text (4.6, template/base.py,
+    # `_add_dynamic_eos`). No policy drew those tokens, and they have no log-probabilities.
+    has_ids = bool(sample.response_token_ids)
+    adds_eos = replaced(template, "_add_dynamic_eos", lambda *_: None) if has_ids else nullcontext()
+    with adds_eos:
+        encoded: dict[str, Any] = encode_sample(sample, template)
+    encoded.pop("_extra_kwargs", None)
+    # In a conversation each turn saw another prompt, which holds what was sampled before.
+    prompts = rollout_prompts(sample)
+    rollout = prompts[0].token_ids if len(prompts) == 1 else ()
+    was_cut = may_be_cut(rollout, max_length)
+    placeholders, decode = placeholder_ids(template), template.tokenizer.decode
+    changed = with_text_of(rollout, encoded, placeholders, decode, was_cut=was_cut)
+    if changed and not was_cut:
+        logger.info_once(
+            "ms-swift's template writes other line breaks beside media for training than for vLLM, "
+            "or vLLM merges them (docs/support.md): training has the rollout's.",
+            hash_id="line_breaks",
+        )
+    return encoded | changed
+
+
+def warn_of_mismatch(error: DisagreementError) -> None:
+    logger.warning_once(
+        f"{error} Training goes on (--rollout_mismatch warn); its log-probabilities are of its own "
+        "prompt, and rollout_gap says how far they lie apart.",
+        hash_id="rollout_mismatch",
+    )
+
+
+# --- the rollout's text ---
+
+
+def may_be_cut(rollout: Sequence[int], max_length: int | None) -> bool:
+    """Return whether `--max_length`, for which a medium is one token, may have cut the prompt of a
+    rollout."""
+    return max_length is not None and 0 < max_length <= len(rollout)
+
+
+def with_text_of(
+    rollout: Sequence[int],
+    encoded: Mapping[str, Any],
+    placeholders: Collection[int],
+    decode: Decode,
+    *,
+    was_cut: bool,
+) -> dict[str, Any]:
+    """Return what changes of an encoded sample so that it has the text of the rollout's prompt.
+
+    The policy was asked with the rollout's prompt: it is trained on that one. Media stay as they
+    are encoded. Two prompts come of one row where
+
+    - a template writes a line more beside an image for training (ms-swift's InternVL), or an engine
+      merges line breaks (vLLM's Gemma3);
+    - ms-swift cuts a prompt to `--max_length` for a rollout, and keeps all media and the last of
+      its other tokens (4.6.0, template/base.py, `_truncate`); for training it encodes it whole.
+
+    Args:
+        rollout: token ids of the prompt, as the engine saw it.
+        encoded: ms-swift's, with `input_ids`, `labels` (-100 in the prompt) and what else has one
+            value for each token, as a list or a tensor [tokens].
+        placeholders: ids that stand for media.
+        decode: the text of token ids.
+        was_cut: whether the rollout's prompt may be a cut one.
+
+    Returns:
+        New entries; none where the prompts are equal or differ in more than that, or where text
+        tokens of the prompt do not share an entry's value.
+    """
+    ids, labels = encoded["input_ids"], encoded.get("labels")
+    # A template that encodes into tensors keeps its text; `check_rollout_prompts` judges it.
+    if not isinstance(ids, list) or not labels or ids[: len(rollout)] == list(rollout):
+        return {}
+    num_prompt = next((i for i, label in enumerate(labels) if label != -100), len(labels))
+    ours, theirs = spans_of(rollout, placeholders), spans_of(ids[:num_prompt], placeholders)
+
+    # Where a cut leaves no text between two media, numbers of runs differ too: side by side,
+    # transformers takes two for one (5.19, `get_rope_index`).
+    if len(ours) != len(theirs):
+        return {}
+    # A new text token takes what else the sample has for each token from an old one of the prompt.
+    text_positions = [at for at, i in enumerate(ids[:num_prompt]) if not _is_media(i, placeholders)]
+    new_ids: list[int] = []
+    sources: list[int] = []
+    """The position in `ids` from which each new token has its other values."""
+    start = 0  # of the span in `ids`
+    for (is_media, own), (_, other) in zip(ours, theirs, strict=True):
+        end = start + len(other)
+        if is_media:
+            agree = _same_item(own, other)
+            new_ids += other
+            sources += range(start, end)
+        else:
+            # A cut takes tokens from the left.
+            is_cut = was_cut and own == other[max(len(other) - len(own), 0) :]
+            own_line, other_line = (decode(part).replace("\n", "") for part in (own, other))
+            # Without media no template writes other line breaks.
+            agree = is_cut or (len(ours) > 1 and own_line == other_line)
+            new_ids += own
+            sources += text_positions[:1] * len(own)
+        if not agree:
+            return {}
+        start = end
+    sources += range(num_prompt, len(ids))
+    changed: dict[str, Any] = {"input_ids": [*new_ids, *ids[num_prompt:]]}
+    if "length" in encoded:
+        changed["length"] = len(sources)
+    for name, values in encoded.items():
+        # Pixels and grids of media have another length, and stay.
+        is_list = isinstance(values, list) and len(values) == len(ids)
+        if name == "input_ids" or not (is_list or getattr(values, "shape", None) == (len(ids),)):
+            continue
+        if len({float(values[at]) for at in text_positions}) > 1:
+            return {}  # such as positions: which one a new token has, nobody knows
+        changed[name] = [values[at] for at in sources] if is_list else values[sources]
+    return changed
+
+
+def _is_media(token_id: int, placeholders: Collection[int]) -> bool:
+    return token_id < 0 or token_id in placeholders
+
+
+def spans_of(ids: Sequence[int], placeholders: Collection[int]) -> list[Span]:
+    """Return the runs of placeholders and of text, beginning with text."""
+    runs = groupby(ids, key=lambda i: _is_media(i, placeholders))
+    spans = [(is_media, list(run)) for is_media, run in runs]
+    return spans if spans and not spans[0][0] else [(False, []), *spans]
+
+
+def _same_item(ours: list[int], theirs: list[int]) -> bool:
+    """Return whether two runs of placeholders differ in notation at most.
+
+    Negative numbers stand for a whole item, however many tokens it takes.
+    """
+    # InternVL's frames are `<video>` to vLLM and `<IMG_CONTEXT>` to training, as many of them.
+    alike = len(ours) == len(theirs) and len({*ours}) == len({*theirs}) == 1
+    return ours == theirs or alike or min(theirs) < 0
+
+
+# --- prompts that differ ---
+
+
+def check_rollout_prompts(
+    sample: RolloutSample,
+    encoded: Mapping[str, Any],
+    template: Template,
+    placeholders: Collection[int],
+    remedy: str = "",
+) -> None:
+    """Raise `DisagreementError` where an encoded sample does not begin with the prompt that its
+    rollout saw in each turn, as far as that is known.
+
+    Args:
+        placeholders: ids that stand for media; in training negative ones do too.
+        remedy: the message's last sentence.
+    """
+    training: list[int] = torch.as_tensor(encoded["input_ids"]).flatten().tolist()
+    spans, decode = spans_of(training, placeholders), template.tokenizer.decode
+    prompts = rollout_prompts(sample)
+    for turn, prompt in enumerate(prompts, 1):
+        rollout = prompt.token_ids
+        ours = spans_of(rollout, placeholders)
+        agrees = len(spans) >= len(ours)
+        for (is_media, own), (_, other) in zip(ours, spans, strict=False):
+            if is_media:
+                agrees &= _same_item(own, other)
+                continue
+            is_last = own is ours[-1][1]  # in training, completions follow it in the same span
+            if own == (other[: len(own)] if is_last else other):
+                continue
+            # Training was given a prompt's line breaks beside media, but not those of later turns.
+            line, other_line = (decode(part).replace("\n", "") for part in (own, other))
+            starts = other_line.startswith(line) if is_last else other_line == line
+            agrees &= len(prompts) > 1 and len(ours) > 1 and starts
+        if agrees:
+            continue
+        pairs = zip(rollout, training, strict=False)
+        shorter = min(len(rollout), len(training))
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+        seen, trained = (ids[first : first + SHOWN] for ids in (rollout, training))
+        words = [repr(decode([i for i in ids if i >= 0])) for ids in (seen, trained)]
+        where = f" in turn {turn}" if len(prompts) > 1 else ""
+        advice = TURNS_REMEDY if remedy and where else remedy
+        raise DisagreementError(
+            f"{sample.sample_id}{where}: the rollout saw a prompt of {len(rollout)} tokens that "
+            f"training does not begin with; they differ from token {first} on ({seen} against "
+            f"{trained}, {words[0]} against {words[1]}). {advice}"
+        )

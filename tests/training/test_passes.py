@@ -1,0 +1,82 @@
+"""The pass of the old policy is left out where the loss's own pass has its weights."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from swift.rlhf_trainers import GRPOTrainer
+
+from swift_grpo_ext.training.passes import TrainingPasses
+from tests.training.samples import arguments
+
+LOGPS = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+
+
+class Host(TrainingPasses):
+    """What the passes read of ms-swift's trainer."""
+
+    def __init__(self, *, steps: int = 2, per_round: int = 2, sp: int = 1, **own: Any) -> None:
+        self.args = arguments(gradient_accumulation_steps=steps, steps_per_generation=per_round)
+        self.template = SimpleNamespace(sequence_parallel_size=sp)
+        self.model = SimpleNamespace(training=own.pop("training", True))
+        self._has_teacher_explicit = lambda: own.get("teacher", False)
+        self.kl_in_reward, self.beta = own.get("kl_in_reward", False), own.get("beta", 0.0)
+        self.use_liger_loss = own.get("liger", False)
+        self.dynamic_num_samples = own.get("dynamic", False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "views", "needs"),
+    [
+        ({}, False, False),
+        ({"steps": 4}, False, False),  # two rounds for an update
+        ({"beta": 0.04}, False, False),  # a reference does not need it
+        ({"steps": 1}, False, True),  # two updates from a round
+        ({"steps": 3}, False, True),
+        ({"steps": 1, "training": False}, False, False),  # an evaluation updates nothing
+        ({"steps": 4, "sp": 2}, False, False),
+        ({"steps": 2, "sp": 2}, False, True),
+        ({}, True, True),
+        ({"teacher": True}, False, True),
+        ({"kl_in_reward": True, "beta": 0.04}, False, True),
+        ({"kl_in_reward": True}, False, False),
+        ({"liger": True}, False, True),
+        ({"dynamic": True}, False, True),
+    ],
+)
+def test_which_rounds_need_the_old_policys_pass(
+    settings: dict[str, Any], views: bool, needs: bool
+) -> None:
+    assert Host(**settings).needs_old_logps(has_views=views) is needs
+
+
+def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's is made. The loss's first pass then has the old policy's values, which a
+    second iteration compares with."""
+    made: list[Any] = []
+
+    def compute(self: Any, model: Any, inputs: Any, batch: Any, *_: Any, **__: Any) -> Any:
+        made.append(model)
+        return LOGPS, None
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", compute)
+    host = Host()
+    batches = [SimpleNamespace(old_per_token_logps=None) for _ in range(2)]
+    host._leaves_out_old_pass = True
+    for batch in batches:
+        assert host._get_per_token_logps_and_entropies("policy", {}, batch)[0] is None
+        assert host._get_per_token_logps_and_entropies("reference", {}, batch)[0] is LOGPS
+        assert batch.old_per_token_logps is None
+    assert made == ["reference"] * 2
+    host._leaves_out_old_pass = False
+    for _ in range(2):
+        assert host._get_per_token_logps_and_entropies("policy", {}, batches[0])[0] is LOGPS
+        old = batches[0].old_per_token_logps
+        assert torch.equal(old, LOGPS)
+        assert not old.requires_grad
+    kept = SimpleNamespace(old_per_token_logps=-LOGPS)
+    host._get_per_token_logps_and_entropies("policy", {}, kept)
+    assert torch.equal(kept.old_per_token_logps, -LOGPS)

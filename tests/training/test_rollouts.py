@@ -1,0 +1,83 @@
+"""What the ranks of a training agree on behind a rollout."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
+
+from swift_grpo_ext.ranks import RankGroup
+from swift_grpo_ext.training.rollouts import RolloutTraining
+from tests.ranks import ThreadRanks, run_rank_groups
+
+
+class Trainer(RolloutTraining):
+    """A rank that rolls out, without a model and an engine; it may fail."""
+
+    multi_turn_scheduler: Any = None
+    enable_server_multi_turn = False
+
+    def __init__(self, ranks: RankGroup, *, fails: bool, generates: bool = True) -> None:
+        self.ranks = ranks
+        self.fails = fails
+        self.waits: list[float] = []
+        self._settings: Any = SimpleNamespace(generates=generates)
+        self._clock: Any = SimpleNamespace(note_wait=self.waits.append)
+
+
+@pytest.fixture(autouse=True)
+def _rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def infer(trainer: Trainer, samples: Any, *_: Any) -> Any:
+        if trainer.fails:
+            raise OSError(f"disk {trainer.ranks.rank} is gone")
+        return samples
+
+    monkeypatch.setattr(RolloutTrainerMixin, "_infer_single_or_multi_turn", infer)
+
+
+@pytest.mark.parametrize("failing", [(), (1,), (0, 1)])
+def test_a_rollout_that_fails_on_one_rank_fails_on_all(failing: tuple[int, ...]) -> None:
+    """No rank waits for another one; each says what has failed where."""
+
+    def work(ranks: ThreadRanks) -> Any:
+        trainer = Trainer(ranks, fails=ranks.rank in failing)
+        samples: Any = [f"sample of {ranks.rank}"]
+        config: Any = None
+        try:
+            results = trainer._infer_single_or_multi_turn(samples, config)
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+        return results, len(trainer.waits)
+
+    own = [f"OSError: disk {rank} is gone" for rank in range(2)]
+    expected: dict[tuple[int, ...], list[Any]] = {
+        (): [(["sample of 0"], 1), (["sample of 1"], 1)],
+        (1,): [f"RolloutError: The rollout failed on rank 1: {own[1]}", own[1]],
+        (0, 1): own,
+    }
+    assert run_rank_groups(2, work) == expected[failing]
+
+
+class NoExchange(RankGroup):
+    """The other rank stands in a collective of ms-swift's."""
+
+    size = 2
+
+    def all_gather(self, value: Any) -> list[Any]:
+        raise AssertionError(value)
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        Trainer(NoExchange(), fails=True, generates=False),
+        type("Talks", (Trainer,), {"multi_turn_scheduler": object()})(NoExchange(), fails=True),
+        type("Asks", (Trainer,), {"enable_server_multi_turn": True})(NoExchange(), fails=True),
+    ],
+)
+def test_a_rank_that_fails_between_collectives_of_ms_swift_meets_nobody(trainer: Trainer) -> None:
+    config: Any = None
+    with pytest.raises(OSError, match="disk 0 is gone"):
+        trainer._infer_single_or_multi_turn([], config)
