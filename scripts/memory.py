@@ -39,8 +39,8 @@ ENGINE = 2.0
 LENGTH, NUM_RUNNING = 2048 + 1024, 16
 """Tokens of a sample, and how many samples vLLM has room for at a time (else it takes turns)."""
 
-BATCH, CHUNK, SHARE = 8, 512, 0.45
-"""`--per_device_train_batch_size`, `--logps_chunk_size`, `--vllm_gpu_memory_utilization`."""
+BATCH, CHUNK, SHARE = 8, 1024, 0.45
+"""`--per_device_train_batch_size`, positions of a chunk, `--vllm_gpu_memory_utilization`."""
 
 ROOMY = 0.9
 """Up to this part of a GPU's memory there is room to spare."""

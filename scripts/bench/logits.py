@@ -1,4 +1,4 @@
-"""Peak memory and time of log-probabilities: ms-swift's own pass, ours, and ours in chunks.
+"""Peak memory and time of log-probabilities: ms-swift's own pass, and ours.
 
     python scripts/bench/logits.py --output scripts/bench/results/logits.json
 
@@ -28,12 +28,7 @@ from swift_grpo_ext.logits.shim import LogitsShim
 
 QWEN_VOCABULARY = 151_936
 HIDDEN = 64
-FULL, KEYWORD, OURS, CHUNKED = (
-    "ms-swift, no keyword",
-    "ms-swift, keyword",
-    "ours, no keyword",
-    "ours, chunked",
-)
+FULL, KEYWORD, OURS = "ms-swift, no keyword", "ms-swift, keyword", "ours"
 
 
 class Case(NamedTuple):
@@ -47,14 +42,13 @@ class Case(NamedTuple):
     """Completion tokens of each row."""
 
     vocabulary: int
-    ways: tuple[str, ...] = (KEYWORD, OURS, CHUNKED)
+    ways: tuple[str, ...] = (KEYWORD, OURS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--repetitions", type=int, default=2, help="turns of each way, after one that warms up")
-    add("--chunk-size", type=int, default=512, help="--logps_chunk_size")
     add("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192], metavar="N",
         help="completion tokens, after a prompt of 512")  # fmt: skip
     add("--vocabulary", type=int, default=QWEN_VOCABULARY, help="of the first case, and of others "
@@ -64,7 +58,7 @@ def main() -> None:
     add("--output", type=Path, help="write rows and environment there, as JSON")
     options = parser.parse_args()
     whole, part = options.vocabulary, options.vocabulary // 4
-    every = (FULL, KEYWORD, OURS, CHUNKED)
+    every = (FULL, KEYWORD, OURS)
     cases = [
         Case("one prompt of 4096 and 1024 new tokens", (4096,), 1024, whole, every),
         Case("prompts of 1500 and 60, 200 new tokens each", (1500, 60), 200, part, every),
@@ -73,14 +67,14 @@ def main() -> None:
     results = Results(options.output)
     torch.set_default_device(options.device)
     for case in cases:
-        works = make_works(case, options.chunk_size, getattr(torch, options.dtype))
+        works = make_works(case, getattr(torch, options.dtype))
         turns = side_by_side(works, options.repetitions, options.device, case.name)
         results.add(make_rows({"case": case.name, "vocabulary": case.vocabulary}, turns))
     names = ("case", "vocabulary", "way")
     print(as_markdown(results.rows, names, ("peak_bytes", "seconds")))
 
 
-def make_works(case: Case, chunk_size: int, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+def make_works(case: Case, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
     """Return each way's forward and backward, as a function."""
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -113,15 +107,14 @@ def make_works(case: Case, chunk_size: int, dtype: torch.dtype) -> dict[str, Cal
         logps, _ = upstream(trainer, model, dict(inputs), num_kept, input_ids)
         logps[wanted[:, -num_kept:]].sum().backward()
 
-    def ours(chunk_size: int) -> None:
+    def ours() -> None:
         model.zero_grad(set_to_none=False)
-        shim.logps(model, inputs, mask, targets, chunk_size=chunk_size).logps_N.sum().backward()
+        shim.logps(model, inputs, mask, targets).logps_N.sum().backward()
 
     works: dict[str, Callable[[], None]] = {
         FULL: theirs,
         KEYWORD: partial(theirs, "logits_to_keep"),
-        OURS: partial(ours, 0),
-        CHUNKED: partial(ours, chunk_size),
+        OURS: ours,
     }
     return {way: works[way] for way in case.ways}
 

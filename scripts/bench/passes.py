@@ -17,7 +17,7 @@ from tiny_vlm.families import draw, make_config, numbering, sized
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from swift_grpo_ext.logits.shared_prompt import PackedBatch, pack
+from swift_grpo_ext.logits.packed import GroupRows, PackedBatch, SharedPromptInputs, pack
 from swift_grpo_ext.logits.shim import LogitsShim
 
 FLASH = {
@@ -44,6 +44,9 @@ class Batch:
 
     targets_N: Tensor
     """The tokens that they predict."""
+
+    sizes: Sequence[tuple[int, int]]
+    """The number of tokens of each group's prompt, and of its samples."""
 
 
 def why_not_installed(attention: str) -> str:
@@ -87,7 +90,7 @@ def group_of(model: Any, prompt_T: Tensor, completions: Sequence[int]) -> Batch:
         inputs["position_ids"] = columns.expand(3, *ids.shape)
     if model.config.model_type == "gemma3":
         inputs["token_type_ids"] = torch.zeros_like(ids)
-    return Batch(inputs, predicts, ids.roll(-1, 1)[predicts])
+    return Batch(inputs, predicts, ids.roll(-1, 1)[predicts], [(prompt, len(completions))])
 
 
 def positions_of(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -100,25 +103,46 @@ def positions_of(model: Any, inputs: dict[str, Any]) -> Tensor:
     return positions
 
 
-def plain(model: Any, batch: Batch, chunk_size: int = 0) -> Tensor:
+def plain(model: Any, batch: Batch, chunk_size: int = LogitsShim.chunk_size) -> Tensor:
     """Return log-probabilities [N] of the batch as it is."""
     return _logps(model, batch, PackedBatch(batch.inputs, batch.predicts_BT), chunk_size)
 
 
-def once(model: Any, batch: Batch, chunk_size: int = 0) -> Tensor:
+def once(model: Any, batch: Batch, chunk_size: int = LogitsShim.chunk_size) -> Tensor:
     """Return log-probabilities [N] of the batch with each prompt once."""
     return _logps(model, batch, packed(model, batch), chunk_size)
 
 
 def packed(model: Any, batch: Batch) -> PackedBatch:
     """Return a batch in which each group's prompt stands once."""
-    found = pack(batch.inputs, batch.predicts_BT, model)
+    found = pack(shared(batch), model)
     assert found is not None
     return found
 
 
+def shared(batch: Batch) -> SharedPromptInputs:
+    """Return a batch with its groups, and the inputs of the longest row of each."""
+    attended_BT, num_rows = batch.inputs["attention_mask"].bool(), len(batch.predicts_BT)
+    groups, heads, first = list[GroupRows](), list[int](), 0
+    for prompt, size in batch.sizes:
+        rows = range(first, first + size)
+        first += size
+        ids = [batch.inputs["input_ids"][row][attended_BT[row]].tolist() for row in rows]
+        groups.append(GroupRows(prompt, ids, [[-100] * prompt + own[prompt:] for own in ids]))
+        heads.append(max(rows, key=lambda row: int(attended_BT[row].sum())))
+    of_heads = {
+        name: value[..., heads, :]
+        if value.shape[-2:] == attended_BT.shape
+        else value.unflatten(0, (num_rows, -1))[heads].flatten(0, 1)  # each row has as many media
+        for name, value in batch.inputs.items()
+    }
+    return SharedPromptInputs(batch.inputs, groups, of_heads, lambda: batch.inputs)
+
+
 def _logps(model: Any, batch: Batch, given: PackedBatch, chunk_size: int) -> Tensor:
-    return _shim_of(model).logps(model, *given, batch.targets_N, chunk_size=chunk_size).logps_N
+    shim = _shim_of(model)
+    shim.chunk_size = chunk_size
+    return shim.logps(model, *given, batch.targets_N).logps_N
 
 
 @lru_cache(maxsize=1)

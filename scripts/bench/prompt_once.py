@@ -3,12 +3,11 @@
     python scripts/bench/prompt_once.py --output scripts/bench/results/prompt_once.json
     python scripts/bench/prompt_once.py --size 3b 7b --layers 4    on a machine with a GPU
 
-Forward and backward of one group (`passes.py`), on models with random weights, with logits at once
-and in chunks; on a CPU in float32, on a GPU in bfloat16 with gradient checkpointing. Completions
-have from 64 to 256 tokens, on a GPU all of them 256: without padding the plain pass takes its
-fastest kernel. The rows of a plain pass do not depend on one another: of those beyond
-`--positions`, some are run, and their time is multiplied. The ratio that is expected is that of
-`--logps_shared_prompt auto`.
+Forward and backward of one group (`passes.py`), on models with random weights; on a CPU in float32,
+on a GPU in bfloat16 with gradient checkpointing. Completions have from 64 to 256 tokens, on a GPU
+all of them 256: without padding the plain pass takes its fastest kernel. The rows of a plain pass
+do not depend on one another: of those beyond `--positions`, some are run, and their time is
+multiplied. The ratio that is expected is that of `--logps_shared_prompt auto`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from common import Results, as_markdown, default_device, make_rows
 from tqdm import tqdm
@@ -34,16 +34,10 @@ from scripts.bench.passes import (
     once,
     packed,
     plain,
+    shared,
     why_not_installed,
 )
-from swift_grpo_ext.logits.logps import free_bytes
-from swift_grpo_ext.logits.shared_prompt import (
-    GroupLengths,
-    groups_of,
-    reason_against,
-    samples_of,
-    saving,
-)
+from swift_grpo_ext.logits.packed import reason_against, saving
 from swift_grpo_ext.upstream.determinism import deterministic
 
 FAMILIES = ("qwen2_5_vl", "qwen3_5", "gemma3")
@@ -65,7 +59,6 @@ def main() -> None:
     add("--group-sizes", type=int, nargs="+", default=[4, 8, 16, 32], metavar="G")
     add("--prompts", type=int, nargs="+", default=[256, 1024, 4096, 8192], metavar="TOKENS")
     add("--completions", type=int, nargs=2, metavar="TOKENS", help="the shortest and the longest")
-    add("--chunk-size", type=int, default=512, help="--logps_chunk_size; 0: without that way")
     add("--deterministic", action="store_true", help="also as with --full_determinism true")
     add("--positions", type=int, default=8192, help="of a plain pass, unless one row has more; a "
         "GPU runs all")  # fmt: skip
@@ -118,24 +111,19 @@ def run_point(
         num_rows = min(max(options.positions // (prompt + max(completions)), 1), group_size)
     prompt_T = torch.randint(200, text.vocab_size, (prompt,))
     group, part = (group_of(model, prompt_T, completions[:n]) for n in (group_size, num_rows))
-    attended = group.inputs["attention_mask"].bool()
-    samples = samples_of(group.inputs["input_ids"], attended, group.predicts_BT)
-    lengths = [*map(GroupLengths.of, groups_of(samples, lambda a, b: True))]
-    expected = round(1 - saving(lengths, text), 3)
+    expected = round(1 - saving(shared(group).groups, text), 3)
     point |= {"rows run": f"{num_rows} of {group_size}", "expected": expected, "skipped": ""}
     reason = reason_against(model, group.inputs)
     if options.device == "cpu" and not reason:
         # Up to 72 numbers of the width for each position and layer, as measured (gated delta nets).
         largest = max(part.predicts_BT.numel(), packed(model, group).predicts_1L.numel())
         needed = largest * text.num_hidden_layers * 80 * text.hidden_size * 4
-        if needed > (free := free_bytes(torch.device("cpu"))):
+        if needed > (free := psutil.virtual_memory().available):
             reason = f"{needed / 2**30:.0f} GiB needed, {free / 2**30:.0f} free"
     if reason:
         return [{**point, "skipped": reason, "way": ""}]
 
     passes: dict[str, Callable[[], torch.Tensor]] = {"plain": partial(plain, model, part)}
-    if options.chunk_size:
-        passes["chunked"] = partial(plain, model, part, options.chunk_size)
     passes["prompt once"] = partial(once, model, group)
 
     def work(compute: Callable[[], torch.Tensor], is_deterministic: bool) -> None:

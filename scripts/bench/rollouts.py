@@ -5,9 +5,7 @@
 
 All ways use the plugin's engine or server, where a request without its envelope is served just as
 ms-swift does. `ms-swift` asks for one completion a request. `ours` does what the trainer's
-`_rollout` does: fingerprints of the samples, groups, requests, and one output a sample. In the
-training process it does so with an empty `--media_cache_gb` (the first epoch), with one that has
-met these images (a later epoch), and with 0 (no cache).
+`_rollout` does: fingerprints of the samples, groups, requests, and one output a sample.
 
 Before each turn, untimed, the samples are made, and vLLM's caches of prefixes, of processed images
 and of encoded images are emptied, as `--sleep_level` empties them. Loading the model and syncing
@@ -15,7 +13,7 @@ weights are not timed. With `--server`, bytes are those of HTTP bodies, and both
 machine. In the training process, `image_cpu_seconds` are all that the process spends on a round and
 on its training batch (`encode_sample`) but the engine's own steps: reading, decoding, hashing and
 processing images, tokenizing, and the making of requests and answers. `image_seconds` is the same
-by the clock; `cache_bytes` is what the cache held after its round.
+by the clock.
 """
 
 from __future__ import annotations
@@ -49,17 +47,18 @@ from common import (
     make_rows,
 )
 from swift.infer_engine.protocol import RolloutOutput
-from swift.rl_core.data import GRPOSample, OnPolicySample
 from swift.rlhf_trainers.utils import encode_sample
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from scripts.bench.measure import Measures, Turn, interleave, stopwatch
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
-from swift_grpo_ext.flags import ExtFlags
-from swift_grpo_ext.media.encode import MediaCache
+from swift_grpo_ext.rollout.answers import answer_of
 from swift_grpo_ext.rollout.engine import RolloutEngine
-from swift_grpo_ext.rollout.generate import ServedSample, to_rollout_outputs
+from swift_grpo_ext.rollout.sample import RolloutSample
+from swift_grpo_ext.rollout.wire import Answer
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.server.client import RolloutServers
+from swift_grpo_ext.training.encode import GroupEncoder
 
 CACHES = ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache")
 STARTUP_SECONDS = 600
@@ -68,9 +67,9 @@ NUM_ANSWER_TOKENS = 64
 
 MEASURES = (
     *("seconds", "tokens", "request_bytes", "response_bytes"),
-    *("image_cpu_seconds", "image_seconds", "media/decoded", "media/processed", "cache_bytes"),
+    *("image_cpu_seconds", "image_seconds"),
 )
-Samples = Sequence[OnPolicySample]
+Samples = Sequence[RolloutSample]
 Case = Callable[[int], Samples]
 """Makes the batch of a repetition."""
 
@@ -139,50 +138,39 @@ class Colocated:
         self._engine.engine.step = timed
 
     def ways(self, case: Case) -> dict[str, Turn]:
-        kept = self._media()
-        self._measure(case, lambda: kept, 0)
-        caches: dict[str, Callable[[], MediaCache | None]] = {
-            "ms-swift": lambda: None,
-            "ours, first epoch": self._media,
-            "ours, later epoch": lambda: kept,
-            "ours, no cache": lambda: self._media(0),
-        }
-        return {way: partial(self._measure, case, media) for way, media in caches.items()}
+        return {way: partial(self._measure, case, way) for way in ("ms-swift", "ours")}
 
-    def _media(self, max_gb: float = ExtFlags.media_cache_gb) -> MediaCache:
-        return MediaCache(max_gb, self._template)
-
-    def _measure(
-        self, case: Case, make_media: Callable[[], MediaCache | None], repetition: int
-    ) -> Measures:
+    def _measure(self, case: Case, way: str, repetition: int) -> Measures:
         """Generate a case's batch once, encode it for training, and return what that took."""
-        samples, media = case(repetition), make_media()
+        samples = case(repetition)
         for cache_reset in CACHES:
             getattr(self._engine.engine, cache_reset)()
         self._steps.clear()
         rollout: Measures = {}
         training: Measures = {}
-        with media.in_rollout(self._engine) if media else nullcontext(), stopwatch(rollout):
-            outputs = self._ours(samples) if media else self._theirs(samples)
+        with stopwatch(rollout):
+            outputs = self._ours(samples) if way == "ours" else self._theirs(samples)
         rows = [as_trained(sample, number) for number, sample in enumerate(samples)]
-        with media.in_training(self._template) if media else nullcontext(), stopwatch(training):
+        encode: Callable[..., Any] = partial(encode_sample, template=self._template)
+        if way == "ours":
+            args: Any = SimpleNamespace(rollout_mismatch="stop")
+            encode = GroupEncoder(self._template, args).encode
+        with stopwatch(training):
             for row in rows:
-                encode_sample(row, self._template)
+                encode(row)
         cpu_seconds, seconds = (
             rollout[name] - self._steps[name] + training[name]
             for name in ("cpu_seconds", "seconds")
         )
-        held = {**media.end_round(), "cache_bytes": float(media.num_bytes)} if media else {}
         images = {"image_cpu_seconds": cpu_seconds, "image_seconds": seconds}
-        return {**rollout, "tokens": count_tokens(outputs), **images, **held}
+        return {**rollout, "tokens": count_tokens(outputs), **images}
 
     def _theirs(self, samples: Samples) -> list[RolloutOutput]:
         return self._infer([sample.to_infer_request() for sample in samples])
 
     def _ours(self, samples: Samples) -> list[RolloutOutput]:
-        def ask(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
-            pairs = zip(self._infer(requests), metadatas, strict=True)
-            return [to_rollout_outputs(output, metadata, "rank 0") for output, metadata in pairs]
+        def ask(requests: list[Any], metadatas: list[Any]) -> list[Answer]:
+            return [answer_of(output) for output in self._infer(requests)]
 
         return draw_ours(samples, RUN_SEED, ask)
 
@@ -190,11 +178,14 @@ class Colocated:
         return list(self._engine.infer(requests, copy(self._config), use_tqdm=False))
 
 
-def as_trained(sample: OnPolicySample, number: int) -> GRPOSample:
+def as_trained(sample: RolloutSample, number: int) -> RolloutSample:
     answer = {"role": "assistant", "content": "Nothing."}
     ids = [[number + 10] * NUM_ANSWER_TOKENS]
     row = {"messages": [*sample.messages, answer], "response_token_ids": ids}
-    return GRPOSample.from_row({**row, **({"images": sample.images} if sample.images else {})})
+    images = {"images": sample.images} if sample.images else {}
+    made = RolloutSample.from_row({**row, **images})
+    made.sample_id, made.prompt_hash = sample.sample_id, prompt_hash(sample)
+    return made
 
 
 class Served:
@@ -234,9 +225,8 @@ class Served:
         return list(self._client.infer(messages, asdict(self._config), use_tqdm=False))
 
     def _ours(self, samples: Samples) -> list[RolloutOutput]:
-        def ask(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
-            answers = self._servers.infer(requests, metadatas, self._config)
-            return [[ServedSample(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
+        def ask(requests: list[Any], metadatas: list[Any]) -> list[Answer]:
+            return self._servers.infer(requests, metadatas, self._config)
 
         return draw_ours(samples, RUN_SEED, ask)
 

@@ -24,7 +24,6 @@ from swift.rlhf_trainers import GRPOTrainer
 from swift.trainers import TrainerFactory
 from transformers import TrainerCallback
 
-from swift_grpo_ext.cpu import patches as cpu_patches
 from swift_grpo_ext.timing.step_clock import StepClock
 from swift_grpo_ext.upstream.patches import make
 
@@ -77,5 +76,6 @@ orms["vowels"] = Vowels
 if "swift_grpo_ext" not in TrainerFactory.TRAINER_MAPPING["grpo"]:
     TrainerFactory.TRAINER_MAPPING["grpo"] = "timed_steps.PlainTrainer"
     if not torch.accelerator.is_available():
-        cpu_patches.register()
-        make("cpu.engines:keep_packed_convolutions")
+        from swift_grpo_ext.cpu.engines import keep_packed_convolutions
+
+        make(keep_packed_convolutions)

@@ -103,12 +103,6 @@ class Family:
     reads_prompts_again: bool = False
     """`--logps_shared_prompt` has no effect."""
 
-    encodes_again: bool = False
-    """`--encoder_cache_gb` has no effect, and says so."""
-
-    has_tower: bool = True
-    """ms-swift knows a part of it that images go through first."""
-
     @property
     def swift_argv(self) -> list[str]:
         """Return what `swift rlhf` and `swift rollout` have to be told."""

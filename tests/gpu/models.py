@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 from scripts.bench.passes import Batch, group_of, positions_of
-from swift_grpo_ext.media.lazy_concat import LazyConcat
 from tests.logits.models import IMAGE, build, inputs_of
 
 GROUPS = ((10, (7, 3, 5)), (8, (1, 4)))
@@ -72,7 +70,8 @@ def batch_of(name: str, model: Any) -> Batch:
         for key, value in inputs.items()
     }
     targets = inputs["input_ids"].roll(-1, 1)[predicts.to(model.device)]
-    return Batch(inputs, predicts.to(model.device), targets)
+    sizes = [(prompt, len(news)) for prompt, news in GROUPS]
+    return Batch(inputs, predicts.to(model.device), targets, sizes)
 
 
 def group_with_image(model: Any, side: int, completion: int, group_size: int) -> Batch:
@@ -93,16 +92,6 @@ def group_with_image(model: Any, side: int, completion: int, group_size: int) ->
     pixels = torch.randn(side**2, values).repeat(group_size, 1)
     batch.inputs["pixel_values"] = pixels.to(model.device, model.dtype)
     return batch
-
-
-def joined_late(parts: list[Tensor], device: str, dtype: torch.dtype) -> Tensor:
-    """Return parts as a collator joins them, moved from pinned memory on a stream of their own."""
-    if device == "cuda":
-        pinned = {id(part): part.pin_memory() for part in parts}
-        parts = [pinned[id(part)] for part in parts]
-    lazy = torch.cat([LazyConcat([part]) for part in parts])
-    with side_stream(device):
-        return lazy.to(device, dtype, non_blocking=True)
 
 
 @contextmanager

@@ -9,17 +9,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from xxhash import xxh3_64
 
 from scripts.bench.passes import Batch, make_model, once, plain, why_not_installed
-from swift_grpo_ext.logits.shared_prompt import reason_against
+from swift_grpo_ext.logits.packed import reason_against
 from swift_grpo_ext.upstream.determinism import deterministic
-from swift_grpo_ext.weights.checksums import weight_checksums
 from tests.gpu.compare import Pass
 from tests.gpu.conftest import DEVICE
 from tests.gpu.models import group_with_image
 
 STEPS = 4
 LEARNING_RATE = 1e-3
+
+
+def digest(*tensors: Tensor) -> str:
+    """Return a hash of all bits."""
+    hashed = xxh3_64()
+    for tensor in tensors:
+        hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return str(hashed.hexdigest())
 
 
 def train(model: Any, batch: Batch, way: Pass) -> list[str]:
@@ -33,13 +41,10 @@ def train(model: Any, batch: Batch, way: Pass) -> list[str]:
         logps_N = way(model, batch)
         (-advantages_N * logps_N).mean().backward()
         optimizer.step()
-        tensors = [("values", logps_N.detach())]
-        for name, weight in model.named_parameters():
-            tensors.append((name, weight.detach()))
-            if weight.grad is not None:
-                tensors.append((f"{name}.grad", weight.grad))
-        words = (text.rpartition(" ")[2] for text in weight_checksums(tensors).values())
-        sums.append(f"{sum(int(word, 16) for word in words) % 2**64:016x}")
+        tensors = [logps_N]
+        for weight in model.parameters():
+            tensors += [weight, *([] if weight.grad is None else [weight.grad])]
+        sums.append(digest(*tensors))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(weights[name])

@@ -30,10 +30,9 @@ def all_positions(model: Any, batch: Batch) -> Tensor:
 
 def chosen_positions(model: Any, batch: Batch, chunk_size: int) -> Tensor:
     """The same through the shim."""
-    logps = LogitsShim(model, warn=lambda _: None).logps(
-        model, batch.inputs, batch.predicts_BT, batch.targets_N,
-        chunk_size=chunk_size, with_entropy=True,
-    )  # fmt: skip
+    shim = LogitsShim(model, warn=lambda _: None)
+    shim.chunk_size = chunk_size
+    logps = shim.logps(model, batch.inputs, batch.predicts_BT, batch.targets_N, with_entropy=True)
     assert logps.entropies_N is not None
     return torch.cat([logps.logps_N, logps.entropies_N])
 
@@ -44,7 +43,7 @@ def test_chosen_positions(model: str, dtype: str, device: str) -> None:
     """Those of remote code are asked for their last positions by their own keyword, old or new, and
     their chunks are left alone."""
     ways = {
-        "chosen positions": partial(chosen_positions, chunk_size=0),
+        "chosen positions": partial(chosen_positions, chunk_size=1024),
         "chunks of 3": partial(chosen_positions, chunk_size=3),
     }
     assert_within(compare(partial(made, model, device, dtype), all_positions, ways))

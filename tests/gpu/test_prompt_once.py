@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scripts.bench.passes import FLASH, Batch, once, plain, why_not_installed
-from swift_grpo_ext.logits.shared_prompt import reason_against
+from swift_grpo_ext.logits.packed import reason_against
 from tests.gpu.compare import assert_within, compare
 from tests.gpu.conftest import DEVICE
 from tests.gpu.models import made

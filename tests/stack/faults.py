@@ -18,10 +18,10 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
-import torch
 from swift.rewards import ORM, orms
 
 from swift_grpo_ext.rollout import engine, wire
+from swift_grpo_ext.rollout.answers import answer_of
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import replicas
 
@@ -74,7 +74,7 @@ class FailingEngine(engine.RolloutEngine):
     def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = super().infer(infer_requests, *args, **kwargs)
         if any(is_this_ranks(fault) and fault["kind"] == "forget" for fault in FAULTS):
-            outputs[0].response.completions[0].logprobs.pop()
+            answer_of(outputs[0]).completions[0].logprobs.pop()
         return outputs
 
     def _batch_encode(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,17 +85,14 @@ class FailingEngine(engine.RolloutEngine):
         return super()._batch_encode(infer_requests, *args, **kwargs)
 
 
-def spoil_received_weights() -> None:
-    """Flip a bit of what a server's worker received, as a bad wire would."""
+def lose_received_weights() -> None:
+    """Lose a tensor of what a server's worker received."""
     from swift_grpo_ext.cpu.receiver import CPUWeightSyncWorkerExtension as Extension
 
     receive = Extension.process_weights_after_loading
 
     def process_weights_after_loading(self: Any) -> None:
-        name, tensor = self.received[0]
-        flipped = tensor.clone()
-        flipped.view(torch.int32).view(-1)[0] ^= 1
-        self.received = [(name, flipped), *self.received[1:]]
+        self.received = self.received[1:]
         receive(self)
 
     Extension.process_weights_after_loading = process_weights_after_loading
@@ -108,4 +105,4 @@ rollout = sys.modules.get("swift.pipelines.infer.rollout")
 if rollout is not None:
     rollout.GRPOVllmEngine = FailingEngine
 if any("weights" in fault for fault in FAULTS):
-    spoil_received_weights()
+    lose_received_weights()

@@ -24,7 +24,7 @@ from swift.rlhf_trainers.utils import (
     expand_vllm_param_name_aliases,
 )
 
-from swift_grpo_ext.cpu import patches
+from swift_grpo_ext import cpu
 from swift_grpo_ext.upstream.patches import Moment, apply
 
 BUCKET_BYTES = 1 << 20
@@ -48,7 +48,7 @@ class MegatronClient:
         )
         self._client.close_communicator()
         # On CPU the plugin's own broadcasts, which a user's Megatron with NCCL does not need.
-        patches.register()
+        cpu.register()
         apply(Moment.TRAINER)
         self._client.init_communicator(device="cpu")
         atexit.unregister(self._client.close_communicator)

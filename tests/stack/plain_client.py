@@ -22,7 +22,7 @@ from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.rlhf_trainers.utils import FlattenedTensorBucket
 from swift.rlhf_trainers.vllm_client import VLLMClient
 
-from swift_grpo_ext.cpu import patches
+from swift_grpo_ext import cpu
 from swift_grpo_ext.upstream.patches import Moment, apply
 
 SPOILED = "model.layers.1.self_attn.o_proj.weight"
@@ -38,7 +38,7 @@ def told(call: Callable[[], Any]) -> str:
 
 def main(port: int, group_port: int, model: str, output: str) -> None:
     url = f"http://127.0.0.1:{port}"
-    patches.register()
+    cpu.register()
     client = VLLMClient([url], group_ports=group_port)
     apply(Moment.TRAINER)
     client.init_communicator(device="cpu")

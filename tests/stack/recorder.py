@@ -73,7 +73,6 @@ class RecordingTrainer(RolloutGRPOTrainer):
                 "advantages",
                 name=sample.request_id,
                 advantage=float(sample.advantages),
-                chunk_size=self.completion_logps.chunk_size,
             )
 
     def _write(self, kind: str, **record: Any) -> None:

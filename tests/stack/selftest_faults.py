@@ -80,27 +80,25 @@ def other_prompt(rig: Any) -> AbstractContextManager[Any]:
     return patch.object(rig.trainer, "_engine_infer", infer)
 
 
-def mixed_up_images(_: Any) -> AbstractContextManager[Any]:
-    """What a tower says of images that are encoded once is that of other images."""
-    from swift_grpo_ext.media.encoder_cache import FrozenTower
+def other_tokens(_: Any) -> AbstractContextManager[Any]:
+    """Log-probabilities at the head are those of the next token ids."""
+    from swift_grpo_ext.logits import shim
 
-    encode = FrozenTower._encode
+    upstream = shim.token_logps
 
-    def turned(self: Any, call: Any) -> Any:
-        output = encode(self, call)
-        output.pooler_output = output.pooler_output.flip(0)
-        return output
+    def turned(logits_NV: Any, targets_N: Any, **kwargs: Any) -> Any:
+        return upstream(logits_NV, targets_N + 1, **kwargs)
 
-    return patch.object(FrozenTower, "_encode", turned)
+    return patch.object(shim, "token_logps", turned)
 
 
 FAULTS = {
     "seeds": (shared_seeds, "samples share noise that should differ"),
     SAME_TOKENS: (shared_seeds, "more than rounding explains"),
-    "weights": (ignored_update, "after an update: "),
+    "weights": (ignored_update, "(stale)"),
     "stops": (forgotten_stop, "'</digit>': "),
     "prompts": (other_prompt, "the rollout saw a prompt of "),
-    "logits": (mixed_up_images, "log-probabilities lie "),
+    "logits": (other_tokens, "log-probabilities lie "),
 }
 """The check that has to find each, and what it says of it."""
 

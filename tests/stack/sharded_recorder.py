@@ -2,7 +2,7 @@
 DeepSpeed run without an accelerator.
 
 Loaded after `plugins/grpo_ext.py`; the folder comes from the environment variable `RECORD_DIR`.
-With `--logps_chunk_size`, odd steps compute in chunks and even steps do not: one run shows both.
+Chunks are short, so that a pass has several of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from swift.trainers import TrainerFactory
 
+from swift_grpo_ext.logits.shim import LogitsShim
 from swift_grpo_ext.training import RolloutGRPOTrainer
+
+LogitsShim.chunk_size = 16
 
 
 def shard_on_cpu() -> None:
@@ -69,9 +72,6 @@ class ShardedRecordingTrainer(RolloutGRPOTrainer):
     def _get_per_token_logps_and_entropies_single(
         self, model: Any, model_inputs: Any, grpo_batch: Any, compute_entropy: bool = False
     ) -> Any:
-        if self.args.logps_chunk_size:
-            in_chunks = self.state.global_step % 2
-            self.completion_logps.chunk_size = int(self.args.logps_chunk_size) if in_chunks else 0
         logps, entropies = super()._get_per_token_logps_and_entropies_single(
             model, model_inputs, grpo_batch, compute_entropy
         )

@@ -1,6 +1,6 @@
 """Draws the cases of `stop_cases` with one engine, and writes down what it answered.
 
-    python -m tests.stack.stop_engines MODEL (sync | async | transformers) OUTPUT
+    python -m tests.stack.stop_engines MODEL (sync | async) OUTPUT
 
 A program of its own: vLLM's engines and what they leave behind end with it.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
-from swift.model import get_model_processor, get_processor
+from swift.model import get_processor
 from swift.template import get_template
 
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.wire import RequestMetadata
+from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.stop_cases import CASES, NEW_TOKEN, Case
 
@@ -60,20 +59,24 @@ def make_request(
     return request, metadata, config
 
 
-def record(answer: Any, text: str, logprobs: Any) -> dict[str, Any]:
+def record(answer: Any, text: str, logprobs: Any, stop_reason: Any) -> dict[str, Any]:
     return {
         "text": text,
         "token_ids": np.asarray(answer.token_ids).tolist(),
         "logprobs": np.asarray(logprobs).tolist(),
         "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
+        "stop_reason": stop_reason,
     }
 
 
-def record_of_choice(choice: Any) -> dict[str, Any]:
+def record_of(completion: Completion) -> dict[str, Any]:
+    return record(completion, completion.text, completion.logprobs, completion.stop_reason)
+
+
+def record_of_choice(choice: Any, stop_reason: Any) -> dict[str, Any]:
     """Record an answer in ms-swift's form."""
     logprobs = [token["logprob"] for token in choice.logprobs["content"]]
-    return record(choice, choice.message.content, logprobs)
+    return record(choice, choice.message.content, logprobs, stop_reason)
 
 
 async def draw_with_vllm(model: str, use_async: bool) -> dict[str, Any]:
@@ -115,40 +118,20 @@ async def draw_with_vllm(model: str, use_async: bool) -> dict[str, Any]:
             else:
                 [output] = engine.infer([request], config, use_tqdm=False)
             if form == "ms-swift's":
-                forms[form] = [record_of_choice(choice) for choice in output.response.choices]
+                choices, answer = output.response.choices, output.response.answer
+                drawn = zip(choices, answer.completions, strict=True)
+                forms[form] = [record_of_choice(each, c.stop_reason) for each, c in drawn]
             elif form == "lean":
-                forms[form] = [record(c, c.text, c.logprobs) for c in output.response.completions]
+                forms[form] = [*map(record_of, output.response.answer.completions)]
             else:
                 answer = json.loads(json.dumps(output.rollout_infos[wire.KEY]))  # over HTTP
                 completions, _ = wire.read_answer(answer, metadata, "server 0")
-                forms[form] = [record(c, c.text, c.logprobs) for c in completions]
+                forms[form] = [*map(record_of, completions)]
         results[f"{case.name}/{include}"] = {"forms": forms, "detokenized": sorted(detokenized)}
-    return results
-
-
-def draw_with_transformers(model_dir: str) -> dict[str, Any]:
-    """Each case stands in a batch between two that end sooner or later than it."""
-    from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine
-
-    model, processor = get_model_processor(model_dir, new_special_tokens=[NEW_TOKEN], **SETTINGS)
-    template = get_template(processor, template_type="qwen2_5_vl")
-    engine = RolloutTransformersEngine(model.eval(), template=template, max_batch_size=0)
-    long, short = [c for c in CASES if c.start in ("Dave", "FIN")][:2]
-    results: dict[str, Any] = {}
-    for case, include in product(CASES, (True, False)):
-        batch = (replace(one, ids=case.ids) for one in (long, case, short))
-        made = [make_request(one, as_arrays=False, include=include, count=1) for one in batch]
-        requests, config = [request for request, _, _ in made], made[1][2]
-        _, response, _ = engine.infer(requests, config, use_tqdm=False)
-        [choice] = response.choices
-        results[f"{case.name}/{include}"] = {"forms": {"batch": [record_of_choice(choice)]}}
     return results
 
 
 if __name__ == "__main__":
     model, engine, output = sys.argv[1:]
-    if engine == "transformers":
-        results = draw_with_transformers(model)
-    else:
-        results = asyncio.run(draw_with_vllm(model, engine == "async"))
+    results = asyncio.run(draw_with_vllm(model, engine == "async"))
     Path(output).write_text(json.dumps(results, ensure_ascii=False), encoding="utf-8")

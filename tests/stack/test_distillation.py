@@ -73,18 +73,18 @@ def test_samples_follow_from_the_seed_alone(assets: Path, places: Path, tmp_path
     for run in ("1", "2", "3", "served"):
         for log in logged_steps(tmp_path / run / "run"):
             assert log["rollout_gap/mean"] < 0.001
-            assert {"time/rollout", "media/encoded"} <= log.keys()
+            assert "time/rollout" in log
 
 
 def test_losses_are_ms_swifts(assets: Path, places: Path, tmp_path: Path) -> None:
     """Rounds of both sources, by the same draw, with and without us; the top tokens of a local
-    teacher, in chunks, a supervised part."""
+    teacher, a supervised part."""
     mixed = (
         *("--use_vllm", "false", "--top_k", "1", "--lmbda", "0.5", "--gkd_logits_topk", "20"),
         *("--sft_alpha", "0.3", "--gradient_accumulation_steps", "2", *LEARNS, *teacher(places)),
         *("--per_device_train_batch_size", "4"),
     )
-    ours = ("--rollout_seed_mode", "engine", "--logps_chunk_size", "7")
+    ours = ("--rollout_seed_mode", "engine")
     rows = places / "rows.jsonl"
     for name, argv, plugins in (("own", mixed, ()), ("ours", (*mixed, *ours), None)):
         given = {} if plugins is None else {"plugins": plugins}
@@ -92,8 +92,11 @@ def test_losses_are_ms_swifts(assets: Path, places: Path, tmp_path: Path) -> Non
         assert finished.returncode == 0, finished.cause
     found, expected = losses(tmp_path / "ours"), losses(tmp_path / "own")
     assert len(expected) == 4
-    for ours_of_step, own_of_step in zip(found, expected, strict=True):
-        assert ours_of_step == pytest.approx(own_of_step, rel=1e-5)
+    # A gradient at the head is a sum over 151,936 tokens, most of which cancel: with chunks of 1, 7
+    # and 1,024 positions the norms differed by 6e-5 here, with all else in float64 too.
+    for (loss, norm), (own_loss, own_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(own_loss, rel=1e-5)
+        assert norm == pytest.approx(own_norm, rel=2e-4)
     # Of four steps some are of each source: the student's have a round in the record.
     assert 0 < len({SampleId.parse(name).step for name in drawn(tmp_path / "ours")}) < 4
 
@@ -135,7 +138,7 @@ def test_shards_and_a_teacher_beneath_adapters(assets: Path, places: Path, tmp_p
         folder = tmp_path / shards
         sharded, env = sharding(shards, tmp_path)
         argv = ("--use_vllm", "false", "--top_k", "1", *LEARNS, *teacher(places), *sharded)
-        argv += ("--logps_chunk_size", "7", *(GENERATES_SHARDED if sharded else ()))
+        argv += GENERATES_SHARDED if sharded else ()
         if sharded:
             argv += ("--teacher_deepspeed", str(tmp_path / "deepspeed.json"))
         plugins = (PLUGIN, "tests/stack/sharded_recorder.py")  # shards without an accelerator

@@ -36,7 +36,6 @@ WAYS = {
     "colocate": (),
     "server": (),
     # vLLM looks for marks of orientation again in what it lacks.
-    "no cache of ours": ("--media_cache_gb", "0"),
     "no cache of vLLM's": ("--vllm_engine_kwargs", NO_CACHE),
 }
 """Further arguments of the training."""

@@ -29,7 +29,6 @@ from tests.stack.rounds import (
     assert_same,
     logged_steps,
     read_lines,
-    read_records,
     server_argv,
     train,
     write_lines,
@@ -133,7 +132,7 @@ CASES: dict[str, Case] = {
         f"{' '.join(LORA)} --use_dora true --gradient_checkpointing true "
         "--vit_gradient_checkpointing true"
     ),
-    "compiled": options("--torch_compile true --logps_chunk_size 8 --freeze_vit true"),
+    "compiled": options("--torch_compile true --freeze_vit true"),
     "modules_to_save": options(f"{' '.join(LORA)} --modules_to_save merger"),
     "freezing": options(
         "--freeze_vit true --freeze_aligner true --freeze_parameters_ratio 0.5 "
@@ -172,9 +171,7 @@ CASES: dict[str, Case] = {
         "--top_p 0.95 --top_k 500 --min_p 0.001 --repetition_penalty 1.05", is_exact=False
     ),
     "structure": other("--structured_outputs_regex [0-9]+", is_exact=False),
-    "bfloat16": other(
-        "--torch_dtype bfloat16 --bf16 true --logps_chunk_size auto", gap=0.3, ranks=2
-    ),
+    "bfloat16": other("--torch_dtype bfloat16 --bf16 true", gap=0.3, ranks=2),
     "adapters": other(
         f"{' '.join(LORA)} --adapters {{adapter}} --ref_adapters {{adapter}} --beta 0.1 "
         "--multi_turn_scheduler ask_again --max_turns 2 --completion_length_limit_scope total",
@@ -273,12 +270,6 @@ def test_options(
         first = {n: s for n, s in trained.items() if round_of(n) == "0.0"}
         assert_same(first, reference, range(1))
     assert_trains(tmp_path / "run", case)
-    if name == "bfloat16":  # `--logps_chunk_size auto`: one size on all ranks, said once
-        records = read_records(tmp_path / "record", "advantages")
-        [size] = {record["chunk_size"] for record in records}
-        assert size >= 64
-        said = f"--logps_chunk_size auto: {size} positions at a time"
-        assert (tmp_path / "log").read_text(encoding="utf-8").count(said) == 1
 
 
 SERVED = Case(("--temperature", "1.0"), begins=("teacher_kl",))

@@ -20,7 +20,7 @@ from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.tables import to_rows
-from swift_grpo_ext.server.routes import CHECKSUMS_PATH
+from swift_grpo_ext.server.routes import REPORTS_PATH
 from tests.stack.megatron_client import MegatronClient, Weights
 from tests.stack.policy import SAME
 from tests.stack.processes import COMMAND, free_port, rollout_server, started
@@ -119,8 +119,8 @@ def test_a_clients_own_seed_wins_where_it_means_something(
     assert log.count(ONE_SEED) == 1
 
 
-def checksums(port: int) -> list[dict[str, str]]:
-    answer: list[dict[str, str]] = requests.get(f"http://127.0.0.1:{port}{CHECKSUMS_PATH}").json()
+def reports(port: int) -> list[dict[str, Any]]:
+    answer: list[dict[str, Any]] = requests.get(f"http://127.0.0.1:{port}{REPORTS_PATH}").json()
     return answer
 
 
@@ -153,12 +153,13 @@ def test_megatrons_updates_and_rollouts(
 
         client.send(weights, adapter, config)
         before = drawn()
-        workers = checksums(port)
-        assert len(workers) == 2
-        assert workers[0] == workers[1]
+        first, second = reports(port)
+        assert first == second
+        named = {f"base_model.model.{name}" for name in adapter}  # as PEFT names them
+        assert first["loaded"].keys() == {*weights, *named}
+        assert (first["adapter_fault"], first["faults"]) == ("", [])
         assert (before[:4] - before[4:]).abs().max() < SAME  # replica 0's and replica 1's
         client.send(moved(weights, 0.1), adapter, config)
-        assert checksums(port) != workers
         assert (drawn() - before).abs().max() > SAME
         client.send(weights, adapter, config)
         assert (drawn() - before).abs().max() < SAME

@@ -152,8 +152,8 @@ def test_who_leads_and_who_draws(
         samples = train(assets, rows, tmp_path / "s", *argv, ranks=ranks, steps=STEPS)
         if deployment == "two replicas":
             client = VLLMInferClient(base_urls=[f"http://127.0.0.1:{ports[0]}"])
-            (_, first), (_, second) = RolloutServers(client, timeout=600.0).loaded_checksums()
-            assert first == second != {}
+            (_, first), (_, second) = RolloutServers(client, timeout=600.0).weight_reports()
+            assert first.loaded == second.loaded != {}
             drawers = read_samples(tmp_path / "s/run", columns=["replica"])["replica"]
             names = {name.split(") ")[1] for name in drawers.to_pylist()}
             assert names == {"replica 0", "replica 1"}

@@ -129,7 +129,7 @@ def test_dynamic_sampling_and_scores(assets: Path, rows: Path, tmp_path: Path) -
 def test_completions_that_are_all_cut_and_rows_that_fill_no_batch(
     assets: Path, tmp_path: Path
 ) -> None:
-    """A training that trains nothing, and an evaluation that leaves rows out, say so once."""
+    """A training that trains nothing goes on; an evaluation that leaves rows out says so once."""
     rows = digits(assets, range(12))
     evaluated = write_lines(tmp_path / "val.jsonl", rows[:5])
     finished = run_training(
@@ -146,6 +146,4 @@ def test_completions_that_are_all_cut_and_rows_that_fill_no_batch(
     names = map(SampleId.parse, recorded(tmp_path))
     assert len({name.group for name in names if name.phase == "eval"}) == 4
     log = (tmp_path / "log").read_text(encoding="utf-8")
-    cut = "--overlong_filter true: all completions of 3 rounds in a row were cut"
-    assert log.count(cut) == 1
     assert log.count("--val_dataset: 1 of 5 rows are left out of each evaluation") == 1

@@ -35,7 +35,7 @@ def test_a_callers_fault_is_told_as_his(servers: tuple[int, int]) -> None:
     Image.new("1", (13_000, 13_000)).save(file, "PNG")
     assert file.tell() < 25_000
     faults = {
-        base64.b64encode(file.getvalue()).decode(): "infer_requests[0].images: a picture of 13000",
+        base64.b64encode(file.getvalue()).decode(): "decompression bomb",
         f"data:image/png;base64,{'A' * 80}": "cannot identify image file",
     }
     for image, reason in faults.items():

@@ -2,7 +2,7 @@
 
 Each cell is a training of two ranks on CPU, with the tokens, losses, log-probabilities and gradient
 norms of a plain run without the logits shim within float error (docs/promises.md, R2 and L4). Ranks
-have completions of unequal lengths, and compute odd steps in chunks (`sharded_recorder.py`). The
+have completions of unequal lengths, and compute 16 logits at a time (`sharded_recorder.py`). The
 policy learns and is compared with a reference model. `scripts/setup.sh` installs DeepSpeed.
 """
 
@@ -135,15 +135,16 @@ def assert_same(found: Training, expected: Training, *, whole: bool) -> None:
         assert [s[name] for s in found[1]] == pytest.approx([s[name] for s in expected[1]], **CLOSE)
 
 
-CHUNKS = ("--logps_chunk_size", "16", "--logits_shim", "strict")
+STRICT = ("--logits_shim", "strict")
 COLOCATED = ("--vllm_mode", "colocate")
 COOLER = ("--temperature", "1.0")
 """From the whole vocabulary: hotter, no completion would end before its last possible token."""
 
 SHARDINGS = ("zero1", "zero2", "zero3", "fsdp2")
-CORE = (("zero3", "full", "none"), ("fsdp2", "full", "none"))
+CORE = (("zero3", "full", "none"), ("fsdp2", "full", "colocate"))
 CELLS = [
-    *itertools.product(("plain", *SHARDINGS), TUNINGS, ["none"]),
+    # ms-swift generates without vLLM in inference mode, which FSDP2's gathered weights do not take.
+    *itertools.product(("plain", *SHARDINGS[:-1]), TUNINGS, ["none"]),
     *((shards, "full", "colocate") for shards in SHARDINGS),
     *((shards, "lora", "server") for shards in SHARDINGS),
 ]
@@ -173,7 +174,7 @@ def test_numbers_are_those_of_plain_ranks(
     counts = [[sum(p["counts"]) for p in of_rank if "counts" in p] for of_rank in plain[0]]
     assert all(a != b for a, b in zip(*counts, strict=True)), "ranks have as many tokens"
     assert all(abs(step["loss"]) > 1e-3 for step in plain[1][1:]), "losses are 0 by construction"
-    argv = (*TUNINGS[tuning], *CHUNKS)
+    argv = (*TUNINGS[tuning], *STRICT)
     with ExitStack() as servers:
         if vllm == "none":
             argv += GENERATES_SHARDED if shards == "zero3" else ()
@@ -188,23 +189,6 @@ def test_numbers_are_those_of_plain_ranks(
 
 
 @pytest.mark.extra
-@pytest.mark.parametrize("shards", ["zero3", "fsdp2"])
-def test_micro_batches_of_one(
-    shards: str, assets: Path, unequal_rows: Path, tmp_path: Path
-) -> None:
-    """Passes without gradients take a group's together, on all ranks as many. Chunks are short, for
-    the logits of so many words would need more memory than all else of so small a model."""
-    argv = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4")
-    plain = training(assets, unequal_rows, tmp_path / "plain", *argv, "--logits_shim", "off")
-    argv += ("--logps_chunk_size", "4", *(GENERATES_SHARDED if shards == "zero3" else ()))
-    found = training(assets, unequal_rows, tmp_path / "run", *argv, shards=shards)
-    for name in ("loss", "grad_norm", "kl"):
-        assert [s[name] for s in found[1]] == pytest.approx([s[name] for s in plain[1]], **CLOSE)
-    log = (tmp_path / "run/log").read_text(encoding="utf-8", errors="replace")
-    assert "positions in the place of" in log
-
-
-@pytest.mark.extra
 def test_a_teacher_with_shards_of_its_own(assets: Path, unequal_rows: Path, tmp_path: Path) -> None:
     """The policy has ZeRO-3, and its teacher is whole."""
     config = tmp_path / "teacher.json"
@@ -213,7 +197,7 @@ def test_a_teacher_with_shards_of_its_own(assets: Path, unequal_rows: Path, tmp_
     teacher = ("--teacher_model", str(assets / "tiny_vlm"), "--teacher_model_type", "qwen2_5_vl")
     argv = (*teacher, "--teacher_kl_coef", "0.5")
     plain = training(assets, unequal_rows, tmp_path / "plain", *argv, "--logits_shim", "off")
-    argv += ("--teacher_deepspeed", str(config), *GENERATES_SHARDED, *CHUNKS)
+    argv += ("--teacher_deepspeed", str(config), *GENERATES_SHARDED, *STRICT)
     sharded = training(assets, unequal_rows, tmp_path / "run", *argv, shards="zero3")
     assert_same(sharded, plain, whole=False)
     kls = [[step["teacher_kl"] for step in steps] for _, steps in (sharded, plain)]
@@ -228,7 +212,7 @@ def test_resumed(
 ) -> None:
     """The last step of a run is that of the same run, resumed before it."""
     saves = ("--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2")
-    argv = (*TUNINGS[tuning], *CHUNKS)
+    argv = (*TUNINGS[tuning], *STRICT, *COLOCATED, *COOLER)
     whole, steps = training(assets, unequal_rows, tmp_path / "a", *argv, *saves, shards=shards)
     argv += ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-2"))
     resumed = training(assets, unequal_rows, tmp_path / "b", *argv, shards=shards)

@@ -17,12 +17,10 @@ from swift_grpo_ext.record.reader import read_samples
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,
-    PRESET,
     client_argv,
     read_lines,
     run_training,
     server_argv,
-    without_vllm,
 )
 from tests.stack.spelled import PROMPTS_END, write_speller
 from tests.stack.stop_cases import NEW_TOKEN, SEARCH, one_token
@@ -52,7 +50,7 @@ ENDS = {
         (*NEW, "--stop_words", NEW_TOKEN), 7, f"{SEARCH_TEXT}\n\nMore{NEW_TOKEN}", NEW_TOKEN
     ),
     # at a stop string, at the last possible token
-    "without vLLM": Ends((*NEW, *STRING), 5, SEARCH_TEXT, "</search>"),
+    "at a string": Ends((*NEW, *STRING), 5, SEARCH_TEXT, "</search>"),
     # at a stop token that does not show
     "served": Ends(
         (*NEW, "--stop_token_ids", "1836", "--include_stop_str_in_output", "false"),
@@ -74,13 +72,12 @@ def test_a_training_stops(way: str, assets: Path, rows: Path, tmp_path: Path) ->
     write_speller(assets / "tiny_vlm", folder, [[PROMPTS_END, *spelled]])
     model = ("--model", str(folder))
     argv = (*model, "--top_k", "1", "--max_completion_length", "7", *ends.argv)
-    preset = without_vllm(tmp_path) if way == "without vLLM" else PRESET
     with ExitStack() as servers:
         if way == "served":
             server = rollout_server(*server_argv(assets, *model, *NEW), log=tmp_path / "server")
             argv += (*client_argv(servers.enter_context(server)),)
         reward = ("--reward_funcs", "stopped")
-        finished = run_training(assets, rows, run, *argv, *reward, steps=2, preset=preset)
+        finished = run_training(assets, rows, run, *argv, *reward, steps=2)
     assert finished.returncode == 0, finished.cause
     ids = spelled[: ends.num_tokens]
     expected = [ends.text, ends.reason, ids, False]

@@ -1,7 +1,7 @@
 """Stops in real engines, on a model that spells known tokens with the real Qwen tokenizer.
 
 For each case of `stop_cases`: text, ids, log-probabilities, finish reason and what matched, equal
-in vLLM's sync and async engine, in every form of answer, and with transformers.
+in vLLM's sync and async engine and in every form of answer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.stack.stop_engines import COUNT
 
 pytestmark = pytest.mark.stack
 
-ENGINES = {"sync": 3 * COUNT, "async": 3 * COUNT, "transformers": 1}
-"""And how many completions each draws for a case: three forms of answer from vLLM's."""
+NUM_FORMS = 3
+"""Forms of an answer (`stop_engines.py`)."""
 
 
 @pytest.fixture(scope="module")
@@ -38,36 +38,33 @@ def speller(assets: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFacto
     return write_speller(assets / "tiny_vlm", folder, sequences(tokenizer))
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def drawn(request: pytest.FixtureRequest, speller: Path) -> tuple[str, dict[str, Any]]:
-    """The name of an engine, and all that it drew."""
+@pytest.fixture(scope="module", params=["sync", "async"])
+def drawn(request: pytest.FixtureRequest, speller: Path) -> dict[str, Any]:
+    """All that an engine drew."""
     engine = request.param
     output = speller.parent / f"{engine}.json"
     command = [sys.executable, "-m", "tests.stack.stop_engines", str(speller), engine, str(output)]
     with started(command, speller.parent / f"{engine}.log") as running:
         finished = running.wait(900)
     assert finished.returncode == 0, finished.cause
-    return engine, json.loads(output.read_text(encoding="utf-8"))
-
-
-in_vllm = pytest.mark.parametrize("drawn", ["sync", "async"], indirect=True)
+    results: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return results
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("include", [True, False])
 def test_a_completion_ends_where_it_must(
-    case: Case, include: bool, drawn: tuple[str, dict[str, Any]], tokenizer: Any
+    case: Case, include: bool, drawn: dict[str, Any], tokenizer: Any
 ) -> None:
-    engine, results = drawn
     spelled = case.token_ids(tokenizer)
     token_ids = [*spelled[1:], END][: case.num_tokens]
     logprobs = expected_logprobs(sequences(tokenizer), [spelled[0], *token_ids])
     completions = [
         completion
-        for form in results[f"{case.name}/{include}"]["forms"].values()
+        for form in drawn[f"{case.name}/{include}"]["forms"].values()
         for completion in form
     ]
-    assert len(completions) == ENGINES[engine]
+    assert len(completions) == NUM_FORMS * COUNT
     for completion in completions:
         # Neighbours differ by 0.3 nats and more; float32 adds up 151,935 small numbers.
         assert completion.pop("logprobs") == pytest.approx(logprobs, abs=0.01)
@@ -79,13 +76,11 @@ def test_a_completion_ends_where_it_must(
         }
 
 
-@in_vllm
 def test_vllm_makes_text_only_where_a_stop_string_is_looked_for_in_it(
-    drawn: tuple[str, dict[str, Any]],
+    drawn: dict[str, Any],
 ) -> None:
     """T6: none for stop tokens, stop strings that are special tokens, and the template's own."""
-    _, results = drawn
     for case in CASES:
         needs_text = not all(word in ("<|box_start|>", NEW_TOKEN) for word in case.words)
         for include in (True, False):
-            assert results[f"{case.name}/{include}"]["detokenized"] == [needs_text]
+            assert drawn[f"{case.name}/{include}"]["detokenized"] == [needs_text]

@@ -42,7 +42,6 @@ def test_engine_samples_with_the_trained_weights(
     recorded = json.loads((folder / "run/args.json").read_text(encoding="utf-8"))
     assert recorded["rollout_seed_mode"] == "sample"
     assert recorded["use_cpu"] is True
-    assert recorded["encoder_cache_gb"] == 1.0
     assert recorded["ignore_args_error"] is False
     assert_timed(folder, ranks=1 if run == "learned_full" else 2)
     assert_told(folder)
@@ -57,7 +56,7 @@ def assert_told(folder: Path) -> None:
     [end] = re.findall(r"Seen by swift-grpo-ext: .*", log)
     assert f"{LEARNED_STEPS} rounds of training, " in end
     assert re.search(r"a rollout gap of \S+ nats \(rounding explains 0.01\), \S+ at most", end)
-    assert log.index(begin) < log.index("'loss'") < log.index(end) < log.index("A step took ")
+    assert log.index(begin) < log.index("'loss'") < log.index(end)
 
 
 def assert_timed(folder: Path, ranks: int) -> None:

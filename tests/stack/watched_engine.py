@@ -162,7 +162,7 @@ class Fed:
         )
         self.worker = self.engine.inner_model_executor.driver_worker.worker
         self.worker.received = []
-        self.worker._begin_watch()
+        self.worker.engine_weights.begin_watch()
         self.weights: Weights = load_file(Path(model, "model.safetensors"))
         self.seconds: list[float] = []
 
@@ -171,7 +171,7 @@ class Fed:
         began = time.perf_counter()
         self.worker.process_weights_after_loading()
         self.seconds.append(time.perf_counter() - began)
-        return list(self.worker.read_weight_faults())
+        return self.faults()
 
     def adapt(self, adapter: Weights, rank: int = RANK) -> list[str]:
         config = {"r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "v_proj"]}
@@ -184,11 +184,15 @@ class Fed:
             load_inplace=True,
         )
         try:
-            with self.worker._recorded_adapter():
+            with self.worker.engine_weights.adapter():
                 self.worker.add_lora(request)
         except Exception as e:  # a server logs it
             print(e)
-        return list(self.worker.read_weight_faults())
+        return self.faults()
+
+    def faults(self) -> list[str]:
+        report = self.worker.engine_weights.report()
+        return [*report.faults, *filter(None, [report.adapter_fault])]
 
 
 def make_adapter(weights: Weights, size: float, rank: int = RANK) -> Weights:
@@ -253,9 +257,10 @@ def try_sound(fed: Fed, count: int) -> dict[str, Any]:
     cosines: dict[str, float] = {}
 
     def update(kind: str, weights: Weights) -> None:
-        before = fed.worker._watch._now
+        watch = fed.worker.engine_weights._watch
+        before = watch._now
         alarms.extend(f"{kind}: {fault}" for fault in fed.update(weights))
-        for name, a in fed.worker._watch._now.items():
+        for name, a in watch._now.items():
             if a.shape[1] >= FEWEST_ENTRIES:
                 cosine = torch.cosine_similarity(before[name], a).min().item()
                 cosines[kind] = min(cosines.get(kind, 1.0), cosine)

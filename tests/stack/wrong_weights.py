@@ -1,4 +1,4 @@
-"""A plugin for tests: engines that take the trainer's weights, as checksums say, and use others.
+"""A plugin for tests: engines that take the trainer's weights, by their names, and use others.
 
 `WRONG_WEIGHTS` in the environment says which, and `WRONG_REPLICA` the one replica that does so; all
 do without it. vLLM reads the checkpoint as before: what an update brings is what goes wrong.
@@ -43,8 +43,7 @@ def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]], **kwarg
     """Load the checkpoint's weights, and of each update others."""
     is_update = hasattr(self, "_has_checkpoint")
     self._has_checkpoint = True
-    replica = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")
-    if not is_update or os.environ.get("WRONG_REPLICA", replica) != replica:
+    if not is_update or not is_wrong():
         return load(self, weights, **kwargs)
     held = list(weights)
     if KIND != "stale":
@@ -53,9 +52,14 @@ def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]], **kwarg
     return load(self, _kept, **kwargs)
 
 
+def is_wrong() -> bool:
+    replica = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")
+    return os.environ.get("WRONG_REPLICA", replica) == replica
+
+
 def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate without the adapter."""
-    return add(self, *args, **{**kwargs, "lora_request": None})
+    return add(self, *args, **({**kwargs, "lora_request": None} if is_wrong() else kwargs))
 
 
 load, add = Model.load_weights, LLMEngine.add_request

@@ -35,7 +35,7 @@ from swift_grpo_ext.tools.selftest.outcome import (
     flips,
 )
 from swift_grpo_ext.tools.selftest.rig import Rig
-from swift_grpo_ext.weights.checksums import WeightUpdateError
+from swift_grpo_ext.weights.update import WeightUpdateError
 from tests.ranks import ThreadRanks, run_rank_groups
 from tests.record.rows import ROW, sample_id
 
@@ -195,7 +195,7 @@ def test_passes_agree_within_completions(
     args = SimpleNamespace(logits_shim="auto")
     trainer = cast("Any", SimpleNamespace())
     trainer.args, trainer.temperature, trainer.model, trainer.template = args, temperature, 0, 0
-    trainer.encoder_cache, trainer.completion_logps = SimpleNamespace(towers=()), Logps(args)
+    trainer.completion_logps = Logps(args)
     trainer.number_bits = bits
     trainer._get_per_token_logps_and_entropies = compute
     trainer.ranks = RankGroup()

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import count, groupby
 from pathlib import Path
 from random import Random
-from statistics import median
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock, patch
@@ -34,8 +32,6 @@ from swift_grpo_ext.checks.rows import (
     encoding_fault,
     name_of,
 )
-from swift_grpo_ext.logits.joined_passes import larger_micro_batches
-from swift_grpo_ext.logits.shared_prompt import GroupLengths
 from swift_grpo_ext.rollout.positions import PositionCounter
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import Prompt
@@ -44,12 +40,14 @@ from swift_grpo_ext.tools.check.lookup import UNKNOWN_MODEL, make_template, mode
 from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.training.batch import (
     POSITIONS_REMEDY,
+    first_misplaced,
+    positions_in_training,
+)
+from swift_grpo_ext.training.encode import (
     REMEDY,
     SHOWN,
     encode_as_training,
-    first_misplaced,
     may_be_cut,
-    positions_in_training,
     spans_of,
 )
 from swift_grpo_ext.upstream.placeholders import placeholder_ids, placeholder_texts
@@ -182,20 +180,6 @@ def lengths_of(
         yield warning(setting, f"{text} {more}", remedy)
     else:
         yield note(setting, text)
-    if setting.startswith("dataset ") and run.train("logps_shared_prompt") != "false":
-        yield from micro_batches_of(encoder, encoded, run)
-
-
-def micro_batches_of(encoder: RowEncoder, encoded: Sequence[EncodedRow], run: Run) -> Findings:
-    """Say what larger micro-batches would save, with completions as long as they may be."""
-    completion = int(run.train("max_completion_length"))
-    typical = int(median(len(row.rollout) for row in encoded))
-    text_config = encoder.template.model_info.config.get_text_config()
-    with suppress(ValueError):  # groups do not fill the batch, as was said before
-        text = larger_micro_batches(GroupLengths(typical, [completion]), text_config, run.batch())
-        if text:
-            more = f"(Prompts of {typical} tokens, completions of {completion}.)"
-            yield note("per_device_train_batch_size", f"{text} {more}")
 
 
 # --- one row, on both sides ---

@@ -21,6 +21,7 @@ from swift.rl_core.data import OnPolicySample
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.answers import answer_of
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import PROMPT_FIELDS
@@ -68,7 +69,7 @@ def generate_again(
     with _one_model(run, weights) as model:
         engine = _make_engine(settings, model, base=weights[0], num_samples=len(asked))
         outputs = engine.infer(requests, config, use_tqdm=False)
-        return [output.response.completions[0] for output in outputs]
+        return [answer_of(output).completions[0] for output in outputs]
 
 
 def request_columns(prompt: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from math import log2, log10
@@ -30,9 +30,9 @@ from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.stops.rule import find
 from swift_grpo_ext.tools.selftest.outcome import LEAST_P, NotTriedError, flips
 from swift_grpo_ext.tools.selftest.rig import MAX_TOKENS, Rig
-from swift_grpo_ext.training.batch import (
+from swift_grpo_ext.training.encode import (
     DisagreementError,
-    check_prompts_of,
+    check_rollout_prompts,
     logprobs_of,
     trained_ids,
 )
@@ -62,7 +62,8 @@ def check_prompts(rig: Rig) -> Finding:
         rig.encode([sample])
         lengths.append(len(sample.rollout_prompts[0].token_ids))
         try:
-            check_prompts_of(sample, trainer.template, placeholder_ids(trainer.template))
+            placeholders = placeholder_ids(trainer.template)
+            check_rollout_prompts(sample, sample.encoded, trainer.template, placeholders)
         except DisagreementError as e:
             faults.append(str(e))
     values = {
@@ -301,8 +302,7 @@ def spread(trained: Sequence[T]) -> Sequence[T]:
 
 # --- log-probabilities ---
 
-CHUNK = 16
-SHARED_PROMPT = "--logps_shared_prompt true"
+SHARED_PROMPT = "--logps_shared_prompt auto"
 TOLERANCES = {16: 0.5, 32: 1e-3}
 """Nats between log-probabilities that are computed in different ways, by bits of a number: of any
 token, where the mean has a limit of its own (`gap_limit`). bfloat16 rounds logits between 32 and 64
@@ -311,20 +311,19 @@ to steps of 2^-2; two ways may be two of them apart."""
 
 def check_logits(rig: Rig) -> Finding:
     """Compare the log-probabilities of ms-swift's own pass with those as the settings have them,
-    of the completion's positions alone, in chunks, and with a prompt that is read once; and say
-    what the last saves."""
-    plain = {"logits_shim": "auto", "logps_chunk_size": "0", "logps_shared_prompt": "false"}
+    of the completion's positions alone, and with a prompt that is read once; and say what the last
+    saves."""
+    plain = {"logits_shim": "auto", "logps_shared_prompt": "false"}
     ways: dict[str, dict[str, Any]] = {
-        "ms-swift": {"logits_shim": "off", "logps_chunk_size": "0"},
+        "ms-swift": {"logits_shim": "off"},
         "the settings": {},
         "--logits_shim auto": plain,
-        f"--logps_chunk_size {CHUNK}": {**plain, "logps_chunk_size": str(CHUNK)},
-        SHARED_PROMPT: {**plain, "logps_shared_prompt": "true"},
+        SHARED_PROMPT: {**plain, "logps_shared_prompt": "auto"},
     }
     samples = unequal_samples(rig)
     logps, seconds = dict[str, torch.Tensor](), dict[str, float]()
     for way, flags in ways.items():
-        logps[way], seconds[way] = _logps(rig, samples, way == "ms-swift", flags)
+        logps[way], seconds[way] = _logps(rig, samples, flags)
     expected = logps.pop("ms-swift")
     if not expected.numel():
         raise NotTriedError("no completion has a token")
@@ -368,7 +367,7 @@ def unequal_samples(rig: Rig) -> list[RolloutSample]:
 
 
 def _logps(
-    rig: Rig, samples: Sequence[RolloutSample], as_upstream: bool, flags: dict[str, Any]
+    rig: Rig, samples: Sequence[RolloutSample], flags: dict[str, Any]
 ) -> tuple[torch.Tensor, float]:
     """Return log-probabilities of all completion tokens in nats, and the seconds that they took.
 
@@ -376,24 +375,20 @@ def _logps(
     none.
 
     Args:
-        as_upstream: encode images as ms-swift does, not once (`--encoder_cache_gb`).
         flags: settings that are other ones here.
     """
     trainer = rig.trainer
     args = copy(trainer.args)
     vars(args).update(flags)
-    with ExitStack() as as_before:
-        for tower in trainer.encoder_cache.towers if as_upstream else ():
-            as_before.enter_context(replaced(tower, "is_off", True))
-        logps = CompletionLogps(args, trainer.template, trainer.model, trainer.ranks)
-        as_before.enter_context(replaced(trainer, "completion_logps", logps))
+    logps = CompletionLogps(args, trainer.template)
+    with replaced(trainer, "completion_logps", logps):
         inputs, batch = rig.encode(samples)
         with torch.no_grad():
             # Twice: --logps_shared_prompt proves itself on a first batch.
             for _ in range(2):
                 start = time.perf_counter()
                 values, _ = trainer._get_per_token_logps_and_entropies(
-                    trainer.model, dict(inputs), batch
+                    trainer.model, copy(inputs), batch
                 )
                 found = values[batch.completion_mask.bool()].float().cpu()
         return found, time.perf_counter() - start

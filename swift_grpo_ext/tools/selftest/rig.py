@@ -19,19 +19,15 @@ from swift.utils import remove_response
 from swift_grpo_ext.checks.rows import encoding_error, media_of
 from swift_grpo_ext.checks.rows import prompt_of as prompt_of_row
 from swift_grpo_ext.record.tables import SampleRow
-from swift_grpo_ext.rollout.conversation import prompt_of
+from swift_grpo_ext.rollout.answers import answer_of
 from swift_grpo_ext.rollout.generate import generate
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.tools.selftest.outcome import NotTriedError
-from swift_grpo_ext.training.batch import (
-    DisagreementError,
-    check_prompts_of,
-    collate,
-    encode_as_training,
-)
+from swift_grpo_ext.training.batch import collate
+from swift_grpo_ext.training.encode import DisagreementError, GroupEncoder, check_rollout_prompts
 from swift_grpo_ext.training.gap import Gap, gaps_between
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
@@ -214,8 +210,9 @@ class Rig:
         samples, outputs = self.generate(rows, ids, config=config)
         for sample, sample_id, output in zip(samples, ids, outputs, strict=True):
             sample.sample_id, sample.request_id = sample_id, sample_id.request_id
+            sample.prompt_hash = prompt_hash(sample)  # without the answer, which comes next
             sample.apply_rollout_output(rollout_output=output)
-            sample.rollout_prompts = [prompt_of(output)]
+            sample.rollout_prompts = [answer_of(output).prompt]
         return samples
 
     # --- training's view ---
@@ -223,8 +220,12 @@ class Rig:
     def encode(self, samples: Sequence[RolloutSample]) -> tuple[dict[str, Any], GRPOBatch]:
         """Encode generated samples as the training does, each into its `encoded`, and return the
         model's inputs and their batch."""
-        encode_as_training(self.trainer.template, samples)
-        return collate(self.trainer, samples)
+        trainer = self.trainer
+        encoder = GroupEncoder(trainer.template, trainer.args)
+        with trainer._template_context(trainer.template):
+            for sample in samples:
+                sample.encoded = encoder.encode(sample)
+        return collate(trainer, samples)
 
     def gap(self, samples: Sequence[RolloutSample]) -> Gap:
         """Return how far log-probabilities of generated samples lie from those of the trainer's
@@ -239,7 +240,7 @@ class Rig:
             with torch.no_grad(), checkpointing:  # a collective where weights are sharded
                 logps, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs, batch)
             with suppress(DisagreementError):
-                check_prompts_of(sample, trainer.template, placeholders)
+                check_rollout_prompts(sample, sample.encoded, trainer.template, placeholders)
                 if (rollout := batch.rollout_per_token_logps) is not None:
                     whole += gaps_between(rollout, logps, batch.completion_mask.bool())[0]
         return whole

@@ -28,7 +28,7 @@ from swift_grpo_ext.tools.replay.run import Drawn, why_not
 from swift_grpo_ext.tools.runs import find_runs, run_name
 from swift_grpo_ext.tools.view.log import Log, read_log
 from swift_grpo_ext.tools.view.runs import Follower, NotFoundError, Prompt, describe, text_of
-from swift_grpo_ext.upstream.upright import upright
+from swift_grpo_ext.upstream.upright import apply_exif_orientation
 
 SIDES = {"small": 112, "full": 2048}
 """Pixels of a shown image's longer side, at most."""
@@ -354,7 +354,7 @@ def image_bytes(name: str, size: str) -> bytes:
         raise NotFoundError(f"{path.name[:80]} is not on this machine")
     try:
         with Image.open(path) as image:
-            shown = upright(image).convert("RGB")
+            shown = apply_exif_orientation(image).convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as e:
         raise NotFoundError(f"{path.name[:80]} is no image that can be read ({e})") from e
     side = SIDES["small" if size == "small" else "full"]

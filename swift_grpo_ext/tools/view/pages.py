@@ -23,9 +23,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from swift_grpo_ext.diversity.alarms import read_words
-from swift_grpo_ext.timing.advice import advise, mean_step
 from swift_grpo_ext.tools.diff import read_args
 from swift_grpo_ext.tools.view import overview, several
+from swift_grpo_ext.tools.view.advice import advise, mean_step
 from swift_grpo_ext.tools.view.group import RunView, image_bytes
 from swift_grpo_ext.tools.view.overview import evenly_spaced
 from swift_grpo_ext.tools.view.runs import (

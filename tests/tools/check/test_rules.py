@@ -161,7 +161,7 @@ def test_arguments_win_over_a_file() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"diversity_alarm": 4}, r"swift rlhf: diversity_alarm \(did you mean diversity_alarm_p\?"),
+        ({"diversity_acton": 4}, r"swift rlhf: diversity_acton \(did you mean diversity_action\?"),
         ({"max_lenght": 9}, r"max_lenght \(did you mean max_length\?\)"),
         ({"vllm_mode_": "server"}, r"vllm_mode_ \(did you mean vllm_mode\?\)"),
         ({"zzz_zzz": 4}, r"of swift rlhf: zzz_zzz \(leave it out\)\.$"),
