@@ -275,8 +275,7 @@ def test_p_values_count_different_predecessors_of_the_memory_too() -> None:
 
 
 def test_memory_is_bounded_over_many_rounds() -> None:
-    """The samples come as other ranks send them. What the memory held is what goes with it: threads
-    that earlier tests left allocate too."""
+    """The samples come as other ranks send them. What the memory held is what goes with it."""
     places = [{"step": 1000 + step, "prompt": f"{step:032}"} for step in range(200)]
     groups = [group_of(*[list(range(20))] * 8, seed=2**60, **place) for place in places]
     rounds = [pickle.dumps([compact(s) for s in group]) for group in groups]
