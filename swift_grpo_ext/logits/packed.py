@@ -1,7 +1,7 @@
 """Read the prompt of a group once in a training pass (`--logps_shared_prompt`).
 
 A micro-batch repeats the prompt of a group in each of its samples' rows. Here all samples become
-one *packed row* without padding: each prompt once, with its samples behind it, whose positions
+one *packed row* without padding: each prompt once, with its samples behind it. Their positions
 count on from it. Layers that mix positions read it by segments (`segments.py`), so that a sample
 sees its prompt and itself. The sums are those of the micro-batch, in another order (shared-prefix
 forward: arXiv 2506.05433).
@@ -54,7 +54,7 @@ class GroupRows(NamedTuple):
     """The whole row of each sample: prompt and response."""
 
     labels: list[Sequence[int]]
-    """As long; -100 where a token is not trained on."""
+    """Labels have the lengths of `ids`; -100 marks a token that is not trained on."""
 
     @property
     def is_shared(self) -> bool:
@@ -109,7 +109,7 @@ class PackedBatch(NamedTuple):
     """The arguments of the model's forward."""
 
     predicts_1L: Tensor
-    """The positions whose logits are wanted, in the order in which they stood in the rows."""
+    """The positions of the wanted logits, in the order in which they stood in the rows."""
 
 
 def plain_inputs(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -249,7 +249,7 @@ class Layout:
     """The positions of a packed row."""
 
     firsts_G: Tensor
-    """Where each group's row of `heads` begins, behind its padding."""
+    """The column at which each group's row of `heads` begins, behind its padding."""
 
     ids_L: Tensor
 
@@ -352,7 +352,7 @@ def layout_of(groups: Sequence[GroupRows], heads: Mapping[str, Any]) -> Layout:
 
 
 def images_that_look_ahead(model: PreTrainedModel) -> tuple[str, int]:
-    """Return the input that names the positions of images, of a model whose images see all of
+    """Return the input that names the positions of images, of a model that lets images see all of
     themselves, and the layers in which they do (`segments.make_mask`); 0: in none.
 
     By the class, as other models have the same inputs and make no mask of them (Gemma 3n). Both

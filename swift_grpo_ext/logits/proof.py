@@ -50,14 +50,14 @@ Kind = tuple[tuple[str, ...], int]
 """A row's media, and how many `borders` the longest row of its micro-batch lies beyond."""
 
 Form = tuple[Mapping[str, Any], Tensor]
-"""The arguments of a model's forward, and the positions whose logits are wanted: [B, T], or [1, L]
+"""The arguments of a model's forward, and the positions of the wanted logits: [B, T], or [1, L]
 of a packed row."""
 
 
 class SharedPrompt:
     """Packs the micro-batches of one model, and proves each kind of row.
 
-    Each rank proves by itself: its number of passes may depend on its own rows, as with a teacher
+    Each rank proves alone: its number of passes may depend on its own rows, as with a teacher
     that only some of them have. Ranks that share the weights make all passes together. All of them
     pack a micro-batch, or none does: a packed pass may call a layer more often.
     """

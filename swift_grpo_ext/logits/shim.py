@@ -187,7 +187,7 @@ class LogitsShim:
             model, inputs, lambda hidden: select_positions(hidden, mask_BT), int(mask_BT.sum())
         )
         if output is not None:
-            return output.logits.squeeze(0)  # not [0], whose backward would make a copy
+            return output.logits.squeeze(0)  # not [0]: its backward would make a copy
         # From the first column in which any row wants a position.
         num_kept = mask_BT.shape[1] - int(mask_BT.any(0).int().argmax())
         keep = {self._keyword: num_kept} if self._keyword else {}

@@ -211,7 +211,7 @@ BETWEEN = f"{wire.KEY}_between_turns"
 
 @dataclass
 class BetweenTurns:
-    """What a scheduler's hooks did with a request since its last answer."""
+    """Records what a scheduler's hooks did with a request since its last answer."""
 
     num_messages: int = 0
     """Number of messages, the last answer included."""

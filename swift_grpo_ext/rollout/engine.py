@@ -71,7 +71,7 @@ STATE = f"{wire.KEY}.state"
 
 @dataclass
 class RequestState:
-    """What the engine knows of one request beside its encoding."""
+    """Holds what the engine knows of one request beside its encoding."""
 
     metadata: RequestMetadata | None = None
     request: object = None
@@ -87,7 +87,7 @@ class RequestState:
     """What ends its completions; None leaves that to ms-swift."""
 
     is_context_overflow: bool = False
-    """It is a later turn whose prompt leaves no room for an answer."""
+    """The prompt of a later turn leaves no room for an answer."""
 
 
 try:  # vLLM 0.32 has a class of its own for what it refuses
@@ -200,7 +200,7 @@ class RolloutEngine(GRPOVllmEngine):
         """Return the reply of a server's replica that has failed; ms-swift's loop would reply None.
 
         Raises:
-            Exception: `error`, by an engine that serves nobody.
+            Exception: `error`, by an engine without clients.
         """
         if not self.serves:
             raise error
@@ -345,7 +345,7 @@ class RolloutEngine(GRPOVllmEngine):
         # v1/engine/parallel_sampling.py), and ms-swift keeps the last.
         params.output_kind = RequestOutputKind.FINAL_ONLY
         if metadata.as_arrays:
-            # No text of each log-probability's token, which nobody reads.
+            # Leave out the text of each log-probability's token: it has no reader.
             params.flat_logprobs = params.logprobs == 0
         # ms-swift has set the user's stop words and the template's; it gives one-token words as
         # ids too.

@@ -92,7 +92,7 @@ class WatchedScheduler(MultiTurnScheduler):
                     "since `run` gives seeds and stops to what a conversation asks for."
                 )
         except Exception as e:
-            give_up()  # the other conversations of the call: nobody reads their outputs
+            give_up()  # the outputs of the call's other conversations have no reader
             return self.infer_engine.failure(e)
         return outputs
 

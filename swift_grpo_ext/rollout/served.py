@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from swift_grpo_ext.rollout.wire import RequestMetadata
 
 MAX_THREADS = 2**10
-"""So many conversations of a replica run side by side; others begin when one of them ends."""
+"""The number of conversations of a replica that run side by side; others wait."""
 
 NUM_FILES = 2**13
 """Open files of the process: an event loop takes three. Many systems allow 1,024 by default."""
@@ -82,7 +82,7 @@ class ServedConversation:
         """Await a scheduler's `run` in a thread, and return its outputs with their turns.
 
         Raises:
-            RequestError: nobody waits for the conversation any more.
+            RequestError: the conversation's client has gone.
         """
         self._engine_loop, self._waiting = asyncio.get_running_loop(), asyncio.current_task()
         _under_way.add(self)
@@ -125,7 +125,7 @@ class ServedConversation:
             write_turns(output, turns)
             last = turns[-1].completion
             is_others = self._first is not None and self._first.is_other_clients
-            # A training names seed and replica by itself.
+            # A training's own request names seed and replica.
             output.rollout_infos |= infos_of(last) if is_others else {STOP_REASON: last.stop_reason}
 
     # --- in the conversation's thread ---
@@ -207,6 +207,6 @@ def go_on(since: float) -> bool:
 
 
 def give_up() -> None:
-    """End all conversations. A tool that is at work goes on, and nobody hears of it."""
+    """End all conversations. A tool that is at work goes on, unheard."""
     for conversation in list(_under_way):
         conversation.give_up()

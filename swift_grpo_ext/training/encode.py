@@ -385,7 +385,7 @@ def with_text_of(
         if name == "input_ids" or not (is_list or getattr(values, "shape", None) == (len(ids),)):
             continue
         if len({float(values[at]) for at in text_positions}) > 1:
-            return {}  # such as positions: which one a new token has, nobody knows
+            return {}  # such as positions: that of a new token is not known
         changed[name] = [values[at] for at in sources] if is_list else values[sources]
     return changed
 

@@ -200,8 +200,8 @@ def judge_gap(
     """
     shift = sampling_shift(args)
     groups, kinds = defaultdict[Group, Gap](Gap), defaultdict[str, Gap](Gap)
-    for of_rank in gaps:
-        for (engine, kind), gap in of_rank.groups.items():
+    for rank_gap in gaps:
+        for (engine, kind), gap in rank_gap.groups.items():
             groups[engine, kind] += gap
             kinds[kind] += gap
     whole = sum(kinds.values(), Gap())
@@ -213,7 +213,7 @@ def judge_gap(
         for group, gap in groups.items()
         if not gap.mean <= most_explained(limit, gap.count) + shift
     }
-    furthest = max(gaps, key=lambda of_rank: of_rank.excess)
+    furthest = max(gaps, key=lambda rank_gap: rank_gap.excess)
     if beyond:
         _warn_or_stop(beyond, groups, args, limit, shift, step)
     elif furthest.excess > 1:

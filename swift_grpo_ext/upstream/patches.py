@@ -1,6 +1,6 @@
 """Every change that we make to ms-swift, vLLM, transformers or torch, and the one way to make it.
 
-`@repair` stands beside each function that changes something for the rest of a process. It says what
+`@repair` marks each function that changes something for the rest of a process. It says what
 goes wrong without the change, where upstream's cause lies, and when the change can go.
 `apply(moment)` makes the repairs of a moment, once: `MODULES` names the modules that hold them.
 

@@ -4,7 +4,7 @@
         weights.begin_watch()               before the first update, where it is looked at
         with weights.loading(): ...         whole weights, in any number of parts
         weights.end(is_whole=True)          once all parts have come
-        with weights.adapter(): ...         an adapter over them, or by itself
+        with weights.adapter(): ...         an adapter over them, or alone
         weights.report()                    for the trainer, or for the server
 
 A worker of a server (`receiver.py`) and the trainer with a colocated engine (`sync.py`) have one
@@ -153,7 +153,7 @@ class EngineWeights:
 
     @contextmanager
     def adapter(self) -> Iterator[None]:
-        """Record an adapter, with the whole weights that it follows or by itself.
+        """Record an adapter, with the whole weights that it follows, or alone.
 
         Raises:
             WeightUpdateError: the engine does not use it, or not all of it.
