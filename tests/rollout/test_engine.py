@@ -6,7 +6,7 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -381,14 +381,6 @@ def test_schedulers_read_ms_swifts_form_with_our_text(
 
 
 # --- turns ---
-
-
-@pytest.fixture(autouse=True)
-def _registry() -> Iterator[None]:
-    before = dict(multi_turns)
-    yield
-    multi_turns.clear()
-    multi_turns.update(before)
 
 
 def served(cls: type[MultiTurnScheduler], engine: Any, asked: list[Any]) -> Any:

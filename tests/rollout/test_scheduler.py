@@ -7,7 +7,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -44,14 +44,6 @@ class Crop(MultiTurnScheduler):
         infer_request.images = [*infer_request.images, f"crop{current_turn}.png"]
         infos = {"images": infer_request.images}
         return {"infer_request": infer_request, "rollout_infos": infos}
-
-
-@pytest.fixture(autouse=True)
-def _registry() -> Iterator[None]:
-    before = dict(multi_turns)
-    yield
-    multi_turns.clear()
-    multi_turns.update(before)
 
 
 def made(cls: type[MultiTurnScheduler], side: str, answers: Any, **settings: Any) -> Any:
