@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import xxhash
 
-from swift_grpo_ext.upstream.rows import RowFormError, column_of, read_row
+from swift_grpo_ext.upstream.rows import KINDS, RowFormError, column_of, read_row
 
 PROMPT_FIELDS = (
     *("messages", "images", "videos", "audios", "tools", "objects"),
@@ -25,41 +26,24 @@ PROMPT_FIELDS = (
 def prompt_hash(row: object) -> str:
     """Return 32 hex digits that are equal for equal words and media, and else different.
 
-    Args:
-        row: a data set's row, or an object with the fields of `PROMPT_FIELDS`, such as
-            ms-swift's `OnPolicySample` or `InferRequest`. Media count as they are given: a path by
-            its name, bytes and base64 by their content, decoded images by their pixels.
+    `row` is a data set's row, or an object with its columns as attributes or in `extra` (ms-swift's
+    samples and requests). A path counts by its name, bytes and base64 by their content, a decoded
+    image by its pixels.
 
     Raises:
         ValueError: a field holds what has no form as JSON; names it.
     """
-    row = _without_parts(row)
-    columns = row if isinstance(row, Mapping) else getattr(row, "extra", None) or {}
-    fields: dict[str, Any] = {}
-    for name in PROMPT_FIELDS:
-        # `extra` holds the columns for which ms-swift's sample has no field.
-        value = getattr(row, name) if hasattr(row, name) else columns.get(name)
-        # A row without images has None, [] or no such column, by the way it came.
-        is_empty = isinstance(value, (str, list, tuple, dict)) and not value
-        if value is not None and not is_empty:
-            fields[name] = value
+    # A row without images has None, [] or no such column, by the way it came.
+    fields = {
+        name: value
+        for name, value in _prompt_columns(row).items()
+        if not isinstance(value, (str, list, tuple, dict, type(None))) or value
+    }
     digest = xxhash.xxh3_128()  # 2 MB take 0.02 ms; BLAKE2b takes 1.3, for each of a group's rows
 
     def content(value: Any) -> str:
         """Binary values go into the digest, a mark of their size into the text."""
-        if hasattr(value, "detach"):  # a torch tensor; this module imports no torch
-            value = value.detach().cpu().numpy()
-        if isinstance(value, (bytes, bytearray)):
-            data = bytes(value)
-        elif hasattr(value, "tobytes"):  # PIL images, numpy arrays
-            # The form too: 8 x 2 pixels have the bytes of 4 x 4, and one palette's another's.
-            pixels = value.tobytes()
-            palette = value.getpalette() if hasattr(value, "getpalette") else None
-            form = [getattr(value, name, None) for name in ("mode", "size", "shape", "dtype")]
-            data = repr((*form, palette)).encode() + pixels
-        else:
-            data = repr(value).encode()
-        digest.update(data)
+        digest.update(data := content_of(value))
         return f"<{type(value).__name__} of {len(data)} bytes>"
 
     try:
@@ -74,27 +58,37 @@ def prompt_hash(row: object) -> str:
     return digest.hexdigest()
 
 
-def _without_parts(row: object) -> object:
-    """Return a row whose media stand in parts of `content` with its media in columns: a prompt is
-    one in either form."""
-    messages = column_of(row, "messages") or ()
-    if all(isinstance(column_of(message, "content"), (str, type(None))) for message in messages):
-        return row
-    try:
+def _prompt_columns(row: object) -> dict[str, Any]:
+    """Return the columns that make a prompt. Media that stand in parts of `content` come in
+    columns, so that a prompt is one in either form."""
+    extra = getattr(row, "extra", None) or {}  # columns for which ms-swift's sample has no field
+    columns = {name: extra.get(name, column_of(row, name)) for name in PROMPT_FIELDS}
+    contents = [column_of(message, "content") for message in columns["messages"] or ()]
+    if all(content is None or isinstance(content, str) for content in contents):
+        return columns
+    with suppress(RowFormError):  # compared as it is given
         read = read_row(row)
-    except RowFormError:  # compared as it is given
-        return row
-    columns = {name: column_of(row, name) for name in PROMPT_FIELDS}
-    extra = getattr(row, "extra", None) or {}
-    media: dict[str, Any] = {
-        "images": [  # as ms-swift's preprocessing writes the path of an image in a column
-            {"bytes": None, "path": medium.value} if isinstance(medium.value, str) else medium.value
-            for medium in read.shown_as("image")
-        ],
-        "videos": [medium.value for medium in read.shown_as("video")],
-        "audios": [medium.value for medium in read.shown_as("audio")],
-    }
-    return {**columns, **extra, **media, "messages": read.messages}
+        columns["messages"] = read.messages
+        columns |= {f"{kind}s": [medium.value for medium in read.shown_as(kind)] for kind in KINDS}
+        columns["images"] = [  # as ms-swift's preprocessing writes a path in a column
+            {"bytes": None, "path": image} if isinstance(image, str) else image
+            for image in columns["images"]
+        ]
+    return columns
+
+
+def content_of(value: Any) -> bytes:
+    """Return a value as bytes that differ for another: content, pixels with their form, `repr`."""
+    if hasattr(value, "detach"):  # a torch tensor; this module imports no torch
+        value = value.detach().cpu().numpy()
+    if isinstance(value, bytes):
+        return value
+    if not hasattr(value, "tobytes"):
+        return repr(value).encode()
+    # PIL images and arrays: 8 x 2 pixels have the bytes of 4 x 4, and one palette's another's.
+    form = [getattr(value, name, None) for name in ("mode", "size", "shape", "dtype")]
+    palette = value.getpalette() if hasattr(value, "getpalette") else None
+    return repr((*form, palette)).encode() + bytes(value.tobytes())
 
 
 def count_duplicates(hashes: Iterable[str]) -> int:

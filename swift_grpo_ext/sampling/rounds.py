@@ -1,7 +1,7 @@
 """The names of rounds: the optimizer step at which a round begins, and its number in that step.
 
-Names follow from how many training batches have been taken, so that a resumed run names its rounds
-as the uninterrupted run did, also when it was resumed in the middle of a round.
+Names follow from the number of training batches that were taken. So a resumed run names its rounds
+as the uninterrupted run did, also from the middle of a round.
 """
 
 from __future__ import annotations
@@ -19,25 +19,14 @@ if TYPE_CHECKING:
 def sample_ids_at(
     round_: RoundId, positions: Iterable[int], group_size: int, *, first_group: int = 0
 ) -> list[SampleId]:
-    """Return the ids of samples from their positions in the generation batch.
+    """Return the ids of samples from their positions in the generation batch, over all ranks.
 
-    Groups are positional (docs/promises.md, G1): the order in which the sampler repeats prompts
-    makes them.
-
-    Args:
-        positions: count over all training ranks, from 0.
-        first_group: the batch's first: a later batch of an evaluation goes on counting, so that
-            seeds do not depend on the size of eval batches.
+    Groups are positional (docs/promises.md, G1). `first_group` is the batch's first: the batches of
+    an evaluation count on, so that seeds do not depend on their size.
     """
     return [
-        SampleId(
-            phase=round_.phase,
-            step=round_.step,
-            number=round_.number,
-            group=first_group + position // group_size,
-            index=position % group_size,
-        )
-        for position in positions
+        SampleId(**round_._asdict(), group=first_group + p // group_size, index=p % group_size)
+        for p in positions
     ]
 
 
@@ -45,27 +34,15 @@ def sample_ids_at(
 class RoundClock:
     """Turns counts of training batches into names of rounds, and back."""
 
-    batches_per_step: int
-    """`gradient_accumulation_steps`: training batches of an optimizer step."""
-
-    batches_per_round: int
-    """`steps_per_generation * num_iterations`: training batches that one round serves."""
-
-    batches_per_epoch: int
-    """Training batches in an epoch, a multiple of `batches_per_round`. The last step of an epoch
-    makes do with the batches that are left."""
-
-    max_resamples: int = 0
-    """Rounds that dynamic sampling may add to one round (`--max_resample_times`)."""
+    batches_per_step: int  # `gradient_accumulation_steps`
+    batches_per_round: int  # `steps_per_generation * num_iterations`: one round serves them
+    batches_per_epoch: int  # a multiple of these; the last step takes the batches that are left
+    max_resamples: int = 0  # rounds that dynamic sampling may add to one round
 
     @classmethod
     def of(cls, args: GRPOConfig, num_rows: int, sequence_parallel_size: int) -> RoundClock:
-        """Return the clock of a training.
-
-        Args:
-            args: once ms-swift's trainer has adjusted them.
-            num_rows: rows of the training set.
-        """
+        """Return the clock of a training with `num_rows` rows; ms-swift's trainer has adjusted
+        `args` before."""
         # As ms-swift counts (4.6, grpo_trainer.py, `_prepare_inputs`): ranks that share sequences
         # take the samples of all of them one after the other.
         per_round = args.steps_per_generation * sequence_parallel_size * args.num_iterations
@@ -89,10 +66,8 @@ class RoundClock:
         return step // self._steps_per_epoch
 
     def generation_batch_before(self, batch: int) -> tuple[int, int]:
-        """Return epoch and number of the generation batch before that of training batch `batch`.
-
-        Before the first one comes the last of epoch 0.
-        """
+        """Return epoch and number of the generation batch before that of training batch `batch`;
+        before the first one, the last of epoch 0."""
         rounds_per_epoch = self.batches_per_epoch // self.batches_per_round
         epoch, number = divmod(batch // self.batches_per_round - 1, rounds_per_epoch)
         return max(epoch, 0), number
@@ -119,8 +94,7 @@ class RoundNames:
         self.clock = clock
         self._regular = self.current = RoundId("train", 0, 0)
         self._resamples = 0
-        self._evaluations: dict[int, int] = {}
-        self._evaluation = RoundId("eval", 0, 0)
+        self._evaluation = RoundId("eval", -1, 0)  # before the first
         self._first_group = 0  # of an evaluation's next batch
 
     def begin_training(self, batch: int, *, ahead: bool = False) -> None:
@@ -130,8 +104,8 @@ class RoundNames:
         self._resamples = 0
 
     def begin_resampling(self) -> int:
-        """Begin a round of dynamic sampling; return which batch of the resampling order it takes,
-        each its own."""
+        """Begin a round of dynamic sampling; return the number of its batch in the resampling
+        order, which is its own."""
         clock, step = self.clock, self._regular.step
         # Each regular round has as many numbers as it may need, behind all regular ones: names do
         # not depend on how often earlier rounds were resampled, which a resumed run cannot know.
@@ -143,9 +117,8 @@ class RoundNames:
 
     def begin_evaluation(self, step: int) -> None:
         """Begin the evaluation loop over one data set."""
-        # Several data sets, or an evaluation on demand, may be evaluated at one step.
-        number = self._evaluations.get(step, 0)
-        self._evaluations = {step: number + 1}
+        # One step may have several data sets, and an evaluation on demand.
+        number = self._evaluation.number + 1 if step == self._evaluation.step else 0
         self._evaluation, self._first_group = RoundId("eval", step, number), 0
 
     def upcoming(self, *, training: bool) -> tuple[RoundId, int]:

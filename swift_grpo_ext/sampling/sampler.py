@@ -1,7 +1,7 @@
-"""The order of prompts: ms-swift's, as a function of the epoch, so that a resumed run meets it.
+"""The order of prompts: ms-swift's, as a function of the epoch.
 
 TRL's `RepeatSampler` draws each epoch's permutation from a generator that it made itself. A resumed
-run makes a new one, and meets the first epoch's order in every epoch (trl 0.29, trainer/utils.py).
+run makes a new one, and begins with the first epoch's order again (trl 0.29, trainer/utils.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 
 
 class EpochSampler(Sampler[int]):
-    """Yields what an uninterrupted `RepeatSampler` would, in the epoch that `epoch` names.
-
-    Args:
-        upstream: the `RepeatSampler` whose settings are taken over; a seed of None counts as 0.
-        epoch: says which epoch is about to be iterated, from 0; asked at each iteration.
-    """
+    """Yields what an uninterrupted `RepeatSampler` with the settings of `upstream` would. Each
+    iteration asks `epoch` for its epoch, from 0."""
 
     def __init__(self, upstream: RepeatSampler, epoch: Callable[[], int]) -> None:
         self._num_rows = upstream.num_samples
@@ -32,29 +28,24 @@ class EpochSampler(Sampler[int]):
         self._repeats = upstream.repeat_count
         self._seed = (upstream.seed or 0) if upstream.shuffle else None
         self._epoch = epoch
-        self.num_batches = int(self._num_rows // self._prompts)
-        """Number of generation batches in an epoch; rows that do not fill one are left out."""
+        # Generation batches of an epoch; rows that do not fill one are left out.
+        self.num_batches: int = self._num_rows // self._prompts
 
     def __len__(self) -> int:
         return self.num_batches * self._prompts * self._group_size * self._repeats
 
     def __iter__(self) -> Iterator[int]:
-        order = self._order(self._epoch())
-        for batch in range(self.num_batches):
-            yield from self._batch(order, batch) * self._repeats
+        for prompts in self._batches(self._epoch()):
+            yield from prompts.repeat_interleave(self._group_size).tolist() * self._repeats
 
     def batch(self, epoch: int, batch: int) -> list[int]:
         """Return the indices of one generation batch's rows, each repeated for its group."""
-        return self._batch(self._order(epoch), batch)
+        return list(self._batches(epoch)[batch].repeat_interleave(self._group_size).tolist())
 
-    def _batch(self, order: torch.Tensor, batch: int) -> list[int]:
-        prompts = order[batch * self._prompts : (batch + 1) * self._prompts].tolist()
-        return [index for index in prompts for _ in range(self._group_size)]
-
-    def _order(self, epoch: int) -> torch.Tensor:
-        if self._seed is None:
-            return torch.arange(self._num_rows)
-        generator = torch.Generator().manual_seed(self._seed)
-        for _ in range(epoch):  # one generator draws all epochs: earlier ones have to be drawn too
-            torch.randperm(self._num_rows, generator=generator)
-        return torch.randperm(self._num_rows, generator=generator)
+    def _batches(self, epoch: int) -> torch.Tensor:
+        order = torch.arange(self._num_rows)
+        if self._seed is not None:
+            generator = torch.Generator().manual_seed(self._seed)
+            for _ in range(epoch + 1):  # the epochs before draw from the same generator
+                order = torch.randperm(self._num_rows, generator=generator)
+        return order[: self.num_batches * self._prompts].view(self.num_batches, self._prompts)

@@ -1,8 +1,7 @@
 """The seed rule: which seed a sample draws with.
 
 A sample's seed depends on `--seed` and on the sample's id, and on nothing else: not on ranks,
-replicas, batch sizes or the order in which requests arrive. Anyone can recompute it from
-a row of the sample log:
+replicas, batch sizes or the order of requests. Anyone can recompute it from a row of the record:
 
     sample_seed(42, SampleId(phase="train", step=3, number=0, group=5, index=2))
 
@@ -54,22 +53,11 @@ class SampleId:
     """Which sample of a run."""
 
     phase: Phase
-    """`train` or `eval`."""
-
-    step: int
-    """Optimizer step at which the sample's round begins (with `--async_generate`: is used)."""
-
-    number: int
-    """Number of the round within its step."""
-
-    group: int
-    """Index of the sample's group in its round."""
-
-    index: int
-    """Index of the sample in its group."""
-
-    turn: int = 0
-    """Turn of a multi-turn conversation, from 0."""
+    step: int  # optimizer step at which its round begins (with `--async_generate`: is used)
+    number: int  # of the round in its step
+    group: int  # in the round
+    index: int  # in the group
+    turn: int = 0  # of a conversation
 
     @property
     def round(self) -> RoundId:
@@ -92,11 +80,7 @@ class SampleId:
 
     @classmethod
     def parse(cls, request_id: str) -> SampleId:
-        """Return the id that a `request_id` names.
-
-        Raises:
-            ValueError: it names none.
-        """
+        """Return the id that a `request_id` names; raise ValueError if it names none."""
         match = re.fullmatch(r"(train|eval)-(\d+)\.(\d+)-(\d+)-(\d+)", request_id)
         if match is None:
             raise ValueError(f"{request_id!r} is no name of a sample, such as train-12.0-5-3.")
@@ -112,10 +96,6 @@ class SampleId:
 
 def sample_seed(run_seed: int, sample_id: SampleId) -> int:
     """Return the seed of one sample, in [0, 2**62 + 2**14).
-
-    Args:
-        run_seed: `--seed`, 0 or more.
-        sample_id: which sample.
 
     Raises:
         ValueError: the group is too large, or (numpy's) a number is negative.
