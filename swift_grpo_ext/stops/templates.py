@@ -19,42 +19,32 @@ STOP_REASON = "stop_reason"
 class TemplateStops:
     """Stop settings and cuts for one template of ms-swift; made once an engine."""
 
-    special_ids: dict[str, int]
-    """The tokenizer's special tokens by their text, those of `--new_special_tokens` included."""
-
-    end_ids: frozenset[int]
-    """Tokens with which the template ends a turn, which ms-swift leaves out of texts. An end that
-    is several tokens is a stop string like another, and shows."""
-
     def __init__(self, template: Template) -> None:
         self._template = template
         self._tokenizer = tokenizer = template.tokenizer
-        # The first are the tokenizer's own (eos, pad); the others were added to it by name.
+        # Special tokens by their text: the tokenizer's own (eos, pad), and those that were added to
+        # it by name (`--new_special_tokens`).
         named = [str(token) for token in tokenizer.all_special_tokens]
         ids = dict(zip(named, tokenizer.convert_tokens_to_ids(named), strict=True))
         added = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self.special_ids = {**ids, **added}
-
+        # Tokens with which the template ends a turn, which ms-swift leaves out of texts. An end of
+        # several tokens is a stop string like another, and shows.
         suffix = template.template_meta.suffix_stop
         if isinstance(suffix, str):
             special = self.special_ids.get(suffix)
-            suffix = (
-                tokenizer.encode(suffix, add_special_tokens=False) if special is None else [special]
-            )
+            plain = tokenizer.encode(suffix, add_special_tokens=False)
+            suffix = plain if special is None else [special]
         ends = [tokenizer.eos_token_id, *(suffix if suffix and len(suffix) == 1 else ())]
         self.end_ids = frozenset(i for i in ends if isinstance(i, int))  # without an eos it is None
 
     def stops(
         self, words: Sequence[str], token_ids: Sequence[int] = (), *, include: bool = True
     ) -> Stops:
-        """Sort the settings of a request into what is looked for in text and what by token id.
+        """Sort the settings of a request into strings to find in the text, and token ids.
 
-        Args:
-            words: stop strings, those of the template and the engine behind the user's. One that is
-                a special token stands for that token (one that spells it in other tokens is not
-                matched), so that nothing has to be decoded.
-            token_ids: `--stop_token_ids`.
-            include: `--include_stop_str_in_output`.
+        A word that is a special token stands for that token alone, so that nothing has to be
+        decoded. `words` are the user's, then those of the template and the engine.
         """
         words = list(dict.fromkeys(words))  # in order, once: a user's may be the template's, too
         named = {self.special_ids[word]: word for word in words if word in self.special_ids}
@@ -78,8 +68,8 @@ class TemplateStops:
     def text(
         self, token_ids: Sequence[int], ending: Ending, template_inputs: StdTemplateInputs | None
     ) -> str:
-        """Return what ms-swift's template makes of a completion that ends so: its text. A few
-        templates generate images, which are left as they are."""
+        """Return the text that ms-swift's template makes of a completion; a few templates make
+        images, which stay as they are."""
         visible = list(token_ids[: ending.num_text_tokens])
         if visible and visible[-1] in self.end_ids:
             # The end of a stop string: the template would leave it out.
@@ -89,48 +79,36 @@ class TemplateStops:
         return text.removesuffix(ending.trailing_text) if isinstance(text, str) else text
 
 
-def check_stop_settings(args: RLHFArguments) -> None:
-    """Refuse settings that are wrong with any template, before a model is loaded.
-
-    The model's directory is known already. Raises as `check_stops`.
-    """
-    num_tokens = 0
-    if args.stop_token_ids:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
-        # At most so many: the tokenizer may know some. The trainer checks them with its template.
-        num_tokens = len(tokenizer) + len(args.new_special_tokens)
-    check_stops(args, num_tokens)
-
-
-def check_template_stops(args: RLHFArguments, template: Template) -> None:
-    """Refuse stop settings that cannot be meant with this template; raises as `check_stops`."""
-    check_stops(args, len(template.tokenizer), template._get_response_prefix() or "")
-
-
-def check_stops(args: RLHFArguments, num_tokens: int, response_prefix: str = "") -> None:
-    """Refuse stop settings that cannot be meant (docs/promises.md, T5).
-
-    Args:
-        num_tokens: the tokenizer's, added ones included.
-        response_prefix: the text with which the prompt template begins every response.
+def check_stop_settings(args: RLHFArguments, template: Template | None = None) -> None:
+    """Refuse stop settings that cannot be meant (docs/promises.md, T5): before a model is loaded
+    those that are wrong with any template, then with the training's.
 
     Raises:
         SettingsError: names the setting, the value received, what was expected and the remedy.
     """
+    prefix = "" if template is None else template._get_response_prefix() or ""
     for word in args.stop_words or ():
         if word == "":
             raise SettingsError(
                 "--stop_words holds an empty string, which would end every completion before its "
                 "first token: leave it out."
             )
-        if word in response_prefix:
+        if word in prefix:
             raise SettingsError(
-                f"--stop_words {word!r} stands in {response_prefix!r}, with which the template "
-                "begins every response: each text would hold it from the start. Take another stop "
-                "string, or another --response_prefix or --enable_thinking."
+                f"--stop_words {word!r} stands in {prefix!r}, with which the template begins every "
+                "response: each text would hold it from the start. Take another stop string, or "
+                "another --response_prefix or --enable_thinking."
             )
+    if not args.stop_token_ids:
+        return
+    if template is not None:
+        num_tokens = len(template.tokenizer)
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
+        # At most so many: the tokenizer may know some of the new ones.
+        num_tokens = len(tokenizer) + len(args.new_special_tokens)
     outside = [i for i in args.stop_token_ids if not 0 <= i < num_tokens]
     if outside:
         raise SettingsError(

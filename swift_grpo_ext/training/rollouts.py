@@ -43,7 +43,7 @@ from swift_grpo_ext.rollout.wire import Answer, RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
 from swift_grpo_ext.sampling.sampler import EpochSampler
-from swift_grpo_ext.stops.templates import check_template_stops
+from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.timing.step_clock import StepClock
 from swift_grpo_ext.training.batch import switch_off_dropout
 from swift_grpo_ext.training.encode import GroupEncoder
@@ -110,7 +110,7 @@ class RolloutTraining(RolloutTrainerMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         apply(Moment.TRAINER)
         config, template = kwargs["args"], kwargs["template"]
-        check_template_stops(config, template)  # before minutes go into an engine
+        check_stop_settings(config, template)  # before minutes go into an engine
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = RolloutSettings(config)
         self._recorder = SampleRecorder(

@@ -17,10 +17,7 @@ from swift_grpo_ext.rollout.answers import to_rollout_output
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt
 from swift_grpo_ext.stops.rule import Stops
-from swift_grpo_ext.stops.templates import (
-    TemplateStops,
-    check_template_stops,
-)
+from swift_grpo_ext.stops.templates import TemplateStops, check_stop_settings
 from swift_grpo_ext.training.encode import encode_whole
 
 SEARCH = [1477, 432, 522, 1836, 1339]  # ` find it</search>` and two line breaks
@@ -181,12 +178,9 @@ def test_settings_that_cannot_be_meant_are_refused(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(template, "response_prefix", "<think>\n\n")
     with pytest.raises(ValueError, match=message):
-        check_template_stops(SimpleNamespace(stop_words=words, stop_token_ids=token_ids), template)
+        check_stop_settings(SimpleNamespace(stop_words=words, stop_token_ids=token_ids), template)
     sound = SimpleNamespace(stop_words=["</think>", " ", "\n\n\n"], stop_token_ids=[0, 151665])
-    check_template_stops(sound, template)
+    check_stop_settings(sound, template)
     monkeypatch.setattr(template, "response_prefix", "")
-    check_template_stops(SimpleNamespace(stop_words=["<think>"], stop_token_ids=[]), template)
-    check_template_stops(SimpleNamespace(stop_words=None, stop_token_ids=[]), template)
-
-
-# --- answers ---
+    check_stop_settings(SimpleNamespace(stop_words=["<think>"], stop_token_ids=[]), template)
+    check_stop_settings(SimpleNamespace(stop_words=None, stop_token_ids=[]), template)

@@ -93,7 +93,7 @@ def check_gpus(gpus: Sequence[str], present: int) -> Findings:
 
 def check_template(run: Run) -> Findings:
     """Say what ends a completion, and refuse stop words that the template would always emit."""
-    from swift_grpo_ext.stops.templates import TemplateStops, check_template_stops
+    from swift_grpo_ext.stops.templates import TemplateStops, check_stop_settings
 
     side: Side = "training" if run.training is not None else "rollout"
     args = run.arguments(side)
@@ -121,7 +121,7 @@ def check_template(run: Run) -> Findings:
     yield from preflight.check_model(args)
     words = args.stop_words or ()
     try:
-        check_template_stops(SimpleNamespace(stop_words=words, stop_token_ids=[]), template)
+        check_stop_settings(SimpleNamespace(stop_words=words, stop_token_ids=[]), template)
     except ValueError as e:
         yield error("template", str(e), "Change --stop_words.")
         return
