@@ -1,17 +1,12 @@
 """Refuse files, addresses and sizes of media that a request to `swift rollout` may not name.
 
-See docs/promises.md, F5 and F7.
+See docs/promises.md, F5 and F7. `swift deploy` asks `SafeMediaPath` and `SafeUrlFetcher`;
+`swift rollout` opens any file and fetches from any address (ms-swift 4.6, pipelines/infer).
 
-Symptom: `SWIFT_MEDIA_ALLOWED_DIRS` keeps callers of `swift deploy` from files elsewhere on the
-server's disk; `swift rollout` opens whatever a request names, and fetches from any address. It
-makes gigabytes of a picture of 20 kB.
-Upstream: ms-swift 4.6, utils/media_utils.py (`SafeMediaPath`) and utils/url_utils.py
-(`SafeUrlFetcher`), which pipelines/infer/deploy.py asks, and pipelines/infer/rollout.py does not.
-Adaptation: the server judges the names in a request before a replica gets it. A replica fetches
-URLs into files, as `swift deploy` does: `SafeUrlFetcher` judges each redirect, and the loaders of
-ms-swift, transformers and qwen_vl_utils get no URL. A replica refuses playlists too, since ffmpeg
-fetches the addresses in them without any rule.
-Can go when `swift rollout` asks `SafeMediaPath` and `SafeUrlFetcher`.
+The server judges the names in a request before a replica gets it. A replica fetches URLs into
+files, as `swift deploy` does, so that the loaders of ms-swift, transformers and qwen_vl_utils get
+no URL. It refuses playlists too, since ffmpeg fetches the addresses in them without any rule.
+Can go when `swift rollout` asks as `swift deploy` does.
 """
 
 # Names that no file can have raise in pathlib, and are "not there" in os.path:
@@ -22,39 +17,31 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import asdict
 from functools import partial, wraps
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from PIL import Image
 from swift.template import Template, vision_utils
-from swift.template.template_inputs import StdTemplateInputs, TemplateInputs
+from swift.template.template_inputs import TemplateInputs
 from swift.utils import SafeMediaPath, SafeUrlFetcher
 
 from swift_grpo_ext.upstream.patches import Moment, patch, repair
 from swift_grpo_ext.upstream.rows import COLUMNS, FILE
 
-LONGEST_PATH = 4096
-"""Linux's PATH_MAX. A longer string is base64."""
-
-PROBED_BYTES = 2**20
-"""Start of a medium by which ffmpeg finds out what it is (libavformat/format.c, PROBE_BUF_MAX)."""
-
+LONGEST_PATH = 4096  # Linux's PATH_MAX; a longer string is base64
+PROBED_BYTES = 2**20  # ffmpeg finds out by them what a medium is (libavformat, PROBE_BUF_MAX)
 URLS = ("http://", "https://")
 
+# ffmpeg knows HLS, lists of files, DASH and SDP by these beginnings.
 _PLAYLIST = re.compile(rb"\A\s*#EXTM3U|\A\s*ffconcat|<MPD|^c=IN IP", re.IGNORECASE | re.MULTILINE)
-"""ffmpeg knows HLS, lists of files, DASH and SDP by these beginnings."""
-
+# base64, with or without its kind
 _CONTENT = re.compile(r"data:.+?;base64,[\s\S]*|([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2,3}={1,2})?")
-"""This matches base64, with or without what says its kind."""
-
+# the protocol of a URL, also with options for ffmpeg (`subfile,,start,0,,:`)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30})(?:,[^:]*)?:")
-"""This matches the protocol of a URL, and ffmpeg's with options (`subfile,,start,0,,:`)."""
 
 
 def check_media(request: Mapping[str, Any]) -> None:
@@ -66,24 +53,18 @@ def check_media(request: Mapping[str, Any]) -> None:
             `SWIFT_ALLOW_INTERNAL_URL` is set), another protocol than http and https.
     """
     try:
-        inputs = TemplateInputs.from_dict({"messages": [], **request})
+        prompt = TemplateInputs.from_dict({"messages": [], **request}).chosen
     except Exception as e:
         raise ValueError(f"messages: cannot be read ({type(e).__name__}: {e})") from e
-    for part in _parts(inputs):
-        # ms-swift takes images from these tags (template/base.py, `_replace_image_tags`).
-        texts = (part.system, *(message.get("content") for message in part.messages))
-        tags = [re.findall(r"<img>(.+?)</img>", text) for text in texts if isinstance(text, str)]
-        fields = {"messages": tags} | {kind: getattr(part, kind) for kind in COLUMNS}
-        for field, media in fields.items():
-            try:
-                _each(media, _check_name)
-            except ValueError as e:
-                raise ValueError(f"{field}: {e}") from e
-
-
-def _parts(inputs: TemplateInputs) -> Iterator[StdTemplateInputs]:
-    """Yield all that have media of their own (`rejected_images` and the like)."""
-    yield from filter(None, (inputs.chosen, inputs.rejected, *inputs.positive, *inputs.negative))
+    # ms-swift takes images from these tags (template/base.py, `_replace_image_tags`).
+    texts = (prompt.system, *(message.get("content") for message in prompt.messages))
+    tags = [re.findall(r"<img>(.+?)</img>", text) for text in texts if isinstance(text, str)]
+    fields = {"messages": tags} | {kind: getattr(prompt, kind) for kind in COLUMNS}
+    for field, media in fields.items():
+        try:
+            _each(media, _check_name)
+        except ValueError as e:
+            raise ValueError(f"{field}: {e}") from e
 
 
 def _each(media: Any, judge: Callable[[str], str]) -> Any:
@@ -132,17 +113,14 @@ def check_redirects() -> None:
 
     @wraps(upstream)
     def encode(self: Template, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        # As ms-swift's own `encode` begins, which finds the result and copies it once more.
-        if isinstance(inputs, InferRequest):
-            inputs = asdict(inputs)
-        is_made = isinstance(inputs, TemplateInputs)
-        inputs = deepcopy(inputs) if is_made else TemplateInputs.from_dict(inputs)
+        # As ms-swift's own `encode` begins with a replica's requests.
+        columns = asdict(inputs) if isinstance(inputs, InferRequest) else inputs
+        inputs = TemplateInputs.from_dict(columns)
         # Encoding reads the media: the files go with the block.
         with TemporaryDirectory(prefix="swift_grpo_ext_") as folder:
-            for part in _parts(inputs):
-                for kind in COLUMNS:
-                    judge = partial(_fetched, kind=kind, folder=folder)
-                    setattr(part, kind, _each(getattr(part, kind), judge))
+            for kind in COLUMNS:
+                judge = partial(_fetched, kind=kind, folder=folder)
+                setattr(inputs.chosen, kind, _each(getattr(inputs.chosen, kind), judge))
             return upstream(self, inputs, *args, **kwargs)
 
     patch(Template, encode=encode)
@@ -157,24 +135,15 @@ def _fetched(text: str, kind: str, folder: str) -> str:
     """
     from swift.pipelines.infer.deploy import SwiftDeploy
 
-    medium = text
+    medium, start = text, b""
     if text.startswith(URLS):
         medium = SwiftDeploy._materialize_media(text, kind.removesuffix("s"), folder)
+    with suppress(Exception):  # its loader will say why it cannot be read
+        start = vision_utils.load_file(medium).read(PROBED_BYTES)
     # Playlists are text: behind a zero byte, the same words are pixels.
-    if found := _PLAYLIST.search(_start_of(medium).partition(b"\0")[0]):
+    if found := _PLAYLIST.search(start.partition(b"\0")[0]):
         raise ValueError(
             f"{text[:60]!r} is a playlist ({found[0].decode().strip()!r}), which names further "
             "addresses; expected the medium itself"
         )
     return medium
-
-
-def _start_of(medium: str) -> bytes:
-    """Return the first bytes of a file or of base64; b"" of what its loader will refuse."""
-    with suppress(Exception):
-        path = vision_utils._check_path(medium)
-        if path is None:
-            return vision_utils.load_file(medium).read(PROBED_BYTES)
-        with Path(path).open("rb") as file:
-            return file.read(PROBED_BYTES)
-    return b""

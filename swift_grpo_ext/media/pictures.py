@@ -10,28 +10,23 @@ from typing import NamedTuple
 
 from PIL import Image
 
-LONGEST_NAME = 2048
-"""Characters; a longer string is a medium's content, not its path or URL."""
+from swift_grpo_ext.sampling.prompt_hash import content_of
 
-SIDE = 256
-"""Pixels of a picture's longer side, at most: some 6 KB of WebP for a photograph."""
-
+LONGEST_NAME = 2048  # characters; a longer string is a medium's content, not its path or URL
+SIDE = 256  # pixels of a picture's longer side, at most: some 6 KB of WebP for a photograph
 QUALITY = 75
 
 
 class Picture(NamedTuple):
     """Stands in the record for a medium that a scheduler adds: a crop, a plot."""
 
-    name: str
-    """Its path or URL, or the digest of its content."""
-
-    webp: bytes | None = None
-    """The image, of at most `SIDE` pixels a side; None of what is no image or has a file."""
+    name: str  # its path or URL, or the digest of its content
+    webp: bytes | None = None  # the image; None where it has a file, or is no image
 
 
 def picture_of(medium: object) -> Picture:
-    """Return what is kept of a medium, in any form that a request has: the same pixels have the
-    same name, as an image of PIL's, as bytes and as base64."""
+    """Return what is kept of a medium. The same pixels have the same name as an image of PIL's, as
+    bytes and as base64."""
     content = medium.get("bytes") if isinstance(medium, dict) else medium
     with suppress(OSError, ValueError, Image.DecompressionBombError):  # no image, or a broken one
         if isinstance(content, str):
@@ -57,12 +52,7 @@ def media_name(media: object) -> str:
         return utf8(media)
     if isinstance(media, (list, tuple)):
         return " ".join(map(media_name, media))
-    if isinstance(media, str):
-        media = media.encode("utf-8", errors="backslashreplace")
-    if hasattr(media, "tobytes"):  # a PIL image, an array; its `repr` holds its address or is cut
-        form = [getattr(media, name, None) for name in ("mode", "size", "shape", "dtype")]
-        media = repr(form).encode() + media.tobytes()
-    content = media if isinstance(media, bytes) else repr(media).encode()
+    content = utf8(media).encode() if isinstance(media, str) else content_of(media)
     return f"blake2b:{hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
 

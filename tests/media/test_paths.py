@@ -71,7 +71,7 @@ def in_each_place(text: str) -> list[dict[str, Any]]:
 
     return [
         {"audios": text},
-        {"rejected_images": [text]},
+        {"images": [text]},
         {"videos": [[text, text]]},
         {"images": [{"bytes": None, "path": text}]},
         {"messages": [{"role": "system", "content": f"<img>{text}</img>"}]},
