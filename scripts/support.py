@@ -88,11 +88,8 @@ class Option(NamedTuple):
     """An option is a field of ms-swift's arguments, and what is known of it with the plugin."""
 
     name: str
-    is_own: bool
-    """It is true where one of the classes of `OWN` declares the option."""
-
-    tests: list[str]
-    """Files that train with it, those that give the fewest options first."""
+    is_own: bool  # it is true where one of the classes of `OWN` declares the option
+    tests: list[str]  # files that train with it, those that give the fewest options first
 
     @property
     def verdict(self) -> tuple[str, str]:

@@ -39,13 +39,14 @@ def uv_settings(listing: str) -> dict[str, str]:
     return found
 
 
-def main() -> None:
+def read_uv_settings() -> dict[str, str]:
+    """Return the variables that are not set yet."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for name, value in uv_settings(listing).items():
-        if name not in os.environ:
-            print(f"{name}={value}")
+    found = uv_settings(listing)
+    return {name: value for name, value in found.items() if name not in os.environ}
 
 
 if __name__ == "__main__":
-    main()
+    for name, value in read_uv_settings().items():
+        print(f"{name}={value}")

@@ -20,9 +20,7 @@ from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.seeding import RoundId
 
 RUN_SEED = 42
-TEMPERATURE = 2.0
-"""So hot that hardly a completion of the tiny model ends before `--max-tokens`."""
-
+TEMPERATURE = 2.0  # so hot that hardly a completion of the tiny model ends before `--max-tokens`
 OCTAVES = ((4, 70.0), (16, 40.0), (64, 20.0), (256, 8.0))
 """A picture has these (cells a side, contrast), from coarse to fine."""
 

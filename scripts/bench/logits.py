@@ -35,12 +35,8 @@ class Case(NamedTuple):
     """A case is the rows of one batch, padded on the right."""
 
     name: str
-    prompts: tuple[int, ...]
-    """Tokens of each row's prompt."""
-
-    new: int
-    """Completion tokens of each row."""
-
+    prompts: tuple[int, ...]  # tokens of each row's prompt
+    new: int  # completion tokens of each row
     vocabulary: int
     ways: tuple[str, ...] = (KEYWORD, OURS)
 

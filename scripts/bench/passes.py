@@ -36,15 +36,9 @@ SPREAD = 1.5
 class Batch:
     """Samples of groups, padded on the right."""
 
-    inputs: dict[str, Any]
-    """The arguments of a model's forward."""
-
-    predicts_BT: Tensor
-    """The positions whose logits are wanted."""
-
-    targets_N: Tensor
-    """The tokens that they predict."""
-
+    inputs: dict[str, Any]  # the arguments of a model's forward
+    predicts_BT: Tensor  # the positions whose logits are wanted
+    targets_N: Tensor  # the tokens that they predict
     sizes: Sequence[tuple[int, int]]
     """The number of tokens of each group's prompt, and of its samples."""
 

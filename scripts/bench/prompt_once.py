@@ -41,11 +41,6 @@ from swift_grpo_ext.logits.packed import reason_against, saving
 from swift_grpo_ext.upstream.determinism import deterministic
 
 FAMILIES = ("qwen2_5_vl", "qwen3_5", "gemma3")
-LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""The mean difference of the passes in nats that rounding explains. On a CPU, with widths of 64 and
-512 and prompts of 128 and 1,500 tokens, bfloat16 lies 0.03 to 0.04 from float32; a prompt that is
-read once 0.006 at most from the plain pass, and one in which samples see one another 0.33 to
-1.07."""
 
 
 def main() -> None:
@@ -78,24 +73,12 @@ def main() -> None:
             print(f"{attention} is left out: {reason}", file=sys.stderr)
             continue
         model = make_model(family, size, options.layers, options.device, dtype, attention)
-        check_passes(model)
         label = f"{family} {size}, {attention}"
         for prompt, group_size in tqdm(points, desc=label, unit="point", dynamic_ncols=True):
             point = {"family": family, "size": size, "attention": attention, "prompt": prompt}
             results.add(run_point(model, {**point, "G": group_size}, options))
     names = ("family", "size", "attention", "prompt", "G", "rows run", "expected", "skipped", "way")
     print(as_markdown(results.rows, names, ("seconds", "peak_bytes")))
-
-
-def check_passes(model: Any) -> None:
-    """Stop where the passes of a model do not agree in a prompt that is longer than a window."""
-    prompt_T = torch.randint(200, model.config.get_text_config().vocab_size, (640,))
-    batch = group_of(model, prompt_T, [16, 16])
-    if reason_against(model, batch.inputs):
-        return  # each point says it
-    with torch.no_grad():
-        nats = float((once(model, batch) - plain(model, batch)).abs().mean())
-    assert nats < LIMITS[model.dtype], f"{nats} nats between the passes"
 
 
 def run_point(

@@ -44,9 +44,7 @@ from swift_grpo_ext.sampling.seeding import SampleId
 GROUP_SIZE = 8
 TOKEN_COLUMNS = ("token_ids.list.element", "logprobs.list.element", "text")
 QUESTION = "Which digit is in the middle of the picture? " * 4
-Text = tuple[list[int], list[float], str]
-"""Token ids, log-probabilities and text of a completion."""
-
+Text = tuple[list[int], list[float], str]  # token ids, log-probabilities and text of a completion
 PAGES = {
     "best first": "samples?sort=-reward",
     "longest first": "samples?sort=-num_tokens",

@@ -3,17 +3,14 @@
     python scripts/bench/rollouts.py --output colocate.json            in the training process
     python scripts/bench/rollouts.py --server --output server.json     through `swift rollout`
 
-All ways use the plugin's engine or server, where a request without its envelope is served just as
+Both ways use the plugin's engine or server, where a request without its envelope is served just as
 ms-swift does. `ms-swift` asks for one completion a request. `ours` does what the trainer's
 `_rollout` does: fingerprints of the samples, groups, requests, and one output a sample.
 
 Before each turn, untimed, the samples are made, and vLLM's caches of prefixes, of processed images
 and of encoded images are emptied, as `--sleep_level` empties them. Loading the model and syncing
 weights are not timed. With `--server`, bytes are those of HTTP bodies, and both sides share this
-machine. In the training process, `image_cpu_seconds` are all that the process spends on a round and
-on its training batch (`encode_sample`) but the engine's own steps: reading, decoding, hashing and
-processing images, tokenizing, and the making of requests and answers. `image_seconds` is the same
-by the clock.
+machine.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
@@ -37,17 +34,8 @@ from typing import Any
 
 import torch
 from cases import RUN_SEED, draw_ours, make_config, make_samples, name_of
-from common import (
-    DEFAULT_MODEL,
-    ROOT,
-    SWIFT,
-    Results,
-    as_markdown,
-    free_port,
-    make_rows,
-)
+from common import DEFAULT_MODEL, ROOT, SWIFT, Results, as_markdown, free_port, make_rows
 from swift.infer_engine.protocol import RolloutOutput
-from swift.rlhf_trainers.utils import encode_sample
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from scripts.bench.measure import Measures, Turn, interleave, stopwatch
@@ -56,22 +44,13 @@ from swift_grpo_ext.rollout.answers import answer_of
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import Answer
-from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.server.client import RolloutServers
-from swift_grpo_ext.training.encode import GroupEncoder
 
 CACHES = ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache")
 STARTUP_SECONDS = 600
-NUM_ANSWER_TOKENS = 64
-"""A training batch has completions of so many tokens."""
-
-MEASURES = (
-    *("seconds", "tokens", "request_bytes", "response_bytes"),
-    *("image_cpu_seconds", "image_seconds"),
-)
+MEASURES = ("seconds", "tokens", "request_bytes", "response_bytes")
 Samples = Sequence[RolloutSample]
-Case = Callable[[int], Samples]
-"""Makes the batch of a repetition."""
+Case = Callable[[int], Samples]  # makes the batch of a repetition
 
 
 def main() -> None:
@@ -99,17 +78,51 @@ def main() -> None:
     print(as_markdown(results.rows, ("case", "num_prompts", "group_size", "way"), shown))
 
 
-def count_tokens(outputs: Sequence[RolloutOutput]) -> int:
-    return sum(len(output.response.choices[0].token_ids) for output in outputs)
+class Drawing(ABC):
+    """Something that draws completions, in both ways."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.config = make_config(max_tokens)
+        self.traffic: Measures = {}
+
+    @abstractmethod
+    def reset(self, cache: str) -> None:
+        """Empty one of vLLM's caches (`CACHES`)."""
+
+    @abstractmethod
+    def theirs(self, samples: Samples) -> list[RolloutOutput]:
+        """Draw completions as ms-swift's trainer does."""
+
+    @abstractmethod
+    def ask(self, requests: list[Any], metadatas: list[Any]) -> list[Answer]:
+        """Send requests as our trainer does."""
+
+    def ways(self, case: Case) -> dict[str, Turn]:
+        ours = partial(draw_ours, run_seed=RUN_SEED, ask=self.ask)
+        ways = {"ms-swift": self.theirs, "ours": ours}
+        return {way: partial(self._measure, case, draw) for way, draw in ways.items()}
+
+    def _measure(
+        self, case: Case, draw: Callable[[Samples], list[RolloutOutput]], repetition: int
+    ) -> Measures:
+        samples = case(repetition)
+        for cache_reset in CACHES:
+            self.reset(cache_reset)
+        self.traffic = dict.fromkeys(self.traffic, 0.0)
+        measures: Measures = {}
+        with stopwatch(measures):
+            outputs = draw(samples)
+        num_tokens = sum(len(output.response.choices[0].token_ids) for output in outputs)
+        return {**measures, **self.traffic, "tokens": num_tokens}
 
 
-class Colocated:
+class Colocated(Drawing):
     """An engine in this process, made as in a training of one rank (`_prepare_vllm_engine`)."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options.max_tokens)
         apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as in ms-swift's training
-        self._config = make_config(options.max_tokens)
         self._engine = RolloutEngine(
             str(options.model),
             model_type="qwen2_5_vl",
@@ -123,112 +136,44 @@ class Colocated:
             logprobs_mode="processed_logprobs",
             engine_kwargs={"kv_cache_memory_bytes": 2**30},
         )
-        self._template = copy(self._engine.template)
-        self._template.set_mode("train")
-        self._steps: Counter[str] = Counter()
-        step = self._engine.engine.step
 
-        def timed() -> Any:
-            measures: Measures = {}
-            with stopwatch(measures):
-                outputs = step()
-            self._steps.update(measures)
-            return outputs
+    def reset(self, cache: str) -> None:
+        getattr(self._engine.engine, cache)()
 
-        self._engine.engine.step = timed
-
-    def ways(self, case: Case) -> dict[str, Turn]:
-        return {way: partial(self._measure, case, way) for way in ("ms-swift", "ours")}
-
-    def _measure(self, case: Case, way: str, repetition: int) -> Measures:
-        """Generate a case's batch once, encode it for training, and return what that took."""
-        samples = case(repetition)
-        for cache_reset in CACHES:
-            getattr(self._engine.engine, cache_reset)()
-        self._steps.clear()
-        rollout: Measures = {}
-        training: Measures = {}
-        with stopwatch(rollout):
-            outputs = self._ours(samples) if way == "ours" else self._theirs(samples)
-        rows = [as_trained(sample, number) for number, sample in enumerate(samples)]
-        encode: Callable[..., Any] = partial(encode_sample, template=self._template)
-        if way == "ours":
-            args: Any = SimpleNamespace(rollout_mismatch="stop")
-            encode = GroupEncoder(self._template, args).encode
-        with stopwatch(training):
-            for row in rows:
-                encode(row)
-        cpu_seconds, seconds = (
-            rollout[name] - self._steps[name] + training[name]
-            for name in ("cpu_seconds", "seconds")
-        )
-        images = {"image_cpu_seconds": cpu_seconds, "image_seconds": seconds}
-        return {**rollout, "tokens": count_tokens(outputs), **images}
-
-    def _theirs(self, samples: Samples) -> list[RolloutOutput]:
+    def theirs(self, samples: Samples) -> list[RolloutOutput]:
         return self._infer([sample.to_infer_request() for sample in samples])
 
-    def _ours(self, samples: Samples) -> list[RolloutOutput]:
-        def ask(requests: list[Any], metadatas: list[Any]) -> list[Answer]:
-            return [answer_of(output) for output in self._infer(requests)]
-
-        return draw_ours(samples, RUN_SEED, ask)
+    def ask(self, requests: list[Any], metadatas: list[Any]) -> list[Answer]:
+        return [answer_of(output) for output in self._infer(requests)]
 
     def _infer(self, requests: list[Any]) -> list[Any]:
-        return list(self._engine.infer(requests, copy(self._config), use_tqdm=False))
+        return list(self._engine.infer(requests, copy(self.config), use_tqdm=False))
 
 
-def as_trained(sample: RolloutSample, number: int) -> RolloutSample:
-    answer = {"role": "assistant", "content": "Nothing."}
-    ids = [[number + 10] * NUM_ANSWER_TOKENS]
-    row = {"messages": [*sample.messages, answer], "response_token_ids": ids}
-    images = {"images": sample.images} if sample.images else {}
-    made = RolloutSample.from_row({**row, **images})
-    made.sample_id, made.prompt_hash = sample.sample_id, prompt_hash(sample)
-    return made
-
-
-class Served:
+class Served(Drawing):
     """A client of the server at a port of this machine."""
 
     def __init__(self, port: int, max_tokens: int) -> None:
-        self._config = make_config(max_tokens)
+        super().__init__(max_tokens)
         self._client = VLLMInferClient(hosts=["127.0.0.1"], server_ports=[port])
         self._servers = RolloutServers(self._client, timeout=600)
-        self._traffic: Measures = {}
+        self.traffic = {"request_bytes": 0.0, "response_bytes": 0.0}
         self._client.sessions[0].hooks["response"].append(self._count)
 
     def _count(self, response: Any, *_: Any, **__: Any) -> None:
-        self._traffic["request_bytes"] += len(response.request.body or b"")
-        self._traffic["response_bytes"] += len(response.content)
+        self.traffic["request_bytes"] += len(response.request.body or b"")
+        self.traffic["response_bytes"] += len(response.content)
 
-    def ways(self, case: Case) -> dict[str, Turn]:
-        ways = {"ms-swift": self._theirs, "ours": self._ours}
-        return {way: partial(self._measure, case, draw) for way, draw in ways.items()}
+    def reset(self, cache: str) -> None:
+        url = f"{self._client.base_urls[0]}/{cache}/"
+        self._client.sessions[0].post(url).raise_for_status()
 
-    def _measure(
-        self, case: Case, draw: Callable[[Samples], list[RolloutOutput]], repetition: int
-    ) -> Measures:
-        samples = case(repetition)
-        self._traffic = {"request_bytes": 0.0, "response_bytes": 0.0}
-        for cache_reset in CACHES:
-            url = f"{self._client.base_urls[0]}/{cache_reset}/"
-            self._client.sessions[0].post(url).raise_for_status()
-        self._traffic = {"request_bytes": 0.0, "response_bytes": 0.0}
-        measures: Measures = {}
-        with stopwatch(measures):
-            outputs = draw(samples)
-        return {**measures, **self._traffic, "tokens": count_tokens(outputs)}
-
-    def _theirs(self, samples: Samples) -> list[RolloutOutput]:
+    def theirs(self, samples: Samples) -> list[RolloutOutput]:
         messages = [asdict(sample.to_infer_request()) for sample in samples]
-        return list(self._client.infer(messages, asdict(self._config), use_tqdm=False))
+        return list(self._client.infer(messages, asdict(self.config), use_tqdm=False))
 
-    def _ours(self, samples: Samples) -> list[RolloutOutput]:
-        def ask(requests: list[Any], metadatas: list[Any]) -> list[Answer]:
-            return self._servers.infer(requests, metadatas, self._config)
-
-        return draw_ours(samples, RUN_SEED, ask)
+    def ask(self, requests: list[Any], metadatas: list[Any]) -> list[Answer]:
+        return self._servers.infer(requests, metadatas, self.config)
 
 
 @contextmanager

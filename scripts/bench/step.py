@@ -54,11 +54,8 @@ SMALL, LARGE = ("195m",), ("2b", "3b", "7b")
 """Sizes, of which a family has some. Large ones are real models' widths, and drawn on a GPU."""
 
 GROUP_SIZE = 8
-WARM_UP = 2
-"""So many steps of a run are left out."""
-
-TEMPERATURE = 2.0
-"""So hot that hardly a completion of the tiny model ends before its length limit."""
+WARM_UP = 2  # so many steps of a run are left out
+TEMPERATURE = 2.0  # so hot that hardly a completion of the tiny model ends before its length limit
 
 
 class Device(NamedTuple):
@@ -66,7 +63,6 @@ class Device(NamedTuple):
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    ways: tuple[str, ...]
     image_sides: tuple[int, ...]
     max_tokens: tuple[int, ...]
     repetitions: int
@@ -80,7 +76,6 @@ CPU = Device(
         *("--vllm_engine_kwargs", f'{{"kv_cache_memory_bytes": {2**28}}}'),
     ),
     environment=CPU_ENVIRONMENT | {n: str(value) for n, (_, value) in KEEP_FREED_MEMORY.items()},
-    ways=("ms-swift", "ours", "ours, prompts again"),
     image_sides=(0, 256, 1024),
     max_tokens=(16,),
     repetitions=2,
@@ -92,7 +87,6 @@ GPU = Device(
         *("--vllm_max_model_len", "4096"),
     ),
     environment={},
-    ways=tuple(WAYS),
     image_sides=(1024,),
     max_tokens=(256, 1024),
     repetitions=1,
@@ -133,7 +127,7 @@ def parse(device: Device, argv: Sequence[str] | None = None) -> argparse.Namespa
     add("--size", choices=SMALL + LARGE, help="of random weights; else the tiny model's")
     add("--layers", type=int, help="in the place of the size's own (195m: 16, Gemma3 18)")
     add("--eager", action="store_true", help="decode without CUDA graphs")
-    add("--ways", nargs="+", choices=WAYS, default=device.ways)
+    add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     add("--image-sides", type=int, nargs="+", default=device.image_sides, help="0: text alone")
     add("--prompt-tokens", type=int, default=0, help="fill shorter prompts up with text")
     add("--num-prompts", type=int, default=4, help="of a step, each with 8 completions")

@@ -24,8 +24,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "swift_grpo_ext"
 COUNTED = (".py", ".sh", ".md", ".html", ".js", ".css")
-Figures = dict[str, str]
-"""What is counted, by its name in the table."""
+Figures = dict[str, str]  # what is counted, by its name in the table
 
 
 def main() -> None:

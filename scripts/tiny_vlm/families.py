@@ -42,66 +42,35 @@ class Family:
     """A family is an entry of `families.yaml`: how its tiny model is made, what ms-swift calls it,
     and what tests have to know of it."""
 
+    # What the model is.
     name: str
-    template: str
-    """ms-swift's; its model type has the name of the family unless `model_type` is given."""
-
+    template: str  # of ms-swift
     config: Mapping[str, Any]
-    processor: Mapping[str, Any] = field(default_factory=dict)
-    """None where words are all that it takes: its tokenizer."""
-
-    model_type: str = ""
+    processor: Mapping[str, Any] = field(default_factory=dict)  # empty: it takes words alone
+    model_type: str = ""  # of ms-swift, where it differs from the family's name
     model_class: str = "AutoModelForImageTextToText"
-    tokens: Mapping[int, str] | tuple[str, ...] = SPECIAL_TOKENS
-    """Special tokens after the byte pairs, in order; or by id."""
-
-    first_pair: int = 0
-    """The id of the first byte pair; ids below it are special tokens', as in Mistral's Tekken."""
-
-    plain: Mapping[int, str] = field(default_factory=dict)
-    """Added tokens that are no special ones, by id."""
-
+    thinker: str = ""  # the attribute with the part that is trained, where there are others
+    renamed: tuple[str, str] = ("", "")  # how names begin in transformers' and published files
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # what larger models have, by size
+    # Its tokenizer.
+    tokens: Mapping[int, str] | tuple[str, ...] = SPECIAL_TOKENS  # behind byte pairs, or by id
+    first_pair: int = 0  # id of the first byte pair; special tokens may stand before (Tekken)
+    plain: Mapping[int, str] = field(default_factory=dict)  # added tokens, not special, by id
     eos: str = "<|im_end|>"
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Special tokens that the family's processor asks its tokenizer for, by attribute."""
-
-    thinker: str = ""
-    """The attribute of the model that holds what is trained, where it has other parts."""
-
-    renamed: tuple[str, str] = ("", "")
-    """The beginning of names as transformers saves them, and in published checkpoints."""
-
+    names: Mapping[str, str] = field(default_factory=dict)  # tokens that the processor asks for
+    # How it is trained.
     images: bool = True
     videos: bool = False
     audio: bool = False
-    """The media that it is made for."""
-
-    videos_fail: str = ""
-    """How upstream ends a training with videos, where it does."""
-
-    shapes_fail: tuple[str, ...] = ()
-    """Upstream fails at prompts that show this (`SHAPES` of tests/stack/test_families.py)."""
-
     dtype: str = "float32"
-    """Both sides compute in it."""
-
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Configurations of larger models have these in the place of its own, by the size's name."""
-
-    needs: tuple[str, ...] = ()
-    """Packages that ms-swift asks for, beyond the set-up's."""
-
-    argv: tuple[str, ...] = ()
-    """Arguments that `swift rlhf` and `swift rollout` want."""
-
-    lora: tuple[str, ...] = ()
-    """Arguments that LoRA wants."""
-
-    without: tuple[str, str] = ("", "")
-    """What upstream fails at in a prompt (docs/support.md), and what stands in its place."""
-
-    reads_prompts_again: bool = False
-    """`--logps_shared_prompt` has no effect."""
+    needs: tuple[str, ...] = ()  # packages that ms-swift asks for, beyond the set-up's
+    argv: tuple[str, ...] = ()  # for `swift rlhf` and `swift rollout`
+    lora: tuple[str, ...] = ()  # for LoRA
+    # Upstream's faults, and ours.
+    videos_fail: str = ""  # how upstream ends a training with videos
+    shapes_fail: tuple[str, ...] = ()  # prompts that fail (`SHAPES` of test_families.py)
+    without: tuple[str, str] = ("", "")  # words that fail in a prompt, and others for them
+    reads_prompts_again: bool = False  # `--logps_shared_prompt` has no effect
 
     @property
     def swift_argv(self) -> list[str]:

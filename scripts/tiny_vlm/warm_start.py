@@ -32,29 +32,19 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
-NUM_VALIDATION = 256
-"""Rows at the end of the warm-start file that only decide when to stop."""
-
-BATCH_SIZE = 32
-"""Rows; over the whole vocabulary their log-probabilities take 155 MB."""
-
+NUM_VALIDATION = 256  # rows at the end of the warm-start file that only decide when to stop
+BATCH_SIZE = 32  # rows; over the whole vocabulary their log-probabilities take 155 MB
 LEARNING_RATE = 2e-3
-NUM_RAMP_STEPS = 10
-"""Steps over which the learning rate rises to its value."""
-
+NUM_RAMP_STEPS = 10  # steps over which the learning rate rises to its value
 MAX_GRAD_NORM = 1.0
-MAX_STEPS = 400
-"""Four times what most seeds need."""
-
+MAX_STEPS = 400  # four times what most seeds need
 NUM_STEPS_BETWEEN_CHECKS = 5
 
 TARGET_ACCURACY = 0.33
 MAX_FORM_NATS = 0.005
 """Per token: all eight tokens of a sample are in form with a probability of 96% or more."""
 
-LABEL_SMOOTHING = 0.1
-"""Share of the digit's label that is spread over all ten digits."""
-
+LABEL_SMOOTHING = 0.1  # share of the digit's label that is spread over all ten digits
 NOISE_STD = 0.01
 """Per coordinate of an unused row. Hidden states have a norm of about 11 here, so that logits move
 by about 0.1, and the probability of all unused ids together by half a percent of itself."""
@@ -64,23 +54,15 @@ by about 0.1, and the probability of all unused ids together by half a percent o
 class Examples:
     """They hold encoded rows, all on the CPU, with one prompt and images of one size."""
 
-    prompt_ids_T: Tensor
-    """Prompt with one id per image token, the same for every row."""
+    prompt_ids_T: Tensor  # prompt with one id per image token, the same for every row
 
     answer_ids_10C: Tensor
     """The right completion of each digit, `<|im_end|>` included."""
 
-    digit_position: int
-    """The one index in a completion where the ten answers differ."""
-
-    pixels_NPD: Tensor
-    """Normalized pixels as the image processor gives them, float32."""
-
-    grid_thw: Tensor
-    """Patches of one image along time, height and width, shape (1, 3)."""
-
-    digits_N: Tensor
-    """The right digit of each row."""
+    digit_position: int  # the one index in a completion where the ten answers differ
+    pixels_NPD: Tensor  # normalized pixels as the image processor gives them, float32
+    grid_thw: Tensor  # patches of one image along time, height and width, shape (1, 3)
+    digits_N: Tensor  # the right digit of each row
 
 
 def read_examples(path: Path, processor: Qwen2_5_VLProcessor) -> Examples:
