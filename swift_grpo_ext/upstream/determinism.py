@@ -1,28 +1,16 @@
 """`--full_determinism true`: training passes whose bits are the same in each run, and engines that
 know nothing of it.
 
-`deterministic(False)` stays: transformers' flag acts on the whole process, and the sampler of a
-colocated vLLM engine has operations without a deterministic form (sums over sorted probabilities,
-on CUDA), which raise.
-
-Symptom: with three ranks or more, the first gradients after a start are rounded otherwise than
-later ones, so that a resumed run parts from the one that was not interrupted.
-Upstream: torch 2.13, nn/parallel/distributed.py: all gradients are summed over ranks as one piece
-at first, and in pieces of 25 MB in another order from the second backward pass on. Where a gradient
-lies in its piece decides in which order ranks are added up. Can go when the pieces stay.
-
-Symptom: with LoRA, base weights are no longer the model's after an update of the engine, so that a
-resumed run, which loads them again, parts from the one that was not interrupted.
-Upstream: ms-swift 4.6, rlhf_trainers/rollout_mixin.py (`_move_full_model_to_vllm` and
-`_move_adapter_to_vllm`) has PEFT add adapters to them and subtract them again, which rounds both.
-Can go when base weights are left alone, or copied back.
+transformers' switch acts on the whole process. The sampler of a colocated vLLM engine has
+operations that raise then: they have no deterministic form on CUDA (sums over sorted
+probabilities). `deterministic(False)` is for the engine.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +19,9 @@ from torch import distributed
 from torch.backends import cudnn
 
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.patches import Moment, apply, patch, repair, replaced
+from swift_grpo_ext.upstream.patches import Moment, make, patch, repair
 
 if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTunerLayer
     from torch import nn
     from torch.distributed import GradBucket, ProcessGroup
     from torch.futures import Future
@@ -57,11 +44,11 @@ def prepare_process() -> None:
     called before a model is loaded."""
     os.environ.setdefault(CUBLAS, CUBLAS_VALUES[0])
     os.environ.update(ENVIRONMENT)
-    apply(Moment.DETERMINISM)
+    make(leave_the_environment)
 
 
 @repair(
-    Moment.DETERMINISM,
+    Moment.CALLED,
     symptom="A run with --full_determinism waits for each kernel, in every process that it "
     "starts, and cuBLAS has other settings than the user's, perhaps too late.",
     upstream="transformers 5.19, trainer_utils.py:154 (`enable_full_determinism`), called in "
@@ -71,20 +58,16 @@ def prepare_process() -> None:
     optional=True,
 )
 def leave_the_environment() -> None:
-    """Have transformers leave the environment as it is."""
-    from transformers import trainer
+    """Have transformers' trainer set seeds and switches, and no variable of the environment."""
+    from transformers import set_seed, trainer
+
+    def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
+        set_seed(seed)
+        _switch(on=True, warn_only=warn_only)
 
     patch(trainer, enable_full_determinism=enable_full_determinism)
     # Nothing reads what it has not written: to fill it would only cost time.
     patch(torch.utils.deterministic, fill_uninitialized_memory=False)
-
-
-def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
-    """Do what transformers' function of this name does, but for the environment."""
-    from transformers import set_seed
-
-    set_seed(seed)
-    _switch(on=True, warn_only=warn_only)
 
 
 def batches_follow_arrival(*, is_async: bool) -> bool:
@@ -122,8 +105,39 @@ def _switch(*, on: bool, warn_only: bool = False) -> None:
     cudnn.deterministic, cudnn.benchmark = on, False
 
 
+@contextmanager
+def exact_unmerging(model: nn.Module) -> Iterator[None]:
+    """Give base weights back what they were, when adapters were merged into them within the block
+    and taken out again.
+
+    Symptom: with LoRA, base weights are no longer the model's after an update of the engine, so
+    that a resumed run, which loads them again, parts from the one that was not interrupted.
+    Upstream: ms-swift 4.6, rlhf_trainers/rollout_mixin.py (`_move_full_model_to_vllm` and
+    `_move_adapter_to_vllm`) has PEFT add adapters and subtract them, which rounds both. Can go when
+    base weights are left alone, or copied back.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
+    weights = [weight for layer in layers for weight in layer.get_base_layer().parameters()]
+    # In the host's memory: a colocated engine has most of an accelerator's.
+    originals = [weight.data.to("cpu", copy=True) for weight in weights]
+    try:
+        yield
+    finally:
+        for weight, original in zip(weights, originals, strict=True):
+            weight.data.copy_(original)
+
+
 def sum_gradients_one_by_one(accelerator: Any) -> None:
     """Have data-parallel ranks sum each parameter's gradient by itself, in every backward pass.
+
+    Symptom: with three ranks or more, the first gradients after a start are rounded otherwise than
+    later ones, so that a resumed run parts from the one that was not interrupted.
+    Upstream: torch 2.13, nn/parallel/distributed.py: all gradients are summed over ranks as one
+    piece at first, and in pieces of 25 MB in another order from the second backward pass on. Where
+    a gradient lies in its piece decides in which order ranks are added up. Can go when the pieces
+    stay.
 
     Args:
         accelerator: accelerate's, which has not prepared the model yet.
@@ -140,42 +154,7 @@ def sum_gradients_one_by_one(accelerator: Any) -> None:
         accelerator.ddp_handler = SumsOneByOne(**asdict(accelerator.ddp_handler))
 
 
-@contextmanager
-def exact_unmerging(model: nn.Module) -> Iterator[None]:
-    """Have PEFT give each base weight back what it was, when it takes an adapter out of it."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, BaseTunerLayer):
-                stack.enter_context(_exact_unmerging(module))
-        yield
-
-
-@contextmanager
-def _exact_unmerging(layer: BaseTunerLayer) -> Iterator[None]:
-    merge, unmerge = layer.merge, layer.unmerge
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def merge_and_keep(*args: object, **kwargs: object) -> None:
-        # In the host's memory: a colocated engine has most of an accelerator's.
-        weights = [weight.data for weight in layer.get_base_layer().parameters()]
-        kept.extend((weight, weight.to("cpu", copy=True)) for weight in weights)
-        merge(*args, **kwargs)
-
-    def unmerge_exactly() -> None:
-        unmerge()
-        while kept:  # a weight that was merged twice gets its first value last
-            weight, original = kept.pop()
-            weight.copy_(original)
-
-    with replaced(layer, "merge", merge_and_keep), replaced(layer, "unmerge", unmerge_exactly):
-        yield
-
-
 def _sum_one_by_one(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
-    # One collective for each parameter, whatever bucket it lies in: where a gradient lies decides
-    # the order in which ranks are added up (this module's docstring).
     size, works = group.size(), []
     for gradient in bucket.gradients():
         gradient.div_(size)  # before the sum, as torch's own way

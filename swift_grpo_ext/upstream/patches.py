@@ -1,13 +1,9 @@
 """Every change that we make to ms-swift, vLLM, transformers or torch, and the one way to make it.
 
-`@repair` marks each function that changes something for the rest of a process. It says what
-goes wrong without the change, where upstream's cause lies, and when the change can go.
-`apply(moment)` makes the repairs of a moment, once: `MODULES` names the modules that hold them.
-
-`patch` is what these functions change upstream with; it refuses what upstream does not have, or
-calls with other parameters. `replaced` and `wrapped` change something for a block.
-`tests/upstream/test_patches.py` finds what goes around them. The places that ms-swift has for
-plugins need no patch: `registry.py` fills them.
+`@repair` marks each function that changes something for the rest of a process, by `patch`.
+`apply(moment)` makes the repairs of a moment, once. `replaced` and `wrapped` change something for a
+block. `tests/upstream/test_patches.py` finds what goes around them. The places that ms-swift has
+for plugins need no patch: `registry.py` fills them.
 """
 
 from __future__ import annotations
@@ -32,7 +28,6 @@ class Moment(Enum):
 
     REGISTRATION = "ms-swift has imported the plugin"
     TRAINING = "a training's arguments are complete, and no model is loaded yet"
-    DETERMINISM = "the same, with --full_determinism true"
     TRAINER = "a trainer is about to be made; it may be connected to servers"
     ENGINE = "a process is about to make an engine"
     REPLICA = "the same, of a server's replica"
@@ -44,39 +39,24 @@ class Moment(Enum):
 MODULES: dict[Moment, tuple[str, ...]] = {
     Moment.REGISTRATION: ("command_line",),
     Moment.TRAINING: ("upstream.models", "upstream.upright", "upstream.rows"),
-    Moment.DETERMINISM: ("upstream.determinism",),
-    Moment.ENGINE: (
-        *("upstream.upright", "upstream.rows", "upstream.encoding"),
-        "rollout.positions",
-    ),
+    Moment.ENGINE: ("upstream.upright", "upstream.rows", "upstream.encoding", "rollout.positions"),
     Moment.REPLICA: ("media.paths",),
     Moment.SERVER: ("rollout.engine", "server.replicas", "server.routes"),
 }
-"""Each moment's modules within `swift_grpo_ext`. They are imported when it comes, and not before:
-they import this module, and what they change."""
+"""The modules that hold a moment's repairs, within `swift_grpo_ext`. They are imported when it
+comes: they import this module, and what they change."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Repair:
     """One lasting change of upstream."""
 
     function: Callable[..., object]
-    """The function that makes it."""
-
-    moments: tuple[Moment, ...]
-    """It is made at the first of them that comes."""
-
-    symptom: str
-    """What goes wrong without it."""
-
-    upstream: str
-    """Release and file of the cause."""
-
-    until: str
-    """When it can go: the end of a sentence that begins with "Can go when"."""
-
-    optional: bool
-    """A release that lacks what it changes has another cause, or none: it is left as it is."""
+    moments: tuple[Moment, ...]  # it is made at the first of them that comes
+    symptom: str  # what goes wrong without it
+    upstream: str  # release and file of the cause
+    until: str  # the end of a sentence that begins with "Can go when"
+    optional: bool  # a release that lacks what it changes is left as it is
 
 
 REPAIRS: list[Repair] = []
@@ -86,19 +66,10 @@ REPAIRS: list[Repair] = []
 def repair(
     *moments: Moment, symptom: str, upstream: str, until: str, optional: bool = False
 ) -> Callable[[T], T]:
-    """List a function, or a class, that changes upstream (`Repair` has the arguments)."""
+    """List a function that changes upstream (`Repair` has the arguments)."""
 
     def note(function: T) -> T:
-        REPAIRS.append(
-            Repair(
-                function=function,
-                moments=moments,
-                symptom=symptom,
-                upstream=upstream,
-                until=until,
-                optional=optional,
-            )
-        )
+        REPAIRS.append(Repair(function, moments, symptom, upstream, until, optional))
         return function
 
     return note
@@ -148,8 +119,7 @@ def patch_entry(registry: MutableMapping[str, Any], name: str, value: object) ->
 
 
 def _misfit(owner: object, name: str, value: object) -> str | None:
-    kind = owner if hasattr(owner, "__name__") else type(owner)
-    label = f"{getattr(kind, '__name__', kind)}.{name}"
+    label = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
     if not hasattr(owner, name):
         return f"{label} is missing"
     old = getattr(owner, name)
@@ -162,7 +132,7 @@ def _misfit(owner: object, name: str, value: object) -> str | None:
 
 
 _ABSENT = object()
-_replacements: dict[tuple[int, str], list[object]] = {}
+_replacements: dict[tuple[int, str], dict[object, object]] = {}
 """By the owner's id and the attribute's name: what the owner itself had, then what each block that
 has not ended put there. An owner lives as long as its blocks."""
 
@@ -176,21 +146,21 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     Blocks may overlap, and end in any order, in any thread: the attribute is that of the block
     which began last, and in the end what it was.
     """
-    key = id(owner), name
+    key, block = (id(owner), name), object()
     with _lock:
-        held = _replacements.setdefault(key, [vars(owner).get(name, _ABSENT)])
-        held.append(value)
+        held = _replacements.setdefault(key, {None: vars(owner).get(name, _ABSENT)})
+        held[block] = value
         setattr(owner, name, value)
     try:
         yield
     finally:
         with _lock:
-            # Of two blocks with one value, either may end first: they are alike.
-            del held[max(i for i, each in enumerate(held) if each is value)]
-            if held[-1] is _ABSENT:
+            del held[block]
+            last = next(reversed(held.values()))
+            if last is _ABSENT:
                 delattr(owner, name)  # the class's own is seen again
             else:
-                setattr(owner, name, held[-1])
+                setattr(owner, name, last)
             if len(held) == 1:
                 del _replacements[key]
 
