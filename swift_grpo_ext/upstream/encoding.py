@@ -1,12 +1,4 @@
-"""Rollouts and training get the same of ms-swift's templates (of images: upright.py).
-
-`add_video_metadata`. Symptom: `ValueError: Video metadata is required but not found in mm input` at
-the first video, with Qwen2.5-VL and others; with metadata, `Field 'fps' expected float, got list`.
-Upstream: vLLM 0.32 asks for it (qwen2_5_vl.py, `video_needs_metadata=True`); ms-swift 4.6 gives it
-for Qwen3-VL only (template/templates/qwen.py, `replace_tag`), and the frames per second of each
-video as a list, where transformers 5.19 takes one number, or reads them from the metadata. Can go
-when ms-swift gives it for each model whose parser asks. Models that need none drop it.
-"""
+"""Videos and answers in the form that vLLM and a teacher's server take (images: upright.py)."""
 
 from __future__ import annotations
 
@@ -29,12 +21,18 @@ DEFAULT_FPS = 2.0
 def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
     """Give each decoded video of an encoded request its metadata, unless it has some.
 
+    Symptom: `ValueError: Video metadata is required but not found in mm input` at the first video,
+    with Qwen2.5-VL and others; with metadata, `Field 'fps' expected float, got list`.
+    Upstream: vLLM 0.32 asks for it (qwen2_5_vl.py, `video_needs_metadata=True`); ms-swift 4.6 gives
+    it for Qwen3-VL only (template/templates/qwen.py, `replace_tag`), and the frames per second of
+    each video as a list, where transformers 5.19 takes one number, or reads metadata. Can go when
+    ms-swift gives it for each model whose parser asks. Models that need none drop it.
+
     Args:
         inputs: what ms-swift's template made for vLLM: `videos` as arrays [frames, ...], sampled
             already, and their frames per second in `mm_processor_kwargs["fps"]`.
     """
     videos = inputs.get("videos") or []
-    # A list of rates has to go: transformers takes one number, and reads metadata first.
     settings = inputs.get("mm_processor_kwargs") or {}
     rates = settings.pop("fps") if isinstance(settings.get("fps"), list) else []
     for i, video in enumerate(videos):
@@ -73,12 +71,7 @@ def supply_video_loader() -> None:
 
 def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
     """Return all frames [frames, height, width, 3] of a video, read as for training, and its
-    metadata.
-
-    Args:
-        path: of a file; a URL is left to ms-swift, which checks it.
-        num_frames: of a URL at most; -1 for all.
-    """
+    metadata. A URL is left to ms-swift, which checks it, and reads `num_frames` at most."""
     from swift.template import vision_utils
 
     if path.strip().startswith("http"):
@@ -88,14 +81,9 @@ def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
     return frames, asdict(metadata) | {"do_sample_frames": True}
 
 
-def answers_for_servers(
-    requests: Sequence[RolloutInferRequest],
-) -> Sequence[RolloutInferRequest]:
-    """Turn answers that are token ids into what a teacher's server lets pass, in place.
-
-    Args:
-        requests: ms-swift's own for the teacher; no other object shares their messages.
-    """
+def answers_for_servers(requests: Sequence[RolloutInferRequest]) -> Sequence[RolloutInferRequest]:
+    """Turn answers that are token ids into what a teacher's server lets pass. `requests` are
+    ms-swift's own for the teacher, and are changed in place."""
     for message in (m for request in requests for m in request.messages):
         content = message["content"]
         if isinstance(content, list) and content and isinstance(content[0], int):

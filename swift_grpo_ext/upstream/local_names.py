@@ -1,5 +1,4 @@
-"""What only upstream's local variables say, of calls that are under way. `pins.py` holds their
-names against the source (`binds`)."""
+"""Local variables of upstream's calls that are under way, where nothing else has their values."""
 
 from __future__ import annotations
 
@@ -13,10 +12,9 @@ def being_parsed(kind: type) -> tuple[list[str], list[str]]:
     """Return what is being parsed into arguments of that class, and ms-swift's own list of what it
     did not know; nothing where Python makes the arguments.
 
-    Plugins are imported in the middle of it: only the call that is under way knows what it was
-    given, the command line, a script's list, or Ray's.
+    ms-swift imports plugins meanwhile. Only the call knows what it was given: the command line, a
+    script's list, or Ray's.
     """
-    # Python keeps the locals of each call that is under way: go up to the parser's.
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is HfArgumentParser.parse_args_into_dataclasses.__code__:

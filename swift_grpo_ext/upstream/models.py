@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from itertools import groupby
-from types import MethodType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @repair(
     Moment.TRAINING,
-    symptom="`'tuple' object has no attribute 'to'` at the first image of Gemma 4, in "
-    "training; `num_frames_per_video is required` at the first video. Where images look both "
-    "ways (`use_bidirectional_attention: vision`), they do so in all layers, and not in "
-    "those with windows only: the trained policy is none that vLLM, or transformers, knows.",
+    symptom="`'tuple' object has no attribute 'to'` at the first image of Gemma 4 in training, "
+    "`num_frames_per_video is required` at the first video. Where images look both ways "
+    "(`use_bidirectional_attention: vision`), they do so in all layers, and not in those with "
+    "windows only, as in vLLM.",
     upstream="ms-swift 4.6, model/models/gemma.py (`_patch_gemma4_forward`) was written "
     "against transformers 5.6; 5.19 (models/gemma4 and gemma4_unified) splits features by "
     "image and by video, and makes masks in `create_masks_for_vision_model`.",
@@ -43,38 +43,32 @@ def repair_gemma4() -> None:
     @wraps(patch_forward)
     def _patch_gemma4_forward(model: PreTrainedModel, *args: object, **kwargs: object) -> None:
         patch_forward(model, *args, **kwargs)
-        patch(model, get_image_features=MethodType(get_image_features, model))
-        if hasattr(model, "get_video_features"):
-            patch(model, get_video_features=MethodType(get_video_features, model))
+        for name in ("get_image_features", "get_video_features"):
+            if hasattr(model, name):
+                patch(model, **{name: partial(joined_features, getattr(model, name))})
         modeling = sys.modules[type(model).__module__]
-        if model.config.get_text_config().use_bidirectional_attention == "vision" and hasattr(
-            modeling, "create_masks_for_vision_model"
-        ):
-            patch(model, forward=partial(forward, model, model.forward, modeling))
+        looks_both_ways = model.config.get_text_config().use_bidirectional_attention == "vision"
+        if looks_both_ways and hasattr(modeling, "create_masks_for_vision_model"):
+            patch(model, forward=partial(forward_with_masks, model, model.forward, modeling))
 
     patch(gemma, _patch_gemma4_forward=_patch_gemma4_forward)
 
 
-def get_image_features(
-    model: PreTrainedModel, *args: object, **kwargs: object
+def joined_features(
+    get_features: Callable[..., BaseModelOutputWithPooling], *args: torch.Tensor, **kwargs: object
 ) -> BaseModelOutputWithPooling:
-    return _joined(type(model).get_image_features(model, *args, **kwargs))
+    """Return the features of images, or of videos, which transformers splits, as one tensor."""
+    if "num_frames_per_video" in inspect.signature(get_features).parameters:
+        kwargs.setdefault("num_frames_per_video", torch.tensor([len(args[0])]))  # as of one video
+    outputs = get_features(*args, **kwargs)
+    if isinstance(outputs.pooler_output, tuple):
+        outputs.pooler_output = torch.cat(outputs.pooler_output)
+    return outputs
 
 
-def get_video_features(
-    model: PreTrainedModel, pixel_values_videos: torch.Tensor, *args: object, **kwargs: object
-) -> BaseModelOutputWithPooling:
-    get = type(model).get_video_features
-    if "num_frames_per_video" in inspect.signature(get).parameters:
-        # ms-swift's forward hands over the frames of all videos and joins their features after all:
-        # as one video they are split nowhere.
-        kwargs.setdefault("num_frames_per_video", torch.tensor([len(pixel_values_videos)]))
-    return _joined(get(model, pixel_values_videos, *args, **kwargs))
-
-
-def forward(
+def forward_with_masks(
     model: PreTrainedModel,
-    upstream: Callable[..., Any],
+    forward: Callable[..., Any],
     modeling: ModuleType,
     input_ids: torch.Tensor,
     *args: Any,
@@ -94,22 +88,15 @@ def forward(
                 types, device=input_ids.device
             ),
         )
-    return upstream(input_ids, *args, **kwargs)
-
-
-def _joined(outputs: BaseModelOutputWithPooling) -> BaseModelOutputWithPooling:
-    if isinstance(outputs.pooler_output, tuple):
-        outputs.pooler_output = torch.cat(outputs.pooler_output)
-    return outputs
+    return forward(input_ids, *args, **kwargs)
 
 
 @repair(
     Moment.TRAINING,
-    symptom="Log-probabilities of rollout and training lie 0.2 nats apart (the tiny "
-    "GLM-OCR), as training counts the positions of an image's tokens up, as those of words.",
+    symptom="Rollout and training of GLM-OCR lie 0.2 nats apart (a tiny one): training counts "
+    "the positions of an image's tokens up, as those of words.",
     upstream="ms-swift 4.6, template/templates/glm.py: `GLMOCRTemplate` hands embeddings to "
-    "the model, which cannot make positions of them; `GLM4VTemplate`'s collator makes them "
-    "before.",
+    "the model, which cannot make positions of them; `GLM4VTemplate`'s collator makes them.",
     until="`GLMOCRTemplate` makes them too",
     optional=True,
 )
@@ -120,9 +107,7 @@ def place_glm_ocr_images() -> None:
     collate = GLMOCRTemplate._data_collator
 
     @wraps(collate)
-    def _data_collator(
-        self: GLMOCRTemplate, batch: list[dict[str, Any]], **kwargs: Any
-    ) -> dict[str, Any]:
+    def _data_collator(self: GLMOCRTemplate, batch: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
         collated: dict[str, Any] = collate(self, batch, **kwargs)
         if self.is_training:
             made = GLM4vPackingTemplateMixin._get_position_ids(self, collated)
@@ -136,8 +121,8 @@ def place_glm_ocr_images() -> None:
 @repair(
     Moment.TRAINING,
     symptom="Behind a video with more frames than patches on its longer side, training of "
-    "Qwen2-VL and Qwen2.5-VL has other positions than vLLM (0.024 nats in the mean, 0.58 at "
-    "most, 6 frames of the tiny model). Ids are equal, so that nothing else tells.",
+    "Qwen2-VL and Qwen2.5-VL has other positions than vLLM, in silence (0.024 nats in the mean, "
+    "0.58 at most, 6 frames of the tiny model).",
     upstream="transformers 5.3 to 5.19, models/qwen2_vl and qwen2_5_vl (`get_rope_index`) go "
     "on at the larger of height and width; 4.57, vLLM 0.32 and Qwen's own code at the "
     "maximum of all three. 5.12 also rounds a video's seconds down before it multiplies them "
@@ -164,31 +149,19 @@ def get_rope_index(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions of tokens in time, height and width, and how far behind their number the
-    next one is: one more than the largest before (arXiv:2409.12191, section 2.1).
-
-    Args:
-        model: of transformers, `Qwen2VLModel` or `Qwen2_5_VLModel`.
-        input_ids: [batch, tokens].
-        mm_token_type_ids: [batch, tokens], 1 for images', 2 for videos'.
-        image_grid_thw: [images, 3], patches of each in time, height and width.
-        video_grid_thw: [videos, 3].
-        attention_mask: [batch, tokens], 0 for padding.
-        kwargs: `second_per_grid_ts`, [videos], the time between two patches; none for Qwen2-VL.
-
-    Returns:
-        Positions [3, batch, tokens], 0 for padding, and deltas [batch, 1].
-    """
+    """Return positions in time, height and width [3, batch, tokens], 0 for padding, and how far
+    behind their number the next one is [batch, 1]: one more than the largest before
+    (arXiv:2409.12191, section 2.1). Arguments are those of transformers' method."""
     config = model.config.vision_config
     merge, rate = config.spatial_merge_size, getattr(config, "tokens_per_second", 1)
     grids = {1: iter(_listed(image_grid_thw)), 2: iter(_listed(video_grid_thw))}
-    seconds = iter(_listed(kwargs.get("second_per_grid_ts")))
+    seconds = iter(_listed(kwargs.get("second_per_grid_ts")))  # none for Qwen2-VL
     is_token = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     positions = input_ids.new_zeros(3, *input_ids.shape)
     deltas = []
     for row, (types, kept) in enumerate(zip(mm_token_type_ids, is_token.bool(), strict=True)):
         blocks, start = list[torch.Tensor](), 0
-        for kind, tokens in groupby(types[kept].tolist()):
+        for kind, tokens in groupby(types[kept].tolist()):  # 1 for images, 2 for videos
             num_tokens = len(list(tokens))
             if kind == 0:
                 block = torch.arange(num_tokens).expand(3, -1)

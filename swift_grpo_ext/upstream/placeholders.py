@@ -25,8 +25,7 @@ makes `get_rope_index` (transformers 5.19) look for an item that is not there, a
 def placeholder_ids(template: Template) -> list[int]:
     """Return the ids of the tokens that stand for media; [] for text models.
 
-    ms-swift's template names them (it asks the processor), and so does the model's configuration;
-    those outside the vocabulary are left out.
+    ms-swift's template names them (it asks the processor), and so does the model's configuration.
     """
     config = getattr(template, "config", None)
     thinker = getattr(config, "thinker_config", None)  # of Qwen's omni models
@@ -45,9 +44,8 @@ def placeholder_ids(template: Template) -> list[int]:
 
 
 def placeholder_texts(template: Template) -> list[str]:
-    """Return the texts of the tokens that stand for media; none of them may stand in a question:
-    ms-swift's tokenizers read them there as the tokens. A mark (`<image>`) is among them where the
-    vocabulary has it (LLaVA's): one that ms-swift does not replace is the token then."""
+    """Return the texts that ms-swift's tokenizers read as tokens that stand for media: none of them
+    may stand in a question. A mark is among them where the vocabulary has it (LLaVA's)."""
     tokenizer = template.tokenizer
     tokens = {*tokenizer.convert_ids_to_tokens(placeholder_ids(template))}
     added = MARKS.intersection(tokenizer.get_added_vocab())

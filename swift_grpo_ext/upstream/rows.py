@@ -1,10 +1,9 @@
-"""What media a row has, whatever their form, by ms-swift's own reading of it.
+"""The media of a row, whatever their form, by ms-swift's own reading of it.
 
 ms-swift takes media in columns (`images`, or what its preprocessors rename to it), in parts of
 `content` (`{"type": "image", "image": ...}`, the OpenAI form), and as `<img>PATH</img>` in texts
 (4.6, template/template_inputs.py, `remove_messages_media`; template/base.py,
-`_replace_image_tags`). Whoever looks at a row's media asks `read_row`, so that all see the same.
-A row may have a second view, the teacher's (`teacher_view`), which is read in the same way.
+`_replace_image_tags`). A row may have a second view, the teacher's, which is read in the same way.
 """
 
 from __future__ import annotations
@@ -38,27 +37,18 @@ class RowFormError(ValueError):
 
 @dataclass(frozen=True)
 class Medium:
-    """One medium of a row."""
-
-    kind: str
-    """One of `KINDS`."""
-
-    field: str
-    """The place where it stands: `images[0]`, `messages[1].content[0]`."""
-
-    value: Any
-    """A path, URL, base64 text, or what else stands there."""
+    kind: str  # one of `KINDS`
+    field: str  # the place where it stands: `images[0]`, `messages[1].content[0]`
+    value: Any  # a path, URL, base64 text, or what else stands there
 
 
 @dataclass(frozen=True)
 class ReadRow:
-    """A row's prompt in the one form that templates encode: texts with marks, and media."""
+    """A row's prompt in the one form that templates encode: texts with marks (`<image>`), and media
+    in the order of `KINDS`, those of a kind in the order of their marks."""
 
     messages: list[dict[str, Any]]
-    """Each part that was a medium is its mark (`<image>`) in the text."""
-
     media: list[Medium] = field(default_factory=list)
-    """Media stand in the order of `KINDS`, and in each kind in the order of the marks."""
 
     def shown_as(self, kind: str) -> list[Medium]:
         return [medium for medium in self.media if medium.kind == kind]
@@ -85,24 +75,19 @@ def read_row(row: object) -> ReadRow:
         RowFormError: ms-swift would raise.
     """
     given = column_of(row, "messages") or ()
-    are_messages = isinstance(given, (list, tuple)) and all(map(_is_message, given))
+    are_messages = isinstance(given, (list, tuple)) and all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in given
+    )
     if not are_messages:
         raise RowFormError(
             f'messages: {short(given)}; expected [{{"role": "user", "content": "..."}}, ...]'
         )
     messages = [dict(message) for message in given]
-    in_parts = [
-        Medium(kind, f"messages[{number}].content[{place}]", value)
-        for number, message in enumerate(messages)
-        for place, (kind, value) in enumerate(_read_parts(number, message))
-        if value
-    ]
-    with_parts = [message for message in messages if _parts_of(message)]
-    if with_parts:
-        # In place; the values were read before, as ms-swift leaves marks where they stood.
+    in_parts = [m for number, message in enumerate(messages) for m in _in_parts(number, message)]
+    if with_parts := [message for message in messages if _parts_of(message)]:
         from swift.template.template_inputs import StdTemplateInputs
 
-        StdTemplateInputs.remove_messages_media(with_parts)
+        StdTemplateInputs.remove_messages_media(with_parts)  # in place: marks stand there now
     read = ReadRow(messages)
     for kind, name in zip(KINDS, COLUMNS, strict=True):
         parts = [medium for medium in in_parts if medium.kind == kind]
@@ -127,10 +112,6 @@ def read_row(row: object) -> ReadRow:
         Template._replace_image_tags(inputs)
         read.media[:0] = [Medium("image", "messages", path) for path in inputs.images]
     return read
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
 
 
 def teacher_view(row: object) -> dict[str, Any] | None:
@@ -162,8 +143,8 @@ def _parts_of(message: Mapping[str, Any]) -> list[Any]:
     return content
 
 
-def _read_parts(number: int, message: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield kind and value of each part of a message's content; a text has neither."""
+def _in_parts(number: int, message: Mapping[str, Any]) -> Iterator[Medium]:
+    """Yield the media in the parts of a message's content."""
     parts = _parts_of(message)
     if parts and number == 0 and message.get("role") == "system":
         raise RowFormError(
@@ -184,13 +165,15 @@ def _read_parts(number: int, message: Mapping[str, Any]) -> Iterator[tuple[str, 
         if kind == "text":
             if not isinstance(value, str):
                 raise RowFormError(f"{where}: `text` is {short(value)}; expected text")
-            yield "", None
-        elif name not in KINDS:
+            continue
+        if name not in KINDS:
             raise RowFormError(f"{where}: has the type {short(kind)}; {EXPECTED_PARTS}")
-        elif isinstance(value, Mapping) and "url" not in value:
-            raise RowFormError(f"{where}: `{kind}` is {short(value)}; {EXPECTED_PARTS}")
-        else:
-            yield name, value["url"] if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            if "url" not in value:
+                raise RowFormError(f"{where}: `{kind}` is {short(value)}; {EXPECTED_PARTS}")
+            value = value["url"]
+        if value:
+            yield Medium(name, where, value)
 
 
 def source_of(value: Any) -> Any:

@@ -11,10 +11,8 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Start `work` in a thread that ends with the process, and return what will hold its result.
-
-    A `ThreadPoolExecutor` would wait for it at the process's end; a thread cannot be ended.
-    """
+    """Start `work` in a thread that ends with the process, and return what will hold its result."""
+    # A `ThreadPoolExecutor` would wait for the thread at the process's end.
     outcome: Future[T] = Future()
 
     def run() -> None:

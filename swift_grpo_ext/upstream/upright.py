@@ -1,13 +1,7 @@
-"""Rollouts and training see photographs upright, as every viewer shows them.
+"""Rollouts and training see photographs upright, as viewers, vLLM and `datasets.Image` show them.
 
-ms-swift's templates load an image with one function, for training and for each engine. It turns the
-image here and removes its orientation, so that vLLM does not turn it again.
-
-The trained policy will see photographs upright (vLLM and its servers, `datasets.Image`,
-`transformers.image_utils.load_image`), as a teacher's server does now, and as those saw them who
-labelled them. ms-swift's SFT ignores the orientation, and reads the boxes of `objects` in the
-picture as it is stored. Here both sides read them in the upright picture; `warn_of_boxes` warns
-where a row has both.
+ms-swift's SFT ignores the EXIF orientation, and reads the boxes of `objects` in the picture as it
+is stored. Here they are read in the upright picture; `warn_of_boxes` warns where a row has both.
 """
 
 from __future__ import annotations
@@ -28,19 +22,17 @@ EXIF_KEYS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
 """Pillow keeps an orientation under these keys of `Image.info` (Image.py, `getexif`)."""
 
 WAS_TURNED = "swift_grpo_ext.was_turned"
-"""A key of the `info` of images that `apply_exif_orientation` has turned."""
+"""`Image.info` has this key where the image was turned."""
 
 
 def apply_exif_orientation(image: Image.Image) -> Image.Image:
-    """Return the image as a viewer shows it, without its EXIF orientation.
-
-    One without an orientation is returned as it is; what raises while it is decoded is raised.
-    """
+    """Return the image as a viewer shows it, without its EXIF orientation; itself where it has
+    none. Errors of its decoder are raised."""
     # Pillow itself turns TIFF here; PNG may have its orientation behind the pixels.
     image.load()
     try:
         orientation = image.getexif().get(Base.Orientation, 1)
-    except Exception:  # broken EXIF raises many kinds; vLLM leaves such an image as it is, too
+    except Exception:  # of many kinds; vLLM leaves an image with broken EXIF as it is, too
         return image
     if orientation not in range(2, 9):
         return image
@@ -66,7 +58,8 @@ def apply_exif_orientation(image: Image.Image) -> Image.Image:
     until="ms-swift's `load_image` does so",
 )
 def load_upright() -> None:
-    """Let ms-swift's templates load images upright."""
+    """Let ms-swift's templates load images upright, and without their orientation: vLLM does not
+    turn them again."""
     from swift.template import Template, base, vision_utils
 
     load = vision_utils.load_image
@@ -100,9 +93,8 @@ def warn_of_boxes(inputs: StdTemplateInputs) -> None:
         question = str(inputs.messages[-1].get("content", ""))[:60] if inputs.messages else ""
         get_logger().warning_once(
             f"objects: the row that asks {question!r} has boxes in a photograph with an EXIF "
-            "orientation. Rollouts and training read them in the upright picture, with its width "
-            "and height; ms-swift's SFT reads them in the picture as it is stored. If yours are of "
-            "the stored picture, store the photograph upright (PIL.ImageOps.exif_transpose) and "
-            "turn its boxes with it.",
+            "orientation. Rollouts and training read them in the upright picture; ms-swift's SFT "
+            "reads them in the picture as it is stored. If yours are of the stored picture, store "
+            "the photograph upright (PIL.ImageOps.exif_transpose) and turn its boxes with it.",
             hash_id="boxes of turned photographs",
         )

@@ -1,4 +1,4 @@
-"""Waits of the group that brings weights from a trainer to `swift rollout` are bounded
+"""Bounds for the waits of the group that brings weights from a trainer to `swift rollout`
 (`weights/receiver.py` is the other end)."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from swift.utils import get_logger
@@ -27,14 +28,11 @@ logger = get_logger()
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T], rank: int) -> T:
-    """Return what `work` returns, if it does so in time.
+    """Return what `work` returns; raise `TimeoutError` where it takes longer.
 
-    torch's `TCPStore` gives a wait up only together with its host, rank 0: where that has stopped,
-    all others wait without end. Their threads end with the host. The host itself keeps the store's
-    own bounds; a thread that it left behind would hold the port that the next group wants.
-
-    Raises:
-        TimeoutError: `work` took longer.
+    torch's `TCPStore` gives a wait up only together with its host, rank 0: where the host has
+    stopped, all others wait without end. Their threads end with the host. The host itself keeps the
+    store's own bounds; a thread that it left behind would hold the port that the next group wants.
     """
     if rank == 0:
         return work()
@@ -50,33 +48,27 @@ def run_with_timeout(seconds: float, work: Callable[[], T], rank: int) -> T:
 @repair(
     Moment.CALLED,
     symptom="With a host of the weights' group that has stopped, all others wait without end.",
-    upstream="vLLM 0.32, distributed/utils.py (`StatelessProcessGroup`): its store keeps no "
-    "bound but its own host's; ms-swift 4.6 gives it none.",
+    upstream="vLLM 0.32, distributed/utils.py (`StatelessProcessGroup`): creating one waits 300 s, "
+    "a barrier 30 s, and its store keeps no bound but its own host's; ms-swift 4.6 gives none.",
     until="each wait of the group has the bound that it is given",
 )
 @contextmanager
 def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
-    """Bound the wait of ms-swift's `module` for the other members of a weight group.
-
-    vLLM's `StatelessProcessGroup.create` waits 300 s, and its barrier 30 s; ms-swift gives them no
-    other bounds, and with a host that has stopped they keep none.
-    """
+    """Bound the wait of ms-swift's `module` for the other members of a weight group."""
     upstream = module.StatelessProcessGroup
     seconds = max(int(timeout), 1)  # the store takes whole
     barrier_seconds = min(timeout, BARRIER_SECONDS)
 
-    class Bounded(upstream):  # type: ignore[misc, valid-type]
-        @staticmethod
-        def create(*args: Any, **kwargs: Any) -> Any:
-            create = partial(upstream.create, *args, **kwargs, store_timeout=seconds)
-            rank = kwargs.get("rank", 0)
-            group = run_with_timeout(seconds, create, rank)
-            group.timeout = timeout  # gloo bounds its waits by it
-            barrier = partial(group.barrier, timeout=barrier_seconds)
-            patch(group, barrier=partial(run_with_timeout, barrier_seconds, barrier, rank))
-            return group
+    def create(*args: Any, **kwargs: Any) -> Any:
+        rank = kwargs.get("rank", 0)
+        make = partial(upstream.create, *args, **kwargs, store_timeout=seconds)
+        group = run_with_timeout(seconds, make, rank)
+        group.timeout = timeout  # gloo bounds its waits by it
+        barrier = partial(group.barrier, timeout=barrier_seconds)
+        patch(group, barrier=partial(run_with_timeout, barrier_seconds, barrier, rank))
+        return group
 
-    with replaced(module, "StatelessProcessGroup", Bounded):
+    with replaced(module, "StatelessProcessGroup", SimpleNamespace(create=create)):
         yield
 
 
@@ -93,15 +85,12 @@ def bounded_broadcasts(communicators: Sequence[Any], timeout: float) -> Iterator
     if all(getattr(communicator, "disabled", True) for communicator in communicators):
         yield
         return
-    timer = threading.Timer(
-        timeout,
-        logger.error,
-        [
-            f"Weights were not taken within {timeout:g} s (--rollout_timeout). NCCL waits for ever "
-            "where a replica has ended: see the log of `swift rollout`, end this training, and "
-            "resume it from its last checkpoint."
-        ],
+    text = (
+        f"Weights were not taken within {timeout:g} s (--rollout_timeout). NCCL waits for ever "
+        "where a replica has ended: see the log of `swift rollout`, end this training, and resume "
+        "it from its last checkpoint."
     )
+    timer = threading.Timer(timeout, logger.error, [text])
     timer.daemon = True
     timer.start()
     try:
