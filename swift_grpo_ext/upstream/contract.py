@@ -152,11 +152,8 @@ def tried_packages() -> dict[str, str]:
 
 
 def untried(installed: Mapping[str, str]) -> list[str]:
-    """Name the packages in releases that were never tried, each with the nearest that were.
-
-    Args:
-        installed: as `tried_packages`; builds and post-releases count as their release.
-    """
+    """Name the packages (as of `tried_packages`) in releases that were never tried, each with the
+    nearest that were. Builds and post-releases count as their release."""
     news = []
     for name, text in installed.items():
         known, version = TRIED[name], Version(text)

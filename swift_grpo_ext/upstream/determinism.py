@@ -71,12 +71,12 @@ def leave_the_environment() -> None:
 
 
 def batches_follow_arrival(*, is_async: bool) -> bool:
-    """Return whether the tokens of an engine in this environment depend on when requests arrive:
-    which of them share a step does then, and on an accelerator the last bits of a sum do.
+    """Return whether an engine's tokens depend on when requests arrive: on an accelerator the last
+    bits of a sum depend on which of them share a step.
 
-    vLLM 0.32's engine for batches runs in a process of its own, which takes steps from the first
-    request on that it hears of (v1/engine/core_client.py, `SyncMPClient`); in the caller's process
-    it is stepped once all are there. An async engine always has a process.
+    vLLM 0.32's engine for batches takes steps from the first request on where it has a process of
+    its own (v1/engine/core_client.py, `SyncMPClient`), and once all are there where it has none. An
+    async engine always has a process.
     """
     is_invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
     waits_for_all = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" and not is_async
@@ -131,6 +131,7 @@ def exact_unmerging(model: nn.Module) -> Iterator[None]:
 
 def sum_gradients_one_by_one(accelerator: Any) -> None:
     """Have data-parallel ranks sum each parameter's gradient by itself, in every backward pass.
+    accelerate's `accelerator` must not have prepared the model yet.
 
     Symptom: with three ranks or more, the first gradients after a start are rounded otherwise than
     later ones, so that a resumed run parts from the one that was not interrupted.
@@ -138,9 +139,6 @@ def sum_gradients_one_by_one(accelerator: Any) -> None:
     piece at first, and in pieces of 25 MB in another order from the second backward pass on. Where
     a gradient lies in its piece decides in which order ranks are added up. Can go when the pieces
     stay.
-
-    Args:
-        accelerator: accelerate's, which has not prepared the model yet.
     """
     from accelerate.utils import DistributedDataParallelKwargs
 

@@ -29,8 +29,8 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
     ms-swift gives it for each model whose parser asks. Models that need none drop it.
 
     Args:
-        inputs: what ms-swift's template made for vLLM: `videos` as arrays [frames, ...], sampled
-            already, and their frames per second in `mm_processor_kwargs["fps"]`.
+        inputs: has `videos` as arrays [frames, ...], sampled already, and their frames per second
+            in `mm_processor_kwargs["fps"]`, as ms-swift's template makes them for vLLM.
     """
     videos = inputs.get("videos") or []
     settings = inputs.get("mm_processor_kwargs") or {}

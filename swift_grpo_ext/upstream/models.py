@@ -7,17 +7,16 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from itertools import groupby
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import Moment, patch, repair, replaced
 
 if TYPE_CHECKING:
     from swift.template.template_inputs import StdTemplateInputs
     from swift.template.templates.internvl import InternvlhfTemplate
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 
@@ -42,14 +41,21 @@ def repair_gemma4() -> None:
 
     @wraps(patch_forward)
     def _patch_gemma4_forward(model: PreTrainedModel, *args: object, **kwargs: object) -> None:
-        patch_forward(model, *args, **kwargs)
+        modeling = sys.modules[type(model).__module__]
+        plain = modeling.create_masks_for_generate
+        with_windows = getattr(modeling, "create_masks_for_vision_model", None)
+
+        def create_masks(config: PretrainedConfig, **kwargs: Any) -> Any:
+            if with_windows is None or "block_sequence_ids" not in kwargs:
+                return plain(config=config, **kwargs)
+            return with_windows(config=config.get_text_config(), **kwargs)
+
+        # ms-swift's forward keeps the function that it finds meanwhile.
+        with replaced(modeling, "create_masks_for_generate", create_masks):
+            patch_forward(model, *args, **kwargs)
         for name in ("get_image_features", "get_video_features"):
             if hasattr(model, name):
                 patch(model, **{name: partial(joined_features, getattr(model, name))})
-        modeling = sys.modules[type(model).__module__]
-        looks_both_ways = model.config.get_text_config().use_bidirectional_attention == "vision"
-        if looks_both_ways and hasattr(modeling, "create_masks_for_vision_model"):
-            patch(model, forward=partial(forward_with_masks, model, model.forward, modeling))
 
     patch(gemma, _patch_gemma4_forward=_patch_gemma4_forward)
 
@@ -64,31 +70,6 @@ def joined_features(
     if isinstance(outputs.pooler_output, tuple):
         outputs.pooler_output = torch.cat(outputs.pooler_output)
     return outputs
-
-
-def forward_with_masks(
-    model: PreTrainedModel,
-    forward: Callable[..., Any],
-    modeling: ModuleType,
-    input_ids: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    types, mask = kwargs.get("mm_token_type_ids"), kwargs.get("attention_mask")
-    if types is not None and not isinstance(mask, dict):
-        # Only shape, type and device of the embeddings are looked at: no memory is taken for them.
-        shaped = torch.empty((), dtype=model.dtype, device=input_ids.device)
-        kwargs["attention_mask"] = modeling.create_masks_for_vision_model(
-            config=model.config.get_text_config(),
-            inputs_embeds=shaped.expand(*input_ids.shape, 1),
-            attention_mask=mask,
-            past_key_values=kwargs.get("past_key_values"),
-            position_ids=kwargs.get("position_ids"),
-            block_sequence_ids=modeling.get_block_sequence_ids_for_mask(
-                types, device=input_ids.device
-            ),
-        )
-    return forward(input_ids, *args, **kwargs)
 
 
 @repair(
@@ -185,13 +166,11 @@ def _listed(values: torch.Tensor | Sequence[Any] | None) -> list[Any]:
 
 @repair(
     Moment.TRAINING,
-    symptom="In training of InternVL and Intern-S1, `stack expects each tensor to be equal "
-    "size` where a row's videos differ in length or size; where they do not, `Number of "
-    "elements of source < number of ones in mask`.",
+    symptom="Rows of several videos end training of InternVL and Intern-S1: `stack expects each "
+    "tensor to be equal size`, or `Number of elements of source < number of ones in mask`.",
     upstream="ms-swift 4.6, template/templates/internvl.py:246: one array holds all videos "
-    "of a row, and of each but the first a frame is left out (`start` is one too far). vLLM "
-    "0.32 takes videos one by one (interns1.py:395).",
-    until="the template does so too",
+    "of a row, and of each but the first a frame is left out (`start` is one too far).",
+    until="the template takes videos one by one, as vLLM does",
     optional=True,
 )
 def join_internvl_videos() -> None:
@@ -211,33 +190,29 @@ def encode_videos(template: InternvlhfTemplate, inputs: StdTemplateInputs) -> di
     """Encode a row as `InternvlhfTemplate` does, each of its videos by itself."""
     from swift.template.templates.internvl import InternvlTemplate
     from swift.template.vision_utils import load_video_hf
-    from transformers.image_utils import make_flat_list_of_images
-    from transformers.video_utils import make_batched_videos
 
     processor, tiles_of_images = template.processor, ()
-    if inputs.images:
-        images = make_flat_list_of_images(inputs.images)
+    if images := inputs.images:
         made = processor.image_processor(images=images, crop_to_patches=True, return_tensors="pt")
         tiles_of_images = made["pixel_values"].split([int(n) for n in made["num_patches"]])
     # ms-swift's template has these two ids where an image or a video stands.
-    tiles = {-100: iter(tiles_of_images), -200: iter(load_video_hf(inputs.videos)[0])}
+    media = {-100: iter(tiles_of_images), -200: iter(load_video_hf(inputs.videos)[0])}
     # As `InternvlhfTemplate` does: past `InternvlTemplate`, whose images have another form.
     encoded: dict[str, Any] = super(InternvlTemplate, template)._encode(inputs)
     ids = encoded["input_ids"]
-    places = [i for i, token_id in enumerate(ids) if token_id in tiles]
+    places = [i for i, token_id in enumerate(ids) if token_id in media]
     context = "<IMG_CONTEXT>" * processor.image_seq_length
     pixels, tokens = [], []
     for place in places:
-        shown = next(tiles[ids[place]])
+        tiles = next(media[ids[place]])
         if ids[place] == -200:
-            videos = make_batched_videos([shown])
-            made = processor.video_processor(videos=videos, return_tensors="pt")
-            [shown] = made["pixel_values_videos"]
+            made = processor.video_processor(videos=[tiles], return_tensors="pt")
+            [tiles] = made["pixel_values_videos"]
             # Each frame is one tile, with its number in front.
-            text = "".join(f"Frame{n + 1}: <img>{context}</img>\n" for n in range(len(shown)))
+            text = "".join(f"Frame{n + 1}: <img>{context}</img>\n" for n in range(len(tiles)))
         else:
-            text = context * len(shown)
-        pixels.append(shown.to(template.model_info.torch_dtype))
+            text = context * len(tiles)
+        pixels.append(tiles.to(template.model_info.torch_dtype))
         tokens.append(processor.encode(text, add_special_tokens=False))
     extended = template._extend_tokens(
         ids, encoded["labels"], encoded.get("loss_scale"), places, tokens.__getitem__

@@ -102,12 +102,8 @@ def make(function: Callable[[], object]) -> bool:
 
 
 def patch(owner: object, **values: object) -> None:
-    """Replace attributes of an upstream module, class or object for the rest of this process.
-
-    Raises:
-        UnsupportedUpstreamError: upstream has no such attribute, or a function with other
-            parameters.
-    """
+    """Replace attributes of an upstream module, class or object for the rest of this process; raise
+    `UnsupportedUpstreamError` where it has none of the name, or one with other parameters."""
     refuse(text for name, value in values.items() if (text := _misfit(owner, name, value)))
     for name, value in values.items():
         setattr(owner, name, value)

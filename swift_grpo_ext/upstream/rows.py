@@ -66,10 +66,8 @@ class ReadRow:
 
 
 def read_row(row: object) -> ReadRow:
-    """Return the messages and media of a row, as ms-swift's template reads them.
-
-    Args:
-        row: a data set's row, or an object with its columns as attributes (a sample, a request).
+    """Return the messages and media of a data set's row, or of an object with its columns as
+    attributes (a sample, a request), as ms-swift's template reads them.
 
     Raises:
         RowFormError: ms-swift would raise.

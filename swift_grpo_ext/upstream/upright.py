@@ -18,9 +18,6 @@ from swift_grpo_ext.upstream.patches import Moment, patch, repair
 if TYPE_CHECKING:
     from swift.template.template_inputs import StdTemplateInputs
 
-EXIF_KEYS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
-"""Pillow keeps an orientation under these keys of `Image.info` (Image.py, `getexif`)."""
-
 WAS_TURNED = "swift_grpo_ext.was_turned"
 """`Image.info` has this key where the image was turned."""
 
@@ -31,16 +28,11 @@ def apply_exif_orientation(image: Image.Image) -> Image.Image:
     # Pillow itself turns TIFF here; PNG may have its orientation behind the pixels.
     image.load()
     try:
-        orientation = image.getexif().get(Base.Orientation, 1)
+        if image.getexif().get(Base.Orientation, 1) not in range(2, 9):
+            return image
+        turned = ImageOps.exif_transpose(image)
     except Exception:  # of many kinds; vLLM leaves an image with broken EXIF as it is, too
         return image
-    if orientation not in range(2, 9):
-        return image
-    # Pillow would write the other tags again, which fails for some: with the one tag it does not.
-    bare = image.copy()
-    bare.info = {name: value for name, value in bare.info.items() if name not in EXIF_KEYS}
-    bare.getexif()[Base.Orientation] = orientation
-    turned = ImageOps.exif_transpose(bare)
     turned.info[WAS_TURNED] = True
     return turned
 

@@ -21,7 +21,7 @@ from swift.utils import get_logger
 from vllm.multimodal import image as of_vllm
 
 from swift_grpo_ext.upstream.patches import make
-from swift_grpo_ext.upstream.upright import EXIF_KEYS, load_upright
+from swift_grpo_ext.upstream.upright import load_upright
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (8, 24, 3), dtype=np.uint8)
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "MPO")
@@ -92,7 +92,6 @@ def test_each_orientation_is_seen_as_it_is_shown(form: str) -> None:
         assert np.array_equal(as_vllm_sees_at_last(image), shown), orientation
         if orientation > 1:
             assert Base.Orientation not in image.getexif()
-            assert not set(EXIF_KEYS).intersection(image.info) or form == "TIFF"
 
 
 def test_it_does_not_matter_how_a_row_names_a_photograph(tmp_path: Path, url: str) -> None:
