@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_VALUES = (":4096:8", ":16:8")
-"""Those with which torch takes cuBLAS for deterministic. The first costs no speed."""
+"""torch takes cuBLAS for deterministic with these. The first costs no speed."""
 
 ENVIRONMENT = {
     "FLASH_ATTENTION_DETERMINISTIC": "1",
     "ASCEND_LAUNCH_BLOCKING": "1",
     "HCCL_DETERMINISTIC": "1",
 }
-"""Read by transformers for its flash attention, and by the libraries of NPUs."""
+"""transformers reads the first for its flash attention, and libraries of NPUs the others."""
 
 
 def prepare_process() -> None:
-    """Set what libraries read when they start, and have transformers leave the rest to us. To be
+    """Set what libraries read when they start, and have transformers leave the environment alone;
     called before a model is loaded."""
     os.environ.setdefault(CUBLAS, CUBLAS_VALUES[0])
     os.environ.update(ENVIRONMENT)

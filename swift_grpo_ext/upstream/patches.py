@@ -60,7 +60,7 @@ class Repair:
 
 
 REPAIRS: list[Repair] = []
-"""Those of the modules that were imported so far."""
+"""Repairs of the modules that were imported so far."""
 
 
 def repair(
@@ -129,8 +129,8 @@ def _misfit(owner: object, name: str, value: object) -> str | None:
 
 _ABSENT = object()
 _replacements: dict[tuple[int, str], dict[object, object]] = {}
-"""By the owner's id and the attribute's name: what the owner itself had, then what each block that
-has not ended put there. An owner lives as long as its blocks."""
+"""Values by the owner's id and the attribute's name: first the owner's own, then that of each block
+that has not ended. An owner lives as long as its blocks."""
 
 _lock = threading.RLock()  # a block that is garbage-collected may end within another's beginning
 
