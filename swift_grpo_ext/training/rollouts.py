@@ -64,12 +64,7 @@ from swift_grpo_ext.upstream.determinism import (
 from swift_grpo_ext.upstream.encoding import answers_for_servers
 from swift_grpo_ext.upstream.patches import Moment, apply, replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
-from swift_grpo_ext.weights.layout import (
-    StateDict,
-    checkpoint_buffers,
-    checkpoint_layout,
-    one_by_one,
-)
+from swift_grpo_ext.weights.layout import StateDict, checkpoint_buffers, checkpoint_layout
 from swift_grpo_ext.weights.sync import WeightSync
 
 if TYPE_CHECKING:
@@ -504,9 +499,11 @@ class RolloutTraining(RolloutTrainerMixin):
         state_dict = checkpoint_buffers(self.model) | state_dict
         if self.vllm_mode == "colocate":
             self._weights.load_colocated(state_dict, self.engine, load)
-        else:
-            flattens = self.args.enable_flattened_weight_sync
-            self._weights.send(state_dict, load if flattens else one_by_one(load))
+        elif self.args.enable_flattened_weight_sync:
+            self._weights.send(state_dict, load)
+        else:  # NCCL sends memory as it lies
+            for name, tensor in state_dict.items():
+                self._weights.send({name: tensor.contiguous()}, load)
 
     def _move_adapter_to_vllm(self) -> None:
         move = super()._move_adapter_to_vllm

@@ -1,24 +1,22 @@
 """Weights in the layout of checkpoints, which vLLM loads.
 
-Without `checkpoint_layout` Qwen3-VL-MoE dies at the first weight update with a bare
-`AssertionError`, or, where twice the experts' width is the hidden size, goes on with wrong weights:
-transformers (5.19, `conversion_mapping.py`) keeps experts transposed against their checkpoints,
-vLLM transposes what it loads, and ms-swift (4.6.0,
-`rlhf_trainers/utils.py::revert_runtime_names_to_checkpoint`) undoes renamings only.
+`checkpoint_layout`: Qwen3-VL-MoE dies at the first weight update with a bare `AssertionError`, or,
+where twice the experts' width is the hidden size, goes on with wrong weights. transformers (5.19,
+`conversion_mapping.py`) keeps experts transposed against their checkpoints, vLLM transposes what it
+loads, and ms-swift (4.6.0, `rlhf_trainers/utils.py::revert_runtime_names_to_checkpoint`) undoes
+renamings only. AdaLoRA dies there too: its `ranknum` lacks the prefix by which ms-swift leaves
+adapters out (4.6.0, `rollout_mixin.py::_process_state_dict_for_vllm`).
 
-AdaLoRA dies there too: its `ranknum` does not bear the prefix by which ms-swift leaves adapters out
-(4.6.0, `rollout_mixin.py::_process_state_dict_for_vllm`).
+`checkpoint_buffers`: GLM-4.5V, or another model whose router has a bias of its own, stops at its
+first weight update. The bias is a buffer in transformers and a parameter in vLLM, and ms-swift
+(4.6.0, `rollout_mixin.py::_collect_state_dict_for_vllm`) sends parameters.
 
-Without `checkpoint_buffers` GLM-4.5V, or another model whose router has a bias of its own, stops at
-its first weight update, as the bias was "left as it was": it is a buffer in transformers and a
-parameter in vLLM, and ms-swift (4.6.0, `rollout_mixin.py::_collect_state_dict_for_vllm`) sends
-parameters. Both can go when ms-swift sends what a checkpoint has.
+Both can go when ms-swift sends what a checkpoint has.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import torch
 import transformers
@@ -35,12 +33,8 @@ StateDict = dict[str, torch.Tensor]
 def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
     """Return the tensors as the model's checkpoint has them; those transposed are views.
 
-    Copies are left to what sends or loads them, a bucket or a tensor at a time: all at once, the
-    experts of a model with 30B parameters would take 57 GB.
-
-    Args:
-        model: of transformers, wrapped in any way, whose parameters these are.
-        state_dict: tensors by the names that the checkpoint has.
+    Whatever sends or loads them copies a bucket or a tensor at a time: all at once, the experts of
+    a model with 30B parameters would take 57 GB. `model` may be wrapped.
     """
     state_dict = {name: t for name, t in state_dict.items() if ".ranknum." not in name}
     base = base_model(model)
@@ -63,29 +57,13 @@ def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
     return transposed
 
 
-def one_by_one(load: Callable[[StateDict], None]) -> Callable[[StateDict], None]:
-    """Return a `load` that is given one tensor at a time, contiguous: NCCL sends memory as it
-    lies."""
-
-    def load_each(state_dict: StateDict) -> None:
-        for name, tensor in state_dict.items():
-            load({name: tensor.contiguous()})
-
-    return load_each
-
-
 def checkpoint_buffers(model: nn.Module) -> StateDict:
-    """Return tensors of the model's checkpoint that are no parameters, by their names there.
-
-    Args:
-        model: of transformers, wrapped in any way. An adapter's own buffers are not among them.
-    """
+    """Return tensors of the model's checkpoint that are no parameters, by their names there."""
     from swift.rlhf_trainers.utils import revert_runtime_names_to_checkpoint
 
     base = base_model(model)
-    # A quantized layer is packed into buffers (`qweight`, `qzeros`, `scales`, `g_idx` of GPTQ and
-    # AWQ), which the engine has loaded from the checkpoint and turned into a form of its own. No
-    # training changes them, nor any other buffer; `EngineWeights` asks for none of such a model.
+    # GPTQ and AWQ pack a layer into buffers, which the engine has turned into a form of its own. No
+    # training changes them.
     if getattr(base, "is_quantized", False):
         return {}
     modules = dict(base.named_modules())
@@ -97,5 +75,5 @@ def checkpoint_buffers(model: nn.Module) -> StateDict:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 buffers[f"{path}.{name}".replace(".base_layer", "").lstrip(".")] = buffer
-    named: StateDict = revert_runtime_names_to_checkpoint(base, buffers)
-    return named
+    reverted: StateDict = revert_runtime_names_to_checkpoint(base, buffers)
+    return reverted

@@ -1,13 +1,12 @@
 """Weight updates at a server's end: each worker loads and records them.
 
-vLLM imports this module in every process that holds a worker, the async engine's own too, where no
-other part of the plugin is.
+vLLM imports this module in every process that holds a worker. No other part of the plugin need be
+there.
 
-With ms-swift's own extension (4.6, pipelines/infer/rollout.py) a failed update is only logged, a
-replica's rank in the group is its number at the start, which leaves a hole where one has ended, and
-a worker waits up to 5 minutes for a trainer that does not come. Here a worker records what it has
-loaded (`update.py`), and the server gives each replica its number among the living ones, and the
-bound of its waits.
+Symptom: a failed update is only logged; a new group has a hole where a replica has ended; a worker
+waits up to 5 minutes for a trainer that does not come. Upstream: ms-swift 4.6,
+pipelines/infer/rollout.py, takes a replica's number at its start for its rank, and bounds no wait.
+Can go when ms-swift reports failed updates, numbers the living replicas, and bounds their waits.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         return EngineWeights(self.model_runner)
 
     def read_number_bits(self) -> int:
-        """Return the size of this engine's numbers (`number_bits`)."""
         return number_bits(self.vllm_config)
 
     def read_weight_report(self) -> dict[str, Any]:
@@ -55,18 +53,16 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         timeout: float,
         watches: bool,
     ) -> None:
-        """Join the trainer's group (`init_communicator` with bounds).
+        """Join the trainer's group; each of its waits lasts `timeout` seconds at most.
 
         Args:
             replica: the number of this replica among the living ones; None where one engine
                 numbers its replicas itself.
-            timeout: seconds for each wait of this group.
             watches: whether to look at what updates make of the weights.
         """
         if watches:
             self.engine_weights.begin_watch()
-        # ms-swift's extension reads the number from there, and so does the engine for its name,
-        # which stays.
+        # ms-swift's extension reads the number there, and so does the engine, which keeps its own.
         name = os.environ.get(REPLICA_NUMBER, "0")
         os.environ[REPLICA_NUMBER] = name if replica is None else str(replica)
         try:
@@ -79,6 +75,9 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         super().close_communicator()
         gc.collect()  # a new group may want the store's port
 
+    def _loading(self) -> AbstractContextManager[None]:
+        return self.engine_weights.loading()  # without an accelerator: collected first
+
     def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         with self._loading():
             super().update_named_param(name, dtype, shape)
@@ -86,9 +85,6 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     def update_flattened_params(self, metadatas: list[dict[str, Any]]) -> None:
         with self._loading():
             super().update_flattened_params(metadatas)
-
-    def _loading(self) -> AbstractContextManager[None]:
-        return self.engine_weights.loading()
 
     def process_weights_after_loading(self) -> None:
         super().process_weights_after_loading()

@@ -2,15 +2,13 @@
 
     WeightSync.update(move)             all ranks, together
         servers.reconnect()             rank 0 makes the group again where a replica has come back
-        move(group_recreated)                 ms-swift gathers weights, and calls with what it has
+        move(group_recreated)           ms-swift gathers weights, and calls with what it has
             load_colocated() or send()              whole weights, at once or in parts
             load_adapter() or send_adapter()        an adapter that lies apart from them
         check(engine_name, report)      of every engine, against what was sent
 
 Each engine (`receiver.py`, or the colocated one) reports what it has loaded and what its watch has
-found (`update.py`). A failure on one rank is logged there at once, and raised where all ranks meet;
-an update that could not be sent is made once more. Whether engines use the weights is tested by the
-log-probability gap (`training/gap.py`).
+found (`update.py`). The log-probability gap (`training/gap.py`) tests whether engines use it.
 """
 
 from __future__ import annotations
@@ -58,10 +56,8 @@ Load = Callable[[StateDict], None]
 class WeightSync:
     """Makes and verifies the weight updates of one training (docs/promises.md, M4).
 
-    Args:
-        ranks: all training ranks.
-        servers: on the rank that sends to them; None on others, and with colocated engines.
-        mismatch: `--rollout_mismatch`; "warn" goes on where a watch finds a fault.
+    `servers` is None on ranks that do not send, and with colocated engines. Training goes on where
+    a watch finds a fault and `mismatch` (`--rollout_mismatch`) is "warn".
     """
 
     def __init__(
@@ -70,49 +66,39 @@ class WeightSync:
         self._ranks = ranks
         self._servers = servers
         self._mismatch = mismatch
-        self._engine: EngineWeights | None = None
-        """The colocated engine's, from its first weights on."""
-
-        self._begin()
-
-    def _begin(self) -> None:
+        self._engine: EngineWeights | None = None  # the colocated one's, from its first weights on
         self._sent: Shapes = {}
-        self._failure: Exception | None = None
-        self._group_recreated = False
+        self._failure: Exception | None = None  # this rank's first one in this update
 
     def update(self, move: Callable[[bool], None]) -> None:
-        """Make one update, on every rank. One that cannot be sent is made once more, with those
-        replicas that are left: it brings all weights, so that what has arrived does no harm.
+        """Make one update, on every rank. An update that cannot be sent is made once more, with the
+        replicas that are left: it brings all weights again.
 
         Args:
             move: ms-swift's update, which calls `load_colocated`, `send` or their counterparts for
-                adapters with what it gathers; told whether replicas may have nothing yet.
+                adapters; its argument says whether replicas may have nothing yet.
 
         Raises:
-            WeightUpdateError: on every rank, where it failed on one.
+            WeightUpdateError: an engine that this rank feeds holds other weights.
+            RolloutError: the update failed on another rank.
         """
         for is_last in (False, True):
-            self._begin()
+            self._sent, self._failure = {}, None
+            recreated = False
             with self._noted():
                 if self._servers is not None:  # on rank 0 alone
-                    self._group_recreated = self._servers.reconnect(again=is_last)
+                    recreated = self._servers.reconnect(again=is_last)
             # Before the first rank gathers weights: the others would wait there for one that
             # failed.
-            group_recreated = self._meet()
+            recreated = any(self._ranks.all_gather_or_raise(recreated, self._failure))
             with self._noted():
-                move(group_recreated)
-                # A failure that `send` has kept says more than the tensors that are missing for it.
-                if self._engine is not None and self._failure is None:
-                    if self._sent:
-                        self._engine.end(is_whole=True)
-                    name = f"The colocated engine of rank {self._ranks.rank}"
-                    self._check(name, self._engine.report())
-                if self._servers is not None and self._sent and self._failure is None:
-                    for name, report in self._servers.weight_reports():
-                        self._check(name, report)
+                move(recreated)
+                # A failure that `send` has kept says more than the tensors that it left out.
+                if self._failure is None:
+                    self._check_engines()
             if is_last:
                 break
-            # Once more only where nothing failed but sending, which only a rank with servers does.
+            # Once more where sending alone failed, which is done by a rank with servers.
             can_repeat = self._servers is not None and not isinstance(
                 self._failure, WeightUpdateError
             )
@@ -121,21 +107,30 @@ class WeightSync:
                 break
             if self._failure is not None:
                 logger.warning("The weight update is made once more.")
-        self._meet()
+        self._ranks.all_gather_or_raise(None, self._failure)
+
+    def _check_engines(self) -> None:
+        if self._engine is not None:
+            if self._sent:
+                self._engine.end(is_whole=True)
+            name = f"The colocated engine of rank {self._ranks.rank}"
+            self._check(name, self._engine.report())
+        if self._servers is not None and self._sent:
+            for name, report in self._servers.weight_reports():
+                self._check(name, report)
 
     def _check(self, engine_name: str, report: WeightReport) -> None:
         compare(self._sent, report, engine_name)
-        if not report.faults:
-            return
-        text = f"{engine_name}: the weight update has failed. {'; '.join(report.faults)}. "
-        if self._mismatch == "stop":
-            raise WeightUpdateError(f"{text}{REMEDY}")
-        logger.warning(f"{text}Training goes on (--rollout_mismatch warn).")
+        if report.faults:
+            text = f"{engine_name}: the weight update has failed. {'; '.join(report.faults)}. "
+            if self._mismatch == "stop":
+                raise WeightUpdateError(f"{text}{REMEDY}")
+            logger.warning(f"{text}Training goes on (--rollout_mismatch warn).")
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Keep a failure until all ranks meet, and log it where it happened, at once: the launcher
-        may end this rank first."""
+        """Keep a failure until all ranks meet. It is logged at once: the launcher may end this rank
+        before."""
         try:
             yield
         except Exception as e:
@@ -143,18 +138,6 @@ class WeightSync:
             logger.error(
                 f"The weight update failed on rank {self._ranks.rank}: {type(e).__name__}: {e}"
             )
-
-    def _meet(self) -> bool:
-        """Return, on every rank, whether a group was made anew; raise a failure of any rank."""
-        failure = self._failure
-        text = f"{type(failure).__name__}: {failure}" if failure else ""
-        failures = self._ranks.all_gather((text, self._group_recreated))
-        if failure is not None:
-            raise failure
-        for rank, (text, _) in enumerate(failures):
-            if text:
-                raise WeightUpdateError(f"The weight update failed on rank {rank}: {text}")
-        return any(group_recreated for _, group_recreated in failures)
 
     # --- what ms-swift's update calls ---
 
@@ -175,11 +158,7 @@ class WeightSync:
                 load(state_dict)
 
     def load_adapter(self, engine: GRPOVllmEngine, move: Callable[[], None]) -> None:
-        """Give an adapter to this process's engine, which has to generate with it.
-
-        Args:
-            move: ms-swift's own way, which gathers it before.
-        """
+        """Give an adapter to this process's engine by `move`, which gathers it before."""
         with self._weights_of(engine).adapter():
             move()
 
@@ -192,26 +171,22 @@ class WeightSync:
         return self._engine
 
     def send_adapter(self, client: VLLMClient, move: Callable[[], None]) -> None:
-        """Send an adapter to the servers as whole weights are sent.
-
-        Args:
-            client: ms-swift's, on the rank that sends.
-            move: ms-swift's own way, which gathers the adapter and calls the client.
-        """
+        """Send an adapter to the servers as whole weights are sent; `move` gathers it and calls
+        ms-swift's client on the rank that sends."""
         if self._ranks.rank > 0:
             move()  # takes part in what rank 0 gathers
             return
         send, send_parts = client.update_adapter_flattened_param, client.update_adapter_param
 
-        def send_recorded(config: LoraConfig, metadatas: list[Any], flattened: Tensor) -> None:
+        def send_noted(config: LoraConfig, metadatas: list[Any], flattened: Tensor) -> None:
             bucket = FlattenedTensorBucket(flattened_tensor=flattened, metadata=metadatas)
             self.send(bucket.reconstruct_tensors(), lambda _: send(config, metadatas, flattened))
 
-        def send_parts_recorded(config: LoraConfig, tensors: StateDict) -> None:
+        def send_parts_noted(config: LoraConfig, tensors: StateDict) -> None:
             self.send(tensors, partial(send_parts, config))
 
         with (
-            replaced(client, "update_adapter_flattened_param", send_recorded),
-            replaced(client, "update_adapter_param", send_parts_recorded),
+            replaced(client, "update_adapter_flattened_param", send_noted),
+            replaced(client, "update_adapter_param", send_parts_noted),
         ):
             move()

@@ -1,28 +1,27 @@
-"""What one engine was given in its last weight update, and what became of it.
+"""An engine's last weight update: what arrived, and what the engine made of it.
 
     weights = EngineWeights(model_runner)
-        weights.begin_watch()               before the first update, where it is looked at
+        weights.begin_watch()               before the first update, if a watch is wanted
         with weights.loading(): ...         whole weights, in any number of parts
         weights.end(is_whole=True)          once all parts have come
         with weights.adapter(): ...         an adapter over them, or alone
         weights.report()                    for the trainer, or for the server
 
-A worker of a server (`receiver.py`) and the trainer with a colocated engine (`sync.py`) have one
-each.
+Each worker of a server (`receiver.py`) and a trainer with a colocated engine (`sync.py`) has one.
 
-An engine has to generate with an adapter too that it was given (`--vllm_enable_lora`). Without this
-module rollouts come from the base model, or from the adapter before, and nothing fails. A server
-logs that vLLM refused an adapter (`--lora_rank 64` where the server allows 16, DoRA), and answers
-200 (ms-swift 4.6, pipelines/infer/rollout.py, `llm_worker`). vLLM leaves out what no layer of its
-own takes, such as adapters of a vision tower, without a word (vLLM 0.32, lora/model_manager.py,
-`activate_adapter`).
+Symptom: with `--vllm_enable_lora` rollouts come from the base model, or from the adapter before,
+and nothing fails. Upstream: a server logs that vLLM refused an adapter (`--lora_rank 64` where the
+server allows 16, DoRA), and answers 200 (ms-swift 4.6, pipelines/infer/rollout.py, `llm_worker`);
+vLLM ignores parts that none of its layers takes, such as a vision tower's (vLLM 0.32,
+lora/model_manager.py, `activate_adapter`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,7 @@ from swift.rlhf_trainers.utils import VLLM_LORA_INT_ID
 from swift.utils import get_logger
 
 from swift_grpo_ext.rollout.wire import WeightReport
-from swift_grpo_ext.upstream.patches import replaced
+from swift_grpo_ext.upstream.patches import wrapped
 
 if TYPE_CHECKING:
     from swift.rlhf_trainers.utils import TensorLoRARequest
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
+Weights = Iterable[tuple[str, torch.Tensor]]
 Shapes = dict[str, str]
 """By each tensor's name its type and shape, such as `float32 (2, 3)`."""
 
@@ -64,35 +64,20 @@ class Update:
     has_ended: bool = False
     has_adapter: bool = False
     adapter_fault: str = ""
-    base_faults: list[str] | None = None
-    """What the watch has found in the whole weights; None where nothing is watched."""
+    """Why vLLM does not generate with the adapter."""
 
-    adapter_faults: list[str] = field(default_factory=list)
-
-    def note(self, weights: list[tuple[str, torch.Tensor]], filled: set[str] | None) -> None:
-        """Note what a model's `load_weights` took. Tensors with which it filled nothing are lost.
-
-        Args:
-            filled: what it returned. Some models' loaders return None.
-        """
-        if filled is None or filled:
-            self.loaded |= shapes_of(weights)
-        self.filled = None if filled is None or self.filled is None else self.filled | filled
+    watched_faults: tuple[str, ...] = ()
+    """What the watch has found in the adapter."""
 
 
 class EngineWeights:
-    """The weight updates of one worker's engine.
-
-    Args:
-        runner: vLLM's model runner.
-    """
+    """The weight updates of one worker's engine, by vLLM's model runner."""
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner: Any = runner
-        self._update: Update | None = None
-        """The last one, until another begins."""
-
+        self._update: Update | None = None  # the last one, until another begins
         self._watch: WeightWatch | None = None
+        self._base_faults: tuple[str, ...] = ()  # found by the watch in the last whole weights
 
     def begin_watch(self) -> None:
         """Look at what each update makes of the weights, from the first one on."""
@@ -110,19 +95,25 @@ class EngineWeights:
         # An update arrives in many calls; the first one after the end of the last begins another.
         if self._update is None or self._update.has_ended:
             self._update = Update()
-        update, model = self._update, self._runner.model
-        load = model.load_weights
+        update = self._update
 
-        def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kw: Any) -> Any:
+        def load_weights(
+            load: Callable[[Weights], set[str] | None], weights: Weights
+        ) -> set[str] | None:
             held = list(weights)  # an iterator is read once
             if self._watch is not None:
                 with self._looking():
                     self._watch.note_arrived(held)
-            filled = load(held, *args, **kw)
-            update.note(held, filled)
+            filled = load(held)
+            if filled is None or update.filled is None:
+                update.filled = None
+            else:
+                update.filled |= filled
+            if filled is None or filled:  # tensors with which a model fills nothing are lost
+                update.loaded |= shapes_of(held)
             return filled
 
-        with replaced(model, "load_weights", load_weights):
+        with wrapped(self._runner.model, "load_weights", load_weights):
             yield
 
     def end(self, *, is_whole: bool) -> None:
@@ -131,25 +122,17 @@ class EngineWeights:
         Args:
             is_whole: whether the client has said so. Some clients never do.
         """
-        update = self._update
+        update, runner = self._update, self._runner
         if update is None or (update.has_ended and not is_whole):
             return
         update.has_ended = True
-        if is_whole:
-            update.unfilled = self._unfilled(update)
+        # As vLLM itself does when it loads from disk; a quantized model has parameters of its own.
+        if is_whole and update.filled is not None and runner.model_config.quantization is None:
+            names = {plain_name(name) for name, _ in runner.model.named_parameters()}
+            update.unfilled = sorted(names - {plain_name(name) for name in update.filled})
         if self._watch is not None:
             with self._looking():
-                faults = self._watch.check_weights(self._runner.model, update.unfilled)
-                update.base_faults = list(faults)
-
-    def _unfilled(self, update: Update) -> list[str]:
-        """Return the model's parameters that an update of all weights has left as they were, as
-        vLLM itself looks for them when it loads from disk."""
-        # A quantized model has parameters of its own.
-        if update.filled is None or self._runner.model_config.quantization is not None:
-            return []
-        filled = {plain_name(name) for name in update.filled}
-        return sorted({plain_name(n) for n, _ in self._runner.model.named_parameters()} - filled)
+                self._base_faults = self._watch.check_weights(runner.model, update.unfilled)
 
     @contextmanager
     def adapter(self) -> Iterator[None]:
@@ -161,18 +144,14 @@ class EngineWeights:
         # The first adapter follows the base weights within one update, and the trainer compares
         # both; each later one is an update of its own.
         self.end(is_whole=False)
+        if self._update is None or self._update.has_adapter:
+            self._update = Update(filled=None, has_ended=True)
         update = self._update
-        if update is None or update.has_adapter:
-            known = ([] if self._watch else None) if update is None else update.base_faults
-            update = Update(filled=None, has_ended=True, base_faults=known)
-        self._update, update.has_adapter = update, True
+        update.has_adapter = True
         manager = getattr(self._runner, "lora_manager", None)  # none where adapters are off
-
-        def add_adapter(request: TensorLoRARequest) -> bool:
-            return add_whole_adapter(manager, request, update)
-
+        add = partial(add_whole_adapter, manager, update)
         try:
-            with replaced(manager, "add_adapter", add_adapter) if manager else nullcontext():
+            with wrapped(manager, "add_adapter", add) if manager else nullcontext():
                 yield
         except Exception as e:
             update.adapter_fault = str(e)
@@ -180,14 +159,15 @@ class EngineWeights:
         if self._watch is not None and manager is not None:
             with self._looking():
                 held = manager._adapter_manager.get_adapter(VLLM_LORA_INT_ID)
-                update.adapter_faults = list(self._watch.check_adapter(held.loras))
+                update.watched_faults = self._watch.check_adapter(held.loras)
 
     def report(self) -> WeightReport:
-        """Return what is known of the last update, whoever its client is."""
+        """Return the report of the last update."""
         self.end(is_whole=False)
-        update = self._update or Update()
-        is_watched = self._watch is not None and update.base_faults is not None
-        faults = [*(update.base_faults or ()), *update.adapter_faults] if is_watched else None
+        update = self._update
+        if update is None:
+            return WeightReport()
+        faults = None if self._watch is None else [*self._base_faults, *update.watched_faults]
         return WeightReport(update.loaded, update.unfilled, update.adapter_fault, faults)
 
     @contextmanager
@@ -200,8 +180,10 @@ class EngineWeights:
             logger.exception("The watch over weights has failed: further updates go unwatched.")
 
 
-def add_whole_adapter(manager: Any, request: TensorLoRARequest, update: Update) -> bool:
-    """Give a LoRA manager of vLLM an adapter, and note it.
+def add_whole_adapter(
+    manager: Any, update: Update, add: Callable[..., bool], request: TensorLoRARequest
+) -> bool:
+    """Add an adapter by the `add` of vLLM's LoRA manager, and note it.
 
     Raises:
         WeightUpdateError: the engine does not use it, or not all of it.
@@ -213,22 +195,17 @@ def add_whole_adapter(manager: Any, request: TensorLoRARequest, update: Update) 
         for name, tensor in request.lora_tensors.items()
     }
     update.loaded |= shapes_of(request.lora_tensors.items())
-    # The class's own: `EngineWeights.adapter` has replaced the object's.
     try:
-        added = bool(type(manager).add_adapter(manager, request))
+        added = add(request)
     except Exception as e:
         raise WeightUpdateError(
             f"vLLM refuses the adapter: {e} Give `swift rollout` a --vllm_max_lora_rank that "
             f"is at least the adapter's rank, train with plain LoRA, or leave out {MERGED}"
         ) from e
     layers = manager._adapter_manager
-    held = layers.get_adapter(request.lora_int_id)
-    if held is None or request.lora_int_id not in layers.lora_index_to_id:
-        raise WeightUpdateError(f"vLLM holds no adapter after it was given one. Leave out {MERGED}")
+    loras = layers.get_adapter(request.lora_int_id).loras
     # `base_layer`: the first of two matrices of experts that lie in one tensor.
-    ignored = sorted(
-        name for name in held.loras if name.removesuffix(".base_layer") not in layers.modules
-    )
+    ignored = sorted(n for n in loras if n.removesuffix(".base_layer") not in layers.modules)
     if ignored:
         raise WeightUpdateError(
             "vLLM has no place for parts of the adapter: it ignores those of "
@@ -239,7 +216,7 @@ def add_whole_adapter(manager: Any, request: TensorLoRARequest, update: Update) 
     return added
 
 
-def shapes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Shapes:
+def shapes_of(tensors: Weights) -> Shapes:
     """Return type and shape of each tensor by its plain name."""
     return {
         plain_name(name): f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
@@ -248,18 +225,14 @@ def shapes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Shapes:
 
 
 def plain_name(name: str) -> str:
-    """Return a weight's name without `base_layer`, which says that adapters lie over it: ms-swift
-    adds or drops that on the way to an engine which holds adapters apart (`--vllm_enable_lora`). An
-    adapter's own name stays, in which it tells two matrices of experts apart."""
+    """Return a weight's name without `base_layer`, which ms-swift adds or drops on the way to an
+    engine with `--vllm_enable_lora`. In an adapter's own name, which stays, it tells two matrices
+    of experts apart."""
     return name if ".lora_" in name else name.replace(".base_layer.", ".")
 
 
 def compare(sent: Mapping[str, str], report: WeightReport, engine_name: str) -> None:
-    """Raise `WeightUpdateError`, naming tensors, where an engine was given something else.
-
-    Args:
-        sent: the trainer's tensors.
-    """
+    """Raise `WeightUpdateError`, naming tensors, where an engine has other tensors than `sent`."""
     if report.adapter_fault:
         raise WeightUpdateError(
             f"{engine_name} does not generate with the trainer's adapter. {report.adapter_fault}"

@@ -5,13 +5,11 @@
         watch.check_weights(model)              what is wrong with the model now, in words
         watch.check_adapter(loras)              the same of an adapter, with the base below it
 
-Every layer multiplies four fixed random vectors, with its own kernel: so packed, quantized and
-sharded weights are looked at as they are used, and each of them is read once. The products' entries
-are a sketch of the matrix: the cosine of two sketches is that of two matrices, within 1/sqrt(n).
-
-An optimizer's step is small beside a matrix, and all but orthogonal to it: an update as large as
-the matrix itself gives a cosine of 0.71 with the matrix before, three times as large 0.32. A
-matrix that is transposed, random or another's has a cosine of 0 with it.
+Every layer multiplies four fixed random vectors, with its own kernel: packed, quantized and sharded
+weights are looked at as they are used. The products' entries are a sketch of the matrix: the cosine
+of two sketches is that of two matrices, within 1/sqrt(n). An update as large as the matrix itself
+gives a cosine of 0.71 with the matrix before, three times as large 0.32; a matrix that is
+transposed, random or another's has a cosine of 0 with it.
 
 Symptom: rollouts are garbage after a weight update ("!!!"), and neither client nor server fails
 (ms-swift's issues 9787, 9835, 9656, 9619, 9697, 9226; 8233: an adapter counts twice).
@@ -40,36 +38,27 @@ Sketches = dict[str, torch.Tensor]
 """By name, float32 [B, N]: B blocks (experts; else 1) with N entries each."""
 
 NUM_VECTORS = 4
-MOST_ENTRIES = 4096
-"""Of a sketch: 20 MB for a model with 28 layers."""
-
+MOST_ENTRIES = 4096  # of a sketch: 20 MB for a model with 28 layers
 MOST_OF_EXPERT = 256
-FEWEST_ENTRIES = 128
-"""Two random sketches of so many have a cosine of 0.09 (standard deviation)."""
-
+FEWEST_ENTRIES = 128  # two random sketches of this size have a cosine of 0.09 (standard deviation)
 EXPERTS = ".experts."
-
 LEAST_COSINE = 0.3
-MOST_SCALE = 8.0
-"""Maximum norm ratio (either way) of a plausible update."""
-
+MOST_SCALE = 8.0  # maximum norm ratio (either way) of a plausible update
 ENTRIES_THAT_TELL = 64
-"""Rounding of a layer's results may hide a weight's change by one bit, but not so many of them;
+"""A layer's rounding may hide one entry's change by a bit, but not the changes of this many;
 quantization may hide more (`MOST_ENTRIES`)."""
 
 SAME_DIRECTION = 0.5
 """Cosine of a base's change and an adapter's effect from which the base holds the adapter: chance
-gives 0.01, rounding of the base nothing."""
+gives 0.01."""
 
 
 class WeightWatch:
-    """Judges the updates of one worker's model.
+    """Judges the updates of one worker's model, from the weights that it was loaded with.
 
     Args:
-        model: vLLM's, with the weights that it was loaded with.
-        config: vLLM's, of the model.
-        is_random: whether those weights are random (`load_format` "dummy"): any direction is right
-            for the first update then.
+        is_random: those weights are random (`load_format` "dummy"): any direction is right for the
+            first update.
     """
 
     def __init__(
@@ -81,12 +70,9 @@ class WeightWatch:
             self._packed |= getattr(module, "packed_modules_mapping", None) or {}
         self._telling = MOST_ENTRIES if config.quantization else ENTRIES_THAT_TELL
         mapper = getattr(model, "hf_to_vllm_mapper", None)
-        self._engine_name: Callable[[str], str] = lambda name: str(
-            mapper._map_name(name) if mapper else name
-        ).removesuffix(".weight")
+        self._engine_name: Callable[[str], object] = mapper._map_name if mapper else str
         self._layers: set[str] = set()
-        # `_sound` and what had arrived for it stay until an update is sound once more: what comes
-        # after a faulty one is held against these.
+        # What comes after a faulty update is held against the last sound one.
         start = self._sketch(model)
         if is_random:  # zeros have no direction (`describe_change`)
             start = {name: torch.zeros_like(sketch) for name, sketch in start.items()}
@@ -106,18 +92,15 @@ class WeightWatch:
             self._arrived[plain_name(name)] = sketch_of(linear(probe_vectors_like(some), some))
 
     def check_weights(self, model: torch.nn.Module, unfilled: Iterable[str]) -> tuple[str, ...]:
-        """Return what is wrong with the model after an update, in words.
-
-        Args:
-            unfilled: parameters that the update has left as they were.
-        """
+        """Return what is wrong with the model after an update that has not filled the parameters
+        `unfilled`, in words."""
         now = self._sketch(model)
         arrived, self._arrived = {n: each.cpu() for n, each in self._arrived.items()}, {}
         changes = {name: describe_change(self._sound[name], after) for name, after in now.items()}
-        told = [f"{name} {what}" for name, what in changes.items() if what]
+        wrong = [f"{name} {change}" for name, change in changes.items() if change]
         faults = []
-        if told:
-            faults.append(f"weights are not what an update makes of them: {first_names(told)}")
+        if wrong:
+            faults.append(f"weights are not what an update makes of them: {first_names(wrong)}")
         if stale := self._stale(arrived, now):
             faults.append(
                 f"all weights are those of before, though {len(stale)} others arrived (stale): "
@@ -132,7 +115,7 @@ class WeightWatch:
         missing = [
             name
             for name in left_out(self._names, arrived)
-            if EXPERTS in name or self._engine_name(name) in matrices
+            if EXPERTS in name or str(self._engine_name(name)).removesuffix(".weight") in matrices
         ]
         if missing:
             faults.append(f"{len(missing)} tensors did not arrive ({first_names(missing)})")
@@ -142,29 +125,26 @@ class WeightWatch:
         return tuple(faults)
 
     def _stale(self, arrived: Sketches, now: Sketches) -> list[str]:
-        """Return what changed of what arrived, where nothing changed in the model."""
+        """Return the tensors that arrived with a change, where no weight of the model changed."""
+        if any(not torch.equal(now[name], self._sound[name]) for name in now):
+            return []
         before = self._arrived_sound
         changed = {
             name: int((sketch != before[name]).sum())
             for name, sketch in arrived.items()
             if name in before and sketch.shape == before[name].shape
         }
-        moved = any(not torch.equal(now[name], self._sound[name]) for name in now)
-        if moved or sum(changed.values()) < self._telling:
+        if sum(changed.values()) < self._telling:
             return []
         return [name for name, count in changed.items() if count]
 
     @torch.no_grad()
     def check_adapter(self, loras: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return what is wrong with the base below an adapter, in words.
-
-        Args:
-            loras: vLLM's `LoRALayerWeights` by their modules' names.
-        """
+        """Return what is wrong with the base below an adapter, in words; `loras` are vLLM's
+        `LoRALayerWeights` by their modules' names."""
         both = changed = effect = 0.0
         for path, lora in loras.items():
-            # Lists where several matrices lie together in one layer.
-            parts = [
+            parts = [  # lists where several matrices lie together in one layer
                 each if isinstance(each, list) else [each]
                 for each in (lora.lora_a, lora.lora_b, lora.scaling)
             ]
@@ -188,16 +168,17 @@ class WeightWatch:
 
     def _shards(self, path: str, count: int) -> list[str]:
         """Return the names of what lies together in one layer, as a checkpoint has them."""
+        if count == 1:
+            return [path]
         parent, _, leaf = path.rpartition(".")
         parts = self._packed.get(leaf, ())
-        if len(parts) != count or count == 1:
-            return [path] if count == 1 else [f"{path}[{i}]" for i in range(count)]
+        if len(parts) != count:
+            return [f"{path}[{i}]" for i in range(count)]
         return [f"{parent}.{part}".lstrip(".") for part in parts]
 
     @torch.no_grad()
     def _sketch(self, model: torch.nn.Module) -> Sketches:
         sketches: Sketches = {}
-        layers: set[str] = set()
         for path, module in model.named_modules():
             if not isinstance(module, LinearBase | VocabParallelEmbedding):
                 continue
@@ -205,12 +186,11 @@ class WeightWatch:
             width = module.input_size if is_linear else module.embedding_dim
             width = getattr(module, "input_size_per_partition", width)
             device = next((p.device for p in module.parameters()), "cpu")
-            x_VH = probe_vectors(width, self._dtype, torch.device(device))
+            x_VH = probe_vectors(width, self._dtype, device)
             try:
                 y_VO = module.quant_method.apply(module, x_VH, None)
-            except Exception:  # a convolution in a linear layer's clothes (Qwen3.5): as it lies
+            except Exception:  # a convolution in a linear layer (Qwen3.5): sketched below
                 continue
-            layers.add(path)
             self._layers.add(path := path.removesuffix(".base_layer"))
             sizes = module.output_partition_sizes if is_linear else []
             sizes = sizes if sum(sizes) == y_VO.shape[-1] else [y_VO.shape[-1]]
@@ -219,24 +199,25 @@ class WeightWatch:
                 sketches[name] = sketch_of(part_VO)
         for name, weight in model.named_parameters():
             path, _, leaf = name.rpartition(".")
+            is_sketched = leaf == "weight" and path.removesuffix(".base_layer") in self._layers
             is_number = weight.is_floating_point() and weight.element_size() > 1
-            if (path in layers and leaf == "weight") or not is_number or not weight.numel():
+            if is_sketched or not is_number or not weight.numel():
                 continue
             if weight.ndim == 3 and min(weight.shape[1:]) >= FEWEST_ENTRIES // NUM_VECTORS:
-                if leaf.startswith("w13"):  # of each expert the gate and what it gates
+                if leaf.startswith("w13"):  # each expert's gate and up projections
                     weight = weight.unflatten(1, (2, -1)).flatten(0, 1)
                 # [V, H] x [E, O, H]: one product for each expert.
                 sketches[name] = sketch_of(probe_vectors_like(weight) @ weight.mT, MOST_OF_EXPERT)
             elif weight.ndim > 1:
                 matrix_OH = weight.flatten(1)
                 sketches[name] = sketch_of(linear(probe_vectors_like(matrix_OH), matrix_OH))
-            else:  # a few numbers: too few for a cosine, enough for NaN and for what is stale
+            else:  # too few numbers for a cosine; they show NaN and stale weights
                 sketches[name] = sketch_of(weight.reshape(1, -1), most=FEWEST_ENTRIES - 1)
         return {name: sketch.cpu() for name, sketch in sketches.items()}
 
 
 @lru_cache(maxsize=256)
-def probe_vectors(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def probe_vectors(width: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """Return the vectors that every matrix of this width multiplies, [V, H]."""
     drawn = torch.randn(NUM_VECTORS, width, generator=torch.Generator().manual_seed(width))
     return drawn.to(device, dtype)
@@ -257,7 +238,7 @@ def sketch_of(product: torch.Tensor, most: int = MOST_ENTRIES) -> torch.Tensor:
 
 def describe_change(before_BN: torch.Tensor, after_BN: torch.Tensor) -> str:
     """Return how a tensor differs from before, where no update makes it so; "" otherwise."""
-    # What nobody has filled may hold anything from the start.
+    # A tensor that was never filled may hold anything.
     if not before_BN.isfinite().all():
         return ""
     if not after_BN.isfinite().all():
@@ -276,11 +257,11 @@ def describe_change(before_BN: torch.Tensor, after_BN: torch.Tensor) -> str:
 
 def checkpoint_names(folder: Path) -> frozenset[str]:
     """Return the names of a checkpoint's tensors; none where it has other files."""
-    names: set[str] = set()
+    names = frozenset[str]()
     for path in folder.glob("model*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return frozenset(names)
+            names |= {*file.keys()}
+    return names
 
 
 def left_out(names: Iterable[str], arrived: Mapping[str, object]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from peft import AdaLoraConfig, LoraConfig, VeraConfig, get_peft_model
 
-from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
+from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout
 
 TEXT = {
     **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
@@ -63,14 +63,6 @@ def test_adaloras_numbers_of_ranks_are_no_weights() -> None:
         if model.prefix not in name
     }
     assert checkpoint_layout(model, sent).keys() == names
-
-
-def test_tensors_that_are_sent_singly_are_contiguous() -> None:
-    """NCCL sends memory as it lies."""
-    sent: list[tuple[str, bool]] = []
-    load = one_by_one(lambda part: sent.extend((n, t.is_contiguous()) for n, t in part.items()))
-    load({"a": torch.zeros(2, 3).T, "b": torch.zeros(2)})
-    assert sent == [("a", True), ("b", True)]
 
 
 def test_a_quantized_models_buffers_are_none_that_change() -> None:

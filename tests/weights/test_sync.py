@@ -146,7 +146,7 @@ def test_a_failure_at_the_servers_ends_every_rank(
     first, second = update(servers, sends(servers), size=2)
     with pytest.raises(AssertionError, match=f"^{error}"):
         raise AssertionError(first)
-    assert second == f"WeightUpdateError: The weight update failed on rank 0: {first}"
+    assert second == f"RolloutError: The rollout failed on rank 0: {first}"
     assert set(logged) == {f"The weight update failed on rank 0: {first}"}
     assert servers.calls == calls
 
@@ -162,7 +162,7 @@ def test_a_failure_on_one_rank_ends_all_and_is_not_tried_again(failing: int) -> 
             raise MemoryError("too small") if failing else WeightUpdateError("refused")
 
     own = "MemoryError: too small" if failing else "WeightUpdateError: refused"
-    expected = [f"WeightUpdateError: The weight update failed on rank {failing}: {own}"] * 2
+    expected = [f"RolloutError: The rollout failed on rank {failing}: {own}"] * 2
     expected[failing] = own
     assert update(servers, move, size=2) == expected
     assert servers.calls.count("load a") == 1
@@ -288,8 +288,7 @@ def test_an_adapter_is_sent_and_compared(
 
 
 def test_a_colocated_engine_has_to_use_the_adapter_that_it_is_given() -> None:
-    layers = {"lora_index_to_id": [111], "modules": {}}
-    held = SimpleNamespace(**layers, get_adapter=lambda _: SimpleNamespace(loras={"q": 1}))
+    held = SimpleNamespace(modules={}, get_adapter=lambda _: SimpleNamespace(loras={"q": 1}))
     added = {"add_adapter": lambda manager, request: True, "_adapter_manager": held}
     manager: Any = type("Manager", (), added)()
     engine: Any = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
