@@ -1,12 +1,9 @@
 """Times each part of a step, for its log (promise V5); with any trainer of ms-swift that rolls out.
 
-The clock wraps methods of the trainer from outside, so that all their overrides count. Time belongs
-to the innermost part that runs. A step lasts from the end of one to the end of the next, and
-`PARTS` add up to it. Log, checkpoint and evaluation follow a step's end, and so belong to the
-`rest` of the next.
-
-It reads the host's clock and never waits for a device. An accelerator's kernels run after the host
-has launched them: their seconds count in the part in which the host waits for their result.
+The clock wraps methods of the trainer. Time belongs to the innermost part that runs. A step lasts
+from the end of one to the end of the next: log, checkpoint and evaluation follow a step's end, and
+belong to the `rest` of the next. The clock never waits for a device: an accelerator's seconds count
+in the part in which the host waits for the result.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from contextlib import ExitStack
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
 from swift_grpo_ext.upstream.patches import wrapped
@@ -42,18 +39,14 @@ METHODS = {
     "_fetch_and_assemble_teacher_logprobs": "logps",
     "evaluation_loop": "rest",
 }
-"""The part that a method's time belongs to, without the time of the methods that it calls."""
+"""The part that a method's time belongs to, without that of the methods in it that are timed."""
 
 
 class StepClock(TrainerCallback):
-    """Gives the log of each step `time/rollout` and the like: rank 0's seconds, and `time/wait`.
-
-    `time/wait` is a part of `generate`: the mean over ranks of the seconds until the slowest was
-    done.
-    """
+    """Gives the log of each step `time/rollout` and the like: rank 0's seconds, and `time/wait`, a
+    part of `generate`: the mean over ranks of the seconds until the slowest was done."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
-        """Take the trainer, which need not be ready yet."""
         self._trainer = trainer
         self._timed = ExitStack()
         self._seconds: dict[str, float] = {}  # of the step so far, by part
@@ -61,9 +54,7 @@ class StepClock(TrainerCallback):
 
     # --- hooks of transformers ---
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: object
-    ) -> None:
+    def on_train_begin(self, *args: object, **kwargs: object) -> None:
         trainer = self._trainer
         self._timed.close()  # what an earlier training left that failed
         for name, part in METHODS.items():
@@ -76,24 +67,18 @@ class StepClock(TrainerCallback):
         self._since = perf_counter()
         self._seconds = dict.fromkeys((*PARTS, *ROLLOUT_PARTS), 0.0)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: object
-    ) -> None:
+    def on_optimizer_step(self, *args: object, **kwargs: object) -> None:
         self._count()
         self._stack[0] = "rest"
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: object
-    ) -> None:
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
         self._count()
         self._seconds["rollout"] += sum(self._seconds[part] for part in ROLLOUT_PARTS)
         for part, value in self._seconds.items():
             self._trainer._metrics["train"][f"time/{part}"].append(value)
         self._seconds = dict.fromkeys((*PARTS, *ROLLOUT_PARTS), 0.0)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: object
-    ) -> None:
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
         self._timed.close()
 
     # --- methods of the trainer ---
@@ -104,32 +89,27 @@ class StepClock(TrainerCallback):
             # calls methods that are timed, and counts as a whole.
             if self._is_evaluating or threading.get_ident() != self._thread:
                 return method(*args, **kwargs)
+            stack, begun = self._stack, part
+            if part == "logps" and stack[-1] == "loss":
+                begun = "loss"  # the pass with gradients goes through the same method
+            if part == "wake" and self._trainer.vllm_mode != "colocate":
+                begun = "rollout"  # a server does not sleep
+            self._count()
+            stack.append(begun)
             self._is_evaluating = name == "evaluation_loop"
-            self._begin(part)
             try:
                 return method(*args, **kwargs)
             finally:
                 self._is_evaluating = False
-                self._end(part)
+                self._count()
+                stack.pop()
+                if part == "generate" and stack[-1] == "wake":
+                    stack[-1] = "sleep"  # `_fast_infer` has only that left to do
+                is_last = part == "loss" and self._trainer.accelerator.sync_gradients
+                if is_last and len(stack) == 1:  # gradients are clipped next
+                    stack[0] = "optimizer"
 
         self._timed.enter_context(wrapped(owner, name, timed))
-
-    def _begin(self, part: str) -> None:
-        if part == "logps" and self._stack[-1] == "loss":
-            part = "loss"  # the pass with gradients goes through the same method
-        if part == "wake" and self._trainer.vllm_mode != "colocate":
-            part = "rollout"  # a server does not sleep
-        self._count()
-        self._stack.append(part)
-
-    def _end(self, part: str) -> None:
-        self._count()
-        self._stack.pop()
-        if part == "generate" and self._stack[-1] == "wake":
-            self._stack[-1] = "sleep"  # `_fast_infer` has only that left to do
-        is_last = part == "loss" and self._trainer.accelerator.sync_gradients
-        if is_last and len(self._stack) == 1:  # gradients are clipped next
-            self._stack[0] = "optimizer"
 
     def _count(self) -> None:
         """Give the seconds since the last call to the part that runs."""
