@@ -13,7 +13,8 @@ import functools
 import os
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, get_args, get_type_hints
 
 from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
 from swift.template import get_template_meta
@@ -25,7 +26,7 @@ from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import SettingsError, did_you_mean, enforce
 from swift_grpo_ext.checks.left_out import Preprocessed, check_left_out, watched
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
-from swift_grpo_ext.flags import ExtFlags, flag_infos, flag_names
+from swift_grpo_ext.flags import ExtFlags, flag_names
 from swift_grpo_ext.record.log import check_output_dir
 from swift_grpo_ext.registry import TRAINERS
 from swift_grpo_ext.server import api_key
@@ -43,12 +44,9 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-UPSTREAM_PORT = "29500"
-"""ms-swift's MASTER_PORT for a training of one process (4.6, utils/torch_utils.py)."""
-
 
 class _NamedTypes:
-    """Arguments that say what to give where ms-swift cannot tell the model's type or template."""
+    """Names what to give where ms-swift cannot tell the model's type or template."""
 
     def _init_model_info(self) -> torch.dtype:
         args: Any = self
@@ -75,19 +73,18 @@ class RLHFExtArguments(_NamedTypes, ExtFlags, RLHFArguments):
             check_stop_settings(self)
             enforce(check_output_dir(self))
             enforce(preflight.check_model(self))
-            with watched(self._tell_left_out):
+            with watched(self._check_left_out):
                 datasets = super().load_dataset()
             apply(Moment.TRAINING)  # before rows are encoded, as the training will
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
 
-    def _tell_left_out(self, given: Preprocessed) -> None:
+    def _check_left_out(self, given: Preprocessed) -> None:
         is_val = any(name.startswith(given.name) for name in self.val_dataset or ())
-        setting = f"{'val_' * is_val}dataset {given.name}"
-        enforce(check_left_out(given, setting))
+        enforce(check_left_out(given, f"{'val_' * is_val}dataset {given.name}"))
 
     def load_dataset(self) -> tuple[Dataset, Dataset | None]:
-        # Handed over once: what `_check_grpo` has loaded is not loaded again, nor kept.
+        # `_check_grpo` has loaded it: it is handed over, and not kept.
         return self.__dict__.pop("_loaded_datasets", None) or super().load_dataset()
 
 
@@ -99,8 +96,8 @@ class RolloutExtArguments(_NamedTypes, ExtFlags, RolloutArguments):
     """A training with the plugin records the samples already."""
 
     watches_weights: ClassVar[bool] = True
-    """It says whether weights are looked at after each update. On GPUs, where none has done so yet,
-    that has to be asked for: by `--rollout_mismatch`, whichever value it has."""
+    """Whether weights are looked at after each update. On GPUs, where none has done so yet, any
+    `--rollout_mismatch` asks for it."""
 
     def _check_device_count(self) -> None:
         # ms-swift calls it once it knows the model; a server has no hook of its own for checks.
@@ -113,8 +110,8 @@ EXTENDED: dict[type, type] = {
     RLHFArguments: RLHFExtArguments,
     RolloutArguments: RolloutExtArguments,
 }
-"""ms-swift's classes that are turned into ours. Those that it derives from them (Megatron's, Ray's)
-stay as they are: their trainers are not ours."""
+"""ms-swift's classes that are turned into ours. Megatron's and Ray's, which derive from them, stay:
+their trainers are not ours."""
 
 
 @repair(
@@ -149,10 +146,8 @@ def extend_arguments() -> None:
 
 
 def _check(args: BaseArguments, given: list[str]) -> None:
-    """Check the process and the arguments, and prepare the process for what they ask.
-
-    It runs in the middle of `__post_init__`, before a model is known by more than its name.
-    """
+    """Check the process and the arguments, and prepare the process for them, in the middle of
+    `__post_init__`: of the model only the name is known."""
     ours = [name for name in given if name in flag_names()]
     if isinstance(args, RLHFArguments) and args.rlhf_type not in TRAINERS:
         if ours:
@@ -171,11 +166,12 @@ def _check(args: BaseArguments, given: list[str]) -> None:
     else:
         api_key.check_urls(args)
     if getattr(args, "rlhf_type", None) == "gkd" and args.use_vllm:
-        # vLLM asks for a rank in the training process. ms-swift says it for GRPO (4.6,
-        # arguments/rlhf_args.py, `_init_grpo`), and not for distillation.
+        # vLLM asks for a rank in the training process. ms-swift sets it for GRPO alone (4.6,
+        # arguments/rlhf_args.py, `_init_grpo`).
         set_default_ddp_config()
-    if preflight.is_alone() and os.environ.get("MASTER_PORT") == UPSTREAM_PORT:
-        os.environ["MASTER_PORT"] = "0"  # any free one: another training may hold that port
+    # ms-swift's port for one process (4.6, utils/torch_utils.py). Another training may hold it.
+    if preflight.is_alone() and os.environ.get("MASTER_PORT") == "29500":
+        os.environ["MASTER_PORT"] = "0"  # any free one
     enforce(preflight.check_process(args))
     enforce(preflight.check_arguments(args, given))
     if isinstance(args, RLHFArguments):
@@ -191,8 +187,8 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     that were given, ours and ms-swift's."""
     given, left_over = being_parsed(type(args))
     argv = as_typed(given)
-    # Flags are parsed once more, as fields of our class. Without abbreviations: one of ms-swift's
-    # flags could be taken for ours.
+    # Once more, as fields of our class. Without abbreviations: one of ms-swift's flags could be
+    # taken for ours.
     parser = Parser([EXTENDED[upstream]], allow_abbrev=False)
     values, unknown = parser.parse_known_args(argv)
     # ms-swift itself takes abbreviations: what is left over here, it would refuse.
@@ -211,32 +207,26 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
         args.__class__ = EXTENDED[upstream]
         for name in flag_names():
             setattr(args, name, getattr(values, name))
-    return _given(argv, parser)
+    by_option = {option: a.dest for a in parser._actions for option in a.option_strings}
+    options = (token.partition("=")[0] for token in argv)
+    return [by_option[option] for option in options if option in by_option]
 
 
 def as_typed(argv: list[str]) -> list[str]:
-    """Undo what YAML 1.1 does to `off` and `false` among the choices of our flags: it makes
-    booleans of them, which arrive as `False`."""
-    choices = {info.name: info.type.split(" | ") for info in flag_infos()}
-
-    def typed(flag: str, value: str) -> str:
-        # `False` may have been `off` or `false`, whichever the flag knows.
-        meant = ("off", "false") if value == "False" else ()
-        return next((word for word in meant if word in choices.get(_name(flag), ())), value)
-
-    return [typed(*pair) for pair in zip(["", *argv], argv, strict=False)]
+    """Undo what YAML 1.1 does to `off` and `false` among the choices of our flags: both arrive as
+    `False`."""
+    choices = {name: get_args(hint) for name, hint in get_type_hints(ExtFlags).items()}
+    typed = list(argv)
+    for place, (flag, value) in enumerate(pairwise(argv), start=1):
+        if value == "False":
+            known = (word for word in ("off", "false") if word in choices.get(_name(flag), ()))
+            typed[place] = next(known, value)
+    return typed
 
 
 def _name(token: str) -> str:
     """Return the flag that a token names, as ms-swift spells it; "" for a value."""
     return token[2:].partition("=")[0].replace("-", "_") if token.startswith("--") else ""
-
-
-def _given(argv: list[str], parser: HfArgumentParser) -> list[str]:
-    """Return the names of all flags on a command line, ours and ms-swift's."""
-    by_option = {option: a.dest for a in parser._actions for option in a.option_strings}
-    options = (token.partition("=")[0] for token in argv)
-    return [by_option[option] for option in options if option in by_option]
 
 
 class Parser(HfArgumentParser):

@@ -1,24 +1,18 @@
 """Every flag of ours, once: meaning, type and default.
 
-`swift-grpo-ext flags`, the documentation's table and the parsers are made from these dataclasses;
-`checks/preflight.py` holds the ranges of their values.
+The parsers, `swift-grpo-ext flags` and the documentation's table are made from this dataclass;
+`checks/preflight.py` holds the ranges of its values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
-
-import docstring_parser
-
-BYTES_PER_GB = 1e9
-"""Of the flags that end with `_gb`."""
+from typing import Literal
 
 
 @dataclass(kw_only=True)
-class RolloutFlags:
-    """How completions are generated."""
+class ExtFlags:
+    """All flags of ours. Arguments classes of ms-swift are extended with it."""
 
     rollout_seed_mode: Literal["sample", "engine"] = "sample"
     """`sample`: every sample has a seed of its own, made from `--seed` and its place in the run,
@@ -41,11 +35,6 @@ class RolloutFlags:
     conversation; beyond them the run ends and names it. `--rollout_timeout` does not count them.
     `swift rollout` reads it for a scheduler of its own."""
 
-
-@dataclass(kw_only=True)
-class RecordFlags:
-    """What is kept of the run's samples."""
-
     sample_log: Literal["all", "tokens", "none"] = "all"
     """What the sample log keeps. `tokens` leaves out log-probabilities. `none` writes neither
     samples nor scores. `swift rollout` records what it draws where it is given this flag: its
@@ -55,21 +44,11 @@ class RecordFlags:
     """Gigabytes that samples and scores may take, of all ranks and sessions together; beyond them
     the oldest rounds are removed. 0: no bound."""
 
-
-@dataclass(kw_only=True)
-class StopFlags:
-    """Where a completion ends."""
-
     stop_token_ids: list[int] = field(default_factory=list)
     """Token ids that end a completion, beside `--stop_words`."""
 
     include_stop_str_in_output: bool = True
     """Whether the text that reward functions see ends with the stop string, or right before it."""
-
-
-@dataclass(kw_only=True)
-class LogitsFlags:
-    """Which logits the training passes compute."""
 
     logits_shim: Literal["auto", "strict", "off"] = "auto"
     """Compute logits for completion positions only, however the model spells the keyword. `auto`
@@ -84,69 +63,10 @@ class LogitsFlags:
     """`R3`: train a mixture of experts on those that the rollout chose for each token. Servers need
     `--vllm_engine_kwargs '{"enable_return_routed_experts": true}'`."""
 
-
-@dataclass(kw_only=True)
-class DiversityFlags:
-    """The diversity monitor (`--callbacks diversity`)."""
-
     diversity_action: Literal["log", "warn", "stop"] = "warn"
     """What an alarm does: `log` records it, `warn` prints it too, `stop` ends the run with a
     checkpoint."""
 
 
-FLAG_GROUPS = (RolloutFlags, RecordFlags, StopFlags, LogitsFlags, DiversityFlags)
-
-
-@dataclass(kw_only=True)
-class ExtFlags(RolloutFlags, RecordFlags, StopFlags, LogitsFlags, DiversityFlags):
-    """All flags of ours. Arguments classes of ms-swift are extended with it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlagInfo:
-    """One flag, as the help text and the documentation's table show it."""
-
-    name: str
-    group: str
-    type: str
-    default: Any
-    help: str
-
-
-@cache
-def flag_infos() -> tuple[FlagInfo, ...]:
-    """Return every flag in the order of its group, with its field's docstring."""
-    infos: list[FlagInfo] = []
-    hints, defaults = get_type_hints(ExtFlags), ExtFlags()
-    for group in FLAG_GROUPS:
-        docs = docstring_parser.parse_from_object(group)
-        texts = {param.arg_name: param.description or "" for param in docs.params}
-        for flag in fields(group):
-            hint, values = hints[flag.name], get_args(hints[flag.name])
-            if get_origin(hint) is Literal:
-                words = " | ".join(values)
-            else:  # `list[int]` takes several values
-                words = f"{values[0].__name__} ..." if values else str(hint.__name__)
-            infos.append(
-                FlagInfo(
-                    name=flag.name,
-                    group=docs.short_description or "",
-                    type=words,
-                    default=getattr(defaults, flag.name),
-                    help=" ".join(texts[flag.name].split()),
-                )
-            )
-    return tuple(infos)
-
-
 def flag_names() -> list[str]:
-    return [info.name for info in flag_infos()]
-
-
-def show(value: object) -> str:
-    """Return a value as it is typed on a command line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none given"
-    return str(value)
+    return [flag.name for flag in fields(ExtFlags)]

@@ -15,7 +15,6 @@ import re
 import socket
 import time
 from collections.abc import Collection
-from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +31,7 @@ from swift_grpo_ext.checks.idle import check_unmet_rows, group_size
 from swift_grpo_ext.checks.resume import check_resume
 from swift_grpo_ext.checks.rewards import COMPLETIONS, check_rewards, leads_conversations
 from swift_grpo_ext.checks.rows import check_rows
-from swift_grpo_ext.flags import DiversityFlags, flag_names
+from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages
 
@@ -49,7 +48,6 @@ SERVER_FLAGS = (
     *("rollout_mismatch", "rollout_seed_mode", "rollout_timeout", "tool_timeout"),
     *("sample_log", "sample_log_gb"),
 )
-DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
 ENGINE_FLAGS_OF_SERVERS = (
     *("vllm_data_parallel_size", "vllm_pipeline_parallel_size", "vllm_enable_expert_parallel"),
     *("vllm_disable_custom_all_reduce", "vllm_quantization", "vllm_speculative_config"),
@@ -372,7 +370,7 @@ def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
         elif not _serves(args) and name in server_flags:
             text = "has no effect with `swift rlhf`: ms-swift gives it to servers alone."
             yield warning(name, text, "Leave it out, or give it to `swift rollout`.")
-        elif name in DIVERSITY_FLAGS and "diversity" not in (args.callbacks or ()):
+        elif name == "diversity_action" and "diversity" not in (args.callbacks or ()):
             yield warning(name, "has no effect without --callbacks diversity.")
         elif name == "tool_timeout" and not args.multi_turn_scheduler:
             yield warning(name, "has no effect without --multi_turn_scheduler.")

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swift_grpo_ext.flags import BYTES_PER_GB
 from swift_grpo_ext.media.pictures import utf8
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record.log import RunInUseError, SampleLog, claim_session
@@ -104,7 +103,7 @@ class SampleRecorder:
                 start_step=start_step,
                 rank=self._ranks.rank,
                 num_ranks=self._ranks.size,
-                max_bytes=int(self._max_gb * BYTES_PER_GB) if self._max_gb else None,
+                max_bytes=int(self._max_gb * 1e9) if self._max_gb else None,
             )
 
     def record(

@@ -12,11 +12,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from swift_grpo_ext.flags import flag_infos, show
+import docstring_parser
+
+from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.version import __version__
 
 PHASES = ("train", "eval")  # those of sampling/seeding.py, which takes 0.2 s to import
@@ -172,16 +174,50 @@ def setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
+@dataclass(frozen=True, kw_only=True)
+class FlagInfo:
+    """One flag, as the help text and the documentation's table show it."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+
+
+def flag_infos() -> list[FlagInfo]:
+    """Return every flag, with its field's docstring."""
+    hints, defaults = get_type_hints(ExtFlags), ExtFlags()
+    docs = docstring_parser.parse_from_object(ExtFlags)
+    texts = {param.arg_name: param.description or "" for param in docs.params}
+    infos = []
+    for flag in fields(ExtFlags):
+        hint, values = hints[flag.name], get_args(hints[flag.name])
+        if get_origin(hint) is Literal:
+            words = " | ".join(values)
+        else:  # `list[int]` takes several values
+            words = f"{values[0].__name__} ..." if values else str(hint.__name__)
+        default, text = getattr(defaults, flag.name), " ".join(texts[flag.name].split())
+        infos.append(FlagInfo(name=flag.name, type=words, default=default, help=text))
+    return infos
+
+
+def show(value: object) -> str:
+    """Return a value as it is typed on a command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none given"
+    return str(value)
+
+
 def flags(options: argparse.Namespace) -> None:
     """Print every flag of ours with type, default and meaning."""
     if options.markdown:
         print(flag_table())
         return
-    for group, infos in groupby(flag_infos(), key=lambda info: info.group):
-        print(group)
-        for info in infos:
-            print(f"  --{info.name} {info.type}  (default: {show(info.default)})")
-            print(f"      {info.help}")
+    for info in flag_infos():
+        print(f"--{info.name} {info.type}  (default: {show(info.default)})")
+        print(f"    {info.help}")
 
 
 def flag_table() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swift_grpo_ext.flags import FLAG_GROUPS, flag_names
+from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.tools import cli
 from swift_grpo_ext.tools.cli import main, steps
 from swift_grpo_ext.version import __version__
@@ -170,9 +170,7 @@ def test_flags_are_listed_and_the_page_holds_their_table(
     assert main(["flags"]) == 0
     output = capsys.readouterr().out
     for name in flag_names():
-        assert f"  --{name} " in output
-    headings = [line for line in output.splitlines() if not line.startswith(" ")]
-    assert len(headings) == len(FLAG_GROUPS)
+        assert f"--{name} " in output
     assert main(["flags", "--markdown"]) == 0
     table = capsys.readouterr().out
     assert table in PAGE.read_text(encoding="utf-8"), "paste `swift-grpo-ext flags --markdown`"
