@@ -25,7 +25,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from swift_grpo_ext import memory
+from swift_grpo_ext.server import memory
 
 SHARE_OF_MEMORY = 8
 """A body is in memory up to 6 times on its way to a replica: bytes, text, values, and pickled."""

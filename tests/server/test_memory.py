@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from swift_grpo_ext import memory
+from swift_grpo_ext.server import memory
 
 GIB = 1 << 30
 
@@ -47,13 +47,16 @@ def test_a_container_of_version_2(path: str, machine: Path) -> None:
     assert memory.total_bytes() == 32 * GIB
 
 
-def test_a_container_in_a_container_of_version_1(machine: Path) -> None:
+def test_a_container_of_version_1(machine: Path) -> None:
     belongs(machine, "9:cpu,cpuacct:/pod/job", "8:memory:/pod/job", "0::/")
-    top = machine / "sys/fs/cgroup/memory"
-    for folder, value in (
-        (top, 2**63 - 4096),
-        (top / "pod", 16 * GIB),
-        (top / "pod/job", 30 * GIB),
-    ):
-        limit(folder, value, "memory.limit_in_bytes")
+    limit(machine / "sys/fs/cgroup/memory", 16 * GIB, "memory.limit_in_bytes")
+    assert memory.total_bytes() == 16 * GIB
+
+
+def test_a_job_in_a_slice(machine: Path) -> None:
+    """As Slurm makes them: a parent's limit counts too."""
+    belongs(machine, "0::/slurm/job/step")
+    top = machine / "sys/fs/cgroup/slurm"
+    for folder, value in ((top, "max"), (top / "job", 16 * GIB), (top / "job/step", 30 * GIB)):
+        limit(folder, value)
     assert memory.total_bytes() == 16 * GIB
