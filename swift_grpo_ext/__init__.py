@@ -12,8 +12,7 @@ __all__ = ["__version__", "register"]
 def register() -> None:
     """Hang the trainer, the engine, the flags and the callbacks into ms-swift.
 
-    Harmless when called again. Raises `ImportError` when the installed ms-swift is not one whose
-    hooks we know.
+    Raises `ImportError` where the installed ms-swift lacks hooks that we extend.
     """
     from swift_grpo_ext.registry import register as register_all
 

@@ -1,10 +1,10 @@
 """`--callbacks diversity`: analyzes every round's completions for lost diversity and shared noise.
 
-The trainer hands each rank's samples over as they are generated (`sample_listeners`), perhaps from
+The trainer hands over each rank's samples as they are generated (`sample_listeners`), perhaps from
 another thread and ahead of their step. When their round is scored (`score_listeners`), rank 0
-gathers them, and a thread of rank 0 analyzes them while the step goes on. When the step ends, and
-after each batch of an evaluation, rank 0 waits for its thread. It tells all ranks what to log and
-whether to stop: each round is logged with its own step, and no rank stops alone or at another step.
+gathers them, and a thread of rank 0 analyzes them while the step goes on. At the end of the step,
+and of each batch of an evaluation, rank 0 waits for its thread, and tells all ranks what to log and
+whether to stop: no rank stops alone or at another step.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from swift.callbacks import TrainerCallback
 from swift.utils import get_logger
@@ -33,22 +33,15 @@ logger = get_logger()
 GREEDY_TEMPERATURE = 1e-5
 """Below which vLLM decodes greedily (`_SAMPLING_EPS` in vllm/v1/sample/sampler.py)."""
 
-
-@dataclass
-class Decision:
-    """Rank 0's message to all ranks."""
-
-    scalars: list[tuple[Phase, dict[str, float]]] = field(default_factory=list)
-    """Phase and values to log, of each round."""
-
-    stop: bool = False
+Scalars = list[tuple[Phase, dict[str, float]]]
+"""The values to log of each round, with its phase."""
 
 
 class DiversityMonitor(TrainerCallback):
     """See the module."""
 
     def __init__(self, args: RolloutGRPOConfig, trainer: RolloutTraining) -> None:
-        """Listen to the trainer, which is not ready yet: it has no accelerator.
+        """Listen to the trainer, which has no accelerator yet.
 
         Raises:
             ValueError: the trainer is none of ours.
@@ -62,49 +55,42 @@ class DiversityMonitor(TrainerCallback):
         trainer.sample_listeners.append(self._receive)
         trainer.score_listeners.append(self._begin_analysis)
         self._is_greedy = args.temperature < GREEDY_TEMPERATURE
-        self._analyzer = RoundAnalyzer(
-            is_greedy=self._is_greedy,
-            seed_mode=args.rollout_seed_mode,
-        )
+        self._analyzer = RoundAnalyzer(is_greedy=self._is_greedy, seed_mode=args.rollout_seed_mode)
         self._pending: deque[list[SampleRow]] = deque()  # appended to by the thread that generates
+        # On rank 0: samples whose rounds may not be whole yet (`--async_generate`), and analyses.
         self._unscored: list[SampleRow] = []
-        """Rank 0 keeps samples here whose rounds may not be whole yet (`--async_generate`)."""
-
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="diversity")
         self._analyses: list[Future[list[DiversityRow]]] = []
-        """Those of rank 0, in their order."""
-
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="diversity")
         self._last_alarm: dict[str, str] = {}
-        """Verdict of the alarm that the last round gave, by phase; empty for none."""
+        """Verdict of the last round by phase; empty without an alarm."""
 
     def on_train_begin(
-        self, args: RolloutGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: object, state: TrainerState, control: object, **kwargs: object
     ) -> None:
-        if not state.is_world_process_zero:
-            return
         if self._is_greedy:
             reason = f"--temperature {self.args.temperature} decodes greedily"
         elif not self.args.use_vllm:
             reason = "--use_vllm false gives no log-probabilities"
         else:
             return
-        logger.warning(
-            f"--callbacks diversity: {reason}, so that broken randomness looks like a "
-            "collapsed policy; metrics are logged."
-        )
+        if state.is_world_process_zero:
+            logger.warning(
+                f"--callbacks diversity: {reason}, so that broken randomness looks like a "
+                "collapsed policy; metrics are logged."
+            )
 
     # --- samples in ---
 
     def _receive(self, rows: Sequence[SampleRow]) -> None:
         is_colocated = not self.args.use_vllm or self.args.vllm_mode == "colocate"
+        # ms-swift's own rollouts do not name the engine; colocated, the first rank of a
+        # tensor-parallel group does.
+        size = self.args.vllm_tensor_parallel_size if self.args.use_vllm else 1
         samples = []
         for row in rows:
             if row.sample_id.turn and not row.token_ids:
                 continue  # its prompt had no room for an answer: it is no copy of other such turns
             if not row.replica and is_colocated:
-                # ms-swift's own rollouts do not name the engine; colocated, the first rank of a
-                # tensor-parallel group does.
-                size = self.args.vllm_tensor_parallel_size if self.args.use_vllm else 1
                 row = replace(row, replica=f"rank {row.rank - row.rank % size}")
             samples.append(compact(row))
         self._pending.append(samples)  # all at once: another thread may look
@@ -112,12 +98,8 @@ class DiversityMonitor(TrainerCallback):
     # --- results out ---
 
     def _begin_analysis(self, rows: Sequence[RewardRow] = ()) -> None:
-        """Have rank 0's thread analyze the samples that arrived since the last call; every rank
-        calls it together.
-
-        Args:
-            rows: how this rank's samples scored.
-        """
+        """Have rank 0's thread analyze the samples that arrived since the last call, with this
+        rank's scores; every rank calls it together."""
         # As many as are there now: the thread that generates may append meanwhile.
         arrived = [s for _ in range(len(self._pending)) for s in self._pending.popleft()]
         scores = {row.sample_id: row.reward for row in rows}
@@ -138,7 +120,7 @@ class DiversityMonitor(TrainerCallback):
             self._analyses.append(self._thread.submit(self._analyzer.analyze, samples, known))
 
     def on_step_end(
-        self, args: RolloutGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: object, state: object, control: TrainerControl, **kwargs: object
     ) -> None:
         """Act on all samples that have arrived; every rank calls it together.
 
@@ -147,36 +129,40 @@ class DiversityMonitor(TrainerCallback):
         """
         self._begin_analysis()  # of samples that nobody scored
         ranks = self.trainer.ranks
-        decisions: list[Decision] | Exception | None = None
+        decisions: list[tuple[Scalars, bool]] | Exception | None = None
         if ranks.rank == 0:
-            decision = Decision()
-            analyses, self._analyses = self._analyses, []
             try:
-                for row in (row for analysis in analyses for row in analysis.result()):
-                    self.trainer.record_diversity(row)
-                    phase = row.round.phase
-                    decision.scalars.append((phase, row.scalars()))
-                    if row.alarm:
-                        action = self.args.diversity_action
-                        # When an alarm begins, not in each of its rounds.
-                        if action != "log" and self._last_alarm.get(phase) != row.verdict:
-                            logger.warning(
-                                f"{row.alarm} (Said once; `swift-grpo-ext view "
-                                f"{self.args.output_dir}` shows all of them.)"
-                            )
-                        decision.stop |= action == "stop"
-                    self._last_alarm[phase] = row.verdict if row.alarm else ""
-                decisions = [decision] * ranks.size
+                decisions = [self._decide()] * ranks.size
             except Exception as e:  # other ranks wait in `scatter`, which carries it to them
                 decisions = RuntimeError(f"--callbacks diversity: {type(e).__name__}: {e}")
                 decisions.__cause__ = e
-        agreed: Decision = ranks.scatter(decisions)
-        for phase, scalars in agreed.scalars:
-            for name, value in scalars.items():
+        scalars, stops = ranks.scatter(decisions)
+        for phase, values in scalars:
+            for name, value in values.items():
                 self.trainer._metrics[phase][name].append(value)
-        if agreed.stop:
+        if stops:
             # ms-swift saves before its loop checks whether to stop, at the end of this step.
-            control.should_save = True
-            control.should_training_stop = True
+            control.should_save = control.should_training_stop = True
 
     on_prediction_step = on_step_end  # after each batch of an evaluation
+
+    def _decide(self) -> tuple[Scalars, bool]:
+        """Record and report what rank 0's thread has found. Return what to log, and whether an
+        alarm stops the run."""
+        scalars: Scalars = []
+        stops = False
+        action = self.args.diversity_action
+        analyses, self._analyses = self._analyses, []
+        for row in (row for analysis in analyses for row in analysis.result()):
+            self.trainer.record_diversity(row)
+            phase = row.round.phase
+            scalars.append((phase, row.scalars()))
+            # When an alarm begins, not in each of its rounds.
+            if row.alarm and action != "log" and self._last_alarm.get(phase) != row.verdict:
+                logger.warning(
+                    f"{row.alarm} (Said once; `swift-grpo-ext view "
+                    f"{self.args.output_dir}` shows all of them.)"
+                )
+            stops |= bool(row.alarm) and action == "stop"
+            self._last_alarm[phase] = row.verdict if row.alarm else ""
+        return scalars, stops

@@ -19,11 +19,8 @@ from swift_grpo_ext.upstream.threads import in_thread
 
 T = TypeVar("T")
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The environment variable that names the network interface at which gloo listens."""
-
-SECONDS_TO_CONNECT = 300.0
-"""A bound for the ranks of all nodes, which begin within seconds of one another."""
+INTERFACE = "GLOO_SOCKET_IFNAME"  # names the network interface at which gloo listens
+SECONDS_TO_CONNECT = 300.0  # ranks of all nodes begin within seconds of one another
 
 
 class RolloutError(RuntimeError):
@@ -34,11 +31,7 @@ class RankGroup:
     """The ranks that share an engine; here, a process that has one by itself."""
 
     rank = 0
-    """Number of this process among them, from 0."""
-
     size = 1
-    """Number of ranks."""
-
     drives_engine = True
     """Whether this process calls the engine."""
 
@@ -49,11 +42,8 @@ class RankGroup:
     def all_gather_or_raise(self, value: T, failure: Exception | None) -> list[T]:
         """Return each rank's value on every rank, if the rollout failed on none.
 
-        Args:
-            failure: how the rollout failed on this rank.
-
         Raises:
-            RolloutError: it failed on another rank; names the first one. This rank's own failure
+            RolloutError: it failed on another rank; names the first one. This rank's own `failure`
                 is raised as it is.
         """
         text = f"{type(failure).__name__}: {failure}" if failure else ""
@@ -66,7 +56,7 @@ class RankGroup:
         return [*values]
 
     def agree(self, holds: bool) -> bool:
-        """Return whether something holds on all ranks, on every rank."""
+        """Return, on every rank, whether something holds on all ranks."""
         return all(self.all_gather(holds))
 
     def gather(self, value: T) -> list[T]:
@@ -92,7 +82,6 @@ class TensorParallelGroup(RankGroup):
     """Ranks that run one engine together: all of them make the same call."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Take the process group that carries Python objects; None stands for the default group."""
         self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -104,18 +93,14 @@ class TensorParallelGroup(RankGroup):
 
 
 class MainRankGroup(TensorParallelGroup):
-    """All training ranks; rank 0 calls the servers.
-
-    Args:
-        group: no other object holds it.
-    """
+    """All training ranks; rank 0 calls the servers."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.drives_engine = self.rank == 0
 
     def end(self) -> None:
-        # gloo closes its connections once no object holds the group.
+        # gloo closes its connections once no object holds the group: this is the only one.
         dist.destroy_process_group(self._group)
         self._group = dist.GroupMember.NON_GROUP_MEMBER
 
@@ -125,29 +110,21 @@ class MainRankGroup(TensorParallelGroup):
         return values or []
 
     def scatter(self, values: list[Any] | Exception | None) -> Any:
-        # As text: not every exception can be pickled.
-        failure = f"{type(values).__name__}: {values}" if isinstance(values, Exception) else None
-        shares = None
-        if self.drives_engine:
-            shares = [(failure, None if failure else values[r]) for r in range(self.size)]  # type: ignore[index]
-        received: list[Any] = [None]
+        shares, received = values, list[Any]([None])
+        if isinstance(values, Exception):  # as text: not every exception can be pickled
+            text = f"The rollout failed on rank 0: {type(values).__name__}: {values}"
+            shares = [RolloutError(text)] * self.size
         dist.scatter_object_list(received, shares, src=0, group=self._group)
-        failed, share = received[0]
         if isinstance(values, Exception):
             raise values
-        if failed:
-            raise RolloutError(f"The rollout failed on rank 0: {failed}")
-        return share
+        if isinstance(received[0], RolloutError):
+            raise received[0]
+        return received[0]
 
 
 def training_ranks(timeout_seconds: float) -> RankGroup:
-    """Return all training ranks, which exchange Python objects over gloo; every rank calls it.
-
-    NCCL's watchdog ends a process that waits longer than its timeout, as ranks do in a long rollout
-    (ms-swift issue 10065), and NCCL would move objects through the GPU.
-
-    Args:
-        timeout_seconds: `--ddp_timeout`, for an exchange.
+    """Return all training ranks, which exchange Python objects over gloo within `timeout_seconds`
+    (`--ddp_timeout`); every rank calls it.
 
     Raises:
         ConnectionError: the ranks do not reach one another; names the setting.
@@ -156,8 +133,9 @@ def training_ranks(timeout_seconds: float) -> RankGroup:
         return RankGroup()
     seconds = min(SECONDS_TO_CONNECT, timeout_seconds)
     timeout = timedelta(seconds=timeout_seconds)
-    # In a thread, which can be left: gloo bounds each of its tries, and a rank that is not reached
-    # notices nothing.
+    # NCCL's watchdog ends a rank that waits through a long rollout (ms-swift issue 10065), and NCCL
+    # would move objects through the GPU. In a thread, which can be left: gloo bounds each of its
+    # tries, and a rank that is not reached notices nothing.
     made = in_thread(partial(dist.new_group, backend="gloo", timeout=timeout))
     try:
         return MainRankGroup(made.result(seconds))

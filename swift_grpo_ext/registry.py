@@ -1,7 +1,4 @@
-"""How the plugin enters ms-swift: in the places that it has for plugins.
-
-Where ms-swift, vLLM or transformers have none, they are patched, by `upstream/patches.py` alone.
-"""
+"""How the plugin enters ms-swift: in its places for plugins, and else by `upstream/patches.py`."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ TRAINING_ARGUMENTS = {
 
 @cache
 def register() -> None:
-    """Let ms-swift use our flags, trainer, engine, server and callback (see
-    `swift_grpo_ext.register`)."""
+    """Let ms-swift use our flags, trainer, engine, server and callback; once in a process."""
     hide_tracebacks()
     verify(pins.COMMAND_LINE)
 
