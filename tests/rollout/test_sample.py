@@ -24,7 +24,7 @@ def test_columns_stay_columns_whatever_they_are_called() -> None:
     sample, upstream = RolloutSample.from_row(ROW), GRPOSample.from_row(ROW)
     assert sample.to_reward_row() == upstream.to_reward_row()
     assert sample.to_reward_row()["sample_id"] == 12
-    assert sample.rollout_prompts == []
+    assert not sample.rollout_prompts
     with pytest.raises(AttributeError):
         _ = sample.sample_id
     sample.messages[0]["content"] = "changed"

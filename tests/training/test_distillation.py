@@ -252,7 +252,7 @@ def test_a_dataset_row_keeps_its_end_and_its_columns() -> None:
     made = RolloutGKDSample.from_row(row)
     assert made.add_eos is None
     assert made.extra == {"sample_id": "mine", "prompt_hash": 1}
-    assert made.rollout_prompts == []
+    assert not made.rollout_prompts
 
 
 def told(words: str, answer: int, **columns: Any) -> RolloutGKDSample:
