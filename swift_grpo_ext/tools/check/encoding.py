@@ -32,7 +32,7 @@ from swift_grpo_ext.checks.rows import (
     encoding_fault,
     name_of,
 )
-from swift_grpo_ext.rollout.positions import PositionCounter
+from swift_grpo_ext.rollout.positions import position_model, positions_in
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import Prompt
 from swift_grpo_ext.tools.check.glance import Side
@@ -234,8 +234,9 @@ class RowEncoder:
         self._placeholders = placeholder_ids(self.template)
         self.placeholder_texts = placeholder_texts(self.template)
         self._ids = map(str, count())
-        self._positions = PositionCounter(self.engine.engine.model_config)
-        self.compares_positions = self._positions.counts and self._has_dummy_model()
+        self._position_model = position_model(self.engine.engine.model_config)
+        has_positions = self._position_model is not None
+        self.compares_positions = has_positions and self._has_dummy_model()
 
     def _has_dummy_model(self) -> bool:
         """Give the template a model without weights, which counts positions, and return whether
@@ -297,7 +298,9 @@ class RowEncoder:
             rollout=rollout,
             training=training,
             differences=list(differences(rollout, training, self._placeholders)),
-            misplaced=first_misplaced(self._positions.positions(rollout, features), placed),
+            misplaced=first_misplaced(
+                positions_in(self._position_model, rollout, features), placed
+            ),
             media=describe_media(inputs, request),
             num_behind_cut=sum(start < text_from for start in starts) if was_cut else 0,
         )
