@@ -2,12 +2,7 @@
 
 The trainer's workers are servers, a server's workers are replicas. A worker that fails is not used
 again in this round, and others answer its requests: seeds make their tokens the same (S2). A
-request that was with `MOST_LOST` workers when these were lost is given to no other one.
-
-Requests are spread whole, by estimated cost, the costliest first, each to the worker that would be
-done with it soonest (G5): Graham's LPT rule, with which equal workers are done after at most
-4/3 of the best possible time (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969). A
-server with several replicas counts as one that is so many times as fast.
+request that was with `MOST_LOST` workers when these were lost goes to no other one.
 """
 
 from __future__ import annotations
@@ -24,9 +19,9 @@ T = TypeVar("T")
 
 MOST_LOST = 2
 CHARACTERS_PER_TOKEN = 4
+# For an image, a video or an audio: a photograph of 1024 x 1024 pixels has 1,369 of Qwen2.5-VL's.
+# Only the comparison between prompts matters, and their completions weigh more.
 TOKENS_PER_MEDIUM = 1000
-"""An image, a video or an audio counts as so many: a photograph of 1024 x 1024 pixels is 1,369 of
-Qwen2.5-VL's. Only the comparison between prompts matters, and their completions weigh more."""
 
 
 class WorkerError(RuntimeError):
@@ -45,11 +40,9 @@ class RequestError(ValueError):
     """A request is at fault itself: no other worker gets it."""
 
 
+# In the reply of a replica that failed: why, and whether the request itself is at fault.
 FAILURE = "swift_grpo_ext.failure"
-"""Key of a replica's reply that says why it failed."""
-
 REQUEST_FAULT = "swift_grpo_ext.request_fault"
-"""Beside it where the request itself is at fault."""
 
 
 def dispatch(
@@ -61,23 +54,15 @@ def dispatch(
     """Return the answers to all requests, in their order.
 
     Args:
-        costs: of the requests, for the balance between workers.
-        workers: those that are left, with their relative speeds; called before each try, and at
-            first at least one.
+        costs: of each request, by which they are balanced.
+        workers: returns those that are left, with their relative speeds; called before each try.
         send: gives a worker some requests, by their numbers; runs in a thread of its own.
-        on_failure: learns of each worker that failed.
+        on_failure: called with each worker that failed.
 
     Raises:
         NoWorkerError: no worker is left that has not failed.
         RequestError: `send` raised it, or a request was with too many workers that were lost.
     """
-
-    def attempt(worker: Worker, share: list[int]) -> Sequence[T] | WorkerError:
-        try:
-            return send(worker, share) if share else []  # an idle worker is left alone
-        except WorkerError as e:
-            return e
-
     answers: dict[int, T] = {}
     failures: dict[Worker, WorkerError] = {}
     losses: Counter[int] = Counter()
@@ -86,21 +71,22 @@ def dispatch(
         if not usable:
             raise NoWorkerError("; ".join(map(str, failures.values())))
         left = [i for i in range(len(costs)) if i not in answers]
-        shares = [
-            [left[k] for k in share]
-            for share in balance([costs[i] for i in left], list(usable.values()))
-        ]
-        # A try ends with its slowest worker: what failed is spread over those that are left then.
+        shares = balance([costs[i] for i in left], list(usable.values()))
+        # A try ends with its slowest worker; the next one spreads what has failed.
         with ThreadPoolExecutor(len(usable)) as pool:
-            outcomes = list(pool.map(attempt, usable, shares))
-        for worker, share, outcome in zip(usable, shares, outcomes, strict=True):
-            if not isinstance(outcome, WorkerError):
-                answers.update(zip(share, outcome, strict=True))
-                continue
-            failures[worker] = outcome
-            on_failure(worker, outcome)
-            if isinstance(outcome, WorkerLostError):
-                losses.update(share)  # any of them may have ended the worker
+            sent = []
+            for worker, share in zip(usable, shares, strict=True):
+                if share:
+                    numbers = [left[k] for k in share]
+                    sent.append((worker, numbers, pool.submit(send, worker, numbers)))
+        for worker, numbers, outcome in sent:
+            try:
+                answers.update(zip(numbers, outcome.result(), strict=True))
+            except WorkerError as e:
+                failures[worker] = e
+                on_failure(worker, e)
+                if isinstance(e, WorkerLostError):
+                    losses.update(numbers)  # any of them may have ended the worker
         suspects = [str(i) for i in sorted(losses) if losses[i] >= MOST_LOST]
         if suspects:
             raise RequestError(
@@ -112,11 +98,14 @@ def dispatch(
 
 
 def balance(costs: Sequence[float], capacities: Sequence[float]) -> list[list[int]]:
-    """Return for each replica the indices of its requests, in their own order.
+    """Return for each worker the indices of its requests, in their order (G5).
+
+    The costliest request comes first, and each goes to the worker that would be done with it
+    soonest: equal workers are done after at most 4/3 of the best possible time (LPT: R. L. Graham,
+    Bounds on multiprocessing timing anomalies, 1969).
 
     Args:
-        costs: estimated cost of each request, any unit, positive.
-        capacities: relative speed of each replica, positive (of a server: its replicas).
+        capacities: relative speeds; of a server the number of its replicas.
     """
     done_at = [0.0] * len(capacities)
     shares: list[list[int]] = [[] for _ in capacities]
@@ -130,13 +119,8 @@ def balance(costs: Sequence[float], capacities: Sequence[float]) -> list[list[in
 
 
 def estimate_cost(request: Mapping[str, Any], count: int, max_tokens: int) -> float:
-    """Return the tokens that a request will cost: its prompt once, and `count` completions.
-
-    Args:
-        request: the fields of ms-swift's `RolloutInferRequest`.
-        count: number of samples.
-        max_tokens: length limit of a completion.
-    """
+    """Return the tokens of a request (the fields of ms-swift's): its prompt's, estimated, and those
+    of `count` completions that reach their limit."""
     contents = [message.get("content") for message in request.get("messages") or ()]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     texts = [*contents, *(part.get("text") for part in parts if isinstance(part, Mapping))]
