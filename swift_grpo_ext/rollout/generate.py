@@ -1,15 +1,17 @@
 """One rollout: samples become requests by groups, and completions return to their samples.
 
-Each rank names the samples that it needs, makes the rows of the requests that begin with one of
-them, and gets its own samples back. A row, with its images, travels only to a rank that calls an
-engine, and a sample only to its own rank.
+Each rank names the samples that it needs, and makes the rows of the requests that begin with one of
+them. A row, with its images, travels only to a rank that calls an engine, and a sample only to its
+own rank.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
 
@@ -25,12 +27,11 @@ if TYPE_CHECKING:
 
 
 class RolloutSettings:
-    """What a run's flags say of its requests."""
+    """The settings of a run's requests, from its flags."""
 
     def __init__(self, args: RolloutGRPOConfig) -> None:
         self._args = args
-        # Rounds are generated our way, with a seed for each sample and a request for each group;
-        # without, requests and seeds are ms-swift's (`--rollout_seed_mode engine`, no vLLM).
+        # A seed for each sample and a request for each group; else both are ms-swift's.
         self.generates = bool(args.use_vllm and args.rollout_seed_mode == "sample")
         self.run_seed = args.seed if self.generates else None
 
@@ -49,15 +50,10 @@ class RolloutSettings:
 
 
 def begin_turn(sample: RolloutSample | RolloutInferRequest, scheduler: str | None) -> SampleId:
-    """Return the id of a sample, or of the turn that begins of a multi-turn conversation.
-
-    A later turn comes as a request, whose metadata is moved on to that turn.
-
-    Args:
-        scheduler: `--multi_turn_scheduler`, for the error.
+    """Return the id of a sample, or of the later turn that a scheduler's request asks for.
 
     Raises:
-        ValueError: a scheduler made a request without metadata.
+        ValueError: the scheduler made a request without metadata.
     """
     if not isinstance(sample, RolloutInferRequest):
         return sample.sample_id
@@ -69,23 +65,16 @@ def begin_turn(sample: RolloutSample | RolloutInferRequest, scheduler: str | Non
             "the request that it was given, or a copy with the same `data_dict`."
         )
     metadata = metadata.next_turn()
-    # The turn after this one is counted from here: a scheduler passes the request on, or a copy.
+    # The next turn counts from here: a scheduler passes the request on, or a copy.
     wire.write_metadata(sample.data_dict, metadata)
     return metadata.sample_id
 
 
-# --- groups to requests, completions to samples ---
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupRequest:
-    """One request: samples of one group that follow one another and share a prompt."""
+class GroupRequest(NamedTuple):
+    """Samples of one group that follow one another and share a prompt."""
 
     first: SampleId
-    """The first sample; the others have the indices that follow."""
-
-    owners: list[tuple[int, int]]
-    """For each sample, in order, the rank that needs it and its position on that rank."""
+    owners: list[tuple[int, int]]  # for each sample a rank, and the sample's position on that rank
 
 
 def plan_requests(
@@ -93,38 +82,28 @@ def plan_requests(
 ) -> tuple[list[GroupRequest], list[SampleId]]:
     """Return the fewest requests for all ranks' samples, and the groups whose rows differ.
 
-    A group that ranks share becomes one request (docs/promises.md, G2). Prompts are compared only
-    to keep rows that differ out of one (G3): where those of a group differ (a custom sampler's, or
-    a gym's), each of its samples becomes a request of its own.
+    A group that ranks share becomes one request (docs/promises.md, G2). Where prompts of a group
+    differ (a custom sampler's, or a gym's), each of its samples becomes a request of its own (G3).
 
     Args:
         samples_of_ranks: for each rank, the ids of its samples and their prompts' hashes, in order.
-
-    Returns:
-        The requests in the order of ranks and samples, and the ids of the uneven groups.
     """
-    prompts: dict[SampleId, set[str]] = {}
-    for samples in samples_of_ranks:
-        for sample_id, prompt in samples:
-            prompts.setdefault(sample_id.group_id, set()).add(prompt)
-    uneven = {group: None for group, hashes in prompts.items() if len(hashes) > 1}  # in order
+    prompts = defaultdict[SampleId, set[str]](set)
+    for sample_id, prompt in chain.from_iterable(samples_of_ranks):
+        prompts[sample_id.group_id].add(prompt)
     requests: list[GroupRequest] = []
     upcoming = None  # the sample that the last request would go on with
     for rank, samples in enumerate(samples_of_ranks):
         for position, (sample_id, _) in enumerate(samples):
-            if sample_id == upcoming and sample_id.group_id not in uneven:
+            if sample_id == upcoming and len(prompts[sample_id.group_id]) == 1:
                 requests[-1].owners.append((rank, position))
             else:
-                requests.append(GroupRequest(first=sample_id, owners=[(rank, position)]))
+                requests.append(GroupRequest(sample_id, [(rank, position)]))
             upcoming = replace(sample_id, index=sample_id.index + 1)
-    return requests, list(uneven)
+    return requests, [group for group, hashes in prompts.items() if len(hashes) > 1]
 
 
-CallEngine = Callable[
-    [list[RolloutInferRequest], list[RequestMetadata]],
-    Sequence[Answer],
-]
-"""Gives an engine, or servers, requests with their metadata; returns each request's answer."""
+CallEngine = Callable[[list[RolloutInferRequest], list[RequestMetadata]], Sequence[Answer]]
 
 
 def generate(
@@ -141,29 +120,27 @@ def generate(
     All ranks that share an engine call it together. A failure of one is raised on each of them.
 
     Args:
-        sample_ids: the samples that this rank needs.
-        prompt_hashes: for each sample, the hash of its prompt.
         make_request: makes the request of the sample at a position; called once for each request.
-        make_metadata: makes the metadata of a request for so many samples, the first one named.
-        sharing: the ranks that share an engine with this one.
-        call_engine: called on the ranks that drive an engine.
+        make_metadata: makes a request's metadata, from its first sample and their number.
+        call_engine: returns the answers of an engine, or of servers, to requests with metadata;
+            called on the ranks that drive an engine.
 
     Raises:
         RolloutError: another rank failed, or a request could not be made.
-        ValueError: an engine returned another number of samples than it was asked for.
+        ValueError: an engine returned another number of samples than a request has.
     """
     # The ranks meet three times, at `all_gather`, `gather` and `scatter`. Each of them gets there,
-    # whatever fails on it in between: others would wait for it as long as --ddp_timeout says,
-    # 18,000,000 s by default in ms-swift 4.6.
+    # whatever fails on it in between: others would wait for it for --ddp_timeout, 18,000,000 s by
+    # default in ms-swift 4.6.
     samples_of_ranks = sharing.all_gather(list(zip(sample_ids, prompt_hashes, strict=True)))
     # Every rank makes the same plan of the same names, so that no plan has to travel.
     requests, uneven = plan_requests(samples_of_ranks)
 
     # The rank of a request's first sample makes its row, with the images.
-    rows: dict[int, RolloutInferRequest] | str = {}
+    rows: list[RolloutInferRequest] | str
     try:
-        owners = enumerate(request.owners[0] for request in requests)
-        rows = {i: make_request(at) for i, (rank, at) in owners if rank == sharing.rank}
+        firsts = [request.owners[0] for request in requests]
+        rows = [make_request(position) for rank, position in firsts if rank == sharing.rank]
     except Exception as e:  # raised by the rank that drives the engine: it waits for these rows
         rows = f"rank {sharing.rank}: {type(e).__name__}: {e}"
     rows_of_ranks = sharing.gather(rows)
@@ -175,10 +152,8 @@ def generate(
             failures = [failure for failure in rows_of_ranks if isinstance(failure, str)]
             if failures:
                 raise RolloutError(f"Requests could not be made. {'; '.join(failures)}")
-            by_number: dict[int, RolloutInferRequest] = {}
-            for rank_rows in rows_of_ranks:
-                by_number |= rank_rows if isinstance(rank_rows, dict) else {}
-            in_order = [by_number[i] for i in range(len(requests))]
+            rows_left = [iter(rows) for rows in rows_of_ranks if not isinstance(rows, str)]
+            in_order = [next(rows_left[request.owners[0][0]]) for request in requests]
             metadatas = [make_metadata(r.first, len(r.owners)) for r in requests]
             for row, metadata in zip(in_order, metadatas, strict=True):
                 wire.write_metadata(row.data_dict, metadata)
