@@ -1,12 +1,11 @@
-"""Users' multi-turn schedulers, watched: what fails or does not end in one has its name.
+"""Users' multi-turn schedulers, watched: an error names scheduler, hook, sample and turn.
 
 `watch` puts a subclass of the user's scheduler into ms-swift's registry, from which the training
 and `swift rollout` take theirs. It calls the same hooks with the same arguments, and
 
-- names scheduler, hook, sample and turn where a hook raises, returns no request, or takes longer
-  than `--tool_timeout`;
-- ends a conversation that has no room for another turn with what it holds, as a completion ends
-  that reaches its length: ms-swift would end the run, or go on asking;
+- raises `SchedulerError` where a hook raises, returns no request, or exceeds `--tool_timeout`;
+- ends a conversation that has no room for another turn with its last answer, as "length": ms-swift
+  would end the run, or go on asking;
 - leads each conversation of a server in a thread of its own (served.py).
 """
 
@@ -14,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from swift.infer_engine.protocol import RolloutInferRequest
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
@@ -34,17 +33,10 @@ from swift_grpo_ext.upstream.rows import COLUMNS
 from swift_grpo_ext.upstream.threads import in_thread
 
 if TYPE_CHECKING:
-    from swift.infer_engine.protocol import (
-        ChatCompletionResponseChoice,
-        RequestConfig,
-        RolloutOutput,
-    )
+    from swift.infer_engine.protocol import ChatCompletionResponseChoice as Choice
+    from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 
 logger = get_logger()
-
-T = TypeVar("T")
-Result = dict[str, Any]
-"""Return value of a hook."""
 
 
 class SchedulerError(RequestError):
@@ -52,21 +44,18 @@ class SchedulerError(RequestError):
 
 
 def watch(name: str | None, timeout: float) -> None:
-    """Let ms-swift make a watched scheduler where it makes the one registered as `name`.
-
-    Args:
-        timeout: `--tool_timeout`, in seconds.
-    """
+    """Have ms-swift make a watched scheduler in place of the one registered as `name`; `timeout` is
+    `--tool_timeout`, in seconds."""
     scheduler = multi_turns.get(name)
     if scheduler is None:
-        return  # none is asked for, or ms-swift says that there is none of this name
+        return  # the run has none, or ms-swift refuses the name
     if issubclass(scheduler, WatchedScheduler):  # an earlier training's in this process
         [scheduler] = scheduler.__bases__[1:]
     members = {"tool_timeout": timeout, "__module__": scheduler.__module__}
     multi_turns[name] = type(scheduler.__name__, (WatchedScheduler, scheduler), members)
 
 
-def is_context_overflow(choice: ChatCompletionResponseChoice) -> bool:
+def is_context_overflow(choice: Choice) -> bool:
     """Return whether an answer stands for none: its prompt left no room for one (engine.py)."""
     return choice.finish_reason == "length" and not choice.token_ids
 
@@ -75,9 +64,7 @@ class WatchedScheduler(MultiTurnScheduler):
     """Stands before a user's class in the order of bases."""
 
     tool_timeout: float
-
-    _num_led = 0
-    """Conversations that a server's scheduler has begun."""
+    _num_led = 0  # conversations that a server's scheduler has begun
 
     # --- on a server ---
 
@@ -108,16 +95,14 @@ class WatchedScheduler(MultiTurnScheduler):
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
         work = super().on_trajectory_start(requests)
-        await self._await("on_trajectory_start", requests[0] if requests else None, 1, work)
+        with self._named("on_trajectory_start", requests[0] if requests else None, 1):
+            await asyncio.wait_for(work, self.tool_timeout)
 
     async def on_turn_end(
-        self,
-        infer_request: RolloutInferRequest,
-        response_choice: ChatCompletionResponseChoice,
-        current_turn: int,
-    ) -> Result:
+        self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
+    ) -> dict[str, Any]:
         if is_context_overflow(response_choice):
-            # Nothing will answer what has come since the last answer: it is taken away again.
+            # No answer will follow what was added since the last one: it is taken away again.
             between = between_turns(infer_request)
             del infer_request.messages[between.num_messages :]
             for name, values in between.media.items():
@@ -128,57 +113,42 @@ class WatchedScheduler(MultiTurnScheduler):
         between = BetweenTurns(num_messages=len(infer_request.messages), media=media)
         setattr(infer_request, BETWEEN, between)
         work = super().on_turn_end(infer_request, response_choice, current_turn)
-        return await self._await("on_turn_end", infer_request, current_turn, work) or {}
+        with self._named("on_turn_end", infer_request, current_turn):
+            return await asyncio.wait_for(work, self.tool_timeout) or {}
 
     def check_finished(
-        self,
-        infer_request: RolloutInferRequest,
-        response_choice: ChatCompletionResponseChoice,
-        current_turn: int,
+        self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
     ) -> bool:
         if is_context_overflow(response_choice):
             return True
-        call, check = (infer_request, response_choice, current_turn), super().check_finished
-        if self.infer_engine is not None:
-            return self._call("check_finished", check, *call)
-        # The training's main thread, where signals work: `math_verify` has timeouts by them.
+        check = partial(super().check_finished, infer_request, response_choice, current_turn)
         with self._named("check_finished", infer_request, current_turn):
-            return check(*call)
+            if self.infer_engine is not None:
+                return in_thread(check).result(self.tool_timeout)
+            # The training's main thread, where signals work: `math_verify` has timeouts by them.
+            return check()
 
     def get_response_token_data(
-        self,
-        infer_request: RolloutInferRequest,
-        response_choice: ChatCompletionResponseChoice,
-        *args: Any,
-        **kwargs: Any,
+        self, infer_request: RolloutInferRequest, response_choice: Choice, *args: Any, **kwargs: Any
     ) -> tuple[list[int], list[int]]:
         if is_context_overflow(response_choice):
             return [], []
         return super().get_response_token_data(infer_request, response_choice, *args, **kwargs)
 
     def step(
-        self,
-        infer_request: RolloutInferRequest,
-        response_choice: ChatCompletionResponseChoice,
-        current_turn: int,
-    ) -> Result:
-        return self._call("step", self._checked_step, infer_request, response_choice, current_turn)
-
-    def _checked_step(
-        self,
-        infer_request: RolloutInferRequest,
-        response_choice: ChatCompletionResponseChoice,
-        current_turn: int,
-    ) -> Result:
+        self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
+    ) -> dict[str, Any]:
         answer = infer_request.messages[-1]
         text = answer.get("content")
-        result = super().step(infer_request, response_choice, current_turn)
-        request = result.get("infer_request") if isinstance(result, Mapping) else None
-        if not isinstance(request, RolloutInferRequest):
-            raise TypeError(
-                f"it returned {result!r:.200}; expected a dictionary whose `infer_request` is the "
-                "request of the next turn"
-            )
+        step = partial(super().step, infer_request, response_choice, current_turn)
+        with self._named("step", infer_request, current_turn):
+            result = in_thread(step).result(self.tool_timeout)
+            request = result.get("infer_request") if isinstance(result, Mapping) else None
+            if not isinstance(request, RolloutInferRequest):
+                raise TypeError(
+                    f"it returned {result!r:.200}; expected a dictionary whose `infer_request` is "
+                    "the request of the next turn"
+                )
         if answer.get("content") != text and not result.get("response_token_ids"):
             logger.warning_once(
                 f"--multi_turn_scheduler: {type(self).__name__}.step writes another text into an "
@@ -192,21 +162,14 @@ class WatchedScheduler(MultiTurnScheduler):
         setattr(request, BETWEEN, between)
         return dict(result)
 
-    # --- a hook, named and bounded ---
-
     @contextmanager
     def _named(self, hook: str, request: RolloutInferRequest | None, turn: int) -> Iterator[None]:
-        """Count the seconds of a hook; raise what it raises with its name.
-
-        Raises:
-            SchedulerError: the hook raised, or did not end in time.
-        """
+        """Count the seconds of a hook, and raise its error, or its timeout, with its name."""
         began = time.monotonic()
         try:
             yield
         except Exception as e:
-            data_dict = request and request.data_dict
-            metadata = wire.read_metadata(data_dict)
+            metadata = wire.read_metadata(request and request.data_dict)
             where = f"{replace(metadata.sample_id, turn=0)} in " if metadata else ""
             what = f"raised {type(e).__name__}: {e}"
             is_late = time.monotonic() - began >= self.tool_timeout
@@ -218,23 +181,6 @@ class WatchedScheduler(MultiTurnScheduler):
             if request is not None:
                 between_turns(request).tool_seconds += time.monotonic() - began
 
-    async def _await(
-        self, hook: str, request: RolloutInferRequest | None, turn: int, work: Awaitable[T]
-    ) -> T:
-        with self._named(hook, request, turn):
-            return await asyncio.wait_for(work, self.tool_timeout)
-
-    def _call(
-        self,
-        hook: str,
-        work: Callable[..., T],
-        request: RolloutInferRequest,
-        choice: ChatCompletionResponseChoice,
-        turn: int,
-    ) -> T:
-        with self._named(hook, request, turn):
-            return in_thread(partial(work, request, choice, turn)).result(self.tool_timeout)
-
 
 verify_overrides(WatchedScheduler)
 
@@ -242,18 +188,14 @@ verify_overrides(WatchedScheduler)
 def warn_no_room(
     outputs: Sequence[RolloutOutput], max_length: int | None, room: int | None
 ) -> None:
-    """Warn once of conversations that ended since the next prompt had no room.
-
-    Args:
-        max_length: the training's `--max_length`.
-        room: the engines' limit of a prompt and its completion, in tokens.
-    """
+    """Warn once of conversations that ended since the next prompt had no room: it was longer than
+    `--max_length`, or left none of the engines' `room` for prompt and completion, in tokens."""
     count = sum(is_context_overflow(output.response.choices[0]) for output in outputs)
     if count:
         logger.warning_once(
             f'{count} of {len(outputs)} conversations of a round have ended as "length": the '
             f"prompt of their next turn is longer than --max_length ({max_length}) or the engine's "
             f"--vllm_max_model_len ({room}) leaves room for. They are trained on up to their last "
-            "answer; what a tool said after it is left out.",
+            "answer, without the tool's messages after it.",
             hash_id="no_room",
         )
