@@ -1,8 +1,8 @@
 """Tokens that stand for media are never sampled, and have no probability in training.
 
-A sampled `<|image_pad|>` stands for an image that is not there: training on it fails, in the model
-itself. The rollout leaves such tokens out of its softmax; so must training, or log-probabilities at
-equal weights differ by what those tokens would have got (docs/promises.md, M2).
+Training fails, in the model itself, on a sampled `<|image_pad|>` without an image. The rollout
+leaves such tokens out of its softmax; so must training, or log-probabilities at equal weights
+differ by the probability of those tokens (docs/promises.md, M2).
 """
 
 from __future__ import annotations
@@ -24,21 +24,14 @@ logger = get_logger()
 
 
 def lowest_logit(dtype: torch.dtype) -> float:
-    """Return a finite logit of probability 0: division by a temperature of 1e-8 (1/16 in float16)
-    does not overflow, and 0 times it is 0 in entropies."""
+    # Finite: division by a temperature of 1e-8 (1/16 in float16) does not overflow, and a
+    # probability of 0 times it is 0 in entropies.
     return max(torch.finfo(dtype).min / 16, -1e30)
 
 
 def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
-    """Take these tokens out of a model's logits, in training and in `generate`.
-
-    Args:
-        model: wrapped by PEFT or not.
-        ids: columns of the logits [..., vocab].
-
-    Returns:
-        The handle of the hook, or None where there is no id, or no output embedding.
-    """
+    """Take tokens out of a model's logits [..., vocab], in training and in `generate`; return the
+    hook's handle, or None where there is no id, or no output embedding."""
     head = output_embedding(model)
     if not ids or head is None:
         return None
@@ -47,8 +40,8 @@ def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
         module: torch.nn.Module, args: tuple[torch.Tensor, ...], logits: torch.Tensor
     ) -> torch.Tensor:
         lowest = lowest_logit(logits.dtype)
-        # In place: a copy of the logits would be the largest tensor of all, and so would one of
-        # their gradient, had autograd to know. It need not: where p is 0, so is the gradient.
+        # In place and unknown to autograd: copies of the logits and of their gradient would be the
+        # largest tensors of all, and where p is 0, so is the gradient.
         logits.detach().index_fill_(-1, torch.tensor(ids, device=logits.device), lowest)
         return logits
 
@@ -77,13 +70,8 @@ def mask_models(trainer: GRPOTrainer, template: Template) -> None:
 
 
 def mask_fused_loss(loss: Callable[..., Any], ids: list[int]) -> Callable[..., Any]:
-    """Return a loss of hidden states and the head's weight without these tokens' logits.
-
-    Args:
-        loss: takes `lin_weight` [vocab, H] and `bias` [vocab] or None among its keywords, as
-            Liger's fused losses do, which never call the head that `mask_placeholders` hooks.
-        ids: rows of the weight.
-    """
+    """Return one of Liger's fused losses without these tokens' logits. Such a loss takes the head's
+    `lin_weight` [vocab, H] and `bias` [vocab], and never calls the head."""
 
     def without_placeholders(
         *, lin_weight: torch.Tensor, bias: torch.Tensor | None, **kwargs: Any
