@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class AnsweredResponse(ChatCompletionResponse):
-    """ms-swift's response with the engine's answer, which has what ms-swift's form does not."""
+    """ms-swift's response, and the engine's answer, which holds more."""
 
-    answer: Answer | None = None
+    answer: Answer = field(kw_only=True)
 
 
 def infos_of(completion: Completion) -> dict[str, Any]:
@@ -37,9 +37,9 @@ def infos_of(completion: Completion) -> dict[str, Any]:
 
 
 def answer_of(output: RolloutOutput) -> Answer:
-    """Return the answer that an output holds; ms-swift's form has the last turn's alone."""
+    """Return the answer of an output, in a conversation the last turn's."""
     response, infos = output.response, output.rollout_infos
-    if isinstance(response, AnsweredResponse) and response.answer is not None:
+    if isinstance(response, AnsweredResponse):
         return response.answer
     completions = []
     for choice in response.choices:
@@ -61,9 +61,8 @@ def answer_of(output: RolloutOutput) -> Answer:
 
 
 def response_to(
-    answer: Answer, *, model: str = "", request_id: str = "", has_choices: bool = True
+    answer: Answer, model: str = "", request_id: str = "", *, has_choices: bool = True
 ) -> AnsweredResponse:
-    """Return the response of an answer."""
     completions, prompt = answer
     choices = [
         ChatCompletionResponseChoice(
@@ -88,7 +87,6 @@ def response_to(
 
 
 def to_rollout_output(answer: Answer) -> RolloutOutput:
-    """Return the output of an answer with one sample."""
     [completion] = answer.completions
     return RolloutOutput(
         response=response_to(answer),
@@ -98,16 +96,12 @@ def to_rollout_output(answer: Answer) -> RolloutOutput:
 
 
 def fill_scheduler_fields(response: ChatCompletionResponse, template: Template, tools: Any) -> None:
-    """Put into our choices what ms-swift's schedulers read there: log-probabilities with their
-    tokens, and tool calls.
-
-    Args:
-        tools: the row's.
-    """
-    if not isinstance(response, AnsweredResponse) or response.answer is None:
-        return  # ms-swift made them
+    """Add to our choices what ms-swift's schedulers read in them: log-probabilities with their
+    tokens, and tool calls of the row's `tools`."""
+    if not isinstance(response, AnsweredResponse):
+        return  # ms-swift has added them
     decode = template.tokenizer.decode
-    # ms-swift's method reads no more of an engine and of inputs than these.
+    # `_get_toolcall` reads nothing else of an engine and of inputs.
     engine, inputs = SimpleNamespace(template=template), SimpleNamespace(tools=tools)
     for choice, completion in zip(response.choices, response.answer.completions, strict=False):
         if completion.logprobs is not None:

@@ -1,10 +1,9 @@
-"""Conversations: what the engine saw and gave in each turn, and what a scheduler added in between.
+"""Conversations: each turn as the engine saw it, and what a scheduler added between turns.
 
 ms-swift leads a conversation in the training (rollout/agent_loop.py, `run_multi_turn`) or in
 `swift rollout` (rollout/multi_turn.py, `MultiTurnScheduler.run`), and keeps the messages of the
-last turn and the tokens of all. `Conversation.note` is called with each answer on either side:
-training compares what the engine saw with what it sees itself, and the record has a row for each
-turn.
+last turn and the tokens of all. Here either side notes each turn: training compares its own prompt
+with the engine's, and the record has a row for each turn.
 """
 
 from __future__ import annotations
@@ -34,11 +33,8 @@ if TYPE_CHECKING:
     from swift_grpo_ext.rollout.sample import RolloutSample
 
 
-KEY = f"{wire.KEY}.turns"
-"""In `rollout_infos` of what a server's scheduler made: its turns."""
-
-EMPTY = ("", None)
-"""The content of the answer that ms-swift leaves in the messages for a template to go on from."""
+KEY = f"{wire.KEY}.turns"  # in `rollout_infos` of a server's conversation: its turns
+EMPTY = ("", None)  # contents of the answer that ms-swift leaves for a template to go on from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,24 +44,17 @@ class Turn:
     sample_id: SampleId
     prompt: Prompt
     completion: Completion
-    fingerprint: str
-    """The hash of the prompt."""
-
+    fingerprint: str  # the hash of the prompt
+    # Added to the prompt since the answer before; of the first turn, the whole prompt.
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Holds what was added to the prompt since the answer before; of the first turn, the prompt."""
-
     media: list[Picture] = field(default_factory=list)
-    """The media that were added with it."""
-
+    # From the request to the answer. A colocated engine answers all samples of a turn at once.
     engine_seconds: float = 0.0
-    """From the request to the answer. A colocated engine answers all samples of a turn at once."""
-
-    tool_seconds: float = 0.0
-    """In the scheduler, between the answer before and the request."""
+    tool_seconds: float = 0.0  # in the scheduler, between the answer before and the request
 
     @property
     def is_answered(self) -> bool:
-        """True if the answer has tokens, which its prompt may have left no room for."""
+        """False for the turn that ends a conversation since its prompt left no room."""
         return len(self.completion.token_ids) > 0
 
 
@@ -77,23 +66,8 @@ class Conversation:
     _num_messages: int = 0
     _num_media: dict[str, int] = field(default_factory=dict)
 
-    def note(
-        self,
-        request: RolloutSample | RolloutInferRequest,
-        answer: Answer,
-        sample_id: SampleId,
-        fingerprint: str,
-        *,
-        engine_seconds: float = 0.0,
-        tool_seconds: float = 0.0,
-    ) -> None:
-        """Note the answer to a request, and what was added to the request since the answer before.
-
-        Args:
-            request: as the engine was asked with it, without the answer.
-            answer: of one sample.
-            fingerprint: the hash of the prompt.
-        """
+    def note(self, request: RolloutSample | RolloutInferRequest, turn: Turn) -> None:
+        """Keep a turn, with the messages and media that were added for it to the request."""
         held = list(request.messages)
         if held and held[-1]["role"] == "assistant" and held[-1].get("content") in EMPTY:
             held.pop()
@@ -115,35 +89,23 @@ class Conversation:
                 messages = read.messages
                 added = [*(medium.value for medium in read.media), *added]
             media = [picture_of(medium) for medium in added]
-        [completion], prompt = answer
-        turn = Turn(
-            sample_id=sample_id,
-            prompt=prompt,
-            completion=completion,
-            fingerprint=fingerprint,
-            messages=messages,
-            media=media,
-            engine_seconds=engine_seconds,
-            tool_seconds=tool_seconds,
-        )
-        self.turns.append(turn)
+        self.turns.append(replace(turn, messages=messages, media=media))
 
 
 def first_prompt(
     row: RolloutSample | RolloutInferRequest | Mapping[str, Any],
 ) -> tuple[list[dict[str, Any]], list[Picture]]:
-    """Return a row's messages, with marks where parts of `content` were media, and all media by
-    name."""
+    """Return a row's messages, with marks in place of media in `content`, and all media by name."""
     try:
         read = read_row(row)
         messages, media = read.messages, [medium.value for medium in read.media]
-    except RowFormError:  # of a scheduler that has requests of its own
+    except RowFormError:  # a scheduler's own request
         messages = [dict(message) for message in column_of(row, "messages")]
         media = [m for column in COLUMNS for m in column_of(row, column) or ()]
     return messages, [Picture(media_name(medium)) for medium in media]
 
 
-# --- what a server's scheduler made, on its way to the trainer ---
+# --- from a server's scheduler to the trainer ---
 
 
 def write_turns(output: RolloutOutput, turns: Sequence[Turn]) -> None:
@@ -169,12 +131,11 @@ def write_turns(output: RolloutOutput, turns: Sequence[Turn]) -> None:
 
 
 def name_server(output: RolloutOutput, name: str) -> None:
-    """Say of an output's turns which server led them."""
     output.rollout_infos.get(KEY, {})["server"] = name
 
 
 def read_turns(output: RolloutOutput, run_seed: int | None) -> list[Turn]:
-    """Take the turns from an output that a server made; none where it led it without us.
+    """Take the turns from a server's output; there are none from a server without us.
 
     Raises:
         WireError: they are of another version, or malformed.
@@ -189,41 +150,35 @@ def read_turns(output: RolloutOutput, run_seed: int | None) -> list[Turn]:
         metadata = RequestMetadata(sample_id=sample_id, count=1, run_seed=run_seed, as_arrays=True)
         [completion], prompt = wire.read_answer(each["answer"], metadata, written["server"])
         engine_seconds, tool_seconds = each["seconds"]
-        turn = Turn(
-            sample_id=sample_id,
-            prompt=prompt,
-            completion=completion,
-            fingerprint=each["fingerprint"],
-            messages=each["messages"],
-            media=[Picture(name, webp and base64.b64decode(webp)) for name, webp in each["media"]],
-            engine_seconds=engine_seconds,
-            tool_seconds=tool_seconds,
+        media = [Picture(name, webp and base64.b64decode(webp)) for name, webp in each["media"]]
+        turns.append(
+            Turn(
+                sample_id=sample_id,
+                prompt=prompt,
+                completion=completion,
+                fingerprint=each["fingerprint"],
+                messages=each["messages"],
+                media=media,
+                engine_seconds=engine_seconds,
+                tool_seconds=tool_seconds,
+            )
         )
-        turns.append(turn)
     return turns
 
 
 # --- in the training ---
 
-BETWEEN = f"{wire.KEY}_between_turns"
-"""An attribute of requests, which ms-swift hands to each hook."""
+BETWEEN = f"{wire.KEY}_between_turns"  # an attribute of requests, which ms-swift hands to each hook
 
 
 @dataclass
 class BetweenTurns:
-    """Records what a scheduler's hooks did with a request since its last answer."""
+    """The state of a request since its last answer, for a scheduler's hooks."""
 
-    num_messages: int = 0
-    """Number of messages, the last answer included."""
-
-    media: dict[str, list[Any]] = field(default_factory=dict)
-    """The media that the engine saw, by column."""
-
-    tool_seconds: float = 0.0
-    """Seconds in hooks."""
-
-    told: frozenset[str] = frozenset()
-    """The columns of media that `step` put into `rollout_infos`."""
+    num_messages: int = 0  # the last answer included
+    media: dict[str, list[Any]] = field(default_factory=dict)  # that the engine saw, by column
+    tool_seconds: float = 0.0  # in hooks
+    told: frozenset[str] = frozenset()  # columns of media that `step` put into `rollout_infos`
 
 
 def between_turns(request: RolloutInferRequest) -> BetweenTurns:
@@ -234,13 +189,7 @@ def between_turns(request: RolloutInferRequest) -> BetweenTurns:
 
 
 class Conversations:
-    """Holds the conversations of the round that the training generates, by their samples, from each
-    rollout to the last output.
-
-    Args:
-        template: the training's.
-        has_scheduler: a scheduler in the training reads the outputs.
-    """
+    """Holds the turns of the round that the training generates, by samples, until `take`."""
 
     def __init__(self, template: Template, *, has_scheduler: bool) -> None:
         self._template, self._has_scheduler = template, has_scheduler
@@ -251,27 +200,24 @@ class Conversations:
         samples: Sequence[RolloutSample | RolloutInferRequest],
         outputs: Sequence[RolloutOutput],
         sample_ids: Sequence[SampleId],
-        prompts: Sequence[str],
+        fingerprints: Sequence[str],
         seconds: float,
     ) -> None:
-        """Note a turn of each sample, which the scheduler is about to read.
-
-        Args:
-            samples: ms-swift's, or the requests of a later turn.
-            prompts: hashes of the prompts.
-            seconds: the engine's.
-        """
-        named = zip(samples, outputs, sample_ids, prompts, strict=True)
-        for sample, output, sample_id, prompt in named:
+        """Note a turn of each sample, or of each request of a later turn, before a scheduler reads
+        the outputs; `seconds` are the engine's."""
+        named = zip(samples, outputs, sample_ids, fingerprints, strict=True)
+        for sample, output, sample_id, fingerprint in named:
             is_later = isinstance(sample, RolloutInferRequest)
-            self._by_sample[replace(sample_id, turn=0)].note(
-                sample,
-                answer_of(output),
-                sample_id,
-                prompt,
+            [completion], prompt = answer_of(output)
+            turn = Turn(
+                sample_id=sample_id,
+                prompt=prompt,
+                completion=completion,
+                fingerprint=fingerprint,
                 engine_seconds=seconds,
                 tool_seconds=between_turns(sample).tool_seconds if is_later else 0.0,
             )
+            self._by_sample[replace(sample_id, turn=0)].note(sample, turn)
             if self._has_scheduler:
                 fill_scheduler_fields(output.response, self._template, sample.tools)
 
@@ -279,34 +225,42 @@ class Conversations:
         self, samples: Sequence[RolloutSample], outputs: Sequence[RolloutOutput]
     ) -> list[list[Turn]]:
         """Return the turns behind each output, and forget them."""
-        pairs = zip(samples, outputs, strict=False)  # none come with --async_generate
+        pairs = zip(samples, outputs, strict=False)  # --async_generate gives other ranks no outputs
         return [self._by_sample.pop(sample.sample_id).turns for sample, _ in pairs]
 
 
 def servers_turns(
     samples: Sequence[RolloutSample], outputs: Sequence[RolloutOutput], run_seed: int | None
 ) -> list[list[Turn]]:
-    """Return the turns behind each output of a server that leads conversations, as far as they are
-    known: it may have led them without us, and made several outputs of one."""
-    turns = [read_turns(output, run_seed) for output in outputs]
-    if len(samples) == len(outputs):
-        for own, sample, output in zip(turns, samples, outputs, strict=True):
-            # The server has images by their content, the training by name.
-            messages, media = first_prompt(sample)
-            if own:
-                is_asked = messages == own[0].messages  # an environment asks its own
-                fingerprint = sample.prompt_hash if is_asked else own[0].fingerprint
-                own[0] = replace(own[0], media=media, fingerprint=fingerprint)
-            else:  # a server without us
-                conversation = Conversation()
-                conversation.note(sample, answer_of(output), sample.sample_id, sample.prompt_hash)
-                own += conversation.turns
-    return turns
+    """Return the known turns behind each output of a server that leads conversations; a server
+    without us knows the last alone, and a scheduler may make several outputs of one sample."""
+    turns_of_outputs = [read_turns(output, run_seed) for output in outputs]
+    if len(samples) != len(outputs):
+        return turns_of_outputs
+    for turns, sample, output in zip(turns_of_outputs, samples, outputs, strict=True):
+        # The server has images by their content, the training by name.
+        messages, media = first_prompt(sample)
+        if turns:
+            is_asked = messages == turns[0].messages  # an environment asks its own
+            fingerprint = sample.prompt_hash if is_asked else turns[0].fingerprint
+            turns[0] = replace(turns[0], media=media, fingerprint=fingerprint)
+        else:
+            [completion], prompt = answer_of(output)
+            turn = Turn(
+                sample_id=sample.sample_id,
+                prompt=prompt,
+                completion=completion,
+                fingerprint=sample.prompt_hash,
+                messages=messages,
+                media=media,
+            )
+            turns.append(turn)
+    return turns_of_outputs
 
 
 def attach_turns(sample: RolloutSample, turns: Sequence[Turn], *, is_conversation: bool) -> None:
-    """Give a sample the prompts of its turns that were answered and, of a conversation, the last
-    answer's seed and replica, and what stopped the last turn."""
+    """Give a sample the prompts of its answered turns and, of a conversation, the seed and replica
+    of its last answer, and the stop of its last turn."""
     answered = [turn for turn in turns if turn.is_answered]
     sample.rollout_prompts = [turn.prompt for turn in answered]
     if is_conversation and answered:

@@ -3,26 +3,24 @@
 Symptom: while one conversation's tool works, all others wait, and with them the engine.
 Upstream: ms-swift 4.6, rollout/multi_turn.py (`async_infer`) leads all conversations in the
 engine's event loop, and calls `step` and `check_finished` there.
-Adaptation: each `run` has a thread with an event loop. The engine's answers are made in the
-engine's event loop, and noted here as turns.
+Adaptation: each `run` has a thread with an event loop. The engine answers in its own event loop,
+and each answer is noted here as a turn.
 Can go when ms-swift calls these hooks beside the engine's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import resource
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.answers import AnsweredResponse, infos_of
-from swift_grpo_ext.rollout.conversation import Conversation, write_turns
+from swift_grpo_ext.rollout.conversation import Conversation, Turn, write_turns
 from swift_grpo_ext.rollout.dispatch import RequestError
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.stops.templates import STOP_REASON
@@ -37,53 +35,42 @@ if TYPE_CHECKING:
 
     from swift_grpo_ext.rollout.wire import RequestMetadata
 
-MAX_THREADS = 2**10
-"""The number of conversations of a replica that run side by side; others wait."""
-
-NUM_FILES = 2**13
-"""Open files of the process: an event loop takes three. Many systems allow 1,024 by default."""
+MAX_THREADS = 2**10  # conversations of a replica that run side by side; others wait
 
 
 def _allow_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < NUM_FILES:
-        with suppress(ValueError, OSError):  # the system allows fewer
-            resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, hard))
+    # An event loop takes three open files. Many systems allow 1,024 by default.
+    from vllm.utils.system_utils import set_ulimit
+
+    set_ulimit(8 * MAX_THREADS)
 
 
 _threads = ThreadPoolExecutor(MAX_THREADS, "conversation", initializer=_allow_files)
-
 _under_way: set[ServedConversation] = set()
 
+# The conversation that the running code belongs to.
 leading: ContextVar[ServedConversation | None] = ContextVar("leading", default=None)
-"""The conversation that the running code belongs to."""
 
 
 class ServedConversation:
     """One conversation of a server, from its request to the scheduler's outputs."""
 
-    last_answer = 0.0
-    """Time of the engine's last answer to any conversation of this process."""
+    last_answer = 0.0  # time of the engine's last answer to any conversation of this process
 
     def __init__(self, request: RolloutInferRequest) -> None:
-        # A scheduler may ask with requests of its own, which have no metadata, and with copies of
-        # one request side by side: the conversation itself counts its turns.
+        # The turns are counted here: a scheduler may ask with requests of its own, which have no
+        # metadata, and with copies of one request side by side.
         self._first = self._next = wire.read_metadata(request.data_dict)
         self._conversation = Conversation()
         self._responses: list[ChatCompletionResponse] = []
         self._answered = time.monotonic()
         self._engine_failure: Exception | None = None
-        self.asked: set[Future[ChatCompletionResponse]] = set()
-        """What the engine works at."""
+        self.asked: set[Future[ChatCompletionResponse]] = set()  # requests in the engine
 
     # --- in the engine's event loop ---
 
-    async def lead(self, run: Awaitable[Any]) -> Any:
-        """Await a scheduler's `run` in a thread, and return its outputs with their turns.
-
-        Raises:
-            RequestError: the conversation's client has gone.
-        """
+    async def lead(self, run: Coroutine[Any, Any, Any]) -> Any:
+        """Await a scheduler's `run` in a thread, and return its outputs with their turns."""
         self._engine_loop, self._waiting = asyncio.get_running_loop(), asyncio.current_task()
         _under_way.add(self)
         try:
@@ -91,13 +78,12 @@ class ServedConversation:
         except asyncio.CancelledError as e:
             for asked in list(self.asked):
                 asked.cancel()
-            # As it is, it would end the worker, which catches `Exception` alone (ms-swift 4.6,
+            # `CancelledError` would end the worker, which catches `Exception` alone (ms-swift 4.6,
             # pipelines/infer/rollout.py, `async_llm_worker`).
             raise RequestError("the training that asked for the conversations has left") from e
-        except RequestError:
-            raise
         except Exception as e:
-            if e is self._engine_failure or self._first is None:
+            is_named = isinstance(e, RequestError) or e is self._engine_failure
+            if is_named or self._first is None:
                 raise
             name, turn = replace(self._first.sample_id, turn=0), len(self._responses) + 1
             raise RuntimeError(
@@ -117,28 +103,24 @@ class ServedConversation:
         self._engine_loop.call_soon_threadsafe(self._waiting.cancel)
 
     def _attach_turns(self, output: RolloutOutput, *, is_only: bool) -> None:
-        """Have an output bring its turns along. A scheduler that made one output made it of all
-        turns; of several, each of one turn."""
+        """Have an output bring its turns along: all, or its own where a scheduler made several."""
         pairs = zip(self._conversation.turns, self._responses, strict=True)
         turns = [t for t, response in pairs if is_only or response is output.response]
         if turns:
             write_turns(output, turns)
             last = turns[-1].completion
             is_others = self._first is not None and self._first.is_other_clients
-            # A training's own request names seed and replica.
+            # A training names seed and replica itself (`attach_turns`).
             output.rollout_infos |= infos_of(last) if is_others else {STOP_REASON: last.stop_reason}
 
     # --- in the conversation's thread ---
 
-    def _run(self, run: Awaitable[Any]) -> Any:
-        async def main() -> Any:
-            leading.set(self)
-            return await run
-
+    def _run(self, run: Coroutine[Any, Any, Any]) -> Any:
+        leading.set(self)  # for the tasks of this thread
         # `asyncio.run` would wait at its end for threads of tools that never return.
         loop = asyncio.new_event_loop()
         try:
-            return loop.run_until_complete(main())
+            return loop.run_until_complete(run)
         finally:
             loop.close()
 
@@ -150,11 +132,7 @@ class ServedConversation:
     ) -> ChatCompletionResponse:
         """Return the engine's answer to the next turn, and note it.
 
-        Args:
-            infer: called with the turn's metadata; its coroutine runs in the engine's event loop.
-
-        Raises:
-            RequestError: the request asks for several completions.
+        `infer` is called with the turn's metadata; its coroutine runs in the engine's event loop.
         """
         metadata = self._next
         # Before the first `await`: requests side by side are turns of their own.
@@ -179,34 +157,33 @@ class ServedConversation:
         finally:
             self.asked.discard(asked)
             ServedConversation.last_answer = time.monotonic()
-        answer = response.answer if isinstance(response, AnsweredResponse) else None
-        # Another client's scheduler may ask for several completions.
-        if metadata is not None and answer is not None and len(answer.completions) == 1:
+        if metadata is not None and isinstance(response, AnsweredResponse):
+            completions, prompt = response.answer
+            if len(completions) > 1:  # another client's scheduler may ask for several
+                return response
             now = time.monotonic()
-            self._conversation.note(
-                request,
-                answer,
-                metadata.sample_id,
-                prompt_hash(request),
+            turn = Turn(
+                sample_id=metadata.sample_id,
+                prompt=prompt,
+                completion=completions[0],
+                fingerprint=prompt_hash(request),
                 engine_seconds=now - began,
                 tool_seconds=began - self._answered,
             )
+            self._conversation.note(request, turn)
             self._responses.append(response)
             self._answered = now
         return response
 
 
-# --- from any thread of the process ---
-
-
 def go_on(since: float) -> bool:
-    """Return whether conversations go on: the engine has answered since then, or is not asked,
+    """Return whether conversations go on: the engine has answered since then, or has no request,
     since the tools of all of them work."""
     is_asked = any(conversation.asked for conversation in list(_under_way))
     return bool(_under_way) and (not is_asked or ServedConversation.last_answer >= since)
 
 
 def give_up() -> None:
-    """End all conversations. A tool that is at work goes on, unheard."""
+    """End all conversations, from any thread. A tool that is at work goes on, unheard."""
     for conversation in list(_under_way):
         conversation.give_up()

@@ -1,9 +1,8 @@
-"""What travels between trainer and engine: a request's metadata, and its answer. Pure.
+"""Messages between trainer and engine: a request's metadata, and its answer. Pure.
 
 The metadata travels in `RolloutInferRequest.data_dict` under one versioned key, so that it reaches
 the engine on every path of ms-swift (colocated and served, sync and async, through multi-turn
-schedulers). An answer holds all samples of a request: token ids and log-probabilities as
-arrays of numbers, not one JSON dictionary per token.
+schedulers). An answer holds all samples of a request, their numbers as flat arrays.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import base64
 import json
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,39 +20,35 @@ from pydantic import Field, NonNegativeInt, TypeAdapter
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, SampleId, sample_seed
 from swift_grpo_ext.stops.rule import StopReason
 
-if TYPE_CHECKING:
-    from swift.infer_engine.protocol import RolloutInferRequest
-
 KEY = "swift_grpo_ext"
 VERSION = 9
+
+# HTTP requests that rest on weights name the start of the server that got these weights.
 INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
-"""HTTP requests that rest on weights name the start of the server that was given them."""
 
+# The trainer's `--rollout_timeout`, in seconds. For the client that holds the server's lease, the
+# server ends a replica that takes longer than the smaller of both sides' timeouts.
 TIMEOUT_HEADER = "X-Swift-Grpo-Ext-Timeout"
-"""The trainer's `--rollout_timeout`, in seconds. For the client that holds the server's lease, a
-replica that takes longer than the smaller of both sides' timeouts is ended."""
+MIN_TIMEOUT = 1.0  # seconds; a healthy replica that is idle answers in less
 
-MIN_TIMEOUT = 1.0
-"""Seconds. A healthy replica that is idle answers in less."""
-
+# Asks for an answer that begins at once, since conversations take as long as their tools: blanks
+# until it is ready, then its status, a line break and its content.
 STATUS_HEADER = "X-Swift-Grpo-Ext-Status"
-"""Asks for an answer that begins at once, since conversations take as long as their tools: blanks
-while it is made, then its status, a line break and its content."""
 
+# Names a request; its answer has the same name (docs/promises.md, F1).
 MESSAGE_HEADER = "X-Swift-Grpo-Ext-Message"
-"""Names a request; its answer has the same name (docs/promises.md, F1)."""
 
+# How long a server and the trainer wait, in units of `--rollout_timeout`, which bounds a replica
+# (F2). In a weight update a replica waits half a unit for the others, and so does not hang where
+# another does. A request has half a unit for its turn, and two for a replica that hangs and the one
+# that serves its groups instead.
 GROUP_TIMEOUTS = 0.5
 SERVER_TIMEOUTS = 2.5
 TRAINER_TIMEOUTS = 3.0
-"""How long a server and the trainer wait, in units of `--rollout_timeout`, which bounds a replica
-(F2). In a weight update a replica waits half a unit for the others: it does not hang where another
-does. A request has half a unit for its turn, and two for a replica that hangs and the one that
-serves its groups instead."""
 
+# Token ids or log-probabilities. Rank 0 keeps a server's arrays: lists of a round's numbers take
+# 10 times the memory, and most of its seconds.
 Numbers = list[Any] | NDArray[Any]
-"""Token ids or log-probabilities. Rank 0 keeps a server's arrays: lists of a round's numbers take
-10 times the memory, and most of its seconds."""
 
 
 class WireError(ValueError):
@@ -64,57 +59,34 @@ class WireError(ValueError):
 class WeightReport:
     """An engine's report of its last update; plain values, which travel as JSON."""
 
+    # By each tensor's name its type and shape, such as `float32 (2, 3)`.
     loaded: dict[str, str] = field(default_factory=dict)
-    """By each tensor's name its type and shape, such as `float32 (2, 3)`."""
-
-    unfilled: list[str] = field(default_factory=list)
-    """Parameters that the update has left as they were."""
-
-    adapter_fault: str = ""
-    """Why the engine does not generate with the adapter that it was given."""
-
-    faults: list[str] | None = None
-    """What the watch has found; None where nothing is watched."""
+    unfilled: list[str] = field(default_factory=list)  # parameters that the update did not fill
+    adapter_fault: str = ""  # why the engine does not generate with the adapter that it got
+    faults: list[str] | None = None  # the watch's findings; None where nothing is watched
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestMetadata:
     """What a request asks of the engine beside its prompt."""
 
-    sample_id: SampleId
-    """The first sample."""
-
-    count: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE)]
-    """Number of samples: vLLM's `n`."""
-
-    run_seed: NonNegativeInt | None
-    """`--seed`; None leaves the seeds to ms-swift (`--rollout_seed_mode engine`)."""
-
-    as_arrays: bool
-    """Answer with arrays of all samples' numbers. Multi-turn schedulers read ms-swift's form."""
-
+    sample_id: SampleId  # the first sample's; the others have the indices that follow
+    count: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE)]  # number of samples: vLLM's `n`
+    run_seed: NonNegativeInt | None  # `--seed`; None leaves the seeds to ms-swift
+    as_arrays: bool  # asks for an answer in arrays; multi-turn schedulers read ms-swift's form
+    # Beside the stop strings of ms-swift's request configuration. None leaves stops and texts to
+    # ms-swift: a server writes it for a client that sends no metadata.
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = ()
-    """End a completion, beside the stop strings of ms-swift's request configuration. None, which a
-    server writes for a client that sends no metadata, leaves stops and texts to ms-swift."""
-
-    include_stop_str_in_output: bool = True
-    """Whether the text ends with what stopped it, or right before it."""
+    include_stop_str_in_output: bool = True  # whether texts end with what stopped them, or before
 
     @property
     def is_other_clients(self) -> bool:
-        """True if a server made it for a client that sends none: it names a sample and seeds it,
-        and changes nothing else."""
+        """True if a server made it, for a client that sends none: it only names and seeds."""
         return self.stop_token_ids is None
-
-    @property
-    def seed(self) -> int | None:
-        """The first sample's seed; the others' follow it."""
-        return None if self.run_seed is None else sample_seed(self.run_seed, self.sample_id)
 
     def seed_of(self, k: int) -> int | None:
         """Return the seed of the request's sample k, from 0."""
-        seed = self.seed
-        return None if seed is None else seed + k
+        return None if self.run_seed is None else sample_seed(self.run_seed, self.sample_id) + k
 
     def next_turn(self) -> RequestMetadata:
         return replace(self, sample_id=replace(self.sample_id, turn=self.sample_id.turn + 1))
@@ -142,14 +114,7 @@ def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None
     return metadata
 
 
-def data_dict_of(request: RolloutInferRequest | dict[str, Any]) -> dict[str, Any] | None:
-    """Return the data of a request; ms-swift's come as objects and as dictionaries."""
-    found = request.get("data_dict") if isinstance(request, dict) else request.data_dict
-    return found if isinstance(found, dict) else None
-
-
 def write_metadata(data_dict: MutableMapping[str, Any], metadata: RequestMetadata) -> None:
-    """Put metadata into a request's data, as JSON takes it."""
     data_dict[KEY] = {"version": VERSION, **asdict(metadata)}
 
 
@@ -169,32 +134,26 @@ def check_version(message: object, what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sample as it was generated: what is trained on, and what rewards and logs see."""
+    """One sample as it was generated: what training learns from, and rewards and logs see."""
 
     text: str
     token_ids: Numbers
-    logprobs: Numbers | None
-    """The sampled tokens' log-probabilities, in nats, under the distribution that was sampled."""
-
+    logprobs: Numbers | None  # of the sampled tokens, in nats, under the sampled distribution
     finish_reason: str | None
-    stop_reason: StopReason = None
-    """The stop string or token id that ended it; None where none did."""
-
+    stop_reason: StopReason = None  # the stop string or token id that ended it, if one did
     seed: int | None = None
-    replica: str = ""
-    """The engine that generated it: `rank 0`, `server 1 replica 0`."""
-
+    replica: str = ""  # the engine that generated it: `rank 0`, `server 1 replica 0`
+    # Each token's experts (`--router_replay_mode R3`): an array, written by ms-swift's
+    # `serialize_ndarray` for the wire.
     routed_experts: Any = None
-    """The experts that each token went to (`--router_replay_mode R3`): an array, or what
-    `serialize_ndarray` of ms-swift makes of one for the wire."""
 
 
 class Prompt(NamedTuple):
     """A prompt as its engine saw it."""
 
     token_ids: list[int]
+    # [3, tokens] in time, height and width; None where the engine counted none (positions.py).
     positions: NDArray[np.int32] | None = None
-    """[3, tokens] in time, height and width; None where the engine counted none (positions.py)."""
 
 
 class Answer(NamedTuple):
@@ -205,28 +164,20 @@ class Answer(NamedTuple):
 
 
 def write_answer(answer: Answer) -> dict[str, Any]:
-    """Return an answer as plain JSON values.
-
-    Raises:
-        WireError: some samples have log-probabilities and others none, or not one for each token.
-    """
+    """Return an answer as plain JSON values. Its samples have log-probabilities of all tokens, or
+    all have none (`engine.flat_logprobs`)."""
     completions, prompt = answer
-    replica = completions[0].replica
-    counts = [None if c.logprobs is None else len(c.logprobs) for c in completions]
-    lengths = [len(c.token_ids) for c in completions]
-    if counts not in (lengths, [None] * len(completions)):
-        raise WireError(f"{replica} generated {lengths} tokens with {counts} log-probabilities.")
+    logprobs = [p for c in completions for p in (() if c.logprobs is None else c.logprobs)]
+    has_logprobs = completions[0].logprobs is not None
     return {
         "version": VERSION,
-        "replica": replica,
+        "replica": completions[0].replica,
         "texts": [c.text for c in completions],
         "finish_reasons": [c.finish_reason for c in completions],
         "stop_reasons": [c.stop_reason for c in completions],
-        "lengths": lengths,
+        "lengths": [len(c.token_ids) for c in completions],
         "token_ids": to_base64([i for c in completions for i in c.token_ids], "<i4"),
-        "logprobs": None
-        if None in counts
-        else to_base64([p for c in completions for p in c.logprobs or ()], "<f4"),
+        "logprobs": to_base64(logprobs, "<f4") if has_logprobs else None,
         "prompt_token_ids": to_base64(prompt.token_ids, "<i4"),
         "prompt_positions": to_base64([] if prompt.positions is None else prompt.positions, "<i4"),
         "routed_experts": [c.routed_experts for c in completions],
@@ -235,9 +186,6 @@ def write_answer(answer: Answer) -> dict[str, Any]:
 
 def read_answer(answer: Mapping[str, Any], metadata: RequestMetadata, server: str) -> Answer:
     """Return an answer, its numbers as arrays.
-
-    Args:
-        server: names the server that answered, for errors and logs.
 
     Raises:
         WireError: the answer has another version, is malformed, or its counts disagree (M6);
@@ -282,7 +230,7 @@ def read_answer(answer: Mapping[str, Any], metadata: RequestMetadata, server: st
 
 
 def to_base64(values: Sequence[float] | Sequence[int] | NDArray[Any], dtype: str) -> str:
-    """Return numbers as base64 of their little-endian bytes: 4 bytes, 5.4 characters each."""
+    """Return base64 of numbers' little-endian bytes: 4 bytes, 5.4 characters each."""
     return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode("ascii")
 
 

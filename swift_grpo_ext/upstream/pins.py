@@ -70,6 +70,7 @@ swift.template.vision_utils:load_file path
 swift.utils:SafeMediaPath.check cls path
 swift.utils:SafeUrlFetcher.check_url cls url
 vllm.distributed.utils:StatelessProcessGroup.barrier self timeout
+vllm.utils.system_utils:set_ulimit target_soft_limit
 vllm.v1.engine.exceptions:EngineDeadError
 """.strip().splitlines()
 

@@ -92,8 +92,10 @@ def record(
 
 
 def noted(sample: Any, out: RolloutOutput, sample_id: SampleId, prompt: str) -> list[Turn]:
+    [completion], seen = answer_of(out)
+    turn = Turn(sample_id=sample_id, prompt=seen, completion=completion, fingerprint=prompt)
     conversation = Conversation()
-    conversation.note(sample, answer_of(out), sample_id, prompt)
+    conversation.note(sample, turn)
     return conversation.turns
 
 

@@ -15,6 +15,7 @@ from swift_grpo_ext.media.pictures import media_name
 from swift_grpo_ext.rollout.answers import to_rollout_output
 from swift_grpo_ext.rollout.conversation import (
     Conversation,
+    Turn,
     attach_turns,
     name_server,
     read_turns,
@@ -55,10 +56,16 @@ def request(*words: str, images: Any = ()) -> RolloutInferRequest:
 
 def note(conversation: Conversation, asked: RolloutInferRequest, answer: Answer = ANSWER) -> None:
     number = len(conversation.turns)
-    sample_id = replace(FIRST, turn=number)
-    conversation.note(
-        asked, answer, sample_id, f"print {number}", engine_seconds=1.0, tool_seconds=2.0
+    [completion], prompt = answer
+    turn = Turn(
+        sample_id=replace(FIRST, turn=number),
+        prompt=prompt,
+        completion=completion,
+        fingerprint=f"print {number}",
+        engine_seconds=1.0,
+        tool_seconds=2.0,
     )
+    conversation.note(asked, turn)
 
 
 def test_a_turn_holds_what_the_engine_saw_and_gave() -> None:

@@ -92,6 +92,7 @@ class RecordingVllm:
                 request_id=request_id,
                 finished=True,
                 prompt_token_ids=tuple(inputs["prompt_token_ids"]),
+                prompt_logprobs=None,
                 outputs=outputs,
             )
         )
@@ -287,7 +288,8 @@ def test_a_request_without_metadata_is_ms_swifts(make: Any, metadata: Any, seed:
     biased = SamplingParams()
     biased.logit_bias = {5: 1.0}
     engine.engine = RecordingVllm(["a"])
-    engine._add_request({"input_ids": [1]}, biased, "0")
+    state = engine_module.RequestState()
+    engine._add_request({"input_ids": [1], engine_module.STATE: state}, biased, "0")
     assert biased.logit_bias == {5: 1.0} | BIAS
 
 

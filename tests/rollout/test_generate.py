@@ -218,7 +218,7 @@ def test_a_first_turn_is_the_sample_and_a_later_one_counts_on() -> None:
     assert turns == [replace(sample_id(0, 0), turn=turn) for turn in (1, 2, 3)]
     last = wire.read_metadata(request.data_dict)
     assert last is not None
-    assert (last.sample_id, last.seed) == (turns[-1], sample_seed(42, turns[-1]))
+    assert (last.sample_id, last.seed_of(0)) == (turns[-1], sample_seed(42, turns[-1]))
 
 
 def test_a_scheduler_that_makes_its_own_request_is_refused() -> None:

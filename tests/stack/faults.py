@@ -24,6 +24,7 @@ from swift_grpo_ext.rollout import engine, wire
 from swift_grpo_ext.rollout.answers import answer_of
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import replicas
+from swift_grpo_ext.upstream.rows import column_of
 
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 
@@ -79,7 +80,7 @@ class FailingEngine(engine.RolloutEngine):
 
     def _batch_encode(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
         for request in infer_requests:
-            metadata = wire.read_metadata(wire.data_dict_of(request))
+            metadata = wire.read_metadata(column_of(request, "data_dict"))
             if metadata is not None:
                 meet(metadata.sample_id.step, metadata.sample_id.turn)
         return super()._batch_encode(infer_requests, *args, **kwargs)
