@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from itertools import groupby
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +12,16 @@ from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch
 from swift.utils import get_logger, to_device
 from torch.nn.utils.rnn import pad_sequence
 
-from swift_grpo_ext.logits.packed import GroupRows, SharedPromptInputs
+from swift_grpo_ext.logits.packed import SharedPromptInputs
 from swift_grpo_ext.rollout.positions import Positions
-from swift_grpo_ext.training.encode import (
+from swift_grpo_ext.training.encode import warn_of_mismatch
+from swift_grpo_ext.training.group import (
     DisagreementError,
+    groups_of,
     kind_of_row,
     logprobs_of,
     rollout_prompts,
     trained_ids,
-    warn_of_mismatch,
 )
 
 if TYPE_CHECKING:
@@ -65,13 +65,12 @@ def check_counts(samples: Sequence[RolloutSample]) -> None:
 def complete_teacher_views(
     samples: Sequence[RolloutSample | RolloutGKDSample], ranks: RankGroup
 ) -> bool:
-    """Let a teacher see the own prompt of each sample that has no `teacher_prompt` and no
-    `teacher_images`, where any of the round has; every rank calls it.
+    """Show a teacher the sample's own prompt where it has no `teacher_prompt` and no
+    `teacher_images`, and return whether any sample of the round has; every rank calls it.
 
-    ms-swift 4.6 asks each micro-batch whether one of its samples has a teacher's view, and then
-    encodes the views of all (gkd_helpers.py, `encode_gkd_samples`; grpo_trainer.py,
-    `_collate_teacher_opsd_batch`): a TypeError where one has none, and passes of a teacher that
-    ranks which share its weights do not make.
+    ms-swift 4.6 encodes the views of a whole micro-batch where one sample has a view
+    (gkd_helpers.py, `encode_gkd_samples`; grpo_trainer.py, `_collate_teacher_opsd_batch`): a
+    TypeError for the others, and a pass that ranks without a view do not make.
     """
     views = [sample.build_teacher_view() for sample in samples]
     if ranks.agree(not any(views)):
@@ -106,10 +105,10 @@ def collate_groups(
 ) -> tuple[dict[str, Any], GRPOBatch]:
     """Make a micro-batch of encoded samples, as ms-swift's `collate_to_grpo_micro_batch`.
 
-    Where samples share a prompt, only one row of each group is collated with its media. The rows of
-    all samples are collated where a pass is not packed.
+    Where samples share a prompt, one row of each group is collated with its media. The rows of all
+    samples are collated only where a pass is not packed.
     """
-    groups = [list(group) for _, group in groupby(samples, key=_key_of_prompt)]
+    groups = groups_of(samples)
     if len(groups) == len(samples):
         return collate_to_grpo_micro_batch(list(samples), template, device=device, **settings)
 
@@ -120,29 +119,12 @@ def collate_groups(
         inputs = {name: value for name, value in made.items() if name not in unused}
         return dict(to_device(inputs, device))
 
-    heads = collated([longest_of(group) for group in groups])
+    heads = collated([group.longest for group in groups])
     # ms-swift makes masks and log-probabilities of the text alone.
     texts: Any = SimpleNamespace(data_collator=partial(pad_texts, template), padding_free=False)
     inputs, batch = collate_to_grpo_micro_batch(list(samples), texts, device=device, **settings)
-    rows = [
-        GroupRows(
-            prompt=group[0].encoded.prompt.num_tokens if len(group) > 1 else 0,
-            ids=[sample.encoded["input_ids"] for sample in group],
-            labels=[sample.encoded["labels"] for sample in group],
-        )
-        for group in groups
-    ]
+    rows = [group.rows for group in groups]
     return SharedPromptInputs(inputs, rows, heads, cache(partial(collated, samples))), batch
-
-
-def _key_of_prompt(sample: RolloutSample) -> int:
-    """Return a number that samples of one group share, if they share their prompt."""
-    prompt = getattr(sample.encoded, "prompt", None)  # a teacher's own row has none
-    return id(sample) if prompt is None else id(prompt)
-
-
-def longest_of(group: Sequence[RolloutSample]) -> RolloutSample:
-    return max(group, key=lambda sample: len(sample.encoded["input_ids"]))
 
 
 def pad_texts(template: Template, rows: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
@@ -170,8 +152,7 @@ def check_batches(
     rollouts had (M3, M6); all ranks call it together, once a round.
 
     Args:
-        samples: this rank's.
-        micro_batches: of each, its samples, their log-probabilities, and the model's inputs.
+        micro_batches: samples, their batch, and the inputs of the model for each.
         fault: the first prompt of this rank that differs (`GroupEncoder.fault`).
     """
     try:
@@ -187,12 +168,9 @@ def check_batches(
 
 def check_trained_tokens(samples: Sequence[RolloutSample], batch: GRPOBatch) -> None:
     """Raise `DisagreementError` where a sample is trained on another number of tokens than were
-    sampled.
-
-    ms-swift drops all log-probabilities of a batch where one sample's count disagrees, and goes on
-    without importance sampling (4.6, utils.py, `build_rollout_logps`). `--rollout_mismatch warn`
-    does not help: nothing says which token has which.
-    """
+    sampled. `--rollout_mismatch warn` does not help: nothing says which token has which number."""
+    # ms-swift drops all log-probabilities of a batch where one sample's count disagrees, and goes
+    # on without importance sampling (4.6, utils.py, `build_rollout_logps`).
     if batch.rollout_per_token_logps is not None or not all(map(logprobs_of, samples)):
         return
     for sample, mask in zip(samples, batch.completion_mask, strict=True):
@@ -212,8 +190,8 @@ def check_positions(
     """Raise `DisagreementError` where training places a prompt's tokens otherwise than the rollout
     did; warn with `--rollout_mismatch warn`."""
     if isinstance(model_inputs, SharedPromptInputs):  # one row a group
-        groups = [list(group) for _, group in groupby(samples, key=_key_of_prompt)]
-        samples, model_inputs = [longest_of(group) for group in groups], model_inputs.heads
+        samples = [group.longest for group in groups_of(samples)]
+        model_inputs = model_inputs.heads
     positions = positions_in_training(samples, model_inputs)
     for sample, placed in zip(samples, positions, strict=True):
         for prompt in rollout_prompts(sample):
@@ -250,8 +228,7 @@ def positions_in_training(
 
 
 def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> str:
-    """Say from which token on positions differ, in time, height and width; "" where none does or
-    one side's are not known."""
+    """Say from which token on positions differ; "" where none does or one side's are unknown."""
     if rollout is None or placed is None or placed.shape[1] < rollout.shape[1]:
         return ""
     differs = (placed[:, : rollout.shape[1]].numpy() != rollout).any(0).nonzero()[0]

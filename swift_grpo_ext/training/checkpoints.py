@@ -52,7 +52,7 @@ class WholeCheckpoints(Trainer):
             super()._load_best_model()
 
     def _has_loaded(self, checkpoint: str, model: nn.Module | None = None, note: str = "") -> bool:
-        """Load the checkpoint of a whole model; false where upstream has to."""
+        """Load the checkpoint of a whole model; return False where upstream has to load it."""
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         if is_sharded or not holds_whole_model(Path(checkpoint)):
             return False
@@ -68,9 +68,9 @@ def holds_whole_model(checkpoint: Path) -> bool:
 
 
 def load_whole_model(model: nn.Module, checkpoint: Path) -> None:
-    """Give `model` the weights of a checkpoint, in place, whatever names its files spell them with.
+    """Load the weights of a checkpoint into `model`, by the names that `from_pretrained` reads.
 
-    Takes as much memory of the CPU as the checkpoint's weights, until it is done.
+    It needs the checkpoint's size once more in CPU memory.
 
     Raises:
         CheckpointError: a parameter is missing or of another shape.

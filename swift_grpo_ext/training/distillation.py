@@ -1,8 +1,7 @@
-"""On-policy distillation (GKD): its rollouts are those of `rollouts.py`; what it learns from them,
-and what a teacher says of them, stands here.
+"""On-policy distillation (GKD): the hooks of `rollouts.py`, a teacher, and the loss.
 
 ms-swift draws for each round whether the student generates it (`--lmbda`), from `--seed` and the
-optimizer step, so that all ranks and a resumed run agree. A prompt is a group of one sample.
+optimizer step, so that all ranks and a resumed run agree. A group has one sample.
 
 Letters in names are shapes: B rows, T positions of a row, N positions that predict a token of a
 completion, K tokens of a teacher's top, V vocabulary.
@@ -30,7 +29,7 @@ from swift_grpo_ext.rollout.placeholders import mask_placeholders
 from swift_grpo_ext.rollout.sample import RolloutGKDSample
 from swift_grpo_ext.training.batch import check_batches, complete_teacher_views
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
-from swift_grpo_ext.training.encode import DisagreementError
+from swift_grpo_ext.training.group import DisagreementError
 from swift_grpo_ext.training.report import Round
 from swift_grpo_ext.training.rollouts import RolloutTraining
 from swift_grpo_ext.upstream.patches import wrapped
@@ -41,8 +40,7 @@ if TYPE_CHECKING:
     from swift.template import Template
 
 EXPECTED = f"{wire.KEY}.teacher"
-"""Key in a teacher's request, within the training: the tokens of its sample, -1 for those of media
-and whatever else need not be the same."""
+"""Key in a teacher's request, within the training: `text_ids` of its sample."""
 
 
 class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
@@ -105,8 +103,8 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
 
     @property
     def _measures_gap(self) -> bool:
-        """Whether the loss compares log-probabilities with the rollout's, on all ranks alike: they
-        are those of the same weights."""
+        """Whether the loss compares log-probabilities with the rollout's: both have the same
+        weights. All ranks agree."""
         is_fresh = self.state.global_step == self._last_loaded_step
         return bool(self.model.training and is_fresh and not self._computes_upstreams_loss)
 
@@ -254,14 +252,11 @@ def divergence(
     logits_NV: Tensor, teacher: Sequence[Tensor], beta: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence of student and teacher, summed over positions, in nats, and the number
-    of positions, as ms-swift computes them (4.6, gkd_loss.py, `gkd_loss`).
-
-    A position counts where the teacher says something: a server may leave some out.
+    of positions, as ms-swift computes them (4.6, gkd_loss.py, `gkd_loss`). A server may leave
+    positions out, which then do not count.
 
     Args:
-        logits_NV: the student's.
-        teacher: its logits [N, V], of which the vocabulary may be another; or top ones [N, K] and
-            their tokens [N, K].
+        teacher: logits [N, V], perhaps of another vocabulary; or top ones [N, K] and tokens [N, K].
     """
     if len(teacher) == 2:
         teachers, tokens_NK = teacher
@@ -274,8 +269,8 @@ def divergence(
 
 
 def completions_of(samples: Sequence[RolloutGKDSample], device: torch.device) -> GRPOBatch:
-    """Return which tokens of encoded samples are trained on, and what they had at the rollout: a
-    row for each sample, its tokens from the first column on."""
+    """Return the mask of trained tokens and their log-probabilities at the rollout: a row for each
+    encoded sample, its trained tokens from the first column on."""
     labels = [torch.as_tensor(sample.encoded["labels"]).flatten()[1:] for sample in samples]
     trained = [torch.ones(int((own != -100).sum()), dtype=torch.bool) for own in labels]
     mask_BK = nn.utils.rnn.pad_sequence(trained, batch_first=True).to(device)
@@ -298,14 +293,13 @@ def text_ids(sample: RolloutGKDSample, placeholders: Sequence[int]) -> list[int]
 def check_teacher(
     name: str | None, ids: Sequence[int] | None, prompt_logprobs: Sequence[Any] | None
 ) -> None:
-    """Raise `DisagreementError` where a teacher's server scored other tokens than the sample's: its
-    log-probabilities would be those of others (docs/promises.md, M3).
+    """Raise `DisagreementError` where a teacher's server scored other tokens than those of the
+    sample `name` (docs/promises.md, M3).
 
     Args:
-        name: of the sample.
-        ids: of its tokens, -1 where any will do; None where they are not known.
-        prompt_logprobs: for each position a dictionary by token, with its own token in it; None for
-            the first.
+        ids: the sample's, -1 where any token will do; None where they are not known.
+        prompt_logprobs: by token for each position, the position's own token included; the first
+            position has None.
     """
     if ids is None:
         return

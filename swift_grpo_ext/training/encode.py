@@ -2,36 +2,37 @@
 
 ms-swift encodes the G samples of a group one by one, and decodes, resizes and processes the same
 images G times (ms-swift issue 4413). Here the first sample of a group is encoded whole, as ms-swift
-does. Each other one shares all entries but the response, to which its own token ids are appended.
-The result equals ms-swift's whole encode, in all families (`tests/stack/test_encodings.py`).
+does; each other one shares its prompt. The result equals ms-swift's in all families
+(`tests/stack/test_encodings.py`).
 
 A sample is encoded whole where the shortcut does not hold (docs/support.md): it has no token ids,
 or several turns; its prompt differs from the group's; its ids hold a placeholder of media; the
 template returns tensors, or ends a row with other tokens than the response.
 
 The rollout and training must see the same prompt (docs/promises.md, M3). That is compared here,
-once for each prompt. Where ms-swift's template writes other line breaks for vLLM, or `--max_length`
-cut the rollout's prompt, training is given the rollout's text.
+once for each prompt.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from swift.rlhf_trainers.utils import encode_sample
 from swift.utils import get_logger
 
-from swift_grpo_ext.checks.rows import media_of
-from swift_grpo_ext.rollout.wire import Prompt
+from swift_grpo_ext.training.group import (
+    DisagreementError,
+    EncodedSample,
+    GroupPrompt,
+    flatten,
+    rollout_prompts,
+)
 from swift_grpo_ext.upstream.patches import replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
-from swift_grpo_ext.upstream.rows import KINDS
 
 if TYPE_CHECKING:
     from swift.template import Template
@@ -45,9 +46,6 @@ logger = get_logger()
 Decode = Callable[[list[int]], str]
 Span = tuple[bool, list[int]]
 """Whether the tokens are placeholders, and the tokens."""
-
-OF_TEXT = ("mm_token_type_ids", "token_type_ids", "image_token_types")
-"""Entries with a value for each token, which is 0 for text."""
 
 SHOWN = 5
 """Tokens of each side that an error quotes."""
@@ -68,131 +66,12 @@ TURNS_REMEDY = (
 )
 
 
-class DisagreementError(RuntimeError):
-    """Rollout and training disagree about a sample: its prompt, positions, tokens or numbers."""
-
-
-# --- the tokens of a sample ---
-
-
-def logprobs_of(sample: RolloutSample) -> list[float]:
-    return list(_flatten(sample.rollout_logprobs))
-
-
-def trained_ids(sample: RolloutSample) -> list[int]:
-    """Return the sampled tokens, without those that an environment put in between."""
-    ids = list(_flatten(sample.response_token_ids))
-    mask = list(_flatten(sample.response_loss_mask))
-    return [i for i, is_own in zip(ids, mask, strict=True) if is_own] if mask else ids
-
-
-def _flatten(values: Iterable[Any] | None) -> Iterator[Any]:
-    """Yield the values of ms-swift's lists for each turn, and of single turns without lists."""
-    return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
-
-
-def kind_of_row(sample: RolloutSample) -> str:
-    """Return the media of a row in a word: `text`, `image`, `images`, `video`, `image+video` ..."""
-    numbers = Counter(medium.kind for medium in media_of(sample))
-    kinds = [kind + "s" * (numbers[kind] > 1) for kind in KINDS if numbers[kind]]
-    return "+".join(kinds) or "text"
-
-
-def rollout_prompts(sample: RolloutSample) -> list[Prompt]:
-    """Return the prompt of each answered turn, as far as it is known."""
-    return [prompt for prompt in sample.rollout_prompts if prompt.token_ids]
-
-
-# --- one encode for each group ---
-
-
-class Encoded(dict[str, Any]):
-    """A sample's entries, as a template's collator takes them."""
-
-    prompt: EncodedPrompt | None = None
-    """The samples of a group share this object. It is None where the sample shares nothing."""
-
-
-@dataclass(frozen=True, eq=False)
-class EncodedPrompt:
-    """The encoded prompt of a group."""
-
-    entries: Mapping[str, Any]
-    """All entries of a sample; those with a value for each token end where the response begins."""
-
-    num_tokens: int
-
-    rollout: Sequence[int]
-    """The token ids of the prompt in the rollout."""
-
-    @classmethod
-    def of(
-        cls, sample: RolloutSample, encoded: Mapping[str, Any], response: Sequence[int]
-    ) -> EncodedPrompt | None:
-        """Return a sample's prompt; None where its row does not end with its response."""
-        ids = encoded["input_ids"]
-        num_tokens = len(ids) - len(response)
-        if not isinstance(ids, list) or ids[num_tokens:] != list(response):
-            return None
-        entries = dict(encoded)
-        for name in ("input_ids", "labels", "loss_scale", *OF_TEXT):
-            values = entries.get(name)
-            if values is None or _num_values(values) != len(ids):
-                continue  # such as kinds of media alone
-            if isinstance(values, torch.Tensor):
-                entries[name] = values[..., :num_tokens]
-            else:
-                entries[name] = values[:num_tokens]
-        prompts = rollout_prompts(sample)
-        return cls(entries, num_tokens, prompts[0].token_ids if prompts else ())
-
-    def is_prompt_of(self, encoded: Mapping[str, Any], response: Sequence[int]) -> bool:
-        """Return whether a whole encoded row is this prompt and a response."""
-        num_tokens = len(encoded["input_ids"]) - len(response)
-        return bool(encoded["input_ids"][:num_tokens] == self.entries["input_ids"])
-
-    def with_response(self, ids: Sequence[int], mask: Sequence[int]) -> Encoded:
-        """Return the entries of the sample that has this response.
-
-        Args:
-            ids: its tokens.
-            mask: for each of them, the weight in the loss: 0, 1, or another where templates scale.
-        """
-        entries = Encoded(self.entries)
-        entries.prompt = self
-        entries["input_ids"] = [*entries["input_ids"], *ids]
-        trained = [i if weight else -100 for i, weight in zip(ids, mask, strict=True)]
-        entries["labels"] = [*entries["labels"], *trained]
-        if entries.get("loss_scale") is not None:
-            entries["loss_scale"] = [*entries["loss_scale"], *map(float, mask)]
-        for name in OF_TEXT:
-            values = entries.get(name)
-            if values is None or _num_values(values) != self.num_tokens:
-                continue
-            if isinstance(values, torch.Tensor):
-                text = values.new_zeros(*values.shape[:-1], len(ids))
-                entries[name] = torch.cat([values, text], dim=-1)
-            else:
-                entries[name] = [*values, *[0] * len(ids)]
-        for name in ("length", "lengths"):
-            if name in entries:
-                length = self.num_tokens + len(ids)
-                entries[name] = [length] if isinstance(entries[name], list) else length
-        return entries
-
-
-def _num_values(values: Any) -> int:
-    """Return for how many tokens an entry has a value."""
-    return int(values.shape[-1]) if isinstance(values, torch.Tensor) else len(values)
-
-
 class GroupEncoder:
     """Encodes the samples of one round, as training sees them.
 
     Args:
-        template: ms-swift's, of the training. Make the encoder before ms-swift takes the template's
-            `max_length` away.
-        args: of the training; `--rollout_mismatch warn` makes a warning of prompts that differ.
+        template: ms-swift's, of the training, with its `max_length`, which ms-swift takes away
+            while it encodes.
         is_conversation: whether schedulers may change prompts. Then each sample is encoded whole.
     """
 
@@ -202,39 +81,39 @@ class GroupEncoder:
         self._template, self._args = template, args
         self._is_conversation = is_conversation
         self._placeholders, self._max_length = {*placeholder_ids(template)}, template.max_length
-        self._prompts: dict[tuple[SampleId, str], EncodedPrompt] = {}
+        self._prompts: dict[tuple[SampleId, str], GroupPrompt] = {}
         self.fault = ""
         """The first prompt that differs between rollout and training, with `--rollout_mismatch
         stop`. All ranks agree on it before one raises."""
 
-    def encode(self, sample: RolloutSample) -> Encoded:
+    def encode(self, sample: RolloutSample) -> EncodedSample:
         """Return a sample's entries."""
         key = sample.sample_id.group_id, sample.prompt_hash
-        known, response = self._prompts.get(key), self._response(sample)
         prompts = rollout_prompts(sample)
-        if known and response and (not prompts or prompts[0].token_ids == known.rollout):
+        rollout = prompts[0].token_ids if prompts else []
+        known, response = self._prompts.get(key), self._response(sample)
+        if known and response and (not rollout or rollout == known.rollout):
             return known.with_response(*response)
-        encoded = Encoded(encode_whole(sample, self._template, self._max_length))
+        encoded = EncodedSample(encode_whole(sample, self._template, self._max_length))
         self._check_prompts(sample, encoded)
         if self._is_conversation:
             response = self._response_of_turns(encoded)
         if response and known is None:
-            known = EncodedPrompt.of(sample, encoded, response[0])
+            known = GroupPrompt.of(encoded, response[0], rollout)
         if known and response and known.is_prompt_of(encoded, response[0]):
             encoded.prompt = self._prompts[key] = known
         return encoded
 
     def _response(self, sample: RolloutSample) -> tuple[list[int], list[int]] | None:
-        """Return the tokens of a response and their weights; None where the sample needs its own
-        whole encode."""
+        """Return the tokens of a response and their weights; None for a sample to encode whole."""
         turns = sample.response_token_ids or []
         if not turns or self._is_conversation or (isinstance(turns[0], list) and len(turns) > 1):
             return None
-        ids = list(_flatten(turns))
-        mask = list(_flatten(sample.response_loss_mask)) or [1] * len(ids)
-        if not ids or len(mask) != len(ids) or not self._placeholders.isdisjoint(ids):
+        ids = list(flatten(turns))
+        weights = list(flatten(sample.response_loss_mask)) or [1] * len(ids)
+        if not ids or len(weights) != len(ids) or not self._placeholders.isdisjoint(ids):
             return None
-        return ids, mask
+        return ids, weights
 
     def _response_of_turns(self, encoded: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
         """Return the tokens of a conversation's turns; None where the row shows media, which may
@@ -256,8 +135,7 @@ class GroupEncoder:
 
 
 def encode_as_training(template: Template, samples: Sequence[RolloutSample]) -> None:
-    """Encode generated samples as training sees them, each into its `encoded`; for callers without
-    a round (`check`, `selftest`), who look for prompts that differ themselves."""
+    """Encode generated samples, each into its `encoded`, and compare no prompts."""
     max_length = template.max_length
     with replaced(template, "max_length", None):
         for sample in samples:
@@ -282,7 +160,8 @@ def encode_whole(
     # In a conversation each turn saw another prompt, which holds what was sampled before.
     prompts = rollout_prompts(sample)
     rollout = prompts[0].token_ids if len(prompts) == 1 else ()
-    was_cut = may_be_cut(rollout, max_length)
+    # `--max_length` counts a medium as one token.
+    was_cut = 0 < (max_length or 0) <= len(rollout)
     placeholders, decode = placeholder_ids(template), template.tokenizer.decode
     changed = with_text_of(rollout, encoded, placeholders, decode, was_cut=was_cut)
     if changed and not was_cut:
@@ -305,12 +184,6 @@ def warn_of_mismatch(error: DisagreementError) -> None:
 # --- the rollout's text ---
 
 
-def may_be_cut(rollout: Sequence[int], max_length: int | None) -> bool:
-    """Return whether `--max_length`, for which a medium is one token, may have cut the prompt of a
-    rollout."""
-    return max_length is not None and 0 < max_length <= len(rollout)
-
-
 def with_text_of(
     rollout: Sequence[int],
     encoded: Mapping[str, Any],
@@ -319,27 +192,22 @@ def with_text_of(
     *,
     was_cut: bool,
 ) -> dict[str, Any]:
-    """Return what changes of an encoded sample so that it has the text of the rollout's prompt.
+    """Return the entries of an encoded sample that change so that it has the rollout's text.
 
-    The policy was asked with the rollout's prompt: it is trained on that one. Media stay as they
-    are encoded. Two prompts come of one row where
+    The policy was asked with the rollout's prompt: it is trained on that one. The prompts of one
+    row differ where
 
     - a template writes a line more beside an image for training (ms-swift's InternVL), or an engine
       merges line breaks (vLLM's Gemma3);
     - ms-swift cuts a prompt to `--max_length` for a rollout, and keeps all media and the last of
-      its other tokens (4.6.0, template/base.py, `_truncate`); for training it encodes it whole.
+      its other tokens (4.6.0, template/base.py, `_truncate`).
+
+    Nothing changes where prompts differ in more than that, or where text tokens of the prompt do
+    not share an entry's value.
 
     Args:
-        rollout: token ids of the prompt, as the engine saw it.
-        encoded: ms-swift's, with `input_ids`, `labels` (-100 in the prompt) and what else has one
-            value for each token, as a list or a tensor [tokens].
         placeholders: ids that stand for media.
-        decode: the text of token ids.
         was_cut: whether the rollout's prompt may be a cut one.
-
-    Returns:
-        New entries; none where the prompts are equal or differ in more than that, or where text
-        tokens of the prompt do not share an entry's value.
     """
     ids, labels = encoded["input_ids"], encoded.get("labels")
     # A template that encodes into tensors keeps its text; `check_rollout_prompts` judges it.
@@ -347,12 +215,11 @@ def with_text_of(
         return {}
     num_prompt = next((i for i, label in enumerate(labels) if label != -100), len(labels))
     ours, theirs = spans_of(rollout, placeholders), spans_of(ids[:num_prompt], placeholders)
-
     # Where a cut leaves no text between two media, numbers of runs differ too: side by side,
     # transformers takes two for one (5.19, `get_rope_index`).
     if len(ours) != len(theirs):
         return {}
-    # A new text token takes what else the sample has for each token from an old one of the prompt.
+    # A new text token takes its other values from an old one of the prompt.
     text_positions = [at for at, i in enumerate(ids[:num_prompt]) if not _is_media(i, placeholders)]
     new_ids: list[int] = []
     sources: list[int] = []

@@ -1,10 +1,8 @@
 """The gap between log-probabilities of rollout and training at equal weights (docs/promises.md).
 
 The first pass over a round has the weights that generated it. So each token tests whether its
-engine samples from the trainer's weights (M4), and whether both sides see the same row (M5).
-
-The gap is judged for each engine and each kind of row: an engine with older weights, or a kind of
-media that one side reads otherwise, disappears in the mean of a round.
+engine samples from the trainer's weights (M4), and whether both sides see the same row (M5). Each
+engine and each kind of row has its own bound: a fault of one disappears in the mean of a round.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import numpy as np
 import torch
 from swift.utils import get_logger
 
-from swift_grpo_ext.training.encode import DisagreementError, kind_of_row
+from swift_grpo_ext.training.group import DisagreementError, kind_of_row
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch
@@ -84,23 +82,15 @@ def gaps_between(
 def gap_limit(bits: int, temperature: float = 1.0) -> float:
     """Return the mean gap, in nats, above which something is wrong rather than imprecise.
 
-    A log-probability is a difference of logits, of which large models have some around 2^4. A float
-    of 16 bits that keeps 8 of them as its mantissa (bfloat16) rounds those to steps of 2^-4, by
-    2^-5 at most; layers before add to it, and averaging over tokens takes from it. Twice a step is
-    beyond that. 32 bits round to 2^-19 there; their limit is that of kernels that sum in different
-    orders, with a wide margin. Other weights, another prompt or dropout lie well above both: with
-    LoRA's default dropout of 0.05 single ratios were off by 0.7 to 1 nats.
-
-    Floats of 8 bits keep 4 of them or 3 (E4M3, E5M2: "FP8 Formats for Deep Learning", 2209.05433).
-    A sum of rounded products is as imprecise, for its size, as one of them. So E4M3 moves
-    log-probabilities 2^4 times as far as bfloat16 does, and has 2^4 times the limit. (With matrices
-    and their inputs rounded, the tiny model: bfloat16 0.0043 nats, E4M3 0.055, E5M2 0.13, matrices
-    of 4 bits 0.14.) Beyond 2 nats an engine has wholly other weights, with any numbers.
+    Large models have logits around 2^4, which bfloat16 (8 bits of mantissa) rounds to steps of
+    2^-4: the limit is two steps. 32 bits round to 2^-19 there, and their limit is that of kernels
+    that sum in different orders, with a wide margin. E4M3 (arXiv:2209.05433) keeps 4 bits: its
+    steps and its limit are 2^4 times those of bfloat16. (The tiny model, with matrices and their
+    inputs rounded: bfloat16 0.0043 nats, E4M3 0.055, E5M2 0.13.)
 
     Args:
-        bits: of the less precise of both sides' numbers; 8 and fewer are quantized ones.
-        temperature: of the sampling. Logits are divided by it, and their rounding with them; one
-            above 1 leaves the limit as it is.
+        bits: of the less precise side's numbers; 8 and fewer are quantized ones.
+        temperature: divides logits, and their rounding. Above 1 it leaves the limit as it is.
     """
     limit = 0.01 if bits > 16 else 0.125 if bits == 16 else 2.0
     return limit / min(temperature or 1.0, 1.0)
@@ -111,22 +101,18 @@ def most_explained(limit: float, count: int) -> float:
 
     The mean over few tokens lies further from 0: in 16 bits an expert that is chosen otherwise
     moves a token by whole nats (two by 2 nats each are `SPIKES` limits).
-
-    Args:
-        limit: for very many tokens (`gap_limit`).
     """
     return limit * (1 + SPIKES / max(count, 1))
 
 
 def sampling_shift(args: RolloutGRPOConfig) -> float:
-    """Return by how many nats, in the mean, log-probabilities of a rollout may lie from those of
-    training because of the settings alone.
+    """Return the mean gap, in nats, that the sampling settings explain.
 
-    vLLM's log-probabilities are those of the distribution that it samples from. One that keeps a
-    share p of it adds -log(p) to each.
+    vLLM's log-probabilities are those of the distribution that it samples from. Where settings keep
+    a share p of the tokens' probability, each log-probability is larger by -log(p).
     """
-    # One token (`--top_k 1`), or what a grammar allows, may be any share. Where a flag is None, the
-    # model's generation settings decide. With `--async_generate` weights are of an earlier step.
+    # One token (`--top_k 1`), or the tokens of a grammar, may be any share. Where a flag is None,
+    # the model's generation settings decide. With `--async_generate` weights are an earlier step's.
     is_unbounded = (
         args.async_generate
         or args.structured_outputs_regex
@@ -158,11 +144,10 @@ class RoundGap:
 def measure_gap(
     micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]], limit: float, shift: float
 ) -> RoundGap:
-    """Return the gap of this rank's samples.
+    """Return the gap of this rank's samples, in a round's micro-batches.
 
     Args:
-        micro_batches: of a round, each with its samples.
-        limit: the mean gap, in nats, that rounding explains in many tokens.
+        limit: the mean gap, in nats, that rounding explains in many tokens (`gap_limit`).
         shift: the mean gap, in nats, that the sampling settings explain (`sampling_shift`).
     """
     groups = defaultdict[Group, Gap](Gap)
@@ -184,16 +169,11 @@ def measure_gap(
 def judge_gap(
     gaps: Sequence[RoundGap], args: RolloutGRPOConfig, limit: float, step: int
 ) -> dict[str, float]:
-    """Hold the gap of each engine and each kind of row, over all ranks, against what rounding and
-    the settings explain (M4, M5).
+    """Compare the gap of each engine and each kind of row, over all ranks, with the gap that
+    rounding and the settings explain (M4, M5), and return metrics by name.
 
     Args:
         gaps: of all ranks, the same on each of them.
-        limit: the mean gap, in nats, that rounding explains in many tokens.
-        step: the optimizer step, for the message.
-
-    Returns:
-        Metrics by name; none where there were no log-probabilities of rollouts.
 
     Raises:
         DisagreementError: on every rank, with `--rollout_mismatch stop`; names engines and rows.
@@ -237,8 +217,8 @@ def _warn_or_stop(
     shift: float,
     step: int,
 ) -> None:
-    """Say which engines and rows have a gap that nothing explains, and what that points to; raise
-    it with `--rollout_mismatch stop`."""
+    """Name the engines and rows beyond their bound and the likely cause, in a warning or, with
+    `--rollout_mismatch stop`, in an error."""
     names = [f"{engine} rows of {kind}".lstrip() for engine, kind in beyond]
     found = "; ".join(f"{n}: {gap}" for n, gap in zip(names, beyond.values(), strict=True))
     cause = (

@@ -1,8 +1,7 @@
-"""Which prompts a round holds: failing ones are replaced as whole groups.
+"""Prompts of a round that cannot be encoded are replaced as whole groups (docs/promises.md, M1).
 
 ms-swift drops failing samples one by one and appends others at the end, so that later groups hold
-several prompts (`BBB AAAA CCCCC`), and advantages compare what has nothing in common. Here a group
-leaves whole and another comes whole (docs/promises.md, M1).
+several prompts (`BBB AAAA CCCCC`), and advantages compare samples of different prompts.
 """
 
 from __future__ import annotations
@@ -59,27 +58,22 @@ def replace_failing_prompts(
     ranks: RankGroup,
     error_of: Callable[[Row], str | None],
 ) -> tuple[list[Row], list[int]]:
-    """Put other prompts in the place of those that cannot be encoded, by whole groups.
+    """Replace groups whose prompt cannot be encoded; return this rank's rows, and the numbers of
+    all replaced groups in the generation batch.
 
     Every rank calls it with its rows; a group may begin on one rank and end on the next. Rank 0
     looks for other prompts, and warns of each group.
 
     Args:
-        rows: this rank's, in order.
         others: the data set from which other prompts come.
-        round_: the round that is about to be generated.
-        first_group: the batch's first group in it.
+        first_group: the number in `round_` of the batch's first group.
         seed: `--seed`, which decides with the round in what order other rows are tried.
-        error_of: says why a row cannot be encoded.
-
-    Returns:
-        This rank's rows, and the numbers of the replaced groups in the generation batch, of all
-        ranks.
+        error_of: returns why a row cannot be encoded.
 
     Raises:
         NoReplacementError: on every rank; names the groups and the causes.
     """
-    # Every rank makes three gathers at most, and which ones depends on what all have gathered.
+    # Every rank makes the same gathers: branches depend on gathered values alone.
     start = sum(ranks.all_gather(len(rows))[: ranks.rank])
     group_of = [(start + position) // group_size for position in range(len(rows))]
     # Equal rows of a group are looked at once.
@@ -128,14 +122,10 @@ def named_request(
     samples2requests: Callable[[list[Any]], list[RolloutInferRequest]],
     placeholders: Collection[str],
 ) -> RolloutInferRequest:
-    """Return the request of a sample, whose row is looked at before; a later turn is its own.
-
-    Args:
-        samples2requests: ms-swift's.
-        placeholders: the tokens that stand for media inside the model.
+    """Return the request of a sample, by ms-swift's `samples2requests`; a later turn is its own.
 
     Raises:
-        RowError: the row has a fault that its headers and texts show.
+        RowError: headers and texts of the row show a fault.
     """
     if isinstance(sample, RolloutInferRequest):
         return samples2requests([sample])[0]

@@ -1,4 +1,4 @@
-"""A round as the trainer goes through it, and the one gather over ranks that ends it."""
+"""A round's samples on one rank, and the report of each rank that one gather brings together."""
 
 from __future__ import annotations
 
@@ -60,11 +60,7 @@ class RoundReport:
 
 
 def warn_duplicates(reports: Sequence[RoundReport], sample: SampleId) -> None:
-    """Warn once where a generation batch holds a prompt twice (G4).
-
-    Args:
-        sample: any of the round, for the message.
-    """
+    """Warn once where the generation batch of `sample` holds a prompt twice (G4)."""
     hashes = [one for report in reports for one in report.prompt_hashes]
     if num_duplicates := count_duplicates(hashes):
         logger.warning_once(

@@ -1,8 +1,6 @@
-"""The rollouts of a training, whatever it learns from them: ms-swift's hooks, as a round goes.
-
-GRPO and distillation (GKD) share them: names and seeds, engines, requests, what training sees of
-the answers, weights. Each hook takes what it needs from ms-swift, and hands it to a collaborator,
-where the rule stands. What one of them does alone stands in `trainer.py` and `distillation.py`.
+"""The hooks of ms-swift that GRPO and distillation (GKD) share, in the order of a round: names and
+seeds, engines, requests, the training batch, weights. Each rule stands in the collaborator that a
+hook calls. `trainer.py` and `distillation.py` have the hooks of one of them.
 """
 
 from __future__ import annotations
@@ -79,8 +77,7 @@ logger = get_logger()
 
 
 class RolloutTraining(RolloutTrainerMixin):
-    """A trainer of ms-swift's with the rollouts of `swift_grpo_ext`. It comes before ms-swift's own
-    among the base classes."""
+    """A trainer of ms-swift's, extended. It stands before ms-swift's own among base classes."""
 
     sample_listeners: list[Callable[[list[SampleRow]], None]]
     """Called with this rank's samples as they are generated, perhaps from another thread."""
@@ -146,6 +143,10 @@ class RolloutTraining(RolloutTrainerMixin):
         self._summary = RunSummary(self, states, self.gap_limit)
         if config.full_determinism:  # before `train` has accelerate wrap the model for DDP
             sum_gradients_one_by_one(self.accelerator)
+
+    @property
+    def _is_conversation(self) -> bool:
+        return bool(self.multi_turn_scheduler or self.enable_server_multi_turn)
 
     @property
     def _group_size(self) -> int:
@@ -322,7 +323,6 @@ class RolloutTraining(RolloutTrainerMixin):
         # With `--async_generate` rank 0 generates for all, in a thread. Else all ranks meet before
         # NCCL, where they would wait for a rank that has failed.
         meets = self.ranks.size > 1 and not is_global_inputs
-        is_conversation = bool(self.multi_turn_scheduler or self.enable_server_multi_turn)
         began = time.monotonic()
         failure: Exception | None = None
         try:
@@ -330,7 +330,7 @@ class RolloutTraining(RolloutTrainerMixin):
         except Exception as e:
             # The other ranks may stand in a collective of ms-swift's, within a conversation or its
             # own client: this rank cannot join them, and `train` ends its group.
-            if not meets or is_conversation or not self._settings.generates:
+            if not meets or self._is_conversation or not self._settings.generates:
                 raise
             failure = e
         if meets:
@@ -389,10 +389,9 @@ class RolloutTraining(RolloutTrainerMixin):
             turns_of_outputs = self._conversations.take(samples, outputs)
         # Copies the samples: several outputs may be of one (`dynamic_num_samples`).
         results = super()._postprocess_rollout_outputs(samples, outputs)
-        is_conversation = bool(self.multi_turn_scheduler or self.enable_server_multi_turn)
         for sample, turns in zip(results, turns_of_outputs, strict=True):
-            attach_turns(sample, turns, is_conversation=is_conversation)
-        if is_conversation:
+            attach_turns(sample, turns, is_conversation=self._is_conversation)
+        if self._is_conversation:
             warn_no_room(outputs, self.template.max_length, self._max_model_len)
         self._recorder.record(
             results,
@@ -404,8 +403,9 @@ class RolloutTraining(RolloutTrainerMixin):
         return results
 
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
-        is_conversation = bool(self.multi_turn_scheduler or self.enable_server_multi_turn)
-        self._encoder = GroupEncoder(self.template, self.args, is_conversation=is_conversation)
+        self._encoder = GroupEncoder(
+            self.template, self.args, is_conversation=self._is_conversation
+        )
         encoding = replaced(self.encoding_module, "encode_sample", self._encode)
         with encoding, named_rows(self.template):
             return super()._prepare_batch_inputs(samples)
@@ -423,8 +423,8 @@ class RolloutTraining(RolloutTrainerMixin):
     # --- the round ends ---
 
     def _end_round(self) -> None:
-        """Hold what all ranks have seen of the round against what is healthy, and record how its
-        samples scored; all ranks call it together, before anything is updated from the round.
+        """Check the observations of all ranks, and record how samples scored; all ranks call it
+        together, before the first update from the round.
 
         Raises:
             DisagreementError: rollout and training disagree, with `--rollout_mismatch stop`.
@@ -459,7 +459,7 @@ class RolloutTraining(RolloutTrainerMixin):
         self._note(judge_gap(gaps, self.args, self.gap_limit, self.state.global_step))
 
     def needs_old_logps(self, *, has_views: bool) -> bool:
-        """Return whether a pass over a round precedes that of its loss; distillation has none."""
+        """Return whether the old policy has a pass of its own; distillation has none."""
         return True
 
     def _take_replayed(self) -> tuple[float, float]:

@@ -1,7 +1,4 @@
-"""A training's log has one line of this plugin as it begins, and one as it ends.
-
-The last line comes from a training that fails, too: what it has seen is where to look first.
-"""
+"""A training's log has one line of this plugin at its start and one at its end, a failure's too."""
 
 from __future__ import annotations
 
@@ -27,15 +24,14 @@ logger = get_logger()
 
 
 class RunSummary:
-    """Rank 0's two lines; the trainer calls `begin` and `end` around a training."""
+    """Rank 0's two lines, around a training.
+
+    Args:
+        states: what is on, and what is off and why (`what_is_on`).
+        limit: the mean rollout gap, in nats, that rounding explains.
+    """
 
     def __init__(self, trainer: RolloutGRPOTrainer, states: Sequence[str], limit: float) -> None:
-        """Listen to the trainer's scores.
-
-        Args:
-            states: what is on, and what is off and why (`what_is_on`).
-            limit: the mean rollout gap, in nats, that rounding explains.
-        """
         self._trainer, self._states, self._limit = trainer, states, limit
         self._rounds: set[RoundId] = set()
         trainer.score_listeners.append(
@@ -43,14 +39,12 @@ class RunSummary:
         )
 
     def begin(self) -> None:
-        """Say what is on, and how to look at the run."""
         if self._trainer.ranks.rank == 0:
             view = view_command(self._trainer.args.output_dir)
             states = "; ".join(self._states)
             logger.info(f"swift-grpo-ext {__version__}: {states}. Look at it meanwhile: {view}")
 
     def end(self) -> None:
-        """Say what was seen."""
         # Without a round the training has failed at its start, and its error says all.
         if self._trainer.ranks.rank or not self._rounds:
             return
@@ -80,11 +74,7 @@ def what_is_on(
     *,
     leaves_out_old_pass: bool,
 ) -> list[str]:
-    """Say what the plugin does in a training.
-
-    Args:
-        leaves_out_old_pass: `TrainingPasses.needs_old_logps` is False.
-    """
+    """Return for each mechanism whether it is on."""
     is_seeded = args.use_vllm and args.rollout_seed_mode == "sample"
     read = "once a group where that saves time" if logps.shares_prompts else "for each sample"
     watches = "diversity" in args.callbacks

@@ -21,7 +21,7 @@ from swift_grpo_ext.training.batch import (
     pad_texts,
     switch_off_dropout,
 )
-from swift_grpo_ext.training.encode import DisagreementError, Encoded, EncodedPrompt
+from swift_grpo_ext.training.group import DisagreementError, EncodedSample, GroupPrompt
 from tests.ranks import run_rank_groups
 from tests.training.samples import arguments, batch, prompts, sample
 
@@ -181,9 +181,11 @@ class Collating(SimpleNamespace):
         return {**pad_texts(self, rows), "pixel_values": pixels, "loss_scale": 1}  # type: ignore[arg-type]
 
 
-def encoded_row(prompt: EncodedPrompt | None, ids: list[int], own: int) -> Encoded:
+def encoded_row(prompt: GroupPrompt | None, ids: list[int], own: int) -> EncodedSample:
     labels = [-100] * (len(ids) - own) + ids[len(ids) - own :]
-    row = Encoded(input_ids=ids, labels=labels, length=len(ids), pixel_values=torch.ones(2, 4))
+    row = EncodedSample(
+        input_ids=ids, labels=labels, length=len(ids), pixel_values=torch.ones(2, 4)
+    )
     row.prompt = prompt
     return row
 
@@ -193,7 +195,7 @@ def test_a_groups_media_are_collated_once(side: str) -> None:
     template: Any = Collating(
         calls=[], padding_side=side, padding_free=False, tokenizer=SimpleNamespace(pad_token_id=0)
     )
-    shared, alone = EncodedPrompt({}, 3, ()), EncodedPrompt({}, 2, ())
+    shared, alone = GroupPrompt({}, 3, ()), GroupPrompt({}, 2, ())
     rows = [(shared, [1, 2, 3, 5], 1), (shared, [1, 2, 3, 6, 7], 2), (alone, [1, 2, 8], 1)]
     samples: list[Any] = [
         sample(encoded=encoded_row(*row), rollout_logprobs=[[-1.0] * row[2]], is_truncated=False)
@@ -220,7 +222,7 @@ def test_all_rows_are_collated_where_nothing_is_packed() -> None:
         calls=[], padding_side="right", padding_free=False,
         tokenizer=SimpleNamespace(pad_token_id=0),
     )  # fmt: skip
-    shared = EncodedPrompt({}, 3, ())
+    shared = GroupPrompt({}, 3, ())
     rows = [(shared, [1, 2, 3, 5], 1), (shared, [1, 2, 3, 6, 7], 2)]
     samples: list[Any] = [
         sample(encoded=encoded_row(*row), rollout_logprobs=[], is_truncated=False) for row in rows
@@ -242,7 +244,7 @@ def test_positions_are_compared_once_a_group() -> None:
         calls=[], padding_side="right", padding_free=False,
         tokenizer=SimpleNamespace(pad_token_id=0),
     )  # fmt: skip
-    shared, samples = EncodedPrompt({}, 5, ()), list[Any]()
+    shared, samples = GroupPrompt({}, 5, ()), list[Any]()
     for own in ([6], [6, 7]):
         row = encoded_row(shared, [1, PAD, PAD, PAD, 2, *own], len(own))
         samples.append(sample(encoded=row, is_truncated=False, rollout_logprobs=[], images=["a"]))

@@ -32,7 +32,7 @@ from swift_grpo_ext.rollout.sample import RolloutGKDSample
 from swift_grpo_ext.training import RolloutGKDTrainer
 from swift_grpo_ext.training.batch import complete_teacher_views
 from swift_grpo_ext.training.distillation import check_teacher, completions_of, divergence
-from swift_grpo_ext.training.encode import DisagreementError
+from swift_grpo_ext.training.group import DisagreementError
 from swift_grpo_ext.training.prompts import named_rows
 from swift_grpo_ext.training.report import Round
 from tests.arguments import distillation_arguments

@@ -13,13 +13,12 @@ import torch
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training import encode as encode_module
 from swift_grpo_ext.training.encode import (
-    DisagreementError,
     GroupEncoder,
     check_rollout_prompts,
     encode_as_training,
-    kind_of_row,
     with_text_of,
 )
+from swift_grpo_ext.training.group import DisagreementError, kind_of_row
 from tests.training.samples import arguments, prompts, sample
 
 PAD, SOFT = 90, 91

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.training.encode import DisagreementError
 from swift_grpo_ext.training.gap import Gap, gap_limit, judge_gap, measure_gap, sampling_shift
+from swift_grpo_ext.training.group import DisagreementError
 from tests.ranks import run_rank_groups
 from tests.training.samples import arguments, batch, sample
 

@@ -47,7 +47,6 @@ from swift_grpo_ext.training.encode import (
     REMEDY,
     SHOWN,
     encode_as_training,
-    may_be_cut,
     spans_of,
 )
 from swift_grpo_ext.upstream.placeholders import placeholder_ids, placeholder_texts
@@ -290,7 +289,7 @@ class RowEncoder:
             training, placed = self._prompt_in_training(sample, rollout)
         features = request.mm_features or ()
         # Of the text the last tokens are kept: media in front of it have lost theirs.
-        was_cut = may_be_cut(rollout, self.max_length)
+        was_cut = 0 < (self.max_length or 0) <= len(rollout)
         text_from = next((n for n, i in enumerate(rollout) if i not in self._placeholders), 0)
         starts = [feature.mm_position.offset for feature in features]
         return EncodedRow(

@@ -30,13 +30,9 @@ from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.stops.rule import find
 from swift_grpo_ext.tools.selftest.outcome import LEAST_P, NotTriedError, flips
 from swift_grpo_ext.tools.selftest.rig import MAX_TOKENS, Rig
-from swift_grpo_ext.training.encode import (
-    DisagreementError,
-    check_rollout_prompts,
-    logprobs_of,
-    trained_ids,
-)
+from swift_grpo_ext.training.encode import check_rollout_prompts
 from swift_grpo_ext.training.gap import gap_limit
+from swift_grpo_ext.training.group import DisagreementError, logprobs_of, trained_ids
 from swift_grpo_ext.upstream.patches import replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 

@@ -27,8 +27,9 @@ from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.tools.selftest.outcome import NotTriedError
 from swift_grpo_ext.training.batch import collate
-from swift_grpo_ext.training.encode import DisagreementError, GroupEncoder, check_rollout_prompts
+from swift_grpo_ext.training.encode import GroupEncoder, check_rollout_prompts
 from swift_grpo_ext.training.gap import Gap, gaps_between
+from swift_grpo_ext.training.group import DisagreementError
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 if TYPE_CHECKING:

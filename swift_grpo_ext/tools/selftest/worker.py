@@ -97,7 +97,7 @@ def check_all(job: Job, trainer: RolloutGRPOTrainer) -> None:
 def attempt(rig: Rig, name: str, check: Check) -> Result:
     """Run a check. Errors that say that a promise is broken are a result; others leave it open."""
     from swift_grpo_ext.ranks import RolloutError
-    from swift_grpo_ext.training.encode import DisagreementError
+    from swift_grpo_ext.training.group import DisagreementError
     from swift_grpo_ext.weights.update import WeightUpdateError
 
     values: dict[str, Any] = {}

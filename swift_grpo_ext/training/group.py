@@ -1,0 +1,177 @@
+"""A group in training: the samples of one prompt, from their encode to the loss.
+
+Until the encode, `SampleId` names the group of a sample: ms-swift's hooks take lists of samples,
+which ranks exchange and schedulers copy. The encode gives the samples of a group one `GroupPrompt`
+(`encode.py`), and `groups_of` finds groups by it in a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from swift_grpo_ext.checks.rows import media_of
+from swift_grpo_ext.logits.packed import PER_TOKEN, GroupRows
+from swift_grpo_ext.rollout.wire import Prompt
+from swift_grpo_ext.upstream.rows import KINDS
+
+if TYPE_CHECKING:
+    from swift_grpo_ext.rollout.sample import RolloutSample
+
+
+class DisagreementError(RuntimeError):
+    """Rollout and training disagree about a sample: its prompt, positions, tokens or numbers."""
+
+
+class EncodedSample(dict[str, Any]):
+    """The entries of a sample, as a template's collator takes them."""
+
+    prompt: GroupPrompt | None = None
+    """Shared by the samples of a group; None where a sample shares nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPrompt:
+    """The encoded prompt of a group."""
+
+    entries: Mapping[str, Any]
+    """All entries of a sample, media too. Values for each token end where the response begins."""
+
+    num_tokens: int
+
+    rollout: Sequence[int]
+    """The token ids of the prompt in the rollout."""
+
+    @classmethod
+    def of(
+        cls, encoded: Mapping[str, Any], response: Sequence[int], rollout: Sequence[int]
+    ) -> GroupPrompt | None:
+        """Return the prompt of a whole encoded row; None where another text follows its response.
+
+        Args:
+            response: the last token ids of the row.
+            rollout: the token ids of the prompt in the rollout.
+        """
+        ids = encoded["input_ids"]
+        num_tokens = len(ids) - len(response)
+        if not isinstance(ids, list) or ids[num_tokens:] != list(response):
+            return None
+        entries = dict(encoded)
+        for name in ("input_ids", "labels", "loss_scale", *PER_TOKEN):
+            if has_values(entries.get(name), len(ids)):  # some name the kinds of media alone
+                values = entries[name]
+                is_tensor = isinstance(values, torch.Tensor)
+                entries[name] = values[..., :num_tokens] if is_tensor else values[:num_tokens]
+        return cls(entries, num_tokens, rollout)
+
+    def is_prompt_of(self, encoded: Mapping[str, Any], response: Sequence[int]) -> bool:
+        """Return whether a whole encoded row is this prompt and a response."""
+        num_tokens = len(encoded["input_ids"]) - len(response)
+        return bool(encoded["input_ids"][:num_tokens] == self.entries["input_ids"])
+
+    def with_response(self, ids: Sequence[int], weights: Sequence[float]) -> EncodedSample:
+        """Return the entries of the sample with this response.
+
+        Args:
+            weights: of each token in the loss: 0, 1, or another where templates scale.
+        """
+        made = EncodedSample(self.entries)
+        made.prompt = self
+        made["input_ids"] = [*made["input_ids"], *ids]
+        trained = [i if weight else -100 for i, weight in zip(ids, weights, strict=True)]
+        made["labels"] = [*made["labels"], *trained]
+        if made.get("loss_scale") is not None:
+            made["loss_scale"] = [*made["loss_scale"], *map(float, weights)]
+        for name in PER_TOKEN:
+            values = made.get(name)
+            if not has_values(values, self.num_tokens):
+                continue
+            if isinstance(values, torch.Tensor):
+                text = values.new_zeros(*values.shape[:-1], len(ids))
+                made[name] = torch.cat([values, text], dim=-1)
+            else:
+                made[name] = [*values, *[0] * len(ids)]
+        for name in ("length", "lengths"):
+            if name in made:
+                length = len(made["input_ids"])
+                made[name] = [length] if isinstance(made[name], list) else length
+        return made
+
+
+def has_values(values: Any, num_tokens: int) -> bool:
+    """Return whether an entry has a value for each of so many tokens."""
+    if isinstance(values, torch.Tensor):
+        return values.shape[-1] == num_tokens
+    return values is not None and len(values) == num_tokens
+
+
+class Group(NamedTuple):
+    """Neighbours in a micro-batch with the same prompt."""
+
+    prompt: GroupPrompt | None
+    samples: list[RolloutSample]
+
+    @property
+    def longest(self) -> RolloutSample:
+        return max(self.samples, key=lambda sample: len(sample.encoded["input_ids"]))
+
+    @property
+    def rows(self) -> GroupRows:
+        is_shared = self.prompt is not None and len(self.samples) > 1
+        return GroupRows(
+            prompt=self.prompt.num_tokens if is_shared else 0,
+            ids=[sample.encoded["input_ids"] for sample in self.samples],
+            labels=[sample.encoded["labels"] for sample in self.samples],
+        )
+
+
+def groups_of(samples: Iterable[RolloutSample]) -> list[Group]:
+    """Return the groups of encoded samples, in order; a sample without a prompt is its own."""
+
+    def key(sample: RolloutSample) -> int:
+        prompt = prompt_of(sample)
+        return id(sample) if prompt is None else id(prompt)
+
+    groups = [list(group) for _, group in groupby(samples, key)]
+    return [Group(prompt_of(group[0]), group) for group in groups]
+
+
+def prompt_of(sample: RolloutSample) -> GroupPrompt | None:
+    prompt: GroupPrompt | None = getattr(sample.encoded, "prompt", None)  # a teacher's row has none
+    return prompt
+
+
+# --- a sample's tokens and media ---
+
+
+def logprobs_of(sample: RolloutSample) -> list[float]:
+    return list(flatten(sample.rollout_logprobs))
+
+
+def trained_ids(sample: RolloutSample) -> list[int]:
+    """Return the sampled tokens, without those that an environment put in between."""
+    ids = list(flatten(sample.response_token_ids))
+    mask = list(flatten(sample.response_loss_mask))
+    return [i for i, is_own in zip(ids, mask, strict=True) if is_own] if mask else ids
+
+
+def flatten(values: Iterable[Any] | None) -> Iterator[Any]:
+    """Yield the values of ms-swift's lists for each turn, and of single turns without lists."""
+    return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
+
+
+def kind_of_row(sample: RolloutSample) -> str:
+    """Return the media of a row in a word: `text`, `image`, `images`, `video`, `image+video` ..."""
+    numbers = Counter(medium.kind for medium in media_of(sample))
+    kinds = [kind + "s" * (numbers[kind] > 1) for kind in KINDS if numbers[kind]]
+    return "+".join(kinds) or "text"
+
+
+def rollout_prompts(sample: RolloutSample) -> list[Prompt]:
+    """Return the prompt of each answered turn, as far as it is known."""
+    return [prompt for prompt in sample.rollout_prompts if prompt.token_ids]
