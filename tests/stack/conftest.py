@@ -7,12 +7,14 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from filelock import FileLock
 from PIL import Image
+from tiny_vlm.families import FAMILIES, Family
 
 from tests.stack import rounds
 from tests.stack.processes import rollout_server
@@ -44,6 +46,15 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
             make(folder)
             done.touch()
     return folder
+
+
+@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES, scope="module")
+def family(request: pytest.FixtureRequest) -> Family:
+    param: Family = request.param
+    missing = [package for package in param.needs if find_spec(package) is None]
+    if missing:
+        pytest.skip(f"not installed, and ms-swift asks for it: {', '.join(missing)}")
+    return param
 
 
 @pytest.fixture(scope="session")

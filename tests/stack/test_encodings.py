@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import copy
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from PIL import Image
 from swift.model import get_processor
 from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch
 from swift.template import get_template
-from tiny_vlm.families import FAMILIES, Family, make_family
+from tiny_vlm.families import Family, make_family
 
 from swift_grpo_ext.logits.packed import SharedPromptInputs
 from swift_grpo_ext.rollout.sample import RolloutSample
@@ -42,15 +41,6 @@ RESPONSES: tuple[tuple[list[int], list[int]], ...] = (
     ([25, 26, 27, 28, 29, 30], [1, 0, 1, 1, 0, 1]),
 )
 """Token ids, and which are trained on."""
-
-
-@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES, scope="module")
-def family(request: pytest.FixtureRequest) -> Family:
-    param: Family = request.param
-    missing = [package for package in param.needs if find_spec(package) is None]
-    if missing:
-        pytest.skip(f"not installed, and ms-swift asks for it: {', '.join(missing)}")
-    return param
 
 
 @pytest.fixture(scope="module")

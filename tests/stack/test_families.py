@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny_vlm.families import FAMILIES, Family, make_family
+from tiny_vlm.families import Family, make_family
 
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.tables import to_rows
@@ -64,15 +63,6 @@ def note(family: Family, name: str, **found: Any) -> None:
     results.setdefault(family.name, {})[name] = found
     text = json.dumps(results, indent=1, sort_keys=True) + "\n"
     path.write_text(text, encoding="utf-8")
-
-
-@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES, scope="module")
-def family(request: pytest.FixtureRequest) -> Family:
-    param: Family = request.param
-    missing = [package for package in param.needs if find_spec(package) is None]
-    if missing:
-        pytest.skip(f"not installed, and ms-swift asks for it: {', '.join(missing)}")
-    return param
 
 
 @pytest.fixture(scope="module")
