@@ -50,18 +50,6 @@ POSITIONS_REMEDY = (
 )
 
 
-def check_counts(samples: Sequence[RolloutSample]) -> None:
-    """Raise `DisagreementError` for a sample that lacks a log-probability for a token (M6)."""
-    for sample in samples:
-        num_tokens, num_logprobs = len(trained_ids(sample)), len(logprobs_of(sample))
-        # ms-swift asks for none with `--use_vllm false`.
-        if num_logprobs not in (0, num_tokens):
-            raise DisagreementError(
-                f"{sample.sample_id}: {num_tokens} sampled tokens and {num_logprobs} "
-                "log-probabilities came back from the engine."
-            )
-
-
 def complete_teacher_views(
     samples: Sequence[RolloutSample | RolloutGKDSample], ranks: RankGroup
 ) -> bool:
@@ -142,7 +130,6 @@ def pad_texts(template: Template, rows: Sequence[Mapping[str, Any]], **_: Any) -
 
 
 def check_batches(
-    samples: Sequence[RolloutSample],
     micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch, Mapping[str, Any]]],
     args: RolloutGRPOConfig,
     ranks: RankGroup,
@@ -156,30 +143,35 @@ def check_batches(
         fault: the first prompt of this rank that differs (`GroupEncoder.fault`).
     """
     try:
-        check_counts(samples)
-        for chunk, batch, inputs in micro_batches:
-            check_positions(chunk, inputs, args)
-            check_trained_tokens(chunk, batch)
+        for samples, batch, inputs in micro_batches:
+            check_tokens(samples, batch)
+            check_positions(samples, inputs, args)
     except DisagreementError as e:  # not raised yet: the others would wait for this rank
         fault = fault or str(e)
     if faults := [*filter(None, ranks.all_gather(fault))]:
         raise DisagreementError(faults[0])
 
 
-def check_trained_tokens(samples: Sequence[RolloutSample], batch: GRPOBatch) -> None:
-    """Raise `DisagreementError` where a sample is trained on another number of tokens than were
-    sampled. `--rollout_mismatch warn` does not help: nothing says which token has which number."""
+def check_tokens(samples: Sequence[RolloutSample], batch: GRPOBatch) -> None:
+    """Raise `DisagreementError` where a sample lacks a log-probability for a token, or is trained
+    on another number of tokens than were sampled. `--rollout_mismatch warn` does not help: nothing
+    says which token has which number."""
+    numbers = [len(logprobs_of(sample)) for sample in samples]
     # ms-swift drops all log-probabilities of a batch where one sample's count disagrees, and goes
     # on without importance sampling (4.6, utils.py, `build_rollout_logps`).
-    if batch.rollout_per_token_logps is not None or not all(map(logprobs_of, samples)):
-        return
-    for sample, mask in zip(samples, batch.completion_mask, strict=True):
+    are_dropped = batch.rollout_per_token_logps is None and all(numbers)
+    for sample, mask, number in zip(samples, batch.completion_mask, numbers, strict=True):
+        num_tokens, num_trained = len(trained_ids(sample)), int(mask.sum())
+        if number not in (0, num_tokens):  # ms-swift asks for none with `--use_vllm false`
+            raise DisagreementError(
+                f"{sample.sample_id}: {num_tokens} sampled tokens and {number} log-probabilities "
+                "came back from the engine."
+            )
         # ms-swift cuts the last off where there is one too many.
-        count, num_sampled = int(mask.sum()), len(logprobs_of(sample))
-        if num_sampled not in (count, count + 1):
+        if are_dropped and number not in (num_trained, num_trained + 1):
             kept = KEPT_TURNS if len(rollout_prompts(sample)) > 1 else KEPT_TOKENS
             raise DisagreementError(
-                f"{sample.sample_id}: {num_sampled} tokens were sampled, and {count} would "
+                f"{sample.sample_id}: {number} tokens were sampled, and {num_trained} would "
                 f"be trained on. {kept}"
             )
 

@@ -85,7 +85,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
             device, inputs = self.accelerator.device, [batch["model_inputs"] for batch in batches]
             both_sides = [completions_of(chunk, device) for chunk in self._chunks]
             micro_batches = list(zip(self._chunks, both_sides, inputs, strict=True))
-            check_batches(samples, micro_batches, self.args, self.ranks, self._encoder.fault)
+            check_batches(micro_batches, self.args, self.ranks, self._encoder.fault)
             for batch, *rollout in zip(batches, self._chunks, both_sides, strict=True):
                 batch["rollout"] = rollout
         return batches

@@ -111,7 +111,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
         grpo_batches = [batch["grpo_batch"] for batch in batches]
         inputs = [batch["model_inputs"] for batch in batches]
         both_sides = list(zip(self._chunks, grpo_batches, inputs, strict=True))
-        check_batches(samples, both_sides, self.args, self.ranks, self._encoder.fault)
+        check_batches(both_sides, self.args, self.ranks, self._encoder.fault)
         if getattr(self, "_is_dynamic_self_distillation", False):
             # ms-swift 4.6 says so of every run without a teacher, and then refuses what cannot have
             # one: `--loss_type real` and `fipo`, `--off_policy_sequence_mask_delta`.

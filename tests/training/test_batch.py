@@ -14,9 +14,8 @@ from swift_grpo_ext.logits.packed import SharedPromptInputs
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.training.batch import (
     check_batches,
-    check_counts,
     check_positions,
-    check_trained_tokens,
+    check_tokens,
     collate_groups,
     pad_texts,
     switch_off_dropout,
@@ -34,25 +33,26 @@ def test_each_sampled_token_has_a_log_probability() -> None:
     """Those that an environment put in between have none; a sample without any has no count."""
     tool = sample(turns=[(5, 6, 9), (7,)], logprobs=[(-1, -1), (-1,)], mask=[(1, 1, 0), (1,)])
     single = sample(response_token_ids=[5, 6], rollout_logprobs=[-1, -1])
-    check_counts([sample(), sample(logprobs=()), tool, single])
+    rollout = batch(rollout=((-1.0,) * 2,) * 4, mask=((1, 1),) * 4)
+    check_tokens([sample(), sample(logprobs=()), tool, single], rollout)
     message = r"train round 3\.0, group 2, sample 1: 2 sampled tokens and 1 log-prob"
     with pytest.raises(DisagreementError, match=message):
-        check_counts([sample(), sample(logprobs=[(-0.5,)])])
+        check_tokens([sample(logprobs=[(-0.5,)])], batch())
     with pytest.raises(DisagreementError, match="3 sampled tokens and 2 log-prob"):
-        check_counts([sample(turns=[(5, 6, 9)])])
+        check_tokens([sample(turns=[(5, 6, 9)])], batch())
 
 
 @pytest.mark.parametrize(("count", "is_good"), [(1, False), (2, True), (3, True), (4, False)])
 def test_a_batch_without_log_probabilities_names_the_count(count: int, is_good: bool) -> None:
     """One token may lack in training: the end of a turn that was sampled."""
     drawn, without = sample(turns=[(5,) * count], logprobs=[(-1.0,) * count]), batch(rollout=None)
-    check_trained_tokens([drawn], batch())
-    check_trained_tokens([sample(logprobs=())], without)
+    check_tokens([drawn], batch())
+    check_tokens([sample(logprobs=())], without)
     if is_good:
-        check_trained_tokens([drawn], without)
+        check_tokens([drawn], without)
         return
     with pytest.raises(DisagreementError, match=f"{count} tokens were sampled, and 2 would be"):
-        check_trained_tokens([drawn], without)
+        check_tokens([drawn], without)
 
 
 @pytest.mark.parametrize(
@@ -70,19 +70,19 @@ def test_what_one_rank_finds_ends_all(change: dict[str, Any], message: str) -> N
         batches = [batch(rollout=None if ranks.rank == 1 else ((-0.5, -1.0),)) for _ in drawn]
         micro_batches = [([one], of, {}) for one, of in zip(drawn, batches, strict=True)]
         with pytest.raises(DisagreementError) as raised:
-            check_batches(drawn, micro_batches, arguments(), ranks)
+            check_batches(micro_batches, arguments(), ranks)
         return str(raised.value)
 
     [first, second, third] = run_rank_groups(3, work)
     assert first == second == third
     assert message in first
-    check_batches([sample()], [([sample()], batch(), {})], arguments(), RankGroup())
+    check_batches([([sample()], batch(), {})], arguments(), RankGroup())
 
 
 def test_a_prompt_that_differs_on_one_rank_ends_all() -> None:
     def work(ranks: RankGroup) -> str:
         with pytest.raises(DisagreementError) as raised:
-            check_batches([], [], arguments(), ranks, "another prompt" if ranks.rank else "")
+            check_batches([], arguments(), ranks, "another prompt" if ranks.rank else "")
         return str(raised.value)
 
     assert run_rank_groups(2, work) == ["another prompt"] * 2
