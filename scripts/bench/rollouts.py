@@ -51,6 +51,7 @@ STARTUP_SECONDS = 600
 MEASURES = ("seconds", "tokens", "request_bytes", "response_bytes")
 Samples = Sequence[RolloutSample]
 Case = Callable[[int], Samples]  # makes the batch of a repetition
+Draw = Callable[[Samples], list[RolloutOutput]]
 
 
 def main() -> None:
@@ -99,12 +100,10 @@ class Drawing(ABC):
 
     def ways(self, case: Case) -> dict[str, Turn]:
         ours = partial(draw_ours, run_seed=RUN_SEED, ask=self.ask)
-        ways = {"ms-swift": self.theirs, "ours": ours}
+        ways: dict[str, Draw] = {"ms-swift": self.theirs, "ours": ours}
         return {way: partial(self._measure, case, draw) for way, draw in ways.items()}
 
-    def _measure(
-        self, case: Case, draw: Callable[[Samples], list[RolloutOutput]], repetition: int
-    ) -> Measures:
+    def _measure(self, case: Case, draw: Draw, repetition: int) -> Measures:
         samples = case(repetition)
         for cache_reset in CACHES:
             self.reset(cache_reset)

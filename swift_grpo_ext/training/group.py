@@ -92,7 +92,7 @@ class GroupPrompt:
             if not has_values(values, self.num_tokens):
                 continue
             if isinstance(values, torch.Tensor):
-                text = values.new_zeros(*values.shape[:-1], len(ids))
+                text = values.new_zeros((*values.shape[:-1], len(ids)))
                 made[name] = torch.cat([values, text], dim=-1)
             else:
                 made[name] = [*values, *[0] * len(ids)]
@@ -122,9 +122,8 @@ class Group(NamedTuple):
 
     @property
     def rows(self) -> GroupRows:
-        is_shared = self.prompt is not None and len(self.samples) > 1
         return GroupRows(
-            prompt=self.prompt.num_tokens if is_shared else 0,
+            prompt=self.prompt.num_tokens if self.prompt and len(self.samples) > 1 else 0,
             ids=[sample.encoded["input_ids"] for sample in self.samples],
             labels=[sample.encoded["labels"] for sample in self.samples],
         )
