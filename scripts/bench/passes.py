@@ -109,9 +109,7 @@ def once(model: Any, batch: Batch, chunk_size: int = LogitsShim.chunk_size) -> T
 
 def packed(model: Any, batch: Batch) -> PackedBatch:
     """Return a batch in which each group's prompt stands once."""
-    found = pack(shared(batch), model)
-    assert found is not None
-    return found
+    return pack(shared(batch), model)
 
 
 def shared(batch: Batch) -> SharedPromptInputs:

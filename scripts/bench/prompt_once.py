@@ -94,7 +94,7 @@ def run_point(
         num_rows = min(max(options.positions // (prompt + max(completions)), 1), group_size)
     prompt_T = torch.randint(200, text.vocab_size, (prompt,))
     group, part = (group_of(model, prompt_T, completions[:n]) for n in (group_size, num_rows))
-    expected = round(1 - saving(shared(group).groups, text), 3)
+    expected = round(1 - saving(shared(group).groups), 3)
     point |= {"rows run": f"{num_rows} of {group_size}", "expected": expected, "skipped": ""}
     reason = reason_against(model, group.inputs)
     if options.device == "cpu" and not reason:

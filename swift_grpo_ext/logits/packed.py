@@ -1,12 +1,11 @@
 """Read the prompt of a group once in a training pass (`--logps_shared_prompt`).
 
-A micro-batch repeats the prompt of a group in each of its samples' rows. Here all samples become
-one *packed row* without padding: each prompt once, with its samples behind it. Their positions
-count on from it. Layers that mix positions read it by segments (`segments.py`), so that a sample
-sees its prompt and itself. The sums are those of the micro-batch, in another order (shared-prefix
-forward: arXiv 2506.05433).
+A micro-batch repeats the prompt of a group in each of its samples' rows. A *packed row* holds each
+prompt once, with its samples behind it, whose positions count on from it, and no padding. Layers
+that mix positions read it by segments (`segments.py`): a sample sees its prompt and itself. The
+sums are those of the micro-batch, in another order (shared-prefix forward: arXiv 2506.05433).
 
-    prompt a b c, samples d e and f g  ->  a b  c d  c f     (the last tokens predict nothing)
+    prompt a b c, samples d e and f g  ->  a b  c d e  c f g
 
 Letters in names are shapes: B rows of a micro-batch, G groups, T positions of a row, L positions of
 the packed row.
@@ -15,7 +14,6 @@ the packed row.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,17 +25,15 @@ from torch import Tensor
 from swift_grpo_ext.logits import segments
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
+# Inputs that count tokens up, from the last of a prompt on by 1.
 POSITIONS = ("position_ids", "text_position_ids")
-"""Inputs that count tokens up, from the last of a prompt on by 1."""
-
+# Inputs [G, T] that are 0 at text, and so at tokens of a sample's own.
 PER_TOKEN = ("mm_token_type_ids", "token_type_ids", "image_token_types")
-"""Inputs [G, T] that are 0 at tokens of a sample's own: those are text."""
-
+# Models count positions from these, which a packed row brings along. Templates leave out the rows
+# without media: there may be fewer than G.
 FOR_POSITIONS = ("second_per_grid_ts", "mm_token_type_ids")
-"""Inputs from which models count positions, which a packed row brings along. Templates leave out
-the rows without media, so that there may be fewer than G."""
 
 
 class UnknownInputError(ValueError):
@@ -47,14 +43,9 @@ class UnknownInputError(ValueError):
 class GroupRows(NamedTuple):
     """The samples of one prompt in a micro-batch, next to each other."""
 
-    prompt: int
-    """Tokens of the prompt that all have in common; 0 where there is one sample."""
-
-    ids: list[Sequence[int]]
-    """The whole row of each sample: prompt and response."""
-
-    labels: list[Sequence[int]]
-    """Labels have the lengths of `ids`; -100 marks a token that is not trained on."""
+    prompt: int  # tokens of the prompt that all have in common; 0 where there is one sample
+    ids: list[Sequence[int]]  # the whole row of each sample: prompt and response
+    labels: list[Sequence[int]]  # as long as `ids`; -100 marks a token that is not trained on
 
     @property
     def is_shared(self) -> bool:
@@ -64,11 +55,11 @@ class GroupRows(NamedTuple):
     def num_positions(self) -> tuple[int, list[int]]:
         """Positions of the packed row that belong to the prompt, and to each sample behind it.
 
-        A sample begins with the prompt's last token, and ends before its own last one. A group of
+        A sample begins with the prompt's last token, which predicts its first own one. A group of
         one sample is a prompt from beginning to end."""
         if not self.is_shared:
             return len(self.ids[0]), []
-        return self.prompt - 1, [len(ids) - self.prompt for ids in self.ids]
+        return self.prompt - 1, [len(ids) - self.prompt + 1 for ids in self.ids]
 
 
 class SharedPromptInputs(dict[str, Any]):
@@ -88,10 +79,8 @@ class SharedPromptInputs(dict[str, Any]):
         """
         Args:
             texts: the items.
-            groups: in the order of the rows. A group of several samples has all its media in its
-                prompt.
-            heads: the inputs of one row a group, that of its longest sample, as ms-swift collates
-                them: media come once.
+            groups: in the order of the rows; several samples have all their media in the prompt.
+            heads: the inputs of each group's longest sample, as ms-swift collates them.
             plain: collates all B rows as ms-swift does.
         """
         super().__init__(texts)
@@ -105,11 +94,8 @@ class SharedPromptInputs(dict[str, Any]):
 class PackedBatch(NamedTuple):
     """A micro-batch as one packed row."""
 
-    inputs: dict[str, Any]
-    """The arguments of the model's forward."""
-
-    predicts_1L: Tensor
-    """The positions of the wanted logits, in the order in which they stood in the rows."""
+    inputs: dict[str, Any]  # the arguments of the model's forward
+    predicts_1L: Tensor  # the positions of the wanted logits, in the order of the rows
 
 
 def plain_inputs(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,10 +109,9 @@ def plain_inputs(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
-    """Return why a model's micro-batches cannot be packed; '' where they can.
+    """Return why an unwrapped model's micro-batches cannot be packed; '' where they can.
 
     Args:
-        model: unwrapped.
         inputs: the arguments of its forward.
     """
     parameters = inspect.signature(model.forward).parameters.values()
@@ -137,44 +122,23 @@ def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
         # transformers flattens the mask to one number for each position of the batch (5.19,
         # qwen3_moe and others, `load_balancing_loss_func`).
         return "--router_aux_loss_coef is computed of a mask of rows"
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    rope = getattr(text, "rope_parameters", None) or {}
     if "mrope_section" in rope and "position_ids" not in inputs:
         # The model would count them row by row of the batch, which a packed row does not show.
         return "its positions are made of its images"
     return segments.reason_against(model)
 
 
-def pack(
-    inputs: SharedPromptInputs,
-    model: PreTrainedModel,
-    is_worth: Callable[[float], bool] = bool,
-) -> PackedBatch | None:
-    """Pack a micro-batch; None where that saves less than it should. The model's layers read packed
-    rows from here on.
-
-    Args:
-        inputs: the micro-batch.
-        model: unwrapped, and none that `reason_against` names a reason for.
-        is_worth: says whether packing is done for a share of the pass that is expected to be saved.
+def pack(inputs: SharedPromptInputs, model: PreTrainedModel) -> PackedBatch:
+    """Pack a micro-batch of an unwrapped model for which `reason_against` names no reason. The
+    model's layers read packed rows from here on.
 
     Raises:
         UnknownInputError: an input is not known.
     """
-    groups, text = inputs.groups, model.config.get_text_config()
-    if not any(group.is_shared for group in groups):
-        return None
+    groups = inputs.groups
     if any(group.is_shared and group.prompt < 2 for group in groups):
         raise UnknownInputError("a prompt has one token, which each sample needs for itself")
-    share = saving(groups, text)
-    if share <= 0 or not is_worth(share):
-        return None
-    longest = longest_row(groups)
-    longest_packed = max(len(ids) - group.is_shared for group in groups for ids in group.ids)
-    for name, border in rotary_borders(text).items():
-        # Beyond its border the one takes other factors, and the other new ones at each length.
-        both = longest_packed > border, longest > border
-        if both[0] != both[1] or (name == "dynamic" and any(both)):
-            raise UnknownInputError(f"its rotary embedding ({name}) follows the longest row")
     layout = layout_of(groups, inputs.heads)
     packed = layout.inputs(inputs.heads) | inputs.settings
     packed["attention_mask"] = layout.attention_mask(inputs.heads, model)
@@ -182,63 +146,19 @@ def pack(
     return PackedBatch(packed, layout.predicts_L[None].bool())
 
 
+# --- what it saves ---
+
+
 def longest_row(groups: Sequence[GroupRows]) -> int:
     return max(len(ids) for group in groups for ids in group.ids)
 
 
-def rotary_borders(text: PretrainedConfig) -> dict[str, int]:
-    """Return by its type each rotary embedding that follows the longest row of a pass, with the
-    length from which on it does (transformers 5.19, modeling_rope_utils.py, `dynamic_rope_update`).
-    """
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    found = dict[str, int]()
-    # One for all layers, or one for each kind of layer.
-    for each in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        name = each.get("rope_type", each.get("type"))
-        if name in ("longrope", "dynamic"):
-            trained = each.get("original_max_position_embeddings")
-            trained = trained or getattr(text, "original_max_position_embeddings", None)
-            found[name] = int(trained or text.max_position_embeddings)
-    return found
-
-
-# --- what it saves ---
-
-
-def saving(groups: Sequence[GroupRows], text: PretrainedConfig) -> float:
-    """Return the share of a pass's operations that is expected to be saved, its towers left out.
-
-    ms-swift's rows are as long as the longest.
-    """
-    num_rows = sum(len(group.ids) for group in groups)
-    plain = pass_cost([(longest_row(groups), [])] * num_rows, text)
-    return 1 - pass_cost([group.num_positions for group in groups], text) / plain
-
-
-def pass_cost(groups: Sequence[tuple[int, list[int]]], text: PretrainedConfig) -> float:
-    """Return about how many operations a pass takes.
-
-    Args:
-        groups: the positions of each prompt, and of each sample behind it.
-        text: the configuration of the model's text.
-    """
-    # In units of 4 x width operations a layer's weights (about 12 x width^2 of them) cost 6 x width
-    # for a position, and its attention 1 for each pair that is seen.
-    window = segments.longest_window(text) or math.inf
-    longest = max((length for _, samples in groups for length in samples), default=0)
-    total = 0.0
-    for kind in getattr(text, "layer_types", None) or ["full_attention"]:
-        is_linear = kind == "linear_attention"
-        most = {"linear_attention": 0.0, "sliding_attention": window}.get(kind, math.inf)
-
-        def cost(length: int, before: int = 0, most: float = most) -> float:
-            return length * (6 * text.hidden_size + min(before + length / 2, most))
-
-        for prompt, samples in groups:
-            total += cost(prompt)
-            # A gated delta net has samples in rows, which all are as long as the longest.
-            total += sum(cost(longest if is_linear else length, prompt) for length in samples)
-    return total
+def saving(groups: Sequence[GroupRows]) -> float:
+    """Return the share of a micro-batch's positions that its packed row leaves out: prompts that
+    are repeated, and padding up to the longest row."""
+    num_plain = longest_row(groups) * sum(len(group.ids) for group in groups)
+    parts = [group.num_positions for group in groups]
+    return 1 - sum(prompt + sum(samples) for prompt, samples in parts) / num_plain
 
 
 # --- the layout ---
@@ -248,31 +168,16 @@ def pass_cost(groups: Sequence[tuple[int, list[int]]], text: PretrainedConfig) -
 class Layout:
     """The positions of a packed row."""
 
-    firsts_G: Tensor
-    """The column at which each group's row of `heads` begins, behind its padding."""
-
+    firsts_G: Tensor  # the column at which a group's row of `heads` begins, behind its padding
     ids_L: Tensor
-
-    predicts_L: Tensor
-    """1 where the next token of the sample is trained on."""
-
-    columns_L: Tensor
-    """The place in the sample's row."""
-
-    own_L: Tensor
-    """n at the n-th token of a sample's own, 0 in prompts."""
-
+    predicts_L: Tensor  # 1 where the next token of the sample is trained on
+    columns_L: Tensor  # the place in the sample's row
+    ahead_L: Tensor  # how far behind the first own token of the sample; 0 in prompts
     groups_L: Tensor
-
-    numbers_L: Tensor
-    """0 in a group's prompt, n in its n-th sample. A group of one sample is all prompt."""
+    numbers_L: Tensor  # 0 in a group's prompt, n in its n-th sample; one sample is all prompt
 
     def inputs(self, heads: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a model's forward, but for its mask.
-
-        Raises:
-            UnknownInputError: an input for each token is not known.
-        """
+        """Return the arguments of a model's forward, but for its mask."""
         packed: dict[str, Any] = {"position_ids": self.columns_L[None]}
         shape = heads["input_ids"].shape
         for name, value in heads.items():
@@ -281,9 +186,9 @@ class Layout:
             is_per_token = isinstance(value, Tensor) and value.shape[-2:] == shape
             if is_per_token and name in POSITIONS:
                 # A head's first own token counts on from its media, and text counts up by 1.
-                packed[name] = self.take(value) + (self.own_L - 1).clamp(min=0)
+                packed[name] = self.take(value) + self.ahead_L
             elif is_per_token and name in PER_TOKEN:
-                packed[name] = self.take(value).masked_fill(self.own_L > 0, 0)
+                packed[name] = self.take(value)
             elif is_per_token:
                 raise UnknownInputError(f"the input {name} {tuple(value.shape)} is not known")
             elif name not in FOR_POSITIONS:
@@ -293,27 +198,23 @@ class Layout:
     def take(self, values: Tensor) -> Tensor:
         """Return [..., 1, L] of [..., G, T], the inputs of one row a group. Tokens of a sample's
         own have the value of the first one in that row."""
-        columns_L = self.columns_L - (self.own_L - 1).clamp(min=0)
-        columns_L = columns_L + self.firsts_G[self.groups_L]
+        columns_L = self.columns_L - self.ahead_L + self.firsts_G[self.groups_L]
         return values[..., self.groups_L, columns_L].unsqueeze(-2)
 
     def attention_mask(
         self, heads: Mapping[str, Any], model: PreTrainedModel
     ) -> Tensor | dict[str, Tensor]:
-        """Return what is given as `attention_mask`.
-
-        Raises:
-            UnknownInputError: some rows do not say where their images are.
-        """
+        """Return what is given as `attention_mask`."""
         kinds_L = torch.zeros_like(self.groups_L)
         name, layers = images_that_look_ahead(model)
         if layers and name in heads:
             if heads[name].shape != heads["input_ids"].shape:
                 raise UnknownInputError(f"{name} does not name the images of each row")
-            kinds_L = self.take(heads[name])[0].masked_fill(self.own_L > 0, 0)
+            kinds_L = self.take(heads[name])[0]
         # 1 is an image and 2 a video in both families; 3, audio, reads as text does.
         looks_ahead_L = layers * ((kinds_L == 1) | (kinds_L == 2))
-        mask = segments.make_mask(self.groups_L, self.numbers_L, looks_ahead_L)
+        rows = torch.stack([self.groups_L, self.numbers_L, looks_ahead_L, self.columns_L])
+        mask = rows.to(torch.int32)[None, None]
         kinds_of_layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
         if "linear_attention" not in kinds_of_layers:
             return mask
@@ -324,14 +225,8 @@ class Layout:
 
 
 def layout_of(groups: Sequence[GroupRows], heads: Mapping[str, Any]) -> Layout:
-    """Lay the samples of a micro-batch out as one packed row.
-
-    Raises:
-        UnknownInputError: the mask of the heads is none of rows.
-    """
-    input_ids, attended = heads["input_ids"], heads.get("attention_mask")
-    if attended is None:
-        attended = torch.ones_like(input_ids)
+    """Lay the samples of a micro-batch out as one packed row."""
+    input_ids, attended = heads["input_ids"], heads["attention_mask"]
     if attended.shape != input_ids.shape:
         raise UnknownInputError("the mask is one of pairs already")
     parts = []
@@ -344,20 +239,20 @@ def layout_of(groups: Sequence[GroupRows], heads: Mapping[str, Any]) -> Layout:
             columns = np.arange(start, stop)
             ids, labels = np.asarray(group.ids[row]), np.asarray(group.labels[row])
             predicts = np.append(labels[1:] != -100, False)
-            own = np.maximum(columns - prompt, 0) if group.is_shared else 0 * columns
+            ahead = np.maximum(columns - group.prompt, 0) if group.is_shared else 0 * columns
             same = (np.full(len(columns), value) for value in (number, n))
-            parts.append(np.stack([ids[start:stop], predicts[start:stop], columns, own, *same]))
+            parts.append(np.stack([ids[start:stop], predicts[start:stop], columns, ahead, *same]))
     table = torch.from_numpy(np.concatenate(parts, axis=1)).to(input_ids.device)
     return Layout(attended.int().argmax(dim=1), *table)
 
 
 def images_that_look_ahead(model: PreTrainedModel) -> tuple[str, int]:
     """Return the input that names the positions of images, of a model that lets images see all of
-    themselves, and the layers in which they do (`segments.make_mask`); 0: in none.
+    themselves, and the layers in which they do; 0: in none.
 
-    By the class, as other models have the same inputs and make no mask of them (Gemma 3n). Both
-    families make theirs in `create_masks_for_vision_model` (transformers 5.19).
+    Both families make their mask in `create_masks_for_vision_model` (transformers 5.19).
     """
+    # By the class: other models have the same inputs and make no mask of them (Gemma 3n).
     classes = {cls.__name__ for cls in type(model).__mro__}  # FSDP2 derives its own
     if "Gemma3ForConditionalGeneration" in classes:
         return "token_type_ids", segments.EVERYWHERE

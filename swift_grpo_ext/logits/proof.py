@@ -28,7 +28,7 @@ from swift_grpo_ext.logits.packed import (
     pack,
     plain_inputs,
     reason_against,
-    rotary_borders,
+    saving,
 )
 from swift_grpo_ext.logits.sharding import ShardRanks
 
@@ -37,44 +37,30 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-WORTH = 0.1
-"""The share of a pass that packing has to save."""
+WORTH = 0.1  # the share of a pass that packing has to save
+LEAST = 1e-6  # nats by which float32 rounds a log-probability, with any model
+PLACEHOLDERS = ("image", "video", "audio")  # media for which a configuration names a token
 
-LEAST = 1e-6
-"""Nats by which float32 rounds a log-probability, with any model."""
-
-PLACEHOLDERS = ("image", "video", "audio")
-"""Media for which a configuration names a token."""
-
-Kind = tuple[tuple[str, ...], int]
-"""A row's media, and how many `borders` the longest row of its micro-batch lies beyond."""
+Kind = tuple[tuple[str, ...], bool]
+"""A row's media, and whether the longest row of its micro-batch is longer than a window."""
 
 Form = tuple[Mapping[str, Any], Tensor]
-"""The arguments of a model's forward, and the positions of the wanted logits: [B, T], or [1, L]
-of a packed row."""
+"""The arguments of a model's forward, and the positions of the wanted logits, [B, T] or [1, L]."""
 
 
 class SharedPrompt:
     """Packs the micro-batches of one model, and proves each kind of row.
 
-    Each rank proves alone: its number of passes may depend on its own rows, as with a teacher
-    that only some of them have. Ranks that share the weights make all passes together. All of them
-    pack a micro-batch, or none does: a packed pass may call a layer more often.
+    Each rank proves alone, as its number of passes may depend on its own rows (with a teacher of
+    some rows alone). Ranks that share the weights make all passes together: all of them pack a
+    micro-batch, or none does, since a packed pass may call a layer more often.
     """
 
     def __init__(self, base: PreTrainedModel) -> None:
-        """
-        Args:
-            base: the model, unwrapped.
-        """
-        self._base = base
+        self._base = base  # unwrapped
         self._has_told = False
-        self._saving = 0.0
-        """The share of the pass that the last packed row is expected to save."""
-
         self._proven = set[Kind]()
-        self.has_failed = False
-        """It is True once log-probabilities of a micro-batch have differed."""
+        self.has_failed = False  # log-probabilities of a micro-batch have differed
 
     def form(
         self,
@@ -87,8 +73,7 @@ class SharedPrompt:
 
         Args:
             inputs: the micro-batch, or the arguments of a forward, which stay as they are.
-            predicts_BT: positions whose logits are wanted.
-            logps: log-probabilities [N] of what they predict, of either form.
+            logps: returns log-probabilities [N] of the tokens that either form predicts.
             ranks: those that share the model's weights.
         """
         packed = None if self.has_failed else self._packed(inputs)
@@ -102,46 +87,51 @@ class SharedPrompt:
         if ranks.all(tokens_of_kinds.keys() <= self._proven):
             return packed
         plain = plain_inputs(inputs), predicts_BT
-        if not self._is_equal(packed, plain, tokens_of_kinds, logps, ranks):
+        problem = self._difference(packed, plain, tokens_of_kinds, logps)
+        if not ranks.all(not problem):
+            self.has_failed = True
+            self._has_told = False  # the line before, of a small saving, named no fault
+            problem = problem or "on a rank that shares its weights, packed rows differ"
+            self._tell_once(problem, logger.warning)
             return plain
         self._proven |= tokens_of_kinds.keys()
+        logger.info(
+            f"--logps_shared_prompt auto: passes of {type(self._base).__name__} read "
+            f"{packed.predicts_1L.numel()} positions in the place of {predicts_BT.numel()} (the "
+            "first micro-batch)."
+        )
         return packed
 
     def _packed(self, inputs: Mapping[str, Any]) -> PackedBatch | None:
-        # One sample has nothing to share, and says nothing of later micro-batches.
-        if not isinstance(inputs, SharedPromptInputs) or len(inputs["input_ids"]) == 1:
+        # A micro-batch with nothing to share says nothing of later ones.
+        if not (isinstance(inputs, SharedPromptInputs) and any(g.is_shared for g in inputs.groups)):
             return None
         reason = reason_against(self._base, inputs.heads)
+        share = saving(inputs.groups)
+        if not reason and share <= WORTH:
+            reason = (
+                f"the first that shares prompts would save {share:.0%}, and {WORTH:.0%} is the "
+                "least"
+            )
         try:
             if not reason:
-                return pack(inputs, self._base, self._is_worth)
+                return pack(inputs, self._base)
         except UnknownInputError as e:
             reason = str(e)
-        self._tell_once(reason)
+        self._tell_once(reason, logger.info)
         return None
 
-    def _is_worth(self, saving: float) -> bool:
-        self._saving = saving
-        if saving > WORTH:
-            return True
-        self._tell_once(
-            f"the first that shares prompts would save {saving:.0%}, and {WORTH:.0%} is the least"
-        )
-        return False
-
-    def _is_equal(
+    def _difference(
         self,
         packed: PackedBatch,
         plain: Form,
         tokens_of_kinds: Mapping[Kind, Tensor],
         logps: Callable[[Mapping[str, Any], Tensor], Tensor],
-        ranks: ShardRanks,
-    ) -> bool:
-        """Return whether the log-probabilities of both forms are equal on all ranks: for each kind
-        of row, no further apart than rounding puts two plain passes."""
-        problem = ""
+    ) -> str:
+        """Say where the log-probabilities of both forms lie further apart, for a kind of row, than
+        rounding puts two plain passes; '' where they do not."""
         with torch.no_grad():
-            found = None
+            found, problem = None, ""
             try:
                 found = logps(*packed)
             except (torch.OutOfMemoryError, torch.distributed.DistError):
@@ -152,32 +142,23 @@ class SharedPrompt:
             expected = logps(*plain)
             with rounded_otherwise(self._base):
                 moved = logps(*plain)
-        for (media, _), tokens_N in tokens_of_kinds.items() if found is not None else ():
+        if found is None:
+            return problem
+        for (media, _), tokens_N in tokens_of_kinds.items():
             gap, limit = (
                 float((each - expected)[tokens_N].abs().float().mean()) for each in (found, moved)
             )
             # NaN is not below any bound.
             if not gap <= limit + LEAST:
-                problem = (
+                return (
                     f"log-probabilities of rows of {'+'.join(media) or 'text'} lie {gap:.3g} nats "
                     f"apart in the mean, and rounding explains {limit:.3g}"
                 )
-        if ranks.all(not problem):
-            logger.info(
-                f"--logps_shared_prompt auto: passes of {type(self._base).__name__} read "
-                f"{packed.predicts_1L.numel()} positions in the place of {plain[1].numel()}, which "
-                f"is expected to save {self._saving:.0%} of their time (the first micro-batch)."
-            )
-            return True
-        self.has_failed = True
-        self._has_told = False  # the line before, of a small saving, named no fault
-        problem = problem or "on a rank that shares its weights, packed rows differ"
-        self._tell_once(problem, logger.warning)
-        return False
+        return ""
 
-    def _tell_once(self, reason: str, tell: Callable[[str], object] | None = None) -> None:
+    def _tell_once(self, reason: str, tell: Callable[[str], object]) -> None:
         if not self._has_told:
-            (tell or logger.info)(
+            tell(
                 "--logps_shared_prompt auto leaves micro-batches of "
                 f"{type(self._base).__name__} as they are: {reason}."
             )
@@ -187,25 +168,18 @@ class SharedPrompt:
 def kinds_of_tokens(groups: Sequence[GroupRows], config: PretrainedConfig) -> dict[Kind, Tensor]:
     """Return, for each kind of row, which of the N predicted tokens stand in such rows.
 
-    Packing may be right for text and wrong for images, or right below a border and wrong beyond.
+    Packing may be right for text and wrong for images, or right within a window and wrong beyond.
     """
-    length = longest_row(groups)
-    num_beyond = sum(length > border for border in borders(config.get_text_config()))
+    window = segments.longest_window(config.get_text_config())
+    is_beyond = window is not None and longest_row(groups) > window
     kinds_N = list[Kind]()
     for group in groups:
         for ids, labels in zip(group.ids, group.labels, strict=True):
             media = tuple(kind for kind in PLACEHOLDERS if placeholder(config, kind) in ids)
-            kinds_N += [(media, num_beyond)] * sum(label != -100 for label in labels[1:])
+            kinds_N += [(media, is_beyond)] * sum(label != -100 for label in labels[1:])
     return {
         kind: torch.tensor([kind == other for other in kinds_N]) for kind in dict.fromkeys(kinds_N)
     }
-
-
-def borders(text: PretrainedConfig) -> list[int]:
-    """Return the lengths of rows beyond which a text model's layers do something else: they see a
-    part of the row, or turn heads by other angles."""
-    window = segments.longest_window(text)
-    return [*([window] if window else []), *rotary_borders(text).values()]
 
 
 def placeholder(config: PretrainedConfig, kind: str) -> int:
@@ -219,9 +193,8 @@ def placeholder(config: PretrainedConfig, kind: str) -> int:
 def rounded_otherwise(model: PreTrainedModel) -> Iterator[None]:
     """Let a model's embeddings and layers round every second number to its neighbour.
 
-    What that changes, rounding explains: sums in another order do less. The numbers that a model
-    computes in say how far the neighbour is, and its layers how far that carries (a mixture of
-    experts chooses others).
+    Rounding explains what that changes: sums in another order do less. The type of the numbers says
+    how far the neighbour is, and the layers how far that carries (experts are chosen by it).
     """
 
     def move(_: nn.Module, __: object, output: Any) -> Any:
@@ -234,8 +207,7 @@ def rounded_otherwise(model: PreTrainedModel) -> Iterator[None]:
         steps = torch.arange(output.shape[-1], device=output.device) % 2 * torch.finfo(dtype).eps
         return (output * (1 + steps)).to(output.dtype)
 
-    decoder = getattr(model, "get_decoder", lambda: model)()
-    modules = [model.get_input_embeddings(), *getattr(decoder, "layers", ())]
+    modules = [model.get_input_embeddings(), *getattr(model.get_decoder(), "layers", ())]
     hooks = [module.register_forward_hook(move) for module in modules]
     try:
         yield

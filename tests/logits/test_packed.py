@@ -44,8 +44,8 @@ def labelled(prompt: int, *rows: tuple[list[int], str]) -> GroupRows:
         # An answer of its environment between two completions.
         (
             [labelled(2, ([7, 8, 1, 2], "--xx"), ([7, 8, 3, 4, 5, 6, 9], "--x--x-"))],
-            *([7, 8, 1, 8, 3, 4, 5, 6], [0, 1, 2, 1, 2, 3, 4, 5]),
-            *("A a a b b b b b", [0, 1, 1, 1, 0, 0, 1, 0]),
+            *([7, 8, 1, 2, 8, 3, 4, 5, 6, 9], [0, 1, 2, 3, 1, 2, 3, 4, 5, 6]),
+            *("A a a a b b b b b b", [0, 1, 1, 0, 1, 0, 0, 1, 0, 0]),
         ),
         # Two prompts; a group of one is a prompt from its first to its last token.
         (
@@ -54,14 +54,14 @@ def labelled(prompt: int, *rows: tuple[list[int], str]) -> GroupRows:
                 labelled(2, ([7, 8, 1, 2], "--xx"), ([7, 8, 3], "--x")),
                 labelled(0, ([7, 8, 1], "--x")),
             ],
-            *([6, 8, 1, 7, 8, 1, 8, 7, 8, 1], [0, 1, 2, 0, 1, 2, 1, 0, 1, 2]),
-            *("A A A B a a b C C C", [0, 1, 0, 0, 1, 1, 1, 0, 1, 0]),
+            *([6, 8, 1, 7, 8, 1, 2, 8, 3, 7, 8, 1], [0, 1, 2, 0, 1, 2, 3, 1, 2, 0, 1, 2]),
+            *("A A A B a a a b b C C C", [0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 0]),
         ),
         # A response without a token, and one that is not trained on.
         (
             [labelled(3, ([7, 8, 9], "---"), ([7, 8, 9, 1, 2], "-----"), ([7, 8, 9, 3], "---x"))],
-            *([7, 8, 9, 1, 9], [0, 1, 2, 3, 2]),
-            *("A A b b c", [0, 0, 0, 0, 1]),
+            *([7, 8, 9, 9, 1, 2, 9, 3], [0, 1, 2, 2, 3, 4, 2, 3]),
+            *("A A a b b b c c", [0, 0, 0, 0, 0, 0, 1, 0]),
         ),
     ],
 )
@@ -69,7 +69,8 @@ def test_samples_lie_behind_their_prompt(
     groups: list[GroupRows], row: Any, positions: Any, segments: str, predicted: Any
 ) -> None:
     """Capitals are prompts; small letters the samples of the one before."""
-    heads = {"input_ids": torch.zeros(len(groups), 9, dtype=torch.int64)}
+    ones = torch.ones(len(groups), 9, dtype=torch.int64)
+    heads = {"input_ids": ones, "attention_mask": ones}
     found = layout_of(groups, heads)
     assert found.ids_L.tolist() == row
     assert found.columns_L.tolist() == positions
@@ -101,9 +102,9 @@ def test_what_a_row_of_each_group_says_of_all_tokens() -> None:
     found = layout_of(groups, heads).inputs(heads)
     assert found.keys() == heads.keys() - {"attention_mask", "second_per_grid_ts"}
     text, down, right = found["position_ids"][:, 0].tolist()
-    assert text == [0, 0, 1, 2, 1, 2, 3, 0, 0, 0, 0, 1, 2, 3]
+    assert text == [0, 0, 1, 2, 3, 1, 2, 3, 4, 0, 0, 0, 0, 1, 2, 3]
     assert (down, right) == ([n + 10 for n in text], [n + 20 for n in text])
-    assert found["mm_token_type_ids"].tolist() == [[1, 1, *[0] * 5, 1, 1, 1, 1, 0, 0, 0]]
+    assert found["mm_token_type_ids"].tolist() == [[1, 1, *[0] * 7, 1, 1, 1, 1, 0, 0, 0]]
     assert found["pixel_values"] is heads["pixel_values"]
     with pytest.raises(UnknownInputError, match=r"the input bias \(2, 7\) is not known"):
         layout_of(groups, heads).inputs({**heads, "bias": torch.zeros(2, 7)})
@@ -120,22 +121,9 @@ def test_a_prompt_of_one_token_is_not_packed() -> None:
 
 
 def test_what_is_expected_to_be_saved() -> None:
-    """Three samples of 11, 11 and 1 positions of a prompt of 89 stand in rows of 101."""
+    """Three samples of 12, 12 and 2 positions of a prompt of 89 stand in rows of 101."""
     rows = [([1] * length, "-" * length) for length in (101, 101, 91)]
-    group = [labelled(90, *rows)]
-
-    def share(width: int, **text: Any) -> float:
-        config: Any = SimpleNamespace(hidden_size=width, **text)
-        return 1 - saving(group, config)
-
-    assert share(10**9) == pytest.approx((89 + 11 + 11 + 1) / 303)
-    # Where pairs are all that costs: those of the prompt, and of samples with it and themselves.
-    pairs = 89**2 / 2 + 2 * 11 * (89 + 11 / 2) + (89 + 1 / 2)
-    assert share(0) == pytest.approx(pairs / (3 * 101**2 / 2))
-    window = {"layer_types": ["sliding_attention"], "sliding_window": 8}
-    assert share(0, **window) == pytest.approx((89 + 11 + 11 + 1) / 303)
-    # A gated delta net has samples in rows of one length, and no pairs.
-    assert share(1, layer_types=["linear_attention"]) == pytest.approx((89 + 3 * 11) / 303)
+    assert 1 - saving([labelled(90, *rows)]) == pytest.approx((89 + 12 + 12 + 2) / 303)
 
 
 # --- real models ---
