@@ -1,15 +1,13 @@
 """Logits of chosen positions, from every decoder model, and log-probabilities of tokens there.
 
-The model's output embedding (its *head*) is given the hidden states of the wanted positions only,
-in chunks, so that the logits of others are never computed; the first forward shows whether that
-works. What the model does to logits after its head (nothing, soft-capping, scaling by a constant)
-has to be known as a function: `find_transform` compares those that the configuration names with the
-model's own logits. Where none is the model's, the wanted positions pass its head and its own code
-at once.
+The model's output embedding (its *head*) gets the hidden states of the wanted positions only, in
+chunks: the logits of others are never computed. The first forward shows whether that works, and
+which function the model applies to logits after its head (`find_transform`). Where that function is
+not known, all wanted positions pass the head and the model's own code at once.
 
-A head that is called twice in a forward, or not at all, cannot be worked at. Such a model is asked
-for its last positions by its own keyword, `logits_to_keep` or `num_logits_to_keep`. Where none has
-an effect, the logits of all positions are computed: warned about once, or refused.
+The hook needs exactly one call of the head per forward. Other models are asked for their last
+positions by their own keyword (`KEYWORDS`). Where none has an effect, the logits of all positions
+are computed: warned about once, or refused.
 
 Letters in names are shapes: B rows, T positions of a row, N chosen positions, K last positions, H
 hidden size, V vocabulary.
@@ -19,9 +17,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +32,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
+# Newest first: the second is that of code for transformers before 4.49.
 KEYWORDS = ("logits_to_keep", "num_logits_to_keep")
-"""Spellings, newest first: the second is that of transformers up to 4.48."""
-
 Transform = Callable[[Tensor], Tensor]
 
 
@@ -46,37 +41,15 @@ class UnsupportedModelError(RuntimeError):
     """A model computes the logits of all positions, whatever it is asked for."""
 
 
-@dataclass
-class HeadCalls:
-    """Inputs and outputs of the head in one forward."""
-
-    shapes: list[torch.Size] = field(default_factory=list)
-    """Shapes of the hidden states of each call, before positions were chosen."""
-
-    probe_V: Tensor | None = None
-    """A copy of the last call's logits at its last position, [1, V], as all hooks of the head left
-    them."""
-
-    @property
-    def problem(self) -> str | None:
-        """Why positions could not be chosen there; None where they were."""
-        if len(self.shapes) != 1:
-            return f"a forward calls its output embedding {len(self.shapes)} times, not once"
-        if len(self.shapes[0]) != 3:
-            return f"its output embedding takes {tuple(self.shapes[0])}, not [rows, positions, H]"
-        return None
-
-
 class LogitsShim:
     """Asks one model for the logits of some positions.
 
-    `model` arguments of the methods are the model itself or any wrapping of it (PEFT, DDP), so that
-    the wrapper's own hooks run. Ranks that share its weights (`sharding.py`) call the methods
-    together; each then goes the same way, and calls the head equally often.
+    Methods take the model itself or any wrapping of it (PEFT, DDP), so that the wrapper's own hooks
+    run. Ranks that share its weights (`sharding.py`) call them together; each then goes the same
+    way, and calls the head equally often.
     """
 
-    chunk_size = 1024
-    """The logits of this many positions exist at a time."""
+    chunk_size = 1024  # the logits of this many positions exist at a time
 
     def __init__(
         self,
@@ -87,7 +60,6 @@ class LogitsShim:
     ) -> None:
         """
         Args:
-            model: the model, wrapped or not.
             strict: raise `UnsupportedModelError` where only slicing is left.
             warn: takes one line where logits are sliced, or there are no chunks.
         """
@@ -95,16 +67,13 @@ class LogitsShim:
         self._name = type(base).__name__.removeprefix("FSDP")  # FSDP2 renames a model's class
         self._config: PretrainedConfig | None = getattr(base, "config", None)
         self._strict, self._warn = strict, warn
-        # Only a keyword that `forward` names counts: `**kwargs` may swallow one without effect, as
-        # Qwen2's of transformers 4.48 do with `logits_to_keep`.
+        # Only a keyword that `forward` names counts: `**kwargs` may swallow one without effect.
         named = inspect.signature(base.forward).parameters
         self._keyword = next((keyword for keyword in KEYWORDS if keyword in named), None)
         self._head = output_embedding(base)
         self._reason = "" if self._head is not None else "it names no output embedding"
         self._head_works = self._is_out_of_graphs = self._has_warned = False
-        self._transform: Transform | None = None
-        """The model does this to its head's logits; None until a first pass in chunks showed it."""
-
+        self._transform: Transform | None = None  # until a first pass in chunks has shown it
         self._can_chunk = True
         self._ranks = ShardRanks()
 
@@ -124,17 +93,8 @@ class LogitsShim:
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> Logps:
-        """Return log-probabilities of `targets_N` at the positions where `mask_BT` is true.
-
-        Args:
-            model, inputs, mask_BT: as of `compute`.
-            targets_N: token ids, each of which the position of `mask_BT` predicts.
-            temperature: the number by which logits are divided.
-            with_entropy: whether entropies are wanted too.
-
-        Raises:
-            UnsupportedModelError: as `compute`.
-        """
+        """Return log-probabilities of the tokens that positions of the mask predict, as `compute`
+        does."""
         function = partial(token_logps, temperature=temperature, with_entropy=with_entropy)
         outputs = self.compute(model, inputs, mask_BT, function, [targets_N])
         return Logps(*outputs)
@@ -147,11 +107,10 @@ class LogitsShim:
         function: FromLogits,
         columns: Sequence[Tensor] = (),
     ) -> Outputs:
-        """Return what `function` makes of the logits at the positions where `mask_BT` is true.
+        """Return the outputs of `function` for the logits at the positions where `mask_BT` is true.
 
         Args:
-            model: the model or any wrapping of it.
-            inputs: the arguments of its forward.
+            inputs: the arguments of the model's forward.
             mask_BT: N positions, row by row.
             function: takes their logits; its first output is differentiable.
             columns: tensors [N, ...] that it takes too.
@@ -166,8 +125,7 @@ class LogitsShim:
             outputs = self._in_chunks(model, inputs, mask_BT, function, columns)
             if outputs is not None:
                 return outputs
-            # The reason is one of the model, so later passes do not try again.
-            self._can_chunk = False
+            self._can_chunk = False  # the reason is one of the model
         logits_NV = self.select(model, inputs, mask_BT)
         self._warn_once(
             f"{self._name} has no log-probabilities in chunks: {self._reason}. The logits of all "
@@ -176,18 +134,12 @@ class LogitsShim:
         return function(logits_NV, *columns, overwrite=False)
 
     def select(self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor) -> Tensor:
-        """Return [N, V], the logits of the positions where `mask_BT` is true, row by row.
-
-        Rows of positions and of `mask_BT` are aligned at their ends.
-
-        Raises:
-            UnsupportedModelError: only slicing is left, with `strict`.
-        """
-        output, _ = self._at_head(
+        """Return [N, V], the logits of the positions where `mask_BT` is true, row by row."""
+        found = self._at_head(
             model, inputs, lambda hidden: select_positions(hidden, mask_BT), int(mask_BT.sum())
         )
-        if output is not None:
-            return output.logits.squeeze(0)  # not [0]: its backward would make a copy
+        if found is not None:
+            return found[0].logits.squeeze(0)  # not [0]: its backward would make a copy
         # From the first column in which any row wants a position.
         num_kept = mask_BT.shape[1] - int(mask_BT.any(0).int().argmax())
         keep = {self._keyword: num_kept} if self._keyword else {}
@@ -218,8 +170,7 @@ class LogitsShim:
         function: FromLogits,
         columns: Sequence[Tensor],
     ) -> Outputs | None:
-        """Return what `compute` does, made within the head's call; None where that does not
-        work."""
+        """Do as `compute`, within the head's call; return None where that fails."""
         head, transform = self._head, self._transform or unchanged
         # As many as the rank with the most tokens has: each call of a sharded head gathers its
         # weight from all ranks.
@@ -229,7 +180,7 @@ class LogitsShim:
         def at_head(hidden_BTH: Tensor) -> Tensor:
             nonlocal outputs
             assert head is not None
-            # Called as a module, so that hooks of others run, as LoRA's, FSDP's and `mask_models`'.
+            # Called as a module: the hooks of LoRA, FSDP and `mask_models` run.
             outputs = in_chunks(
                 lambda hidden_CH: transform(head(hidden_CH[None]).squeeze(0)),
                 select_positions(hidden_BTH, mask_BT).squeeze(0),
@@ -238,18 +189,16 @@ class LogitsShim:
                 chunk_size=self.chunk_size,
                 num_chunks=num_chunks,
             )
-            # The forward goes on with one position, whose logits [1, 1, V] show what it does to
-            # them.
+            # The forward goes on with one position: its logits [1, 1, V] show the transform.
             return hidden_BTH[:1, -1:]
 
-        output, calls = self._at_head(model, inputs, at_head, 1)
-        if output is None:
+        found = self._at_head(model, inputs, at_head, 1)
+        if found is None:
             return None
+        output, probe_V = found
         if self._transform is None:
-            # Every rank is here together: `find_transform` reduces over them.
-            assert calls.probe_V is not None
             self._transform = find_transform(
-                self._config, calls.probe_V, output.logits.detach(), self.ranks(model).highest
+                self._config, probe_V, output.logits.detach(), self.ranks(model).highest
             )
             if self._transform is None:
                 self._reason = "what it does to logits after its head is not known"
@@ -272,101 +221,95 @@ class LogitsShim:
         inputs: Mapping[str, Any],
         select: Callable[[Tensor], Tensor],
         num_positions: int,
-    ) -> tuple[CausalLMOutputWithPast | None, HeadCalls]:
-        """Return the output for the `num_positions` that `select` leaves, and what the head was
-        called with. None where that fails on one rank or more: the head is not tried again."""
-        calls, output = HeadCalls(), None
-        if self._head is None:
-            return None, calls
+    ) -> tuple[CausalLMOutputWithPast, Tensor] | None:
+        """Return the output for the `num_positions` that `select` leaves of the hidden states, and
+        the head's logits [1, V] at the last of them, after all hooks. None where that fails on one
+        rank or more: the head is not tried again.
 
-        # 1. Let a compiled model call its head in Python.
+        `select` may call the head, which then gets what it asks for.
+        """
+        head = self._head
+        if head is None:
+            return None
         if not self._is_out_of_graphs and any(
             isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
             for module in model.modules()
         ):
-            # Dynamo has no guards on hooks (`skip_nnmodule_hook_guards`): a call without any would
-            # be compiled, and its code would run where there are some. A hook that stays breaks the
-            # graph, so that a compiled model calls its head in Python, hooks included.
-            self._head.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
-            # What was compiled before has no such break. Dynamo does guard against a `forward` of
-            # the module's own (`guard_to_detect_forward_monkeypatching`), so that the frames that
-            # call the head, and no others, are compiled once more.
-            self._head.forward = self._head.forward
+            keep_out_of_graphs(head)
             self._is_out_of_graphs = True
 
+        # 1. Hook the head. Both hooks write to Python objects, which compiled code cannot.
+        shapes, probes, is_selecting = list[torch.Size](), list[Tensor](), False
+
+        @torch.compiler.disable
+        def choose(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            nonlocal is_selecting
+            if is_selecting:  # `select` calls the head, for a chunk
+                return None
+            hidden = args[0] if args else torch.empty(0)  # a keyword's are left alone
+            shapes.append(hidden.shape)
+            if len(shapes) > 1 or hidden.ndim != 3:  # the output is given up below
+                return None
+            is_selecting = True
+            chosen = select(hidden)
+            is_selecting = False
+            return chosen, *args[1:]
+
+        @torch.compiler.disable
+        def note(_: nn.Module, __: tuple[Any, ...], logits: Tensor) -> None:
+            probes[:] = [logits.detach().flatten(0, -2)[-1:].clone()]
+
+        # The first comes before all other hooks, which then see chosen positions; the second last.
+        handles = [
+            head.register_forward_pre_hook(choose, prepend=True),
+            head.register_forward_hook(note),
+        ]
+
         # 2. Run the forward.
-        with select_at_head(self._head, select, calls):
-            try:
-                output = model(**inputs)
-            except (torch.OutOfMemoryError, torch.distributed.DistError):
+        output, problem = None, ""
+        try:
+            output = model(**inputs)
+        except (torch.OutOfMemoryError, torch.distributed.DistError):
+            raise
+        except (RuntimeError, ValueError, IndexError) as e:
+            # Missing positions are no cause of what fails before the head, or in it, or after a
+            # forward that worked. It may be a broken collective (gloo's RuntimeError): another
+            # forward would wait for ranks that make none.
+            if self._head_works or not probes:
                 raise
-            except (RuntimeError, ValueError, IndexError) as e:
-                # What fails before the head, or in it, does not fail because positions are missing:
-                # it is a fault of its own, or a collective broke (gloo says so by a RuntimeError),
-                # and another forward would wait for ranks that make none. Nor does what fails
-                # after a forward that worked.
-                if self._head_works or calls.probe_V is None:
-                    raise
-                failed = f"its forward fails on fewer positions ({type(e).__name__}: {e})"
-                self._reason = calls.problem or failed
+            problem = f"its forward fails on fewer positions ({type(e).__name__}: {e})"
+        finally:
+            for handle in handles:
+                handle.remove()
 
         # 3. Agree: where one rank has to go another way, all of them do.
-        works = output is not None and not calls.problem and output.logits.shape[1] == num_positions
-        if self.ranks(model).all(works):
+        if len(shapes) != 1:
+            problem = f"a forward calls its output embedding {len(shapes)} times, not once"
+        elif len(shapes[0]) != 3:
+            problem = f"its output embedding takes {tuple(shapes[0])}, not [rows, positions, H]"
+        elif output is not None and output.logits.shape[1] != num_positions:
+            problem = f"its logits came as {tuple(output.logits.shape)}"
+        if self.ranks(model).all(not problem):
+            assert output is not None
             self._head_works = True
-            return output, calls
-        if works:
-            self._reason = "its forward fails on fewer positions on another rank"
-        elif output is not None:
-            self._reason = calls.problem or f"its logits came as {tuple(output.logits.shape)}"
+            return output, probes[0]
+        self._reason = problem or "its forward fails on fewer positions on another rank"
         self._head = None
-        return None, calls
+        return None
 
 
 # --- the head ---
 
 
-@contextmanager
-def select_at_head(
-    head: nn.Module, select: Callable[[Tensor], Tensor], calls: HeadCalls
-) -> Iterator[None]:
-    """Within the block, `head` is given `select(hidden_BTH)` in place of all hidden states; `calls`
-    notes it. `select` may call the head, which is then given what it asks for."""
-    is_selecting = False
-
-    # Both hooks write to Python objects, which compiled code cannot.
-    @torch.compiler.disable
-    def hook(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        nonlocal is_selecting
-        if is_selecting:  # `select` calls the head, for a chunk
-            return None
-        # Some models give hidden states by a keyword.
-        name = None if args else next(iter(kwargs))
-        hidden = kwargs[name] if name else args[0]
-        calls.shapes.append(hidden.shape)
-        if calls.problem:  # leave this call alone; `_at_head` gives the output up
-            return None
-        is_selecting = True
-        chosen = select(hidden)
-        is_selecting = False
-        return (args, {**kwargs, name: chosen}) if name else ((chosen, *args[1:]), kwargs)
-
-    @torch.compiler.disable
-    def note(_: nn.Module, __: tuple[Any, ...], logits: Tensor) -> None:
-        calls.probe_V = logits.detach().flatten(0, -2)[-1:].clone()
-
-    # Ours comes before all other hooks, which then see chosen positions, and notes what they left.
-    handles = [
-        head.register_forward_pre_hook(hook, with_kwargs=True, prepend=True),
-        head.register_forward_hook(note),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def keep_out_of_graphs(head: nn.Module) -> None:
+    """Let a compiled model call its head in Python, hooks included."""
+    # Dynamo has no guards on hooks (`skip_nnmodule_hook_guards`): code that was compiled without
+    # them would run where there are some. A hook that stays breaks the graph.
+    head.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
+    # Older code has no such break. Dynamo does guard against a `forward` of the module's own
+    # (`guard_to_detect_forward_monkeypatching`): frames that call the head, and no others, are
+    # compiled once more.
+    head.forward = head.forward
 
 
 def select_positions(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
@@ -376,8 +319,7 @@ def select_positions(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
     its last ones only: rows are aligned at their ends.
     """
     surplus = hidden_BTH.shape[1] - mask_BT.shape[1]
-    if surplus:
-        mask_BT = nn.functional.pad(mask_BT, (surplus, 0))  # cut off, where negative
+    mask_BT = nn.functional.pad(mask_BT, (surplus, 0))  # cut off, where negative
     # By indices: a mask of booleans would be turned into them once more in the backward.
     return hidden_BTH.flatten(0, 1)[mask_BT.flatten().nonzero()[:, 0]][None]
 
@@ -391,13 +333,8 @@ def find_transform(
     """Return the transform that turns the head's logits `raw` into the model's `final`, or None.
 
     Known are `final_logit_softcapping` as in Gemma, `logit_scale` as in Cohere and `logits_scaling`
-    as in Granite (their modelling files in transformers).
-
-    Args:
-        config: the model's configuration (its text model's counts, where it has one).
-        raw: logits as the head made them, of any shape.
-        final: the same logits as the model returned them.
-        highest: the maximum over ranks, so that all of them find one transform.
+    as in Granite. A configuration may name one that its model does not apply (PaliGemma 2).
+    `highest` gives the maximum over ranks, so that all of them find one transform.
     """
     text = None if config is None else config.get_text_config()
     transforms: list[Transform] = []
@@ -412,11 +349,11 @@ def find_transform(
     # A head of 16 bits may have its logits made 32 bits wide behind it: the coarser type counts.
     precision = max(torch.finfo(raw.dtype).eps, torch.finfo(final.dtype).eps)
     raw, final = raw.flatten().float(), final.flatten().float()
-    # A rank whose shapes differ reduces all the same: the others wait for it in `highest`.
+    # A rank with other shapes calls `highest` all the same: the others wait for it there.
     errors = torch.full((len(transforms),), float("inf"))
     if raw.shape == final.shape:
-        # As a share of each number, or of the median one if that is more. So a token that a hook
-        # rules out, by a number as low as can be or minus infinity, counts for no more than others.
+        # As a share of each number, or of the median one if that is more: a token that a hook rules
+        # out, by a number as low as can be or minus infinity, counts for no more than others.
         size = torch.maximum(final.abs(), final.abs().median())
         for number, transform in enumerate(transforms):
             computed = transform(raw)
@@ -435,19 +372,11 @@ def unchanged(logits: Tensor) -> Tensor:
 # --- the model ---
 
 
-WRAPPERS = (
-    "DataParallel",
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "DeepSpeedEngine",
-)
-"""Classes whose `module` is the wrapped model (by name: DeepSpeed need not be installed)."""
-
-
 def base_model(model: nn.Module) -> nn.Module:
     """Return the model without DDP, FSDP, DeepSpeed, `torch.compile` and PEFT around it."""
     while True:
-        if type(model).__name__ in WRAPPERS:
+        # By name: DeepSpeed need not be installed.
+        if type(model).__name__.endswith(("DataParallel", "DeepSpeedEngine")):
             model = model.module
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
@@ -458,8 +387,8 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def output_embedding(model: nn.Module) -> nn.Module | None:
-    """Return the module that makes logits of hidden states: the outermost that a model in it
-    names."""
+    """Return the module that makes logits of hidden states: that of the outermost model which
+    names one."""
     for module in model.modules():
         name_it = getattr(module, "get_output_embeddings", None)
         try:
