@@ -1,14 +1,13 @@
 """Train a mixture of experts on the experts that its rollout chose (`--router_replay_mode R3`).
 
 Rounding lets an engine and a training pass choose other experts for some tokens, and
-log-probabilities at equal weights part by far more than rounding (docs/support.md). Replayed, each
-token goes through the experts of the rollout; how much each counts is computed from the trainer's
-own router, with its gradient (Rollout Routing Replay: arXiv 2510.11370).
+log-probabilities at equal weights part by far more than rounding (docs/support.md). With replay
+each token goes through the experts of the rollout; their weights come from the trainer's own
+router, with its gradient (Rollout Routing Replay: arXiv 2510.11370).
 
-vLLM returns the experts of a sample, and ms-swift carries them into the model's inputs as
-`routed_experts`, where its templates drop them, or models hand them from layer to layer and nobody
-reads them. Here the text model of a pass is given them among its arguments, and each layer takes
-its own: recomputation for gradient checkpointing calls it with the same ones again.
+vLLM returns the experts of a sample, and ms-swift puts them into the model's inputs as
+`routed_experts`, which no layer reads. Here a pass's text model gets them among its arguments, and
+each layer takes its own: recomputation for gradient checkpointing calls a layer with them again.
 
 Letters in names are shapes: B rows of a batch, T positions of a row, L layers, K experts of a
 token, S = B x T tokens, E experts.
@@ -19,11 +18,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from swift.utils import get_logger
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -34,16 +31,9 @@ if TYPE_CHECKING:
     from swift.rl_core.data import OnPolicySample
     from swift.template import Template
 
-logger = get_logger()
-
-INPUT = "routed_experts"
-"""ms-swift's name of the experts among a model's inputs."""
-
-NOT_GIVEN = -1
-"""Stands in the place of a token's experts where the rollout gives none."""
-
-CAPTURES = {"enable_return_routed_experts": True}
-"""The setting of vLLM with which it returns experts (`--vllm_engine_kwargs`)."""
+INPUT = "routed_experts"  # ms-swift's name of the experts among a model's inputs
+NOT_GIVEN = -1  # in the place of a token's experts where the rollout gives none
+CAPTURES = {"enable_return_routed_experts": True}  # vLLM's setting (`--vllm_engine_kwargs`)
 
 
 class RouterReplayError(RuntimeError):
@@ -51,23 +41,16 @@ class RouterReplayError(RuntimeError):
 
 
 class RouterReplay:
-    """Lets the routers of models choose what their inputs say.
-
-    Args:
-        models: of transformers, wrapped or not; all of one architecture.
+    """Lets the routers of models of one architecture choose the experts among their inputs.
 
     Raises:
-        ValueError: a model has no router that can be told what to choose.
+        ValueError: a model has no router that can be replayed.
     """
 
     def __init__(self, *models: nn.Module) -> None:
         self._models = [base_model(model) for model in models]
-        self._given: Tensor | None = None
-        """The pass that is running has these experts."""
-
-        self._num_calls = 0
-        """How often a router has been told, to see that layers are handed the experts at all."""
-
+        self._given: Tensor | None = None  # the experts of the running pass
+        self._num_calls = 0  # of routers with experts: none in a pass whose layers do not get them
         self._num_equal = self._num_given = 0.0
         for model in self._models:
             routers = routers_of(model)
@@ -78,27 +61,39 @@ class RouterReplay:
                     "logits, the weights and the numbers of each token's experts. Expected: a "
                     "mixture of experts such as Qwen3-VL-MoE. Leave the flag out."
                 )
-            parents = {model.get_submodule(name.rpartition(".layers.")[0]) for name in routers}
-            for parent in parents:
+            for parent in {model.get_submodule(name.rpartition(".layers.")[0]) for name in routers}:
                 parent.register_forward_pre_hook(self._give, with_kwargs=True)
-            # The experts come to a layer by the arguments of each call, and not by this object:
-            # recomputation in the backward calls it again, long after the pass.
             for name, (layer, router) in routers.items():
-                number, experts = int(name.rpartition(".")[2]), list[Tensor]()
-                layer.register_forward_pre_hook(partial(_take, number, experts), with_kwargs=True)
-                router.register_forward_hook(partial(self._choose, experts))
+                self._replay(int(name.rpartition(".")[2]), layer, router)
+
+    def _replay(self, number: int, layer: nn.Module, router: nn.Module) -> None:
+        """Let a layer's router choose the experts that the layer gets.
+
+        They come by the arguments of each call, and not by this object: recomputation in the
+        backward calls the layer again, long after the pass.
+        """
+        experts = list[Tensor]()
+
+        def take(_: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+            given = kwargs.get(INPUT)
+            experts[:] = [] if given is None else [given[:, :, number]]
+
+        def choose(_: nn.Module, args: object, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+            return self._chosen(experts.pop(), *output) if experts else None
+
+        layer.register_forward_pre_hook(take, with_kwargs=True)
+        router.register_forward_hook(choose)
 
     @contextmanager
     def given(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Let a model's pass within the block replay the experts among its inputs, unless it is
-        another model; give the other inputs.
+        """Let a model's pass within the block replay the experts among its inputs; give the others.
 
         Raises:
-            RouterReplayError: the model's layers were not handed the experts.
+            RouterReplayError: the model's layers did not get the experts.
         """
         others = {name: value for name, value in inputs.items() if name != INPUT}
         base, num_calls = base_model(model), self._num_calls
-        # A local teacher gets its inputs without them, and routes by itself.
+        # Another model, such as a teacher, routes by itself.
         self._given = inputs.get(INPUT) if base in self._models else None
         is_given = self._given is not None
         try:
@@ -111,24 +106,15 @@ class RouterReplay:
                 "text model is given. Leave the flag out."
             )
 
-    def _give(
-        self, parent: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs if self._given is None else {**kwargs, INPUT: self._given}
+    def _give(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if self._given is None else (args, {**kwargs, INPUT: self._given})
 
-    def _choose(
-        self,
-        experts: list[Tensor],
-        router: nn.Module,
-        args: tuple[Tensor, ...],
-        output: tuple[Tensor, Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return a router's output with the experts that its layer was given."""
-        if not experts:
-            return None
+    def _chosen(
+        self, given: Tensor, logits_SE: Tensor, weights_SK: Tensor, own_SK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a router's output with the given experts [B, T, K]."""
         self._num_calls += 1
-        logits_SE, weights_SK, own_SK = output
-        given_SK = experts.pop().reshape(own_SK.shape).to(own_SK)
+        given_SK = given.reshape(own_SK.shape).to(own_SK)
         is_given_S1 = given_SK[:, :1] != NOT_GIVEN  # all of a token's, or none
         chosen_SK = torch.where(is_given_S1, given_SK, own_SK)
         # As the router computes its own weights, with its gradient (`routers_of`).
@@ -143,8 +129,8 @@ class RouterReplay:
         return logits_SE, probs_SK.to(weights_SK), chosen_SK
 
     def take_counts(self) -> tuple[float, float]:
-        """Return how many of the replayed choices training would have made too, and how many there
-        were, in this rank's passes since the last call."""
+        """Return the number of replayed choices that training would have made too, and of all, in
+        this rank's passes since the last call."""
         counts = float(self._num_equal), float(self._num_given)
         self._num_equal = self._num_given = 0.0
         return counts
@@ -157,7 +143,7 @@ def replayed_share(counts: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def routers_of(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Return the layers that have a router, with it, by the name of the layer.
+    """Return each layer that has a router, and the router, by the name of the layer.
 
     Routers of transformers 5.19's `*TopKRouter` classes take the softmax of their logits, and make
     the chosen ones' probabilities sum to 1.
@@ -170,32 +156,16 @@ def routers_of(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
     return found
 
 
-def _take(
-    number: int,
-    experts: list[Tensor],
-    layer: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put the experts of a layer aside for its router."""
-    experts.clear()
-    if kwargs.get(INPUT) is not None:
-        experts.append(kwargs[INPUT][:, :, number])
-    return args, kwargs
-
-
 def batch_experts(
     samples: Sequence[OnPolicySample], *, template: Template, device: torch.device, **_: Any
 ) -> Tensor:
     """Return the experts of a batch's tokens [B, T, L, K], each where its token stands; with
     padding-free, those of its one row.
 
-    T is the longest sample's, not the length that ms-swift hands over: that is of completions here.
-
     Raises:
-        RouterReplayError: a sample lacks experts, or has them for other tokens than it is trained
-            on.
+        RouterReplayError: a sample lacks experts, or has them for other tokens.
     """
+    # T is the longest sample's: ms-swift's length is that of completions here.
     rows_experts = []
     for sample in samples:
         name, length = getattr(sample, "sample_id", "A sample"), int(sample.encoded["length"])
@@ -222,27 +192,17 @@ def batch_experts(
     return rows.to(device)
 
 
-def no_experts(samples: Sequence[OnPolicySample], **_: Any) -> None:
-    """Leave experts out of a batch, and say once that they are not replayed."""
-    if any(getattr(sample, INPUT, None) is not None for sample in samples):
-        logger.warning_once(
-            "vLLM returns the experts that it chose, and nothing in training reads them. "
-            "--router_replay_mode R3 trains on them. (Said once.)",
-            hash_id=INPUT,
-        )
-
-
 @repair(
     Moment.CALLED,
-    symptom="Experts that vLLM returned are among the model's inputs, and change nothing, in "
-    "silence; those of one sample missing, a batch's are dropped. With padding on the left, "
-    "the experts of each token are those of the token before it.",
+    symptom="Where one sample lacks the experts that vLLM returned, a batch's are dropped, in "
+    "silence. With padding on the left, the experts of each token are those of the token before it "
+    "(--router_replay_mode R3).",
     upstream="ms-swift 4.6, rlhf_trainers/utils.py (`build_routed_experts_batch`): made for "
     "Megatron.",
     until="ms-swift's own trainer replays experts",
 )
-def batch_routed_experts(mode: str) -> None:
-    """Have ms-swift make batches with experts where they are replayed, and without elsewhere."""
+def batch_routed_experts() -> None:
+    """Have ms-swift make batches with the experts that are replayed."""
     from swift.rlhf_trainers import utils
 
-    patch(utils, build_routed_experts_batch=batch_experts if mode == "R3" else no_experts)
+    patch(utils, build_routed_experts_batch=batch_experts)

@@ -37,10 +37,9 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
     encoding_module = grpo_trainer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        config = kwargs["args"]
-        router_replay.batch_routed_experts(config.router_replay_mode)
         super().__init__(*args, **kwargs)
-        if config.router_replay_mode == "R3":
+        if self.args.router_replay_mode == "R3":
+            router_replay.batch_routed_experts()
             self._router_replay = RouterReplay(*filter(None, (self.model, self.ref_model)))
         mask_models(self, self.template)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from swift_grpo_ext.logits.router_replay import (
     RouterReplay,
     RouterReplayError,
     batch_experts,
-    no_experts,
     replayed_share,
     routers_of,
 )
@@ -188,14 +186,3 @@ def test_experts_stand_where_their_tokens_do() -> None:
         batch([sample(5, rows(1, 2))])
     with pytest.raises(RouterReplayError, match=r"train-0 came without its experts\. .*swift rol"):
         batch([sample(5, None)])
-
-
-def test_experts_that_nobody_replays_are_told(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("swift"), "propagate", True)
-    no_experts([sample(2, None)], template=None)
-    assert not caplog.records
-    no_experts([sample(2, None), sample(2, rows(1))], template=None)
-    [message] = {record.getMessage() for record in caplog.records}
-    assert "--router_replay_mode R3 trains on them." in message
