@@ -1,8 +1,7 @@
 """Log-probabilities in the trainer: those of completion positions only, in chunks.
 
-Policy, old-policy, reference and local-teacher passes of ms-swift's GRPO all call
-`_get_per_token_logps_and_entropies_single`; the trainer hands them to `CompletionLogps`. Sequence
-parallelism and Liger's fused loss run as in ms-swift, with a warning.
+The trainer hands the passes of policy, old policy, reference and local teacher to
+`CompletionLogps`. Sequence parallelism and Liger's fused loss run as in ms-swift, with a warning.
 
 Letters in names are shapes: B rows of input ids (one in all with padding-free), T positions of a
 row, K of them from the first completion token of any row on (ms-swift's `logits_to_keep`), N
@@ -11,20 +10,18 @@ completion tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from swift.utils import get_logger
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_grpo_ext.logits.chunked import FromLogits, Logps, Outputs
 from swift_grpo_ext.logits.packed import plain_inputs
-from swift_grpo_ext.logits.proof import Form, SharedPrompt
+from swift_grpo_ext.logits.proof import SharedPrompt
 from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
 
 if TYPE_CHECKING:
@@ -37,39 +34,24 @@ logger = get_logger()
 
 @dataclass(frozen=True)
 class CompletionModel:
-    """A model together with the positions of its completion tokens, where ms-swift expects the
-    model."""
+    """A model and the positions of its completion tokens, where ms-swift expects the model."""
 
     model: nn.Module
     shim: LogitsShim
-    mask_BK: Tensor
-    """Which of the last K input ids are completion tokens."""
+    mask_BK: Tensor  # which of the last K input ids are completion tokens
 
 
 class CompletionLogps:
-    """Computes log-probabilities in training passes, as `--logits_shim` and
-    `--logps_shared_prompt` say."""
+    """Computes log-probabilities by `--logits_shim` and `--logps_shared_prompt`."""
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        template: Template,
-    ) -> None:
-        """
-        Args:
-            config: the training arguments, with our flags.
-            template: ms-swift's, of the policy.
-        """
+    def __init__(self, config: GRPOConfig, template: Template) -> None:
         self._is_strict = config.logits_shim == "strict"
         self._is_padding_free = bool(template.padding_free)
-        # By the model: policy, reference and teacher each find out by themselves what works. Weak
-        # keys, as one that was replaced must not be kept in memory.
-        self._shims: WeakKeyDictionary[nn.Module, LogitsShim] = WeakKeyDictionary()
-        self._shared_prompts: WeakKeyDictionary[nn.Module, SharedPrompt] = WeakKeyDictionary()
-        self.is_off = config.logits_shim == "off"
-        """Logits are ms-swift's."""
-
-        self.shares_prompts = not (
+        # Policy, reference and teacher each find out what works.
+        self._shims = dict[nn.Module, LogitsShim]()
+        self._shared_prompts = dict[nn.Module, SharedPrompt]()
+        self.is_off = config.logits_shim == "off"  # logits are ms-swift's
+        self.shares_prompts = not (  # micro-batches may be packed
             config.logps_shared_prompt == "false"
             or self.is_off
             or self._is_padding_free
@@ -77,8 +59,6 @@ class CompletionLogps:
             or config.router_replay_mode != "disabled"  # its experts are those of whole rows
             or config.torch_compile  # the packed form would be compiled as well
         )
-        """Micro-batches may be packed."""
-
         if self.is_off:
             return
         flags = "--logits_shim and --logps_shared_prompt have no effect"
@@ -96,15 +76,14 @@ class CompletionLogps:
             )
 
     def restrict(self, model: nn.Module, grpo_batch: GRPOBatch) -> CompletionModel | nn.Module:
-        """Return the model with the positions of a batch; the model itself where ms-swift
-        computes."""
+        """Return the model with the positions of a batch; the model where ms-swift computes."""
         if self.is_off:
             return model
         mask_BK = grpo_batch.completion_mask
         if self._is_padding_free:
             # ms-swift has cut its one row at the borders of sequences and right-aligned the pieces
             # (rlhf_trainers/utils.py, `build_completion_mask_and_seq_lengths`). The model gets one
-            # row, so they are put together again.
+            # row.
             pieces = zip(mask_BK, grpo_batch.seq_lengths.tolist(), strict=True)
             mask_BK = torch.cat([row[len(row) - length :] for row, length in pieces])[None]
         return CompletionModel(model, self.shim(model), mask_BK)
@@ -133,10 +112,7 @@ class CompletionLogps:
         Args:
             model: what `restrict` gave.
             inputs: the arguments of its forward, or a micro-batch that may be packed.
-            input_ids_BT: the token ids.
             upstream: ms-swift's own arithmetic on a model's logits.
-            temperature: the number by which logits are divided.
-            with_entropy: whether entropies are wanted too.
         """
         if not isinstance(model, CompletionModel):  # `restrict` has left it as it was
             return upstream(model)
@@ -146,63 +122,33 @@ class CompletionLogps:
         # The packed row has the same targets in the same order, so that both forms can share this.
         targets_N = input_ids_BT[:, before:][model.mask_BK]
         logps = partial(model.shim.logps, targets_N=targets_N, temperature=temperature)
-        form = self._form(model.model, inputs, mask_BT, logps)
+        if self.shares_prompts:
+            base = base_model(model.model)
+            shared = self._shared_prompts.setdefault(base, SharedPrompt(base))
+            # A proof makes passes that other ranks may not make. DDP's forward has collectives of
+            # its own (buffers), which would wait for them: go around it.
+            is_ddp = isinstance(model.model, DistributedDataParallel)
+            inner = model.model.module if is_ddp else model.model
+            form = shared.form(
+                inputs,
+                mask_BT,
+                lambda *form: logps(inner, *form).logps_N,
+                model.shim.ranks(model.model),
+            )
+        else:
+            form = plain_inputs(inputs), mask_BT
         logps_N, entropies_N = logps(model.model, *form, with_entropy=with_entropy)
         logps_BK = scattered(logps_N, model.mask_BK)
         return logps_BK, None if entropies_N is None else scattered(entropies_N, model.mask_BK)
 
-    def from_logits(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        mask_BT: Tensor,
-        function: FromLogits,
-        columns: Sequence[Tensor] = (),
-    ) -> Outputs:
-        """Return what `function` makes of the logits of N positions, in the order of the mask.
-
-        Args:
-            model: the policy, a teacher ..., or any wrapping of it.
-            inputs: the arguments of its forward.
-            mask_BT: those positions.
-            function, columns: as of `LogitsShim.compute`.
-        """
-        return self.shim(model).compute(model, inputs, mask_BT, function, columns)
-
-    def _form(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        mask_BT: Tensor,
-        logps: Callable[..., Logps],
-    ) -> Form:
-        """Return a micro-batch packed, or as ms-swift makes it."""
-        if not self.shares_prompts:
-            return plain_inputs(inputs), mask_BT
-        base = base_model(model)
-        if base not in self._shared_prompts:
-            self._shared_prompts[base] = SharedPrompt(base)
-        # A proof makes passes that other ranks may not make. DDP's forward has collectives of its
-        # own (buffers), which would wait for them: go around it.
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        return self._shared_prompts[base].form(
-            inputs,
-            mask_BT,
-            lambda *form: logps(inner, *form).logps_N,
-            self.shim(model).ranks(model),
-        )
-
     @property
     def sharing_failed(self) -> bool:
-        """It is True once a packed pass has changed log-probabilities on this rank."""
+        """Whether a packed pass has changed log-probabilities on this rank."""
         return any(shared.has_failed for shared in self._shared_prompts.values())
 
     def end_round(self, sharing_failed: bool) -> None:
-        """Stop sharing prompts where that changed log-probabilities on any rank; all ranks call it
-        alike, once a round.
-
-        Passes are no place for it, as their number may depend on a rank's own rows.
-        """
+        """Stop sharing prompts where that failed on any rank; all ranks call it once a round, as
+        the number of their passes may differ."""
         if not sharing_failed or not self.shares_prompts:
             return
         self.shares_prompts = False

@@ -146,7 +146,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
                 logps_N = self._sampled_logps(logits_NV, targets_N) if is_measured else None
             return total[None], count[None], supervised, logps_N
 
-        total, count, supervised, logps_N = self.completion_logps.from_logits(
+        total, count, supervised, logps_N = self.completion_logps.shim(model).compute(
             model, forward, mask_BT, losses, [targets_N, *columns]
         )
         if is_measured:
@@ -176,7 +176,8 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
             return (logits_NV,) if top is None else tuple(logits_NV.topk(top))
 
         with torch.no_grad(), self._local_teacher(model) as teacher:
-            return list(self.completion_logps.from_logits(teacher, forward, mask_BT, kept))
+            shim = self.completion_logps.shim(teacher)
+            return list(shim.compute(teacher, forward, mask_BT, kept))
 
     @contextmanager
     def _local_teacher(self, model: nn.Module) -> Iterator[nn.Module]:
