@@ -1,8 +1,8 @@
-"""This module makes values of logits, a number of positions at a time: log-probabilities and
-entropies of tokens (docs/promises.md, L4), or whatever a loss needs.
+"""Values of logits, some positions at a time: log-probabilities and entropies of tokens
+(docs/promises.md, L4), or whatever a loss needs.
 
-Letters in names are shapes: B rows, T positions of a row, N chosen positions, H hidden size, V
-vocabulary.
+Letters in names are shapes: B rows, T positions of a row, N chosen positions, n of a chunk and R of
+a block of them, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,29 +14,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 NUM_BLOCKS = 16
-"""Parts in which one tensor of logits is worked on: what forward and backward need beside it is a
-16th of it."""
+"""Parts of a tensor of logits that are worked on one by one: what forward and backward need beside
+it is a 16th of it."""
 
 
 class Logps(NamedTuple):
     """Log-probabilities and entropies of N positions."""
 
-    logps_N: Tensor
-    """Log-probability of each token, in nats; float32, or float64 where the logits are."""
-
-    entropies_N: Tensor | None
-    """Shannon entropy of each position, in nats; None where it was not asked for."""
+    logps_N: Tensor  # in nats; float32, or float64 where the logits are
+    entropies_N: Tensor | None  # Shannon entropies, in nats; None where they were not asked for
 
 
 Outputs = tuple[Tensor | None, ...]
-"""It holds what is made of N positions: tensors that begin with N, or a value for each chunk."""
+"""Values of N positions: tensors that begin with N, or with a value for each chunk."""
 
 FromLogits = Callable[..., Outputs]
 """Takes logits [n, V] and the same n positions of each column, and `overwrite` by name: whether it
-may put gradients where the logits were, and so need no further memory of size n x V."""
+may put gradients where the logits were, and needs no further memory of size n x V."""
 
 
 def in_chunks(
@@ -48,19 +45,15 @@ def in_chunks(
     chunk_size: int,
     num_chunks: int = 0,
 ) -> Outputs:
-    """Return what `function` makes of the logits of hidden states, `chunk_size` positions at a
-    time, joined.
+    """Return the outputs of `function` for the logits of hidden states, a chunk at a time, joined.
 
-    Logits of a chunk are dropped after its forward and made again in its backward
-    (`torch.utils.checkpoint`), so that peak memory grows with chunk_size x V and not with N x V.
+    Logits of a chunk are dropped after its forward and made again in its backward: peak memory
+    grows with chunk_size x V and not with N x V.
 
     Args:
         head: maps hidden states [n, H] to logits [n, V], with all that the model does to them. The
             backward may write over its result, which its last operation must not need for its own.
-        hidden_NH: the states that predict the tokens.
         columns: tensors [N, ...] that `function` takes too.
-        function: is called once for each chunk.
-        chunk_size: positions at a time, 1 or more.
         num_chunks: empty chunks are added up to this number, for heads that all ranks must call
             equally often, in forward and backward.
     """
@@ -68,9 +61,9 @@ def in_chunks(
     def chunk(hidden_CH: Tensor, *columns_of_chunk: Tensor) -> Outputs:
         logits_CV = head(hidden_CH)
         if not len(hidden_CH):
-            # Keeps a tensor, whatever `function` does: the backward then makes the chunk again
-            # before it comes to the head, as that of other chunks does. Ranks that share the head
-            # gather it in one order.
+            # Keeps a tensor, whatever `function` does: the backward makes this chunk again before
+            # it comes to the head, as it does others. Ranks that share the head gather it in one
+            # order.
             logits_CV = logits_CV.exp()
         return function(logits_CV, *columns_of_chunk, overwrite=True)
 
@@ -83,11 +76,8 @@ def in_chunks(
         # By default checkpoint compares the shapes of what both forwards saved. With ZeRO-3, a
         # frozen weight is released again when it would look: its shape is that of nothing.
         run = partial(checkpoint, chunk, use_reentrant=False, determinism_check="none")
-    # To stop the recomputation at the last tensor needed spares nothing here (only `function` is
-    # left), and with torch 2.8 keeps in memory what all chunks made again.
-    with set_checkpoint_early_stop(False):
-        outputs = zip(*(run(*part) for part in parts), strict=True)
-        return tuple(None if made[0] is None else torch.cat(made) for made in outputs)
+    outputs = zip(*(run(*part) for part in parts), strict=True)
+    return tuple(None if made[0] is None else torch.cat(made) for made in outputs)
 
 
 def token_logps(
@@ -101,15 +91,8 @@ def token_logps(
     """Compute log-probabilities of tokens, and entropies, from the logits of their positions.
 
     With x = logits / temperature and p = softmax(x): log p[target] and -sum(p * log p), both
-    differentiable. Half-precision logits are computed with in float32.
-
-    Args:
-        logits_NV: logits of N positions.
-        targets_N: the tokens' ids.
-        temperature: the number by which logits are divided.
-        with_entropy: whether entropies are wanted too.
-        overwrite: whether the backward may put the gradient where the logits were, and so need no
-            further memory of size N x V. autograd refuses, loudly, where they were still needed.
+    differentiable. Half-precision logits are computed with in float32. Logits that `overwrite` lets
+    the backward write over may be needed elsewhere: autograd then raises an error.
     """
     logps_N, entropies_N = _TokenLogps.apply(
         logits_NV, targets_N, temperature, with_entropy, overwrite

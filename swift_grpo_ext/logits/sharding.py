@@ -2,9 +2,8 @@
 
 With ZeRO-3, FSDP and FSDP2 each rank holds a shard of the weights, and a module's call gathers them
 from all ranks. A rank that calls a module more often than the others waits for them forever, in the
-backward too. So whatever decides the number of calls (how many chunks, which way, whether to run
-another forward) is agreed on here. Where nothing is sharded, each rank decides by itself, and
-there is no communication.
+backward too. The ranks agree here on what decides the number of calls: how many chunks, which way,
+whether to run another forward. Where nothing is sharded, there is no communication.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ from torch.distributed.tensor import DTensor
 class ShardRanks(NamedTuple):
     """The ranks that hold shards of one model; this rank alone where nothing is sharded."""
 
-    groups: tuple[dist.ProcessGroup, ...] = ()
-    """Process groups, one for each dimension of the device mesh."""
-
-    device: torch.device | str = "cpu"
-    """Where the groups' collectives find their tensors."""
+    groups: tuple[dist.ProcessGroup, ...] = ()  # one for each dimension of the device mesh
+    device: torch.device | str = "cpu"  # where the groups' collectives find their tensors
 
     def highest(self, values: Tensor) -> Tensor:
         """Return the elementwise maximum over all ranks, on the device of `values`."""
@@ -38,7 +34,7 @@ class ShardRanks(NamedTuple):
         return agreed.to(values.device)
 
     def all(self, holds: bool) -> bool:
-        """Return whether it holds on every rank."""
+        """Return whether something holds on every rank."""
         return not self.highest(torch.tensor([not holds], dtype=torch.int32))
 
     def most(self, number: int) -> int:
