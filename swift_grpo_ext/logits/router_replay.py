@@ -36,10 +36,6 @@ NOT_GIVEN = -1  # in the place of a token's experts where the rollout gives none
 CAPTURES = {"enable_return_routed_experts": True}  # vLLM's setting (`--vllm_engine_kwargs`)
 
 
-class RouterReplayError(RuntimeError):
-    """A sample's experts are not there, or do not belong to its tokens."""
-
-
 class RouterReplay:
     """Lets the routers of models of one architecture choose the experts among their inputs.
 
@@ -89,7 +85,7 @@ class RouterReplay:
         """Let a model's pass within the block replay the experts among its inputs; give the others.
 
         Raises:
-            RouterReplayError: the model's layers did not get the experts.
+            RuntimeError: the model's layers did not get the experts.
         """
         others = {name: value for name, value in inputs.items() if name != INPUT}
         base, num_calls = base_model(model), self._num_calls
@@ -101,7 +97,7 @@ class RouterReplay:
         finally:
             self._given = None
         if is_given and self._num_calls == num_calls:
-            raise RouterReplayError(
+            raise RuntimeError(
                 f"--router_replay_mode R3: {type(base).__name__} does not hand its layers what its "
                 "text model is given. Leave the flag out."
             )
@@ -163,14 +159,14 @@ def batch_experts(
     padding-free, those of its one row.
 
     Raises:
-        RouterReplayError: a sample lacks experts, or has them for other tokens.
+        RuntimeError: a sample lacks experts, or has them for other tokens.
     """
     # T is the longest sample's: ms-swift's length is that of completions here.
     rows_experts = []
     for sample in samples:
         name, length = getattr(sample, "sample_id", "A sample"), int(sample.encoded["length"])
         if sample.routed_experts is None:
-            raise RouterReplayError(
+            raise RuntimeError(
                 f"--router_replay_mode R3: {name} came without its experts. With --vllm_mode "
                 "server, start `swift rollout` with --vllm_engine_kwargs "
                 "'{\"enable_return_routed_experts\": true}'."
@@ -179,7 +175,7 @@ def batch_experts(
         experts = torch.as_tensor(sample.routed_experts).to(torch.int16)
         # vLLM computes nothing for the last token that it samples, and so has no experts for it.
         if len(experts) not in (length - 1, length):
-            raise RouterReplayError(
+            raise RuntimeError(
                 f"--router_replay_mode R3: {name} has the experts of {len(experts)} tokens, and "
                 f"{length} tokens in training."
             )

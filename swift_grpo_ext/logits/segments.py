@@ -1,16 +1,14 @@
 """Attention and gated delta nets that read a packed row by segments.
 
-A packed row holds the prompts of groups, each with its samples behind it (`packed.py`). Norms,
-projections and experts treat each position by itself. Layers that mix positions find the segments
-in a tensor of int32 [1, 1, 4, L] that travels as `attention_mask`: transformers hands on a mask of
-four dimensions, and no attention accepts this one as its own. It is an argument, because
-recomputation for gradient checkpointing calls a layer long after the pass.
+A packed row holds the prompts of groups, each with its samples behind it (`packed.py`). Layers that
+mix positions find the segments in a tensor of int32 [1, 1, 4, L] that travels as `attention_mask`:
+transformers hands on a mask of four dimensions, and no attention accepts this one as its own. It is
+an argument, because recomputation for gradient checkpointing calls a layer long after the pass.
 
-- `sdpa` and `eager` are called for each prompt, and for each block of its samples.
-- Flash attention is called once, with the keys of all segments gathered; `flex_attention` once,
-  with a block mask.
-- A gated delta net is called with the prompts, and then with the samples, which go on from the
-  state at the end of their prompt.
+`sdpa` and `eager` are called for each prompt, and for each block of its samples; flash attention
+once, with the keys of all segments gathered; `flex_attention` once, with a block mask. A gated
+delta net is called with the prompts, and then with the samples, which go on from the state at the
+end of their prompt.
 
 Positions are counted within a sample, which begins with its prompt; so are windows.
 
@@ -44,10 +42,6 @@ DENSE = ("sdpa", "eager")  # implementations that are called for each piece; oth
 KINDS = {"full_attention", "sliding_attention", "linear_attention"}  # of a model's `layer_types`
 WITH_WINDOW, EVERYWHERE = 1, 2
 """The layers in which the positions of an image see each other; 0: no layers."""
-
-
-class UnsupportedAttentionError(ValueError):
-    """A layer cannot be called by segments."""
 
 
 def is_packed(mask: object) -> TypeGuard[Tensor]:
@@ -95,10 +89,9 @@ class Segments:
         self._block_masks = dict[int | None, BlockMask]()
 
         # A segment is a run of positions with one group and one number. Pieces, for which attention
-        # is called, are prompts and blocks of samples: a call for each sample would be a small one.
-        # A block computes pairs of different samples too, and masks them. It has no more positions
-        # than its prompt, unless one sample has: at most twice the pairs that are seen are
-        # computed, and twice the keys copied.
+        # is called, are prompts and blocks of samples, whose pairs across samples are computed and
+        # masked. A block has no more positions than its prompt, unless one sample has: at most
+        # twice the pairs that are seen are computed, and twice the keys copied.
         self.segments, self.pieces = list[Segment](), list[Segment]()
         runs, sizes = torch.unique_consecutive(mask[0, 0, :2], dim=1, return_counts=True)
         prompt, start = None, 0
@@ -122,7 +115,7 @@ class Segments:
         return segments
 
     def looks_ahead(self, window: int | None) -> bool:
-        """Return whether the positions of images see each other in a layer with this window."""
+        """Return whether the positions of an image see each other in a layer with this window."""
         return self._looks_ahead >= (EVERYWHERE if window is None else WITH_WINDOW)
 
     def sees(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
@@ -262,15 +255,13 @@ def window_of(module: nn.Module, given: int | None) -> int | None:
     """Return the window that a module of attention gives its implementation.
 
     Raises:
-        UnsupportedAttentionError: it gives none, where the configuration has one for its layer.
+        ValueError: it gives none, where the configuration has one for its layer.
     """
     kinds = getattr(module.config, "layer_types", None)
     # Where layers differ, the configuration's window is that of some of them.
     has_window = not kinds or kinds[module.layer_idx] == "sliding_attention"
     if given is None and has_window and longest_window(module.config) is not None:
-        raise UnsupportedAttentionError(
-            f"{type(module).__name__} does not tell its implementation of its window"
-        )
+        raise ValueError(f"{type(module).__name__} does not tell its implementation of its window")
     return given
 
 
@@ -356,7 +347,7 @@ def delta_net_by_segments(
         of_prompts = forward(padded[prompts_PT], cache_params=states)
         # Values would be right without it, so that the proof of the first batch cannot see this.
         if of_prompts.requires_grad and not states.recurrent_states[0].requires_grad:
-            raise UnsupportedAttentionError(
+            raise ValueError(
                 f"--logps_shared_prompt: {type(module).__name__} gives the state at the end of a "
                 "prompt without its gradient. Use --logps_shared_prompt false."
             )

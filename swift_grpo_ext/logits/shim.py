@@ -1,13 +1,11 @@
 """Logits of chosen positions, from every decoder model, and log-probabilities of tokens there.
 
 The model's output embedding (its *head*) gets the hidden states of the wanted positions only, in
-chunks: the logits of others are never computed. The first forward shows whether that works, and
-which function the model applies to logits after its head (`find_transform`). Where that function is
-not known, all wanted positions pass the head and the model's own code at once.
-
-The hook needs exactly one call of the head per forward. Other models are asked for their last
-positions by their own keyword (`KEYWORDS`). Where none has an effect, the logits of all positions
-are computed: warned about once, or refused.
+chunks. The first forward shows whether that works, and which function the model applies to logits
+after its head. Where that function is not known, all wanted positions pass the head and the model's
+own code at once. A head that is not called exactly once in a forward is left alone: the model is
+asked for its last positions by its own keyword, or computes the logits of all positions, which is
+warned about once, or refused.
 
 Letters in names are shapes: B rows, T positions of a row, N chosen positions, K last positions, H
 hidden size, V vocabulary.
@@ -37,10 +35,6 @@ KEYWORDS = ("logits_to_keep", "num_logits_to_keep")
 Transform = Callable[[Tensor], Tensor]
 
 
-class UnsupportedModelError(RuntimeError):
-    """A model computes the logits of all positions, whatever it is asked for."""
-
-
 class LogitsShim:
     """Asks one model for the logits of some positions.
 
@@ -60,7 +54,7 @@ class LogitsShim:
     ) -> None:
         """
         Args:
-            strict: raise `UnsupportedModelError` where only slicing is left.
+            strict: raise an error where only slicing is left.
             warn: takes one line where logits are sliced, or there are no chunks.
         """
         base = base_model(model)
@@ -116,7 +110,7 @@ class LogitsShim:
             columns: tensors [N, ...] that it takes too.
 
         Raises:
-            UnsupportedModelError: only slicing is left, with `strict`.
+            RuntimeError: only slicing is left, with `strict`.
         """
         # ms-swift leaves `logits_to_keep` in the inputs, which the next pass over them gets too
         # (4.6, grpo_trainer.py, `_get_logps_via_local_forward`). Here it would cut them twice.
@@ -151,7 +145,7 @@ class LogitsShim:
                 f"({' or '.join(KEYWORDS)}), and {self._reason}."
             )
             if self._strict:
-                raise UnsupportedModelError(
+                raise RuntimeError(
                     f"{text} Use --logits_shim auto to slice them, at the cost of their memory."
                 )
             self._warn_once(f"{text} They are sliced, which saves no memory.")
