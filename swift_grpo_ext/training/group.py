@@ -92,8 +92,7 @@ class GroupPrompt:
             if not has_values(values, self.num_tokens):
                 continue
             if isinstance(values, torch.Tensor):
-                text = values.new_zeros((*values.shape[:-1], len(ids)))
-                made[name] = torch.cat([values, text], dim=-1)
+                made[name] = torch.nn.functional.pad(values, (0, len(ids)))
             else:
                 made[name] = [*values, *[0] * len(ids)]
         for name in ("length", "lengths"):
