@@ -88,9 +88,9 @@ class GroupPrompt:
         if made.get("loss_scale") is not None:
             made["loss_scale"] = [*made["loss_scale"], *map(float, weights)]
         for name in PER_TOKEN:
-            values = made.get(name)
-            if not has_values(values, self.num_tokens):
+            if not has_values(made.get(name), self.num_tokens):
                 continue
+            values = made[name]
             if isinstance(values, torch.Tensor):
                 made[name] = torch.nn.functional.pad(values, (0, len(ids)))
             else:
