@@ -87,8 +87,8 @@ def test_stops_and_texts_are_left_to_ms_swift() -> None:
 
 def test_a_clients_own_seed_wins_where_it_asks_once() -> None:
     deployed = Deployed(Replica(), Replica())
-    assert [m.seed for m in served(deployed, asked("a"), seed=5)] == [None]
-    assert all(m.seed for m in served(deployed, asked("a")))
+    assert [m.seed_of(0) for m in served(deployed, asked("a"), seed=5)] == [None]
+    assert all(m.seed_of(0) for m in served(deployed, asked("a")))
 
 
 def test_one_seed_for_many_is_replaced_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_one_seed_for_many_is_replaced_and_said(monkeypatch: pytest.MonkeyPatch)
 def test_engine_mode_leaves_all_seeds_alone() -> None:
     deployed = Deployed(Replica(), rollout_seed_mode="engine")
     for config in ({}, {"seed": 5}):
-        assert [m.seed for m in served(deployed, asked("a", "b"), **config)] == [None, None]
+        assert [m.seed_of(0) for m in served(deployed, asked("a", "b"), **config)] == [None, None]
 
 
 def test_a_refused_call_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
