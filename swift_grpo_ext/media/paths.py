@@ -19,6 +19,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict
 from functools import partial, wraps
 from tempfile import TemporaryDirectory
@@ -113,9 +114,11 @@ def check_redirects() -> None:
 
     @wraps(upstream)
     def encode(self: Template, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        # As ms-swift's own `encode` begins with a replica's requests.
-        columns = asdict(inputs) if isinstance(inputs, InferRequest) else inputs
-        inputs = TemplateInputs.from_dict(columns)
+        # As ms-swift's own `encode` begins.
+        if isinstance(inputs, InferRequest):
+            inputs = asdict(inputs)
+        is_made = isinstance(inputs, TemplateInputs)
+        inputs = deepcopy(inputs) if is_made else TemplateInputs.from_dict(inputs)
         # Encoding reads the media: the files go with the block.
         with TemporaryDirectory(prefix="swift_grpo_ext_") as folder:
             for kind in COLUMNS:
