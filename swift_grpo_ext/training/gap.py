@@ -8,7 +8,7 @@ engine and each kind of row has its own bound: a fault of one disappears in the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, log
 from typing import TYPE_CHECKING
@@ -27,33 +27,27 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-Group = tuple[str, str]
-"""An engine's name and a kind of row."""
+Source = tuple[str, str]  # an engine's name and a kind of row
 
-SPIKES = 32
-"""A few tokens may be so many limits apart, in all: `most_explained`."""
+SPIKES = 32  # a few tokens may be so many limits apart, in all (`most_explained`)
 
+# Nats by which `--top_k`, `--min_p` and `--repetition_penalty` may move log-probabilities in the
+# mean: e^-2 = 14% of the distribution are left. One wrong tensor moves them less (0.23 nats where
+# it is transposed, the tiny model): with such settings NaN and wholly other weights alone are
+# found.
 CUT_OFF = 2.0
-"""Nats by which `--top_k`, `--min_p` and `--repetition_penalty` may move log-probabilities in the
-mean: e^-2 = 14% of the distribution are left. One wrong tensor moves them less (0.23 nats where it
-is transposed, the tiny model): with such settings NaN and wholly other weights alone are found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
     """The distance, in nats, of two log-probabilities of each of some tokens."""
 
-    total: float = 0.0
-    """Sum of absolute differences."""
-
-    count: int = 0
-    """Number of tokens."""
-
+    total: float = 0.0  # sum of absolute differences
+    count: int = 0  # of tokens
     largest: float = 0.0
 
     @property
     def mean(self) -> float:
-        """The mean difference in nats; 0 where there was no token."""
         return self.total / self.count if self.count else 0.0
 
     def __str__(self) -> str:
@@ -80,37 +74,29 @@ def gaps_between(
 
 
 def gap_limit(bits: int, temperature: float = 1.0) -> float:
-    """Return the mean gap, in nats, above which something is wrong rather than imprecise.
-
-    Large models have logits around 2^4, which bfloat16 (8 bits of mantissa) rounds to steps of
-    2^-4: the limit is two steps. 32 bits round to 2^-19 there, and their limit is that of kernels
-    that sum in different orders, with a wide margin. E4M3 (arXiv:2209.05433) keeps 4 bits: its
-    steps and its limit are 2^4 times those of bfloat16. (The tiny model, with matrices and their
-    inputs rounded: bfloat16 0.0043 nats, E4M3 0.055, E5M2 0.13.)
-
-    Args:
-        bits: of the less precise side's numbers; 8 and fewer are quantized ones.
-        temperature: divides logits, and their rounding. Above 1 it leaves the limit as it is.
-    """
+    """Return the mean gap, in nats, above which something is wrong rather than imprecise; `bits`
+    are those of the less precise side's numbers."""
+    # Large models have logits around 2^4, which bfloat16 (8 bits of mantissa) rounds to steps of
+    # 2^-4: the limit is two steps. 32 bits round to 2^-19 there, and their limit is that of kernels
+    # that sum in different orders, with a wide margin. Quantized numbers have 8 bits or fewer: E4M3
+    # (arXiv:2209.05433) keeps 4 of mantissa, and its limit is 2^4 times that of bfloat16. (The tiny
+    # model, with matrices and their inputs rounded: bfloat16 0.0043 nats, E4M3 0.055, E5M2 0.13.)
     limit = 0.01 if bits > 16 else 0.125 if bits == 16 else 2.0
+    # The temperature divides logits, and their rounding. Above 1 the limit keeps its margin.
     return limit / min(temperature or 1.0, 1.0)
 
 
 def most_explained(limit: float, count: int) -> float:
-    """Return the largest mean gap, in nats, that rounding explains in so many tokens.
-
-    The mean over few tokens lies further from 0: in 16 bits an expert that is chosen otherwise
-    moves a token by whole nats (two by 2 nats each are `SPIKES` limits).
-    """
+    """Return the largest mean gap, in nats, that rounding explains in so many tokens."""
+    # The mean over few tokens lies further from 0: in 16 bits an expert that is chosen otherwise
+    # moves a token by whole nats (two by 2 nats each are `SPIKES` limits).
     return limit * (1 + SPIKES / max(count, 1))
 
 
 def sampling_shift(args: RolloutGRPOConfig) -> float:
-    """Return the mean gap, in nats, that the sampling settings explain.
-
-    vLLM's log-probabilities are those of the distribution that it samples from. Where settings keep
-    a share p of the tokens' probability, each log-probability is larger by -log(p).
-    """
+    """Return the mean gap, in nats, that the sampling settings explain."""
+    # vLLM's log-probabilities are those of the distribution that it samples from. Where settings
+    # keep a share p of the tokens' probability, each log-probability is larger by -log(p).
     # One token (`--top_k 1`), or the tokens of a grammar, may be any share. Where a flag is None,
     # the model's generation settings decide. With `--async_generate` weights are an earlier step's.
     is_unbounded = (
@@ -132,25 +118,18 @@ def sampling_shift(args: RolloutGRPOConfig) -> float:
 class RoundGap:
     """The gap of one rank's samples of a round."""
 
-    groups: dict[Group, Gap]
-
+    by_source: dict[Source, Gap]
+    # How many times as far as rounding and the settings explain the furthest sample lies.
     excess: float = 0.0
-    """How many times as far as rounding and the settings explain the furthest sample lies."""
-
-    furthest: str = ""
-    """Names that sample, with its gap."""
+    furthest: str = ""  # the name of that sample, and its gap
 
 
 def measure_gap(
     micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]], limit: float, shift: float
 ) -> RoundGap:
-    """Return the gap of this rank's samples, in a round's micro-batches.
-
-    Args:
-        limit: the mean gap, in nats, that rounding explains in many tokens (`gap_limit`).
-        shift: the mean gap, in nats, that the sampling settings explain (`sampling_shift`).
-    """
-    groups = defaultdict[Group, Gap](Gap)
+    """Return the gap of this rank's samples, in a round's micro-batches; `limit` is that of
+    `gap_limit`, `shift` that of `sampling_shift`."""
+    by_source = defaultdict[Source, Gap](Gap)
     worst = (0.0, "")
     for samples, batch in micro_batches:
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
@@ -160,42 +139,48 @@ def measure_gap(
         gaps = gaps_between(rollout, training, batch.completion_mask.bool())
         for sample, gap in zip(samples, gaps, strict=True):
             engine, kind = (sample.rollout_infos or {}).get("replica", ""), kind_of_row(sample)
-            groups[str(engine), kind] += gap
+            by_source[str(engine), kind] += gap
             excess = gap.mean / (most_explained(limit, gap.count) + shift)
             worst = max(worst, (excess, f"{sample.sample_id} ({kind}): {gap}"))
-    return RoundGap(dict(groups), *worst)
+    return RoundGap(dict(by_source), *worst)
 
 
 def judge_gap(
     gaps: Sequence[RoundGap], args: RolloutGRPOConfig, limit: float, step: int
 ) -> dict[str, float]:
-    """Compare the gap of each engine and each kind of row, over all ranks, with the gap that
-    rounding and the settings explain (M4, M5), and return metrics by name.
-
-    Args:
-        gaps: of all ranks, the same on each of them.
+    """Compare the gap of each engine and each kind of row with what rounding and the settings
+    explain (M4, M5), and return metrics by name. `gaps` are all ranks', the same on each.
 
     Raises:
         DisagreementError: on every rank, with `--rollout_mismatch stop`; names engines and rows.
     """
     shift = sampling_shift(args)
-    groups, kinds = defaultdict[Group, Gap](Gap), defaultdict[str, Gap](Gap)
+    by_source, by_kind = defaultdict[Source, Gap](Gap), defaultdict[str, Gap](Gap)
     for rank_gap in gaps:
-        for (engine, kind), gap in rank_gap.groups.items():
-            groups[engine, kind] += gap
-            kinds[kind] += gap
-    whole = sum(kinds.values(), Gap())
+        for (engine, kind), gap in rank_gap.by_source.items():
+            by_source[engine, kind] += gap
+            by_kind[kind] += gap
+    whole = sum(by_kind.values(), Gap())
     if not whole.count:
         return {}
     # NaN is not below any bound: `>` would let it pass.
     beyond = {
-        group: gap
-        for group, gap in groups.items()
+        f"{engine} rows of {kind}".lstrip(): (engine, kind)
+        for (engine, kind), gap in by_source.items()
         if not gap.mean <= most_explained(limit, gap.count) + shift
     }
     furthest = max(gaps, key=lambda rank_gap: rank_gap.excess)
     if beyond:
-        _warn_or_stop(beyond, groups, args, limit, shift, step)
+        found = "; ".join(f"{name}: {by_source[source]}" for name, source in beyond.items())
+        settings = f", and the {shift:.3g} of the sampling settings" if 0 < shift < inf else ""
+        text = (
+            f"Step {step}: log-probabilities of the rollout and of training lie further apart than "
+            f"the {limit:g} nats in the mean that rounding explains{settings}. {found}. "
+            f"{likely_cause(beyond.values(), by_source)}"
+        )
+        if args.rollout_mismatch == "stop":
+            raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")
+        logger.warning_once(text, hash_id=f"rollout_gap {list(beyond)}")
     elif furthest.excess > 1:
         logger.warning_once(
             f"Step {step}: log-probabilities of single samples lie further apart between rollout "
@@ -204,41 +189,24 @@ def judge_gap(
             hash_id="sample_gap",
         )
     metrics = {"rollout_gap/mean": whole.mean, "rollout_gap/max": whole.largest}
-    if len(kinds) > 1:
-        metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in kinds.items()}
+    if len(by_kind) > 1:
+        metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in by_kind.items()}
     return metrics
 
 
-def _warn_or_stop(
-    beyond: Mapping[Group, Gap],
-    groups: Mapping[Group, Gap],
-    args: RolloutGRPOConfig,
-    limit: float,
-    shift: float,
-    step: int,
-) -> None:
-    """Name the engines and rows beyond their bound and the likely cause, in a warning or, with
-    `--rollout_mismatch stop`, in an error."""
-    names = [f"{engine} rows of {kind}".lstrip() for engine, kind in beyond]
-    found = "; ".join(f"{n}: {gap}" for n, gap in zip(names, beyond.values(), strict=True))
-    cause = (
-        "Rollouts and training do not see the same weights or prompts, or choose other experts "
-        "(--router_replay_mode R3)."
-    )
-    # The cause lies where all that disagrees has something in common that nothing else has.
-    engines, kinds = ({group[i] for group in beyond} for i in (0, 1))
-    if kinds < {kind for _, kind in groups}:
-        cause = "Other rows agree: such media are read, placed or encoded otherwise on one side."
-    elif engines < {engine for engine, _ in groups}:
-        cause = (
+def likely_cause(beyond: Iterable[Source], known: Iterable[Source]) -> str:
+    """Say what may be wrong with the engines and rows beyond their bound: the cause lies in what
+    they have in common and no other has."""
+    engines, kinds = map(set, zip(*beyond, strict=True))
+    all_engines, all_kinds = map(set, zip(*known, strict=True))
+    if kinds < all_kinds:
+        return "Other rows agree: such media are read, placed or encoded otherwise on one side."
+    if engines < all_engines:
+        return (
             "Other engines agree: this one has other weights, or a cache of older ones. Restart "
             "it and resume from the last checkpoint."
         )
-    settings = f", and the {shift:.3g} of the sampling settings" if 0 < shift < inf else ""
-    text = (
-        f"Step {step}: log-probabilities of the rollout and of training lie further apart than the "
-        f"{limit:g} nats in the mean that rounding explains{settings}. {found}. {cause}"
+    return (
+        "Rollouts and training do not see the same weights or prompts, or choose other experts "
+        "(--router_replay_mode R3)."
     )
-    if args.rollout_mismatch == "stop":
-        raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")
-    logger.warning_once(text, hash_id=f"rollout_gap {names}")
