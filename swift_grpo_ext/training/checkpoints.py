@@ -29,8 +29,8 @@ from transformers.utils import (
 
 logger = get_logger()
 
+# Files of which a checkpoint of a whole model has one.
 WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-"""Files of which a checkpoint of a whole model has one."""
 
 
 class CheckpointError(RuntimeError):
@@ -68,15 +68,11 @@ def holds_whole_model(checkpoint: Path) -> bool:
 
 
 def load_whole_model(model: nn.Module, checkpoint: Path) -> None:
-    """Load the weights of a checkpoint into `model`, by the names that `from_pretrained` reads.
-
-    It needs the checkpoint's size once more in CPU memory.
-
-    Raises:
-        CheckpointError: a parameter is missing or of another shape.
-    """
+    """Load the weights of a checkpoint into `model`, by the names that `from_pretrained` reads;
+    raise `CheckpointError` where a parameter is missing or of another shape."""
     try:
         model_class: Any = type(model)
+        # On the CPU, which needs the checkpoint's size once more.
         saved, report = model_class.from_pretrained(checkpoint, output_loading_info=True)
         # transformers warns of such keys and draws them at random.
         if report["missing_keys"]:

@@ -16,12 +16,7 @@ import numpy as np
 from swift.infer_engine.protocol import RolloutInferRequest
 from swift.utils import get_logger
 
-from swift_grpo_ext.checks.rows import (
-    RowError,
-    encoding_fault,
-    name_of,
-    row_fault,
-)
+from swift_grpo_ext.checks.rows import RowError, encoding_fault, name_of, row_fault
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
@@ -32,14 +27,11 @@ if TYPE_CHECKING:
 
     from swift_grpo_ext.rollout.sample import RolloutSample
 
-
 logger = get_logger()
-Row = dict[str, Any]
-"""A row of the data set, as ms-swift has mapped it: `messages`, `images` ..."""
+Row = dict[str, Any]  # of the data set, as ms-swift has mapped it: `messages`, `images` ...
 
+# Rows that are tried in the place of one group, as in ms-swift's `max_resample_rounds`.
 MAX_CANDIDATES = 10
-"""Rows that are tried in the place of one group, as in ms-swift's `max_resample_rounds`."""
-
 _STREAM = 0x5245504C  # "REPL": keeps this order apart from the samples' seeds
 
 
@@ -58,11 +50,8 @@ def replace_failing_prompts(
     ranks: RankGroup,
     error_of: Callable[[Row], str | None],
 ) -> tuple[list[Row], list[int]]:
-    """Replace groups whose prompt cannot be encoded; return this rank's rows, and the numbers of
-    all replaced groups in the generation batch.
-
-    Every rank calls it with its rows; a group may begin on one rank and end on the next. Rank 0
-    looks for other prompts, and warns of each group.
+    """Replace groups of a prompt that cannot be encoded; return this rank's rows, and the numbers
+    of all replaced groups in the generation batch. Every rank calls it with its rows.
 
     Args:
         others: the data set from which other prompts come.
@@ -73,7 +62,8 @@ def replace_failing_prompts(
     Raises:
         NoReplacementError: on every rank; names the groups and the causes.
     """
-    # Every rank makes the same gathers: branches depend on gathered values alone.
+    # Every rank makes the same gathers: branches depend on gathered values alone. A group may begin
+    # on one rank and end on the next.
     start = sum(ranks.all_gather(len(rows))[: ranks.rank])
     group_of = [(start + position) // group_size for position in range(len(rows))]
     # Equal rows of a group are looked at once.
@@ -108,8 +98,7 @@ def replace_failing_prompts(
     for group, (error, row) in sorted(failed.items()) if ranks.rank == 0 else ():
         logger.warning(
             f"{round_}, group {first_group + group}: {name_of(row)} cannot be encoded ({error}); "
-            "another prompt takes the place of the whole group "
-            "(--truncation_strategy delete)."
+            "another prompt takes the place of the whole group (--truncation_strategy delete)."
         )
     pairs = zip(rows, group_of, strict=True)
     # Copies: ms-swift writes into the messages of each sample.
@@ -122,15 +111,10 @@ def named_request(
     samples2requests: Callable[[list[Any]], list[RolloutInferRequest]],
     placeholders: Collection[str],
 ) -> RolloutInferRequest:
-    """Return the request of a sample, by ms-swift's `samples2requests`; a later turn is its own.
-
-    Raises:
-        RowError: headers and texts of the row show a fault.
-    """
-    if isinstance(sample, RolloutInferRequest):
-        return samples2requests([sample])[0]
-    # Here, where the row is at hand: an engine's or a server's error would not name it.
-    if fault := row_fault(sample, placeholders):
+    """Return the request of a sample, by ms-swift's `samples2requests`; raise `RowError` where
+    headers and texts of its row show a fault: an engine's or a server's error would not name it."""
+    is_row = not isinstance(sample, RolloutInferRequest)  # but a later turn
+    if is_row and (fault := row_fault(sample, placeholders)):
         raise RowError(sample, fault)
     try:
         return samples2requests([sample])[0]
@@ -164,8 +148,8 @@ def warn_uneven(uneven: Sequence[SampleId]) -> None:
     """Warn once of groups whose rows differ (G3)."""
     if uneven:
         logger.warning_once(
-            f"{len(uneven)} groups hold rows that differ, the first in {uneven[0]}: each "
-            "sample is a request. Advantages compare the samples of a group; a custom sampler "
-            "must repeat each row --num_generations times.",
+            f"{len(uneven)} groups hold rows that differ, the first in {uneven[0]}: each sample is "
+            "a request. Advantages compare the samples of a group; a custom sampler must repeat "
+            "each row --num_generations times.",
             hash_id="uneven_groups",
         )

@@ -24,15 +24,11 @@ logger = get_logger()
 
 
 class RunSummary:
-    """Rank 0's two lines, around a training.
-
-    Args:
-        states: what is on, and what is off and why (`what_is_on`).
-        limit: the mean rollout gap, in nats, that rounding explains.
-    """
+    """Rank 0's two lines, around a training."""
 
     def __init__(self, trainer: RolloutGRPOTrainer, states: Sequence[str], limit: float) -> None:
-        self._trainer, self._states, self._limit = trainer, states, limit
+        self._trainer, self._states = trainer, states  # what is on (`what_is_on`)
+        self._limit = limit  # the mean rollout gap, in nats, that rounding explains
         self._rounds: set[RoundId] = set()
         trainer.score_listeners.append(
             lambda rows: self._rounds.update(row.sample_id.round for row in rows)
@@ -68,11 +64,7 @@ class RunSummary:
 
 
 def what_is_on(
-    args: RolloutGRPOConfig,
-    logps: CompletionLogps,
-    num_dropouts: int,
-    *,
-    leaves_out_old_pass: bool,
+    args: RolloutGRPOConfig, logps: CompletionLogps, num_dropouts: int, *, leaves_out_old_pass: bool
 ) -> list[str]:
     """Return for each mechanism whether it is on."""
     is_seeded = args.use_vllm and args.rollout_seed_mode == "sample"
