@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch
-from swift.utils import get_logger, to_device
+from swift.utils import to_device
 from torch.nn.utils.rnn import pad_sequence
 
 from swift_grpo_ext.logits.packed import SharedPromptInputs
@@ -31,18 +31,9 @@ if TYPE_CHECKING:
     from swift_grpo_ext.config import RolloutGRPOConfig
     from swift_grpo_ext.ranks import RankGroup
     from swift_grpo_ext.rollout.sample import RolloutGKDSample, RolloutSample
-    from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
-logger = get_logger()
-
+# Attributes from which transformers' layers call functional dropout.
 DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "dropout_p")
-"""Attributes from which transformers' layers call functional dropout."""
-
-KEPT_TOKENS = "The template has to keep a completion's tokens as they are."
-KEPT_TURNS = (
-    "The scheduler has to leave each answer in the messages, and to return `response_token_ids` "
-    "and `response_loss_mask` where it changes one."
-)
 
 POSITIONS_REMEDY = (
     "vLLM's model and transformers' count positions of media differently. Install releases that "
@@ -54,12 +45,10 @@ def complete_teacher_views(
     samples: Sequence[RolloutSample | RolloutGKDSample], ranks: RankGroup
 ) -> bool:
     """Show a teacher the sample's own prompt where it has no `teacher_prompt` and no
-    `teacher_images`, and return whether any sample of the round has; every rank calls it.
-
-    ms-swift 4.6 encodes the views of a whole micro-batch where one sample has a view
-    (gkd_helpers.py, `encode_gkd_samples`; grpo_trainer.py, `_collate_teacher_opsd_batch`): a
-    TypeError for the others, and a pass that ranks without a view do not make.
-    """
+    `teacher_images`, and return whether any sample of the round has; every rank calls it."""
+    # ms-swift 4.6 encodes the views of a whole micro-batch where one sample has a view
+    # (gkd_helpers.py, `encode_gkd_samples`; grpo_trainer.py, `_collate_teacher_opsd_batch`): a
+    # TypeError for the others, and a pass that ranks without a view do not make.
     views = [sample.build_teacher_view() for sample in samples]
     if ranks.agree(not any(views)):
         return False
@@ -69,33 +58,14 @@ def complete_teacher_views(
     return True
 
 
-def collate(
-    trainer: RolloutGRPOTrainer, samples: Sequence[RolloutSample]
-) -> tuple[dict[str, Any], GRPOBatch]:
-    """Make one batch of encoded samples, as ms-swift makes its micro-batches (4.6,
-    grpo_trainer.py, `_prepare_batch_inputs`)."""
-    shares = trainer.completion_logps.shares_prompts
-    make = collate_groups if shares else collate_to_grpo_micro_batch
-    device, template = trainer.accelerator.device, trainer.template
-    with trainer._template_context(template):
-        inputs, batch = make(list(samples), template, device=device, use_logits_to_keep=True)
-    inputs.pop("labels", None)  # given labels, models compute a loss of their own
-    if "use_cache" in trainer.model_kwarg_keys:
-        inputs["use_cache"] = False
-    return inputs, batch
-
-
 # --- micro-batches that read a prompt once ---
 
 
 def collate_groups(
     samples: Sequence[RolloutSample], template: Template, *, device: torch.device, **settings: Any
 ) -> tuple[dict[str, Any], GRPOBatch]:
-    """Make a micro-batch of encoded samples, as ms-swift's `collate_to_grpo_micro_batch`.
-
-    Where samples share a prompt, one row of each group is collated with its media. The rows of all
-    samples are collated only where a pass is not packed.
-    """
+    """Make a micro-batch of encoded samples, in the place of `collate_to_grpo_micro_batch`: one row
+    of each group is collated with its media, and all rows only where a pass is not packed."""
     groups = groups_of(samples)
     if len(groups) == len(samples):
         return collate_to_grpo_micro_batch(list(samples), template, device=device, **settings)
@@ -136,12 +106,8 @@ def check_batches(
     fault: str = "",
 ) -> None:
     """Raise `DisagreementError` on every rank where one trains on other prompts or tokens than its
-    rollouts had (M3, M6); all ranks call it together, once a round.
-
-    Args:
-        micro_batches: samples, their batch, and the inputs of the model for each.
-        fault: the first prompt of this rank that differs (`GroupEncoder.fault`).
-    """
+    rollouts had (M3, M6); all ranks call it together, once a round. `fault` names the first prompt
+    of this rank that differs (`GroupEncoder.fault`)."""
     try:
         for samples, batch, inputs in micro_batches:
             check_tokens(samples, batch)
@@ -154,8 +120,8 @@ def check_batches(
 
 def check_tokens(samples: Sequence[RolloutSample], batch: GRPOBatch) -> None:
     """Raise `DisagreementError` where a sample lacks a log-probability for a token, or is trained
-    on another number of tokens than were sampled. `--rollout_mismatch warn` does not help: nothing
-    says which token has which number."""
+    on another number of tokens than were sampled."""
+    # Also with `--rollout_mismatch warn`: nothing says which token has which log-probability.
     numbers = [len(logprobs_of(sample)) for sample in samples]
     # ms-swift drops all log-probabilities of a batch where one sample's count disagrees, and goes
     # on without importance sampling (4.6, utils.py, `build_rollout_logps`).
@@ -169,7 +135,12 @@ def check_tokens(samples: Sequence[RolloutSample], batch: GRPOBatch) -> None:
             )
         # ms-swift cuts the last off where there is one too many.
         if are_dropped and number not in (num_trained, num_trained + 1):
-            kept = KEPT_TURNS if len(rollout_prompts(sample)) > 1 else KEPT_TOKENS
+            kept = "The template has to keep a completion's tokens as they are."
+            if len(rollout_prompts(sample)) > 1:
+                kept = (
+                    "The scheduler has to leave each answer in the messages, and to return "
+                    "`response_token_ids` and `response_loss_mask` where it changes one."
+                )
             raise DisagreementError(
                 f"{sample.sample_id}: {number} tokens were sampled, and {num_trained} would "
                 f"be trained on. {kept}"
@@ -238,11 +209,9 @@ def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> s
 
 
 def switch_off_dropout(model: torch.nn.Module) -> int:
-    """Set every dropout of a model to 0, and return how many there were.
-
-    Ratios of importance sampling compare two passes over the same tokens. Dropout draws a mask for
-    each, so that they differ at equal weights (PPO's ratio, arXiv:1707.06347, is 1 there).
-    """
+    """Set every dropout of a model to 0, and return how many there were."""
+    # Ratios of importance sampling compare two passes over the same tokens. Dropout draws a mask
+    # for each, so that they differ at equal weights (PPO's ratio, arXiv:1707.06347, is 1 there).
     count = 0
     for module in model.modules():
         is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from swift.rlhf_trainers.vllm_client import VLLMInferClient
     from swift.template import Template
 
-EXPECTED = f"{wire.KEY}.teacher"
-"""Key in a teacher's request, within the training: `text_ids` of its sample."""
+EXPECTED = f"{wire.KEY}.teacher"  # key in a teacher's request: `text_ids` of its sample
 
 
 class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
@@ -60,9 +59,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     def _generate_completions(self, samples: list[RolloutGKDSample]) -> list[RolloutGKDSample]:
         # Not in training, unlike GRPO: the loss compares whole distributions, and a teacher's may
         # hold such tokens among its top.
-        masks = None
-        if not self.args.use_vllm:
-            masks = mask_placeholders(self.model, self._placeholders)
+        masks = None if self.args.use_vllm else mask_placeholders(self.model, self._placeholders)
         try:
             return super()._generate_completions(samples)
         finally:
@@ -73,8 +70,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
 
     def _encode(self, sample: RolloutGKDSample, template: Template) -> dict[str, Any]:
         # A data set's own answers come as text, without a rollout.
-        is_students = self._data_source == DataSource.STUDENT
-        encode = super()._encode if is_students else encode_sample
+        encode = super()._encode if self._data_source == DataSource.STUDENT else encode_sample
         sample.encoded = encode(sample, template)
         return sample.encoded
 
@@ -82,12 +78,10 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         complete_teacher_views(samples, self.ranks)
         batches = super()._prepare_batch_inputs(samples)
         if self._data_source == DataSource.STUDENT:
-            device, inputs = self.accelerator.device, [batch["model_inputs"] for batch in batches]
-            both_sides = [completions_of(chunk, device) for chunk in self._chunks]
-            micro_batches = list(zip(self._chunks, both_sides, inputs, strict=True))
+            for batch, chunk in zip(batches, self._chunks, strict=True):
+                batch["rollout"] = chunk, completions_of(chunk, self.accelerator.device)
+            micro_batches = [(*batch["rollout"], batch["model_inputs"]) for batch in batches]
             check_batches(micro_batches, self.args, self.ranks, self._encoder.fault)
-            for batch, *rollout in zip(batches, self._chunks, both_sides, strict=True):
-                batch["rollout"] = rollout
         return batches
 
     def _postprocess_batch(
@@ -98,15 +92,10 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
             return
         micro_batches = [batch["rollout"] for batch in batch_encoded_inputs]
         self._round = Round(samples, micro_batches, [()] * len(samples))
-        if not self._measures_gap:
-            self._end_round()
-
-    @property
-    def _measures_gap(self) -> bool:
-        """Whether the loss compares log-probabilities with the rollout's: both have the same
-        weights. All ranks agree."""
+        # With the rollout's weights, the loss compares log-probabilities. All ranks agree.
         is_fresh = self.state.global_step == self._last_loaded_step
-        return bool(self.model.training and is_fresh and not self._computes_upstreams_loss)
+        if not (self.model.training and is_fresh) or self._computes_upstreams_loss:
+            self._end_round()
 
     @property
     def _computes_upstreams_loss(self) -> bool:
@@ -115,17 +104,12 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     # --- the loss ---
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: int | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """Return what ms-swift's own returns, of the logits of completions alone (4.6,
-        gkd_trainer.py): the mean over positions of the generalized Jensen-Shannon divergence
-        (arXiv:2306.13649)."""
+        """Return ms-swift's loss (4.6, gkd_trainer.py), of the logits of completions alone: the
+        mean over positions of the generalized Jensen-Shannon divergence (arXiv:2306.13649)."""
         if self._computes_upstreams_loss:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
         columns = self._teachers_logits(model, inputs)
         forward, mask_BT, targets_N = predictions(inputs["model_inputs"])
         if len(columns[0]) != len(targets_N):
@@ -133,7 +117,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
                 f"The teacher sees {len(columns[0])} tokens of completions, and the student "
                 f"{len(targets_N)}. Both must have the same response."
             )
-        is_measured = self._round is not None and "rollout" in inputs
+        round_ = self._round if "rollout" in inputs else None
         is_on_policy = inputs["gkd_batch"].data_source == DataSource.STUDENT
         alpha = 0.0 if is_on_policy else self.args.sft_alpha
 
@@ -143,19 +127,17 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
             total, count = divergence(logits_NV, teacher, self.beta, self.temperature)
             supervised = token_logps(logits_NV, targets_N).logps_N if alpha else None
             with torch.no_grad():
-                logps_N = self._sampled_logps(logits_NV, targets_N) if is_measured else None
+                logps_N = self._sampled_logps(logits_NV, targets_N) if round_ else None
             return total[None], count[None], supervised, logps_N
 
         total, count, supervised, logps_N = self.completion_logps.shim(model).compute(
             model, forward, mask_BT, losses, [targets_N, *columns]
         )
-        if is_measured:
-            assert self._round is not None
-            assert logps_N is not None
+        if round_ is not None and logps_N is not None:
             _, both_sides = inputs["rollout"]
             both_sides.old_per_token_logps = scattered(logps_N, both_sides.completion_mask)
             # Before the last backward of an update, or of the round.
-            if self._round.is_measured or self.accelerator.sync_gradients:
+            if round_.is_measured or self.accelerator.sync_gradients:
                 self._end_round()
         assert total is not None
         assert count is not None
@@ -181,8 +163,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
 
     @contextmanager
     def _local_teacher(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Give the teacher for a pass without gradients: another model, or the student itself,
-        perhaps without its adapters."""
+        """Give the teacher for a pass: another model, or the student, perhaps without adapters."""
         ready = nullcontext()
         if not self._is_self_distillation:
             model, ready = self.teacher_model, self.load_teacher_model_context()
@@ -194,8 +175,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     # --- the gap between rollout and training ---
 
     def _sampled_logps(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        """Return log-probabilities as the rollout has them: among the tokens that are no
-        placeholders."""
+        """Return log-probabilities as the rollout has them: placeholders have none."""
         logps_N = token_logps(logits_NV, targets_N, temperature=self.temperature).logps_N
         # The logarithm of the sum over the vocabulary is known by now: it is not made again.
         sampled_N = logits_NV.gather(-1, targets_N[:, None]).squeeze(-1)
@@ -253,13 +233,9 @@ def divergence(
     logits_NV: Tensor, teacher: Sequence[Tensor], beta: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence of student and teacher, summed over positions, in nats, and the number
-    of positions, as ms-swift computes them (4.6, gkd_loss.py, `gkd_loss`). A server may leave
-    positions out, which then do not count.
-
-    Args:
-        teacher: logits [N, V], perhaps of another vocabulary; or top ones [N, K] and tokens [N, K].
-    """
-    if len(teacher) == 2:
+    of positions, as ms-swift computes them (4.6, gkd_loss.py, `gkd_loss`). `teacher` has logits
+    [N, V], perhaps of another vocabulary; or top ones [N, K] and tokens [N, K]."""
+    if len(teacher) == 2:  # a server may leave positions out, which then do not count
         teachers, tokens_NK = teacher
         known_N = ~teachers.isinf().all(-1)
         students, teachers = logits_NV.gather(-1, tokens_NK)[known_N], teachers[known_N]
@@ -270,8 +246,8 @@ def divergence(
 
 
 def completions_of(samples: Sequence[RolloutGKDSample], device: torch.device) -> GRPOBatch:
-    """Return the mask of trained tokens and their log-probabilities at the rollout: a row for each
-    encoded sample, its trained tokens from the first column on."""
+    """Return a row for each encoded sample, its trained tokens from the first column on, with the
+    rollout's log-probabilities."""
     labels = [torch.as_tensor(sample.encoded["labels"]).flatten()[1:] for sample in samples]
     trained = [torch.ones(int((own != -100).sum()), dtype=torch.bool) for own in labels]
     mask_BK = nn.utils.rnn.pad_sequence(trained, batch_first=True).to(device)
@@ -294,27 +270,17 @@ def text_ids(sample: RolloutGKDSample, placeholders: Sequence[int]) -> list[int]
 def check_teacher(
     name: str | None, ids: Sequence[int] | None, prompt_logprobs: Sequence[Any] | None
 ) -> None:
-    """Raise `DisagreementError` where a teacher's server scored other tokens than those of the
-    sample `name` (docs/promises.md, M3).
-
-    Args:
-        ids: the sample's, -1 where any token will do; None where they are not known.
-        prompt_logprobs: by token for each position, the position's own token included; the first
-            position has None.
-    """
+    """Raise `DisagreementError` where a teacher's server scored other tokens than the `ids` of the
+    sample `name` (docs/promises.md, M3): -1 where any token will do, None where none is known."""
     if ids is None:
         return
-    scored = prompt_logprobs or []
-    differs = (
-        at
-        for at, (i, known) in enumerate(zip(ids, scored, strict=False))
-        if known and i >= 0 and str(i) not in map(str, known)
-    )
+    scored = prompt_logprobs or []  # by token, the position's own included; the first has None
+    pairs = enumerate(zip(ids, scored, strict=False))
+    differs = (at for at, (i, known) in pairs if known and i >= 0 and str(i) not in map(str, known))
     at = next(differs, min(len(ids), len(scored)))
-    if at == len(ids) == len(scored):
-        return
-    raise DisagreementError(
-        f"{name}: the teacher's server scored {len(scored)} tokens, and training has {len(ids)}; "
-        f"they differ from token {at} on. The server needs the student's tokenizer, template, "
-        "--max_length, MAX_PIXELS and the like (--teacher_model_server)."
-    )
+    if not at == len(ids) == len(scored):
+        raise DisagreementError(
+            f"{name}: the teacher's server scored {len(scored)} tokens, and training has "
+            f"{len(ids)}; they differ from token {at} on. The server needs the student's "
+            "tokenizer, template, --max_length, MAX_PIXELS and the like (--teacher_model_server)."
+        )

@@ -3,11 +3,8 @@
 ms-swift encodes the G samples of a group one by one, and decodes, resizes and processes the same
 images G times (ms-swift issue 4413). Here the first sample of a group is encoded whole, as ms-swift
 does; each other one shares its prompt. The result equals ms-swift's in all families
-(`tests/stack/test_encodings.py`).
-
-A sample is encoded whole where the shortcut does not hold (docs/support.md): it has no token ids,
-or several turns; its prompt differs from the group's; its ids hold a placeholder of media; the
-template returns tensors, or ends a row with other tokens than the response.
+(`tests/stack/test_encodings.py`). Where the shortcut does not hold (docs/support.md), each sample
+is encoded whole.
 
 The rollout and training must see the same prompt (docs/promises.md, M3). That is compared here,
 once for each prompt.
@@ -44,11 +41,9 @@ if TYPE_CHECKING:
 logger = get_logger()
 
 Decode = Callable[[list[int]], str]
-Span = tuple[bool, list[int]]
-"""Whether the tokens are placeholders, and the tokens."""
+Span = tuple[bool, list[int]]  # whether the tokens are placeholders, and the tokens
 
-SHOWN = 5
-"""Tokens of each side that an error quotes."""
+SHOWN = 5  # tokens of each side that an error quotes
 
 REMEDY = (
     "Give `swift rollout` the settings of the training: --template, --system, --max_length, "
@@ -67,24 +62,19 @@ TURNS_REMEDY = (
 
 
 class GroupEncoder:
-    """Encodes the samples of one round, as training sees them.
-
-    Args:
-        template: ms-swift's, of the training, with its `max_length`, which ms-swift takes away
-            while it encodes.
-        is_conversation: whether schedulers may change prompts. Then each sample is encoded whole.
-    """
+    """Encodes the samples of one round, as training sees them."""
 
     def __init__(
         self, template: Template, args: RolloutGRPOConfig, *, is_conversation: bool = False
     ) -> None:
         self._template, self._args = template, args
-        self._is_conversation = is_conversation
-        self._placeholders, self._max_length = {*placeholder_ids(template)}, template.max_length
+        self._is_conversation = is_conversation  # schedulers may change prompts
+        self._placeholders = {*placeholder_ids(template)}
+        self._max_length = template.max_length  # ms-swift takes it away while it encodes
         self._prompts: dict[tuple[SampleId, str], GroupPrompt] = {}
+        # The first prompt that differs between rollout and training, with `--rollout_mismatch
+        # stop`. All ranks agree on it before one raises.
         self.fault = ""
-        """The first prompt that differs between rollout and training, with `--rollout_mismatch
-        stop`. All ranks agree on it before one raises."""
 
     def encode(self, sample: RolloutSample) -> EncodedSample:
         """Return a sample's entries."""
@@ -95,7 +85,13 @@ class GroupEncoder:
         if known and response and (not rollout or rollout == known.rollout):
             return known.with_response(*response)
         encoded = EncodedSample(encode_whole(sample, self._template, self._max_length))
-        self._check_prompts(sample, encoded)
+        try:
+            check_rollout_prompts(sample, encoded, self._template, self._placeholders, REMEDY)
+        except DisagreementError as e:
+            if self._args.rollout_mismatch == "stop":
+                self.fault = self.fault or str(e)
+            else:
+                warn_of_mismatch(e)
         if self._is_conversation:
             response = self._response_of_turns(encoded)
         if response and known is None:
@@ -124,15 +120,6 @@ class GroupEncoder:
             return None
         return ids[start:], []
 
-    def _check_prompts(self, sample: RolloutSample, encoded: Mapping[str, Any]) -> None:
-        try:
-            check_rollout_prompts(sample, encoded, self._template, self._placeholders, REMEDY)
-        except DisagreementError as e:
-            if self._args.rollout_mismatch == "stop":
-                self.fault = self.fault or str(e)
-            else:
-                warn_of_mismatch(e)
-
 
 def encode_as_training(template: Template, samples: Sequence[RolloutSample]) -> None:
     """Encode generated samples, each into its `encoded`, and compare no prompts."""
@@ -146,10 +133,7 @@ def encode_whole(
     sample: RolloutSample, template: Template, max_length: int | None
 ) -> dict[str, Any]:
     """Return a sample's entries as ms-swift encodes them, with the text of its rollout.
-
-    Args:
-        max_length: `--max_length`, which ms-swift takes from the template while it encodes.
-    """
+    `max_length` is the template's, which ms-swift takes away while it encodes."""
     # ms-swift labels the end of each turn, for answers that come as text (4.6, template/base.py,
     # `_add_dynamic_eos`). No policy drew those tokens, and they have no log-probabilities.
     has_ids = bool(sample.response_token_ids)
@@ -199,15 +183,11 @@ def with_text_of(
 
     - a template writes a line more beside an image for training (ms-swift's InternVL), or an engine
       merges line breaks (vLLM's Gemma3);
-    - ms-swift cuts a prompt to `--max_length` for a rollout, and keeps all media and the last of
-      its other tokens (4.6.0, template/base.py, `_truncate`).
+    - ms-swift cuts a prompt to `--max_length` for a rollout (`was_cut`), and keeps all media and
+      the last of its other tokens (4.6.0, template/base.py, `_truncate`).
 
     Nothing changes where prompts differ in more than that, or where text tokens of the prompt do
     not share an entry's value.
-
-    Args:
-        placeholders: ids that stand for media.
-        was_cut: whether the rollout's prompt may be a cut one.
     """
     ids, labels = encoded["input_ids"], encoded.get("labels")
     # A template that encodes into tensors keeps its text; `check_rollout_prompts` judges it.
@@ -222,26 +202,22 @@ def with_text_of(
     # A new text token takes its other values from an old one of the prompt.
     text_positions = [at for at, i in enumerate(ids[:num_prompt]) if not _is_media(i, placeholders)]
     new_ids: list[int] = []
-    sources: list[int] = []
-    """The position in `ids` from which each new token has its other values."""
+    sources: list[int] = []  # the position in `ids` from which each token has its other values
     start = 0  # of the span in `ids`
     for (is_media, own), (_, other) in zip(ours, theirs, strict=True):
-        end = start + len(other)
         if is_media:
             agree = _same_item(own, other)
             new_ids += other
-            sources += range(start, end)
+            sources += range(start, start + len(other))
         else:
-            # A cut takes tokens from the left.
+            # A cut takes tokens from the left. Without media no template writes other line breaks.
             is_cut = was_cut and own == other[max(len(other) - len(own), 0) :]
-            own_line, other_line = (decode(part).replace("\n", "") for part in (own, other))
-            # Without media no template writes other line breaks.
-            agree = is_cut or (len(ours) > 1 and own_line == other_line)
+            agree = is_cut or (len(ours) > 1 and _line(own, decode) == _line(other, decode))
             new_ids += own
             sources += text_positions[:1] * len(own)
         if not agree:
             return {}
-        start = end
+        start += len(other)
     sources += range(num_prompt, len(ids))
     changed: dict[str, Any] = {"input_ids": [*new_ids, *ids[num_prompt:]]}
     if "length" in encoded:
@@ -268,13 +244,15 @@ def spans_of(ids: Sequence[int], placeholders: Collection[int]) -> list[Span]:
     return spans if spans and not spans[0][0] else [(False, []), *spans]
 
 
-def _same_item(ours: list[int], theirs: list[int]) -> bool:
-    """Return whether two runs of placeholders differ in notation at most.
+def _line(ids: list[int], decode: Decode) -> str:
+    return decode(ids).replace("\n", "")
 
-    Negative numbers stand for a whole item, however many tokens it takes.
-    """
+
+def _same_item(ours: list[int], theirs: list[int]) -> bool:
+    """Return whether two runs of placeholders differ in notation at most."""
     # InternVL's frames are `<video>` to vLLM and `<IMG_CONTEXT>` to training, as many of them.
     alike = len(ours) == len(theirs) and len({*ours}) == len({*theirs}) == 1
+    # A negative number stands for a whole item, however many tokens it takes.
     return ours == theirs or alike or min(theirs) < 0
 
 
@@ -288,13 +266,8 @@ def check_rollout_prompts(
     placeholders: Collection[int],
     remedy: str = "",
 ) -> None:
-    """Raise `DisagreementError` where an encoded sample does not begin with the prompt that its
-    rollout saw in each turn, as far as that is known.
-
-    Args:
-        placeholders: ids that stand for media; in training negative ones do too.
-        remedy: the message's last sentence.
-    """
+    """Raise `DisagreementError`, which ends with `remedy`, where an encoded sample does not begin
+    with the prompt that its rollout saw in each turn, as far as that is known."""
     training: list[int] = torch.as_tensor(encoded["input_ids"]).flatten().tolist()
     spans, decode = spans_of(training, placeholders), template.tokenizer.decode
     prompts = rollout_prompts(sample)
@@ -310,7 +283,7 @@ def check_rollout_prompts(
             if own == (other[: len(own)] if is_last else other):
                 continue
             # Training was given a prompt's line breaks beside media, but not those of later turns.
-            line, other_line = (decode(part).replace("\n", "") for part in (own, other))
+            line, other_line = _line(own, decode), _line(other, decode)
             starts = other_line.startswith(line) if is_last else other_line == line
             agrees &= len(prompts) > 1 and len(ours) > 1 and starts
         if agrees:

@@ -31,32 +31,24 @@ class DisagreementError(RuntimeError):
 class EncodedSample(dict[str, Any]):
     """The entries of a sample, as a template's collator takes them."""
 
-    prompt: GroupPrompt | None = None
-    """Shared by the samples of a group; None where a sample shares nothing."""
+    prompt: GroupPrompt | None = None  # of its group; None where the sample shares nothing
 
 
 @dataclass(frozen=True, eq=False)
 class GroupPrompt:
     """The encoded prompt of a group."""
 
+    # All of a sample's, media too. Values for each token end where the response begins.
     entries: Mapping[str, Any]
-    """All entries of a sample, media too. Values for each token end where the response begins."""
-
     num_tokens: int
-
-    rollout: Sequence[int]
-    """The token ids of the prompt in the rollout."""
+    rollout: Sequence[int]  # the token ids of the prompt in the rollout
 
     @classmethod
     def of(
         cls, encoded: Mapping[str, Any], response: Sequence[int], rollout: Sequence[int]
     ) -> GroupPrompt | None:
-        """Return the prompt of a whole encoded row; None where another text follows its response.
-
-        Args:
-            response: the last token ids of the row.
-            rollout: the token ids of the prompt in the rollout.
-        """
+        """Return the prompt of a whole encoded row; None where another text follows its response or
+        the template returns tensors."""
         ids = encoded["input_ids"]
         num_tokens = len(ids) - len(response)
         if not isinstance(ids, list) or ids[num_tokens:] != list(response):
@@ -75,11 +67,8 @@ class GroupPrompt:
         return bool(encoded["input_ids"][:num_tokens] == self.entries["input_ids"])
 
     def with_response(self, ids: Sequence[int], weights: Sequence[float]) -> EncodedSample:
-        """Return the entries of the sample with this response.
-
-        Args:
-            weights: of each token in the loss: 0, 1, or another where templates scale.
-        """
+        """Return the entries of the sample with this response. A token's weight in the loss is 0 or
+        1, or another where templates scale."""
         made = EncodedSample(self.entries)
         made.prompt = self
         made["input_ids"] = [*made["input_ids"], *ids]
@@ -131,17 +120,12 @@ class Group(NamedTuple):
 def groups_of(samples: Iterable[RolloutSample]) -> list[Group]:
     """Return the groups of encoded samples, in order; a sample without a prompt is its own."""
 
-    def key(sample: RolloutSample) -> int:
-        prompt = prompt_of(sample)
-        return id(sample) if prompt is None else id(prompt)
+    def prompt_of(sample: RolloutSample) -> GroupPrompt | None:
+        row = sample.encoded
+        return row.prompt if isinstance(row, EncodedSample) else None  # a teacher's row has none
 
-    groups = [list(group) for _, group in groupby(samples, key)]
+    groups = [list(group) for _, group in groupby(samples, lambda s: id(prompt_of(s) or s))]
     return [Group(prompt_of(group[0]), group) for group in groups]
-
-
-def prompt_of(sample: RolloutSample) -> GroupPrompt | None:
-    prompt: GroupPrompt | None = getattr(sample.encoded, "prompt", None)  # a teacher's row has none
-    return prompt
 
 
 # --- a sample's tokens and media ---

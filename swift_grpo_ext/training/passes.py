@@ -23,23 +23,16 @@ class TrainingPasses(GRPOTrainer):
     """
 
     completion_logps: CompletionLogps
-    _router_replay: RouterReplay | None = None
-    _leaves_out_old_pass = False
-    """Whether passes of the old policy are left out now, while a round's batches are made."""
-
-    _begun: GRPOBatch | None = None
-    """The batch of the last pass of an old policy that was left out."""
+    _router_replay: RouterReplay | None
+    _leaves_out_old_pass = False  # now, while a round's batches are made
+    _begun: GRPOBatch | None = None  # of the last pass of an old policy that was left out
 
     def needs_old_logps(self, *, has_views: bool) -> bool:
-        """Return whether a round needs the log-probabilities of its old policy before its loss.
-
-        Where all of a round's passes with gradients precede its first update, the first of them
-        has the old policy's weights: ms-swift's loss takes None for them (4.6, grpo_trainer.py,
-        `_compute_loss_and_metrics`). It is the same on all ranks.
-
-        Args:
-            has_views: whether a teacher sees prompts of its own in this round.
-        """
+        """Return whether a round needs the log-probabilities of its old policy before its loss, the
+        same on all ranks; `has_views`: a teacher sees prompts of its own in this round."""
+        # Where all of a round's passes with gradients precede its first update, the first of them
+        # has the old policy's weights: ms-swift's loss takes None for them (4.6, grpo_trainer.py,
+        # `_compute_loss_and_metrics`).
         args = self.args
         batches_per_round = args.steps_per_generation * self.template.sequence_parallel_size
         # ms-swift has multiplied `gradient_accumulation_steps` by that size, too.
@@ -55,20 +48,14 @@ class TrainingPasses(GRPOTrainer):
         )
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: nn.Module,
-        model_inputs: dict[str, Any],
-        grpo_batch: GRPOBatch,
-        *args: Any,
-        **kwargs: Any,
+        self, model: nn.Module, model_inputs: dict[str, Any], grpo_batch: GRPOBatch, **kwargs: Any
     ) -> Any:
         # ms-swift asks for the old policy's first, and then perhaps for a reference's.
         if self._leaves_out_old_pass and grpo_batch is not self._begun:
             self._begun = grpo_batch
             return None, None
-        found = super()._get_per_token_logps_and_entropies(
-            model, model_inputs, grpo_batch, *args, **kwargs
-        )
+        upstream = super()._get_per_token_logps_and_entropies
+        found = upstream(model, model_inputs, grpo_batch, **kwargs)
         if not self._leaves_out_old_pass and grpo_batch.old_per_token_logps is None:
             grpo_batch.old_per_token_logps = found[0].detach()
         return found
@@ -84,8 +71,7 @@ class TrainingPasses(GRPOTrainer):
         # ms-swift hands it on to `_get_logps_via_local_forward` below, which unwraps it.
         restricted = self.completion_logps.restrict(model, grpo_batch)
         replay = self._router_replay
-        given = replay.given(model, model_inputs) if replay else nullcontext(model_inputs)
-        with given as inputs:
+        with replay.given(model, model_inputs) if replay else nullcontext(model_inputs) as inputs:
             return upstream(restricted, inputs, grpo_batch, compute_entropy)
 
     def _get_logps_via_local_forward(
@@ -96,7 +82,7 @@ class TrainingPasses(GRPOTrainer):
         input_ids: torch.Tensor,
         compute_entropy: bool = False,
     ) -> Any:
-        own = super()._get_logps_via_local_forward
+        upstream = super()._get_logps_via_local_forward
         # ms-swift sets it there, which is called only where we leave the computing to it.
         if "use_cache" in self.model_kwarg_keys:
             model_inputs["use_cache"] = False
@@ -104,7 +90,7 @@ class TrainingPasses(GRPOTrainer):
             model,
             model_inputs,
             input_ids,
-            lambda model: own(model, model_inputs, logits_to_keep, input_ids, compute_entropy),
+            lambda model: upstream(model, model_inputs, logits_to_keep, input_ids, compute_entropy),
             temperature=self.temperature,
             with_entropy=compute_entropy,
         )

@@ -22,7 +22,7 @@ from swift.utils import get_logger
 
 from swift_grpo_ext.checks.rows import encoding_error
 from swift_grpo_ext.logits.logps import CompletionLogps
-from swift_grpo_ext.logits.router_replay import replayed_share
+from swift_grpo_ext.logits.router_replay import RouterReplay, replayed_share
 from swift_grpo_ext.ranks import RankGroup, TensorParallelGroup, training_ranks
 from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
@@ -30,11 +30,7 @@ from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.answers import answer_of
 from swift_grpo_ext.rollout.conversation import Conversations, attach_turns, servers_turns
-from swift_grpo_ext.rollout.generate import (
-    RolloutSettings,
-    begin_turn,
-    generate,
-)
+from swift_grpo_ext.rollout.generate import RolloutSettings, begin_turn, generate
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.scheduler import warn_no_room
 from swift_grpo_ext.rollout.wire import Answer, RequestMetadata
@@ -79,25 +75,18 @@ logger = get_logger()
 class RolloutTraining(RolloutTrainerMixin):
     """A trainer of ms-swift's, extended. It stands before ms-swift's own among base classes."""
 
+    # Called with this rank's samples as they are generated, perhaps from another thread.
     sample_listeners: list[Callable[[list[SampleRow]], None]]
-    """Called with this rank's samples as they are generated, perhaps from another thread."""
-
+    # Called on all ranks together with how this rank's samples scored, once a round.
     score_listeners: list[Callable[[list[RewardRow]], None]]
-    """Called on all ranks together with how this rank's samples scored, once a round."""
-
+    # Writes a row of the run's record; rank 0 calls it.
     record_diversity: Callable[[DiversityRow], None]
-    """Writes a row of the run's record; rank 0 calls it."""
-
-    ranks: RankGroup
-    """All training ranks, for the exchange of Python objects."""
-
+    ranks: RankGroup  # all training ranks, for the exchange of Python objects
+    # The module of ms-swift in which its trainer looks `encode_sample` up.
     encoding_module: ClassVar[ModuleType]
-    """The module of ms-swift in which its trainer looks `encode_sample` up."""
-
     completion_logps: CompletionLogps  # said here: mypy would infer it by the order of files
-
-    _round: Round | None = None
-    """The round between its batch and its end."""
+    _round: Round | None = None  # between its batch and its end
+    _router_replay: RouterReplay | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         apply(Moment.TRAINER)
@@ -432,14 +421,14 @@ class RolloutTraining(RolloutTrainerMixin):
         assert self._round is not None
         round_, self._round = self._round, None
         samples, micro_batches = round_.samples, round_.micro_batches
-        shift = sampling_shift(self.args)
+        replay, shift = self._router_replay, sampling_shift(self.args)
         reports = self.ranks.all_gather(
             RoundReport(
                 gap=measure_gap(micro_batches, self.gap_limit, shift),
                 prompt_hashes=[s.prompt_hash for s in samples if s.sample_id.index == 0],
                 trained=[s.sample_id for s in samples] if self.args.dynamic_sample else [],
                 sharing_failed=self.completion_logps.sharing_failed,
-                num_replayed=self._take_replayed(),
+                num_replayed=replay.take_counts() if replay else (0.0, 0.0),
             )
         )
         if samples:
@@ -461,10 +450,6 @@ class RolloutTraining(RolloutTrainerMixin):
     def needs_old_logps(self, *, has_views: bool) -> bool:
         """Return whether the old policy has a pass of its own; distillation has none."""
         return True
-
-    def _take_replayed(self) -> tuple[float, float]:
-        """Return `RoundReport.num_replayed` of the passes since the last call."""
-        return (0.0, 0.0)
 
     def _note(self, metrics: Mapping[str, float]) -> None:
         """Have ms-swift log these with the next step's values."""

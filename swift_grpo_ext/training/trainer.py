@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +15,7 @@ from swift_grpo_ext.rollout.placeholders import mask_models
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.sampling.sampler import EpochSampler
-from swift_grpo_ext.training.batch import (
-    check_batches,
-    collate_groups,
-    complete_teacher_views,
-)
+from swift_grpo_ext.training.batch import check_batches, collate_groups, complete_teacher_views
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
 from swift_grpo_ext.training.passes import TrainingPasses
 from swift_grpo_ext.training.report import Round
@@ -64,9 +60,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
             clock = self._rounds.clock
             batch = clock.batches_at(self.state.global_step)
             self._rounds.begin_training(batch)
-            dataloader = [
-                self._rows(self._get_train_sampler(), *clock.generation_batch_before(batch))
-            ]
+            before = clock.generation_batch_before(batch)
+            dataloader = [self._rows(self._get_train_sampler(), *before)]
         # The mode says which names, seeds and G; ms-swift has not set it yet.
         was_training = self.model.training
         self.model.train(not evaluates)
@@ -98,19 +93,17 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
         has_views = complete_teacher_views(samples, self.ranks)
         self._leaves_out_old_pass = not self.needs_old_logps(has_views=has_views)
-        collating: AbstractContextManager[None] = nullcontext()
         # Liger's loss, and batches of conversations that are cut anew, read inputs themselves.
-        if self.completion_logps.shares_prompts and not (
-            self.use_liger_loss or self.dynamic_num_samples
-        ):
-            collating = replaced(grpo_trainer, "collate_to_grpo_micro_batch", collate_groups)
-        with collating:
+        reads_inputs = self.use_liger_loss or self.dynamic_num_samples
+        shares = self.completion_logps.shares_prompts and not reads_inputs
+        name = "collate_to_grpo_micro_batch"
+        with replaced(grpo_trainer, name, collate_groups) if shares else nullcontext():
             batches = super()._prepare_batch_inputs(samples)
         self._leaves_out_old_pass, self._begun = False, None
         grpo_batches = [batch["grpo_batch"] for batch in batches]
         inputs = [batch["model_inputs"] for batch in batches]
-        both_sides = list(zip(self._chunks, grpo_batches, inputs, strict=True))
-        check_batches(both_sides, self.args, self.ranks, self._encoder.fault)
+        micro_batches = list(zip(self._chunks, grpo_batches, inputs, strict=True))
+        check_batches(micro_batches, self.args, self.ranks, self._encoder.fault)
         if getattr(self, "_is_dynamic_self_distillation", False):
             # ms-swift 4.6 says so of every run without a teacher, and then refuses what cannot have
             # one: `--loss_type real` and `fipo`, `--off_policy_sequence_mask_delta`.
@@ -143,9 +136,6 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, RolloutTraining, GRPO
         if self._round is not None and self._round.is_measured:
             self._end_round()
         return loss
-
-    def _take_replayed(self) -> tuple[float, float]:
-        return self._router_replay.take_counts() if self._router_replay else (0.0, 0.0)
 
     def _own_share(self, samples: list[RolloutSample], values: torch.Tensor) -> list[list[float]]:
         # `values` are all ranks'. Sizes differ from those of `_add_prompt_id_to_inputs`, where a

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
-from swift.rlhf_trainers.utils import aggressive_empty_cache, set_expandable_segments
+from swift.rlhf_trainers.utils import (
+    aggressive_empty_cache,
+    collate_to_grpo_micro_batch,
+    set_expandable_segments,
+)
 from swift.trainers import disable_gradient_checkpointing
 from swift.utils import remove_response
 
@@ -26,7 +30,7 @@ from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.tools.selftest.outcome import NotTriedError
-from swift_grpo_ext.training.batch import collate
+from swift_grpo_ext.training.batch import collate_groups
 from swift_grpo_ext.training.encode import GroupEncoder, check_rollout_prompts
 from swift_grpo_ext.training.gap import Gap, gaps_between
 from swift_grpo_ext.training.group import DisagreementError
@@ -221,12 +225,19 @@ class Rig:
     def encode(self, samples: Sequence[RolloutSample]) -> tuple[dict[str, Any], GRPOBatch]:
         """Encode generated samples as the training does, each into its `encoded`, and return the
         model's inputs and their batch."""
-        trainer = self.trainer
-        encoder = GroupEncoder(trainer.template, trainer.args)
-        with trainer._template_context(trainer.template):
+        trainer, template = self.trainer, self.trainer.template
+        device, shares = trainer.accelerator.device, trainer.completion_logps.shares_prompts
+        collate = collate_groups if shares else collate_to_grpo_micro_batch
+        encoder = GroupEncoder(template, trainer.args)
+        # As ms-swift makes its micro-batches (4.6, grpo_trainer.py, `_prepare_batch_inputs`).
+        with trainer._template_context(template):
             for sample in samples:
                 sample.encoded = encoder.encode(sample)
-        return collate(trainer, samples)
+            inputs, batch = collate(list(samples), template, device=device, use_logits_to_keep=True)
+        inputs.pop("labels", None)  # given labels, models compute a loss of their own
+        if "use_cache" in trainer.model_kwarg_keys:
+            inputs["use_cache"] = False
+        return inputs, batch
 
     def gap(self, samples: Sequence[RolloutSample]) -> Gap:
         """Return how far log-probabilities of generated samples lie from those of the trainer's
