@@ -1,6 +1,6 @@
 """`--callbacks diversity`: analyzes every round's completions for lost diversity and shared noise.
 
-The trainer hands over each rank's samples as they are generated (`sample_listeners`), perhaps from
+The trainer hands over each rank's samples as they are generated (`recorder`), perhaps from
 another thread and ahead of their step. When their round is scored (`score_listeners`), rank 0
 gathers them, and a thread of rank 0 analyzes them while the step goes on. At the end of the step,
 and of each batch of an evaluation, rank 0 waits for its thread, and tells all ranks what to log and
@@ -47,12 +47,12 @@ class DiversityMonitor(TrainerCallback):
             ValueError: the trainer is none of ours.
         """
         super().__init__(args, trainer)
-        if not hasattr(trainer, "sample_listeners"):
+        if not hasattr(trainer, "recorder"):
             raise ValueError(
                 "--callbacks diversity watches the rollouts of --rlhf_type grpo and gkd; this is a "
                 f"{type(trainer).__name__}, which has none. Leave it out."
             )
-        trainer.sample_listeners.append(self._receive)
+        trainer.recorder.listeners.append(self._receive)
         trainer.score_listeners.append(self._begin_analysis)
         self._is_greedy = args.temperature < GREEDY_TEMPERATURE
         self._analyzer = RoundAnalyzer(is_greedy=self._is_greedy, seed_mode=args.rollout_seed_mode)
@@ -154,7 +154,7 @@ class DiversityMonitor(TrainerCallback):
         action = self.args.diversity_action
         analyses, self._analyses = self._analyses, []
         for row in (row for analysis in analyses for row in analysis.result()):
-            self.trainer.record_diversity(row)
+            self.trainer.recorder.record_diversity(row)
             phase = row.round.phase
             scalars.append((phase, row.scalars()))
             # When an alarm begins, not in each of its rounds.

@@ -27,7 +27,7 @@ class TrainingPasses(GRPOTrainer):
     _leaves_out_old_pass = False  # now, while a round's batches are made
     _begun: GRPOBatch | None = None  # of the last pass of an old policy that was left out
 
-    def needs_old_logps(self, *, has_views: bool) -> bool:
+    def needs_old_logps(self, *, has_views: bool = False) -> bool:
         """Return whether a round needs the log-probabilities of its old policy before its loss, the
         same on all ranks; `has_views`: a teacher sees prompts of its own in this round."""
         # Where all of a round's passes with gradients precede its first update, the first of them

@@ -26,7 +26,7 @@ from swift_grpo_ext.logits.router_replay import RouterReplay, replayed_share
 from swift_grpo_ext.ranks import RankGroup, TensorParallelGroup, training_ranks
 from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
-from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
+from swift_grpo_ext.record.tables import RewardRow
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.answers import answer_of
 from swift_grpo_ext.rollout.conversation import Conversations, attach_turns, servers_turns
@@ -75,12 +75,9 @@ logger = get_logger()
 class RolloutTraining(RolloutTrainerMixin):
     """A trainer of ms-swift's, extended. It stands before ms-swift's own among base classes."""
 
-    # Called with this rank's samples as they are generated, perhaps from another thread.
-    sample_listeners: list[Callable[[list[SampleRow]], None]]
+    recorder: SampleRecorder  # its listeners get this rank's samples as they are generated
     # Called on all ranks together with how this rank's samples scored, once a round.
     score_listeners: list[Callable[[list[RewardRow]], None]]
-    # Writes a row of the run's record; rank 0 calls it.
-    record_diversity: Callable[[DiversityRow], None]
     ranks: RankGroup  # all training ranks, for the exchange of Python objects
     # The module of ms-swift in which its trainer looks `encode_sample` up.
     encoding_module: ClassVar[ModuleType]
@@ -94,16 +91,14 @@ class RolloutTraining(RolloutTrainerMixin):
         check_stop_settings(config, template)  # before minutes go into an engine
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = RolloutSettings(config)
-        self._recorder = SampleRecorder(
+        self.recorder = SampleRecorder(
             config.output_dir,
             self.ranks,
             kept=config.sample_log,
             max_gb=config.sample_log_gb,
             keeps_diversity="diversity" in config.callbacks,
         )
-        self.sample_listeners = self._recorder.listeners
         self.score_listeners = []
-        self.record_diversity = self._recorder.record_diversity
 
         # ms-swift's own makes engines and callbacks, which ask for what was made so far. It also
         # adjusts `config`: steps and batches of a round are final only behind it.
@@ -113,21 +108,18 @@ class RolloutTraining(RolloutTrainerMixin):
         num_rows, parallel = len(self.train_dataset), template.sequence_parallel_size
         self._rounds = RoundNames(RoundClock.of(config, num_rows, parallel))
         # Under autocast, models of 32 bits compute in 16.
-        halves = config.bf16 or config.fp16
-        self.number_bits = bits = 16 if halves else torch.finfo(self.model.dtype).bits
-        self.gap_limit = gap_limit(min(bits, self._engine_bits), config.temperature)
+        is_half = config.bf16 or config.fp16
+        self.number_bits = 16 if is_half else torch.finfo(self.model.dtype).bits
+        self.gap_limit = gap_limit(min(self.number_bits, self._engine_bits), config.temperature)
         self.completion_logps = CompletionLogps(config, template)
         self._conversations = Conversations(template, has_scheduler=bool(self.multi_turn_scheduler))
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
-        num_dropouts = switch_off_dropout(self.model)
         # Behind all others: what they do at a step's end then counts in that step.
         self._clock = StepClock(self)
         self.add_callback(self._clock)
+        num_dropouts, leaves_out = switch_off_dropout(self.model), not self.needs_old_logps()
         states = what_is_on(
-            config,
-            self.completion_logps,
-            num_dropouts,
-            leaves_out_old_pass=not self.needs_old_logps(has_views=False),
+            config, self.completion_logps, num_dropouts, leaves_out_old_pass=leaves_out
         )
         self._summary = RunSummary(self, states, self.gap_limit)
         if config.full_determinism:  # before `train` has accelerate wrap the model for DDP
@@ -150,7 +142,7 @@ class RolloutTraining(RolloutTrainerMixin):
             raise
         finally:
             self._summary.end()
-            self._recorder.finish()
+            self.recorder.finish()
 
     # --- engines ---
 
@@ -173,9 +165,8 @@ class RolloutTraining(RolloutTrainerMixin):
         # Rank 0 alone knows the servers' lengths, and all ranks judge rows by the smallest: which
         # engine will draw a group is not known when its row is encoded.
         engine = self._servers or getattr(self, "engine", None)
-        names = ("max_model_len", "number_bits")
-        facts = self.ranks.all_gather([getattr(engine, name, None) for name in names])
-        lengths, bits = zip(*facts, strict=True)
+        facts = [getattr(engine, name, None) for name in ("max_model_len", "number_bits")]
+        lengths, bits = zip(*self.ranks.all_gather(facts), strict=True)
         self._max_model_len = min(filter(None, lengths), default=None)
         # ms-swift's own client does not ask a server; nearly all have numbers of 16 bits.
         self._engine_bits = min(filter(None, bits), default=16)
@@ -189,10 +180,10 @@ class RolloutTraining(RolloutTrainerMixin):
     # --- a round begins: its name, its prompts ---
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSampler:
-        upstream = super()._get_train_sampler(train_dataset)
-        return EpochSampler(
-            upstream, lambda: self._rounds.clock.epoch_of_step(self.state.global_step)
-        )
+        def epoch() -> int:
+            return self._rounds.clock.epoch_of_step(self.state.global_step)
+
+        return EpochSampler(super()._get_train_sampler(train_dataset), epoch)
 
     def _prepare_inputs(self, inputs: list[dict[str, Any]]) -> Any:
         if self.model.training:
@@ -226,8 +217,7 @@ class RolloutTraining(RolloutTrainerMixin):
             ),
         )
         self._rewards.replaced(round_, [first_group + group for group in replaced])
-        metrics = self._metrics["train" if is_training else "eval"]
-        metrics["prompts/replaced"].append(float(len(replaced)))
+        self._note({"prompts/replaced": float(len(replaced))})
         return rows
 
     # --- the rollout: samples are named, generated, and written down ---
@@ -252,7 +242,7 @@ class RolloutTraining(RolloutTrainerMixin):
 
     def _preprocess_inputs(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         # Not in `__init__`, where the step of a resumed run is not known yet.
-        self._recorder.open(start_step=self.state.global_step)
+        self.recorder.open(start_step=self.state.global_step)
         samples = super()._preprocess_inputs(samples)
         # Behind it, as it adds the system prompt and takes a row's answer away.
         for sample in samples:
@@ -382,7 +372,7 @@ class RolloutTraining(RolloutTrainerMixin):
             attach_turns(sample, turns, is_conversation=self._is_conversation)
         if self._is_conversation:
             warn_no_room(outputs, self.template.max_length, self._max_model_len)
-        self._recorder.record(
+        self.recorder.record(
             results,
             turns_of_outputs,
             # With `--async_generate` rank 0 holds the samples of all ranks here.
@@ -392,9 +382,8 @@ class RolloutTraining(RolloutTrainerMixin):
         return results
 
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
-        self._encoder = GroupEncoder(
-            self.template, self.args, is_conversation=self._is_conversation
-        )
+        is_conversation = self._is_conversation
+        self._encoder = GroupEncoder(self.template, self.args, is_conversation=is_conversation)
         encoding = replaced(self.encoding_module, "encode_sample", self._encode)
         with encoding, named_rows(self.template):
             return super()._prepare_batch_inputs(samples)
@@ -413,11 +402,7 @@ class RolloutTraining(RolloutTrainerMixin):
 
     def _end_round(self) -> None:
         """Check the observations of all ranks, and record how samples scored; all ranks call it
-        together, before the first update from the round.
-
-        Raises:
-            DisagreementError: rollout and training disagree, with `--rollout_mismatch stop`.
-        """
+        together, before the first update from the round. Raises what `judge_gap` raises."""
         assert self._round is not None
         round_, self._round = self._round, None
         samples, micro_batches = round_.samples, round_.micro_batches
@@ -440,15 +425,15 @@ class RolloutTraining(RolloutTrainerMixin):
         extras = training_scores(samples, micro_batches)
         kept = {name for report in reports for name in report.trained}
         rows = self._rewards.record(samples, round_.values, fate=fate, extras=extras, kept=kept)
-        self._recorder.record_scores(rows)
+        self.recorder.record_scores(rows)
         for listener in self.score_listeners:
             listener(rows)
         # Last, as it may end the run.
         gaps = [report.gap for report in reports]
         self._note(judge_gap(gaps, self.args, self.gap_limit, self.state.global_step))
 
-    def needs_old_logps(self, *, has_views: bool) -> bool:
-        """Return whether the old policy has a pass of its own; distillation has none."""
+    def needs_old_logps(self, *, has_views: bool = False) -> bool:
+        """Return whether no pass of the old policy can be left out; distillation has none."""
         return True
 
     def _note(self, metrics: Mapping[str, float]) -> None:

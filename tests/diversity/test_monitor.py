@@ -35,9 +35,8 @@ class Run:
         self.recorder = SampleRecorder(str(folder), ranks, kept="none", keeps_diversity=True)
         self.recorder.open(start_step=start_step)
         self.trainer = SimpleNamespace(
-            sample_listeners=[],
+            recorder=self.recorder,
             score_listeners=[],
-            record_diversity=self.recorder.record_diversity,
             ranks=ranks,
             _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
         )
@@ -52,7 +51,7 @@ class Run:
         self.monitor.on_train_begin(*self.hook_arguments)
 
     def generate(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> None:
-        for listener in self.trainer.sample_listeners:
+        for listener in self.trainer.recorder.listeners:
             listener(samples)
         if rewards:
             self.score(samples, rewards)
@@ -286,7 +285,7 @@ def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Pa
 
     def arrive(turns: list[list[SampleRow]], meanwhile: Callable[[], None]) -> None:
         for turn in turns:
-            for listener in run.trainer.sample_listeners:
+            for listener in run.trainer.recorder.listeners:
                 listener(Arriving(turn, meanwhile))
             run.monitor.on_step_end(*run.hook_arguments)
 

@@ -203,7 +203,7 @@ def test_ranks_measure_together_where_a_teacher_says_less_on_one() -> None:
         drawn = samples.sample(rollout_infos={}, prompt_hash="h", is_truncated=False)
         trainer._round = Round([drawn], [([drawn], both_sides)], [()])
         trainer._rewards, trainer.score_listeners = RewardRecorder([], []), []
-        trainer._recorder = SimpleNamespace(record_scores=lambda rows: None)
+        trainer.recorder = SimpleNamespace(record_scores=lambda rows: None)
         inputs = {
             "model_inputs": dict(encoded),
             "teacher_model_inputs": dict(encoded),
