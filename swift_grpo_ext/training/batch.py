@@ -158,23 +158,21 @@ def check_positions(
     positions = positions_in_training(samples, model_inputs)
     for sample, placed in zip(samples, positions, strict=True):
         for prompt in rollout_prompts(sample):
-            misplaced = first_misplaced(prompt.positions, placed)
-            if not misplaced:
-                continue
-            error = DisagreementError(
-                f"{sample.sample_id}, a row of {kind_of_row(sample)}: the rollout and training "
-                f"place the same tokens otherwise, {misplaced}. {POSITIONS_REMEDY}"
-            )
-            if args.rollout_mismatch == "stop":
-                raise error
-            warn_of_mismatch(error)
+            if misplaced := first_misplaced(prompt.positions, placed):
+                error = DisagreementError(
+                    f"{sample.sample_id}, a row of {kind_of_row(sample)}: the rollout and training "
+                    f"place the same tokens otherwise, {misplaced}. {POSITIONS_REMEDY}"
+                )
+                if args.rollout_mismatch == "stop":
+                    raise error
+                warn_of_mismatch(error)
 
 
 def positions_in_training(
     samples: Sequence[RolloutSample], model_inputs: Mapping[str, Any]
 ) -> list[torch.Tensor | None]:
-    """Return for each sample where training places its tokens: [3, tokens] in time, height and
-    width; None of a model that counts them itself."""
+    """Return each sample's positions [3, tokens] in time, height and width; None of a model that
+    counts them itself."""
     positions = model_inputs.get("position_ids")  # [3, rows, tokens] with M-RoPE
     if positions is None or positions.ndim != 3 or len(positions) != 3:
         return [None] * len(samples)

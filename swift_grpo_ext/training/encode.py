@@ -121,14 +121,6 @@ class GroupEncoder:
         return ids[start:], []
 
 
-def encode_as_training(template: Template, samples: Sequence[RolloutSample]) -> None:
-    """Encode generated samples, each into its `encoded`, and compare no prompts."""
-    max_length = template.max_length
-    with replaced(template, "max_length", None):
-        for sample in samples:
-            sample.encoded = encode_whole(sample, template, max_length)
-
-
 def encode_whole(
     sample: RolloutSample, template: Template, max_length: int | None
 ) -> dict[str, Any]:
@@ -144,8 +136,7 @@ def encode_whole(
     # In a conversation each turn saw another prompt, which holds what was sampled before.
     prompts = rollout_prompts(sample)
     rollout = prompts[0].token_ids if len(prompts) == 1 else ()
-    # `--max_length` counts a medium as one token.
-    was_cut = 0 < (max_length or 0) <= len(rollout)
+    was_cut = 0 < (max_length or 0) <= len(rollout)  # a medium counts as one token
     placeholders, decode = placeholder_ids(template), template.tokenizer.decode
     changed = with_text_of(rollout, encoded, placeholders, decode, was_cut=was_cut)
     if changed and not was_cut:

@@ -15,7 +15,7 @@ from swift_grpo_ext.training import encode as encode_module
 from swift_grpo_ext.training.encode import (
     GroupEncoder,
     check_rollout_prompts,
-    encode_as_training,
+    encode_whole,
     with_text_of,
 )
 from swift_grpo_ext.training.group import DisagreementError, kind_of_row
@@ -218,24 +218,19 @@ def test_unknown_prompts_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert (encoder.fault, made.num_encoded) == ("", 1)
 
 
-def test_what_has_no_training_is_encoded_as_training_sees_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without a length, with the labels of sampled tokens alone, and with the rollout's text."""
-    made, seen = template(3), list[tuple[Any, bool]]()
+def test_a_whole_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It labels sampled tokens alone, and has the rollout's text."""
+    made, seen = template(), list[bool]()
 
     def encode(one: Any, template: Any) -> dict[str, Any]:
-        seen.append((template.max_length, hasattr(template, "_add_dynamic_eos")))
+        seen.append(hasattr(template, "_add_dynamic_eos"))
         return {"input_ids": [1, 2, 3, 90, 4, 5], "labels": [-100] * 5 + [5], "_extra_kwargs": {}}
 
     monkeypatch.setattr(encode_module, "encode_sample", encode)
-    samples = [sample(rollout_prompts=prompts([3, 90, 4])) for _ in range(2)]
-    encode_as_training(made, samples)
-    assert [one.encoded for one in samples] == [
-        {"input_ids": [3, 90, 4, 5], "labels": [-100] * 3 + [5]}
-    ] * 2
-    assert seen == [(None, True)] * 2
-    assert (made.max_length, hasattr(made, "_add_dynamic_eos")) == (3, False)
+    found = encode_whole(sample(rollout_prompts=prompts([3, 90, 4])), made, 3)
+    assert found == {"input_ids": [3, 90, 4, 5], "labels": [-100] * 3 + [5]}
+    assert seen == [True]
+    assert not hasattr(made, "_add_dynamic_eos")
 
 
 # --- prompts that differ (M3) ---

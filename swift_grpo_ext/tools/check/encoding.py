@@ -43,12 +43,8 @@ from swift_grpo_ext.training.batch import (
     first_misplaced,
     positions_in_training,
 )
-from swift_grpo_ext.training.encode import (
-    REMEDY,
-    SHOWN,
-    encode_as_training,
-    spans_of,
-)
+from swift_grpo_ext.training.encode import REMEDY, SHOWN, encode_whole, spans_of
+from swift_grpo_ext.upstream.patches import replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_ids, placeholder_texts
 from swift_grpo_ext.upstream.rows import COLUMNS
 
@@ -313,9 +309,9 @@ class RowEncoder:
         sample.response_token_ids = tokenizer.encode("a", add_special_tokens=False)[:1]
         sample.add_eos = False
         sample.rollout_prompts = [Prompt(list(rollout))]
-        with torch.inference_mode():
-            encode_as_training(self.template, [sample])
-        encoded = sample.encoded
+        max_length = self.template.max_length
+        with torch.inference_mode(), replaced(self.template, "max_length", None):
+            sample.encoded = encoded = encode_whole(sample, self.template, max_length)
         labels = encoded["labels"]
         end = next((i for i, label in enumerate(labels) if label != -100), len(labels))
         prompt: list[int] = torch.as_tensor(encoded["input_ids"]).flatten().tolist()[:end]
