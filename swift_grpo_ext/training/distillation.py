@@ -9,8 +9,8 @@ completion, K tokens of a teacher's top, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,8 +30,7 @@ from swift_grpo_ext.rollout.sample import RolloutGKDSample
 from swift_grpo_ext.training.batch import check_batches, complete_teacher_views
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
 from swift_grpo_ext.training.group import DisagreementError
-from swift_grpo_ext.training.report import Round
-from swift_grpo_ext.training.rollouts import RolloutTraining
+from swift_grpo_ext.training.rollouts import RolloutTraining, Round
 from swift_grpo_ext.upstream.patches import wrapped
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
@@ -39,7 +38,8 @@ if TYPE_CHECKING:
     from swift.rlhf_trainers.vllm_client import VLLMInferClient
     from swift.template import Template
 
-EXPECTED = f"{wire.KEY}.teacher"  # key in a teacher's request: `text_ids` of its sample
+# Key in a teacher's request: the tokens of its sample, negative ones for media.
+EXPECTED = f"{wire.KEY}.teacher"
 
 
 class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
@@ -60,11 +60,8 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         # Not in training, unlike GRPO: the loss compares whole distributions, and a teacher's may
         # hold such tokens among its top.
         masks = None if self.args.use_vllm else mask_placeholders(self.model, self._placeholders)
-        try:
+        with masks or nullcontext():  # a handle takes its hook away
             return super()._generate_completions(samples)
-        finally:
-            if masks is not None:
-                masks.remove()
 
     # --- the training batch ---
 
@@ -157,20 +154,15 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
             top = self.gkd_logits_topk
             return (logits_NV,) if top is None else tuple(logits_NV.topk(top))
 
-        with torch.no_grad(), self._local_teacher(model) as teacher:
-            shim = self.completion_logps.shim(teacher)
-            return list(shim.compute(teacher, forward, mask_BT, kept))
-
-    @contextmanager
-    def _local_teacher(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Give the teacher for a pass: another model, or the student, perhaps without adapters."""
         ready = nullcontext()
         if not self._is_self_distillation:
             model, ready = self.teacher_model, self.load_teacher_model_context()
-        elif self._teacher_use_disable_adapter:
+        elif self._teacher_use_disable_adapter:  # the student itself, as it began
             ready = self.accelerator.unwrap_model(model).disable_adapter()
-        with ready, disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
-            yield model
+        plain = disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), ready, plain:
+            shim = self.completion_logps.shim(model)
+            return list(shim.compute(model, forward, mask_BT, kept))
 
     # --- the gap between rollout and training ---
 
@@ -190,7 +182,9 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         requests: list[RolloutInferRequest] = super()._build_teacher_requests(samples)
         for sample, request in zip(samples, requests, strict=True):
             if not sample.teacher_prompt and sample.teacher_images is None:  # else it sees others
-                request.data_dict[EXPECTED] = text_ids(sample, self._placeholders)
+                ids = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
+                expected = [-1 if i in self._placeholders else i for i in ids]
+                request.data_dict[EXPECTED] = expected
         return requests
 
     def _infer_teacher_requests(
@@ -261,17 +255,11 @@ def completions_of(samples: Sequence[RolloutGKDSample], device: torch.device) ->
     )
 
 
-def text_ids(sample: RolloutGKDSample, placeholders: Sequence[int]) -> list[int]:
-    """Return the tokens of an encoded sample, -1 for those that stand for media."""
-    ids = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
-    return [i if i >= 0 and i not in placeholders else -1 for i in ids]
-
-
 def check_teacher(
     name: str | None, ids: Sequence[int] | None, prompt_logprobs: Sequence[Any] | None
 ) -> None:
     """Raise `DisagreementError` where a teacher's server scored other tokens than the `ids` of the
-    sample `name` (docs/promises.md, M3): -1 where any token will do, None where none is known."""
+    sample `name` (docs/promises.md, M3): < 0 where any token will do, None where none is known."""
     if ids is None:
         return
     scored = prompt_logprobs or []  # by token, the position's own included; the first has None

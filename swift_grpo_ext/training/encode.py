@@ -122,10 +122,11 @@ class GroupEncoder:
 
 
 def encode_whole(
-    sample: RolloutSample, template: Template, max_length: int | None
+    sample: RolloutSample,
+    template: Template,
+    max_length: int | None,  # the template's, which ms-swift takes away while it encodes
 ) -> dict[str, Any]:
-    """Return a sample's entries as ms-swift encodes them, with the text of its rollout.
-    `max_length` is the template's, which ms-swift takes away while it encodes."""
+    """Return a sample's entries as ms-swift encodes them, with the text of its rollout."""
     # ms-swift labels the end of each turn, for answers that come as text (4.6, template/base.py,
     # `_add_dynamic_eos`). No policy drew those tokens, and they have no log-probabilities.
     has_ids = bool(sample.response_token_ids)

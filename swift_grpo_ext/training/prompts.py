@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from swift.utils import get_logger
 
 from swift_grpo_ext.checks.rows import RowError, encoding_fault, name_of, row_fault
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.sampling.prompt_hash import prompt_hash
+from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.upstream.patches import wrapped
 
@@ -42,22 +42,16 @@ class NoReplacementError(RuntimeError):
 def replace_failing_prompts(
     rows: Sequence[Row],
     *,
-    others: Sequence[Row],
+    others: Sequence[Row],  # the data set from which other prompts come
     round_: RoundId,
-    first_group: int,
+    first_group: int,  # the number in `round_` of the batch's first group
     group_size: int,
-    seed: int,
+    seed: int,  # `--seed`, which decides with the round in what order other rows are tried
     ranks: RankGroup,
-    error_of: Callable[[Row], str | None],
+    error_of: Callable[[Row], str | None],  # returns why a row cannot be encoded
 ) -> tuple[list[Row], list[int]]:
     """Replace groups of a prompt that cannot be encoded; return this rank's rows, and the numbers
     of all replaced groups in the generation batch. Every rank calls it with its rows.
-
-    Args:
-        others: the data set from which other prompts come.
-        first_group: the number in `round_` of the batch's first group.
-        seed: `--seed`, which decides with the round in what order other rows are tried.
-        error_of: returns why a row cannot be encoded.
 
     Raises:
         NoReplacementError: on every rank; names the groups and the causes.
@@ -152,4 +146,15 @@ def warn_uneven(uneven: Sequence[SampleId]) -> None:
             "a request. Advantages compare the samples of a group; a custom sampler must repeat "
             "each row --num_generations times.",
             hash_id="uneven_groups",
+        )
+
+
+def warn_duplicates(hashes_of_ranks: Sequence[Sequence[str]], sample: SampleId) -> None:
+    """Warn once where the generation batch of `sample` holds a prompt twice (G4)."""
+    hashes = [*chain.from_iterable(hashes_of_ranks)]
+    if num_duplicates := count_duplicates(hashes):
+        logger.warning_once(
+            f"{sample.round}: {num_duplicates} of {len(hashes)} prompts of the generation batch "
+            "stand in it twice, media included. Each is a group of its own, with its own noise.",
+            hash_id="duplicates",
         )

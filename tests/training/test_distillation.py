@@ -34,7 +34,7 @@ from swift_grpo_ext.training.batch import complete_teacher_views
 from swift_grpo_ext.training.distillation import check_teacher, completions_of, divergence
 from swift_grpo_ext.training.group import DisagreementError
 from swift_grpo_ext.training.prompts import named_rows
-from swift_grpo_ext.training.report import Round
+from swift_grpo_ext.training.rollouts import Round
 from tests.arguments import distillation_arguments
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
 from tests.logits.models import build

@@ -9,13 +9,13 @@ import pytest
 import torch
 from swift.rlhf_trainers import GRPOTrainer
 
-from swift_grpo_ext.training.passes import TrainingPasses
+from swift_grpo_ext.training import RolloutGRPOTrainer
 from tests.training.samples import arguments
 
 LOGPS = torch.tensor([[-1.0, -2.0]], requires_grad=True)
 
 
-class Host(TrainingPasses):
+class Host(RolloutGRPOTrainer):
     """What the passes read of ms-swift's trainer."""
 
     def __init__(self, *, steps: int = 2, per_round: int = 2, sp: int = 1, **own: Any) -> None:

@@ -15,6 +15,7 @@ from swift_grpo_ext.training.prompts import (
     NoReplacementError,
     candidate_order,
     replace_failing_prompts,
+    warn_duplicates,
     warn_uneven,
 )
 from tests.ranks import ThreadRanks, run_rank_groups
@@ -145,3 +146,17 @@ def test_groups_whose_rows_differ_are_said_once(warnings: list[str]) -> None:
         warn_uneven(uneven)
     [warning] = warnings
     assert warning.startswith("1 groups hold rows that differ, the first in train round 3.1, group")
+
+
+@pytest.mark.parametrize(
+    ("hashes", "count"), [([["a", "b"], ["c"]], 0), ([["a", "b"], ["a"]], 1), ([["a"] * 3], 2)]
+)
+def test_duplicates_are_counted_over_ranks(
+    hashes: list[list[str]], count: int, warnings: list[str]
+) -> None:
+    for _ in range(2):
+        warn_duplicates(hashes, sample_ids(1)[0])
+    total = sum(map(len, hashes))
+    assert [text.partition(" prompts")[0] for text in warnings] == [
+        f"train round 3.1: {count} of {total}"
+    ] * bool(count)

@@ -9,7 +9,7 @@ import pytest
 from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.training.rollouts import RolloutTraining
+from swift_grpo_ext.training.rollouts import RolloutTraining, Round
 from tests.ranks import ThreadRanks, run_rank_groups
 
 
@@ -81,3 +81,12 @@ def test_a_rank_that_fails_between_collectives_of_ms_swift_meets_nobody(trainer:
     config: Any = None
     with pytest.raises(OSError, match="disk 0 is gone"):
         trainer._infer_single_or_multi_turn([], config)
+
+
+def test_a_round_is_measured_once_all_its_batches_are() -> None:
+    batches: list[Any] = [SimpleNamespace(old_per_token_logps=None) for _ in range(2)]
+    round_ = Round([], [([], batch) for batch in batches], [])
+    for batch in batches:
+        assert not round_.is_measured
+        batch.old_per_token_logps = 0
+    assert round_.is_measured
