@@ -184,8 +184,7 @@ def positions_in_training(
         return list(positions.unbind(1))
     # `--padding_free true` packs all samples into one row.
     sizes = [len(sample.encoded["input_ids"]) for sample in samples]
-    packed = positions[:, 0]
-    return list(packed[:, : sum(sizes)].split(sizes, dim=1))
+    return list(positions[:, 0, : sum(sizes)].split(sizes, dim=1))
 
 
 def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> str:
@@ -196,11 +195,8 @@ def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> s
     if not len(differs):
         return ""
     at = int(differs[0])
-    seen, trained = rollout[:, at].tolist(), placed[:, at].tolist()
-    return (
-        f"from token {at} of {rollout.shape[1]} on ({seen} against {trained} in time, height and "
-        "width)"
-    )
+    values = f"{rollout[:, at].tolist()} against {placed[:, at].tolist()}"
+    return f"from token {at} of {rollout.shape[1]} on ({values} in time, height and width)"
 
 
 # --- dropout ---

@@ -33,10 +33,6 @@ logger = get_logger()
 WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint does not hold this model's weights."""
-
-
 class WholeCheckpoints(Trainer):
     """A trainer that loads checkpoints of whole models by the names in their files."""
 
@@ -69,7 +65,7 @@ def holds_whole_model(checkpoint: Path) -> bool:
 
 def load_whole_model(model: nn.Module, checkpoint: Path) -> None:
     """Load the weights of a checkpoint into `model`, by the names that `from_pretrained` reads;
-    raise `CheckpointError` where a parameter is missing or of another shape."""
+    raise ValueError where a parameter is missing or of another shape."""
     try:
         model_class: Any = type(model)
         # On the CPU, which needs the checkpoint's size once more.
@@ -79,7 +75,7 @@ def load_whole_model(model: nn.Module, checkpoint: Path) -> None:
             raise ValueError(f"it has no {', '.join(sorted(report['missing_keys']))}")
         model.load_state_dict(saved.state_dict())  # strictly: both have the names of memory
     except (RuntimeError, ValueError, OSError) as e:
-        raise CheckpointError(
+        raise ValueError(
             f"{checkpoint} does not hold the weights of the model that is trained "
             f"({type(model).__name__}): {e}. Resume from a checkpoint of the same run, with the "
             "same --model, --tuner_type and --new_special_tokens."

@@ -35,10 +35,6 @@ MAX_CANDIDATES = 10
 _STREAM = 0x5245504C  # "REPL": keeps this order apart from the samples' seeds
 
 
-class NoReplacementError(RuntimeError):
-    """A prompt cannot be encoded, and none of the rows that were tried in its place can."""
-
-
 def replace_failing_prompts(
     rows: Sequence[Row],
     *,
@@ -54,7 +50,7 @@ def replace_failing_prompts(
     of all replaced groups in the generation batch. Every rank calls it with its rows.
 
     Raises:
-        NoReplacementError: on every rank; names the groups and the causes.
+        ValueError: on every rank, where no other row can be encoded; names groups and causes.
     """
     # Every rank makes the same gathers: branches depend on gathered values alone. A group may begin
     # on one rank and end on the next.
@@ -84,7 +80,7 @@ def replace_failing_prompts(
     found = ranks.all_gather(found)[0]
     if missing := sorted(failed.keys() - found.keys()):
         causes = "; ".join(f"group {group}: {failed[group][0]}" for group in missing)
-        raise NoReplacementError(
+        raise ValueError(
             f"{len(failed)} prompts of the generation batch cannot be encoded, and for "
             f"{len(missing)} of them {MAX_CANDIDATES} other rows were tried in vain "
             f"({causes}). Correct the data set, or raise --max_length or --vllm_max_model_len."

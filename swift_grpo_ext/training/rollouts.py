@@ -49,7 +49,7 @@ from swift_grpo_ext.training.prompts import (
     warn_duplicates,
     warn_uneven,
 )
-from swift_grpo_ext.training.summary import RunSummary, what_is_on
+from swift_grpo_ext.training.summary import RunSummary
 from swift_grpo_ext.upstream.determinism import (
     deterministic,
     exact_unmerging,
@@ -147,11 +147,7 @@ class RolloutTraining(RolloutTrainerMixin):
         # Behind all others: what they do at a step's end then counts in that step.
         self._clock = StepClock(self)
         self.add_callback(self._clock)
-        num_dropouts, leaves_out = switch_off_dropout(self.model), not self.needs_old_logps()
-        states = what_is_on(
-            config, self.completion_logps, num_dropouts, leaves_out_old_pass=leaves_out
-        )
-        self._summary = RunSummary(self, states, self.gap_limit)
+        self._summary = RunSummary(self, switch_off_dropout(self.model))
         if config.full_determinism:  # before `train` has accelerate wrap the model for DDP
             sum_gradients_one_by_one(self.accelerator)
 

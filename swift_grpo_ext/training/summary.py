@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from math import isinf
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -16,9 +15,7 @@ from swift_grpo_ext.training.gap import sampling_shift
 from swift_grpo_ext.version import __version__
 
 if TYPE_CHECKING:
-    from swift_grpo_ext.config import RolloutGRPOConfig
-    from swift_grpo_ext.logits.logps import CompletionLogps
-    from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
+    from swift_grpo_ext.training.rollouts import RolloutTraining
 
 logger = get_logger()
 
@@ -26,9 +23,9 @@ logger = get_logger()
 class RunSummary:
     """Rank 0's two lines, around a training."""
 
-    def __init__(self, trainer: RolloutGRPOTrainer, states: Sequence[str], limit: float) -> None:
-        self._trainer, self._states = trainer, states  # what is on (`what_is_on`)
-        self._limit = limit  # the mean rollout gap, in nats, that rounding explains
+    def __init__(self, trainer: RolloutTraining, num_dropouts: int) -> None:
+        self._trainer = trainer
+        self._num_dropouts = num_dropouts  # that are off
         self._rounds: set[RoundId] = set()
         trainer.score_listeners.append(
             lambda rows: self._rounds.update(row.sample_id.round for row in rows)
@@ -37,7 +34,7 @@ class RunSummary:
     def begin(self) -> None:
         if self._trainer.ranks.rank == 0:
             view = view_command(self._trainer.args.output_dir)
-            states = "; ".join(self._states)
+            states = "; ".join(what_is_on(self._trainer, self._num_dropouts))
             logger.info(f"swift-grpo-ext {__version__}: {states}. Look at it meanwhile: {view}")
 
     def end(self) -> None:
@@ -50,7 +47,7 @@ class RunSummary:
         if gaps := [log for log in logs if "rollout_gap/mean" in log]:
             mean = fmean(gap["rollout_gap/mean"] for gap in gaps)
             most = max(gap["rollout_gap/max"] for gap in gaps)
-            known = f"rounding explains {self._limit:.2g}"
+            known = f"rounding explains {self._trainer.gap_limit:.2g}"
             found.append(f"a rollout gap of {mean:.2g} nats ({known}), {most:.2g} at most")
         if "diversity" in args.callbacks:
             kinds = ("diversity/broken", "diversity/collapse")
@@ -63,17 +60,16 @@ class RunSummary:
         logger.info(f"Seen by swift-grpo-ext: {'; '.join(found)}.")
 
 
-def what_is_on(
-    args: RolloutGRPOConfig, logps: CompletionLogps, num_dropouts: int, *, leaves_out_old_pass: bool
-) -> list[str]:
+def what_is_on(trainer: RolloutTraining, num_dropouts: int) -> list[str]:
     """Return for each mechanism whether it is on."""
+    args, shares = trainer.args, trainer.completion_logps.shares_prompts
     is_seeded = args.use_vllm and args.rollout_seed_mode == "sample"
-    read = "once a group where that saves time" if logps.shares_prompts else "for each sample"
+    read = "once a group where that saves time" if shares else "for each sample"
     watches = "diversity" in args.callbacks
     return [
         "a seed for each sample" if is_seeded else "ms-swift's own seeds and requests",
         f"training reads prompts {read}",
-        *(["the loss's pass serves as the old policy's"] if leaves_out_old_pass else ()),
+        *(() if trainer.needs_old_logps() else ["the loss's pass serves as the old policy's"]),
         *([f"{num_dropouts} dropouts are off (--lora_dropout is ignored)"] if num_dropouts else ()),
         f"the rollout gap is {'measured' if isinf(sampling_shift(args)) else 'held to a limit'}",
         "diversity is watched" if watches else "diversity is not watched (--callbacks diversity)",

@@ -12,7 +12,6 @@ from swift_grpo_ext.checks.rows import encoding_error
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.training.prompts import (
     MAX_CANDIDATES,
-    NoReplacementError,
     candidate_order,
     replace_failing_prompts,
     warn_duplicates,
@@ -114,7 +113,7 @@ def test_which_prompt_comes(batch: str, others: str, expected: str) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_where_nothing_is_left_every_rank_says_so(num_ranks: int) -> None:
     message = rf"1 prompts .* for 1 of them {MAX_CANDIDATES} other .*group 0: ValueError: too long"
-    with pytest.raises(NoReplacementError, match=message):
+    with pytest.raises(ValueError, match=message):
         replaced("AAbb", num_ranks, others="ABC")
 
 

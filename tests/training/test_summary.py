@@ -22,10 +22,22 @@ ARGS: dict[str, Any] = {
 LOG = {"step": 1, "rollout_gap/mean": 1e-4, "rollout_gap/max": 2e-3, "reward": 0.5}
 
 
-def on(*, shares: bool = True, dropouts: int = 0, leaves_out: bool = False, **changes: Any) -> str:
-    logps: Any = SimpleNamespace(shares_prompts=shares)
-    args: Any = SimpleNamespace(**{**ARGS, **changes})
-    return "; ".join(what_is_on(args, logps, dropouts, leaves_out_old_pass=leaves_out))
+def trainer_of(
+    *, shares: bool = True, leaves_out: bool = False, rank: int = 0, logs: Any = (), **changes: Any
+) -> Any:
+    return SimpleNamespace(
+        args=SimpleNamespace(**{**ARGS, **changes}),
+        completion_logps=SimpleNamespace(shares_prompts=shares),
+        needs_old_logps=lambda: not leaves_out,
+        gap_limit=0.01,
+        score_listeners=[],
+        ranks=SimpleNamespace(rank=rank),
+        state=SimpleNamespace(log_history=logs),
+    )
+
+
+def on(*, dropouts: int = 0, **changes: Any) -> str:
+    return "; ".join(what_is_on(trainer_of(**changes), dropouts))
 
 
 def test_what_is_on() -> None:
@@ -49,11 +61,8 @@ def told(
     """What a training logs that has scored two rounds and a batch of an evaluation."""
     lines: list[str] = []
     monkeypatch.setattr(summary.logger, "info", lines.append)
-    trainer: Any = SimpleNamespace(
-        **{"args": SimpleNamespace(**{**ARGS, **changes}), "score_listeners": []},
-        **{"ranks": SimpleNamespace(rank=rank), "state": SimpleNamespace(log_history=logs)},
-    )
-    run = RunSummary(trainer, ["all is on"], 0.01)
+    trainer = trainer_of(rank=rank, logs=logs, **changes)
+    run = RunSummary(trainer, num_dropouts=0)
     run.begin()
     run.end()  # before any round: nothing was seen
     for name in (sample_id(0), sample_id(0, index=1), sample_id(1), sample_id(1, phase="eval")):
@@ -66,7 +75,7 @@ def told(
 def test_the_first_and_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     begin, end = told(monkeypatch, [LOG, {"step": 1, "train_loss": 0.0}])
     assert begin == (
-        f"swift-grpo-ext {__version__}: all is on. Look at it meanwhile: "
+        f"swift-grpo-ext {__version__}: {on()}. Look at it meanwhile: "
         "swift-grpo-ext view '/runs/my run'"
     )
     assert end == (
