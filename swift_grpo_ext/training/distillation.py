@@ -75,9 +75,11 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         complete_teacher_views(samples, self.ranks)
         batches = super()._prepare_batch_inputs(samples)
         if self._data_source == DataSource.STUDENT:
+            micro_batches = []
             for batch, chunk in zip(batches, self._chunks, strict=True):
-                batch["rollout"] = chunk, completions_of(chunk, self.accelerator.device)
-            micro_batches = [(*batch["rollout"], batch["model_inputs"]) for batch in batches]
+                both_sides = completions_of(chunk, self.accelerator.device)
+                batch["rollout"] = chunk, both_sides
+                micro_batches.append((chunk, both_sides, batch["model_inputs"]))
             check_batches(micro_batches, self.args, self.ranks, self._encoder.fault)
         return batches
 

@@ -8,7 +8,7 @@ engine and each kind of row has its own bound: a fault of one disappears in the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf, log
 from typing import TYPE_CHECKING
@@ -194,11 +194,11 @@ def judge_gap(
     return metrics
 
 
-def likely_cause(beyond: Iterable[Source], known: Iterable[Source]) -> str:
+def likely_cause(beyond: Collection[Source], known: Collection[Source]) -> str:
     """Say what may be wrong with the engines and rows beyond their bound: the cause lies in what
     they have in common and no other has."""
-    engines, kinds = map(set, zip(*beyond, strict=True))
-    all_engines, all_kinds = map(set, zip(*known, strict=True))
+    engines, kinds = ({source[i] for source in beyond} for i in (0, 1))
+    all_engines, all_kinds = ({source[i] for source in known} for i in (0, 1))
     if kinds < all_kinds:
         return "Other rows agree: such media are read, placed or encoded otherwise on one side."
     if engines < all_engines:
