@@ -1,20 +1,21 @@
 """What the installed package brings along: the plugin file, the presets, the launch script.
 
 `swift_grpo_ext/share` has the layout of a clone: there, its entries are links to `plugins/`,
-`examples/` and `scripts/`; in a wheel, they are the files.
+`examples/` and `scripts/`; in a wheel, they are the files. `share/presets` is no link: a table and
+two templates, which it fills.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
+from typing import Any
 
-from swift_grpo_ext.tools.check.settings import files_of, read_settings
+import yaml
 
 SHARE = Path(__file__).resolve().parents[1] / "share"
 PLUGIN_FILE = SHARE / "plugins" / "grpo_ext.py"
-PRESETS = SHARE / "examples" / "presets"
+PRESETS = SHARE / "presets"
 LAUNCH_SCRIPT = SHARE / "scripts" / "launch.sh"
 
 
@@ -24,31 +25,50 @@ def plugin_path(options: argparse.Namespace) -> None:
 
 
 def init(options: argparse.Namespace) -> None:
-    """Copy a preset and print how to run it, or list the presets."""
+    """Write a preset and print how to run it, or list the presets."""
     if options.list:
-        for name in preset_names():
-            # The first line of its file says what a preset is for.
-            title = _main_file(name).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-            print(f"{name:20} {title}")
+        for name, preset in presets().items():
+            print(f"{name:20} {preset['title']}")
         return
     if options.directory is None:
         raise ValueError("where to? swift-grpo-ext init DIRECTORY; --list shows the presets.")
-    print(*copy_preset(options.preset, options.directory), sep="\n")
-    print(f"\nIn {options.directory}: {command(options.preset)}")
+    files = write_preset(options.preset, options.directory)
+    print(*files, sep="\n")
+    # The second line of its first file says how it is run.
+    command = files[0].read_text(encoding="utf-8").splitlines()[1].removeprefix("#   ")
+    print(f"\nIn {options.directory}: {command}")
 
 
-def preset_names() -> list[str]:
-    """Return the presets by name; one with servers has two files."""
-    return sorted({file.name.partition(".")[0] for file in PRESETS.glob("*.yaml")})
+def presets() -> dict[str, dict[str, Any]]:
+    """Return what the template leaves open, by the preset's name."""
+    table = yaml.safe_load((PRESETS / "presets.yaml").read_text(encoding="utf-8"))
+    shared = table.pop("all")
+    return {name: {**shared, **table[name]} for name in sorted(table)}
 
 
-def command(name: str) -> str:
-    """Return how a preset is run from the folder that it was copied to: its second line says so."""
-    return _main_file(name).read_text(encoding="utf-8").splitlines()[1].removeprefix("#   ")
+def filled(name: str) -> dict[str, str]:
+    """Return a preset's files by name: the training's first, and the servers' where it has any."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    preset = presets()[name]
+    templates = Environment(
+        loader=FileSystemLoader(PRESETS),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    files = {f"{name}.yaml": "train"}
+    if preset["servers"]:
+        files = {f"{name}.{side}.yaml": side for side in ("train", "rollout")}
+    return {
+        file: templates.get_template(f"{side}.yaml.j2").render(preset, name=name)
+        for file, side in files.items()
+    }
 
 
-def copy_preset(name: str, directory: Path) -> list[Path]:
-    """Copy a preset to start from, with the plugins that it names, and the script that launches it.
+def write_preset(name: str, directory: Path) -> list[Path]:
+    """Write a preset, the plugins that it names, and the script that launches it.
 
     Args:
         name: of the preset.
@@ -60,27 +80,19 @@ def copy_preset(name: str, directory: Path) -> list[Path]:
     Raises:
         ValueError: there is no such preset, or a file of that name is there already.
     """
-    if name not in preset_names():
-        raise ValueError(f"there is no preset {name}; choose from {', '.join(preset_names())}.")
-    training, rollout = files_of(PRESETS / name if _is_pair(name) else _main_file(name))
-    files = {file.name: file for file in (training, rollout) if file}
-    if rollout:
-        files["launch.sh"] = LAUNCH_SCRIPT
-    for file in (training, rollout):
-        for plugin in read_settings(file).get("external_plugins", ()) if file else ():
-            files[plugin] = SHARE / plugin
-    taken = [target for target in files if (directory / target).exists()]
+    if name not in presets():
+        raise ValueError(f"there is no preset {name}; choose from {', '.join(presets())}.")
+    settings = filled(name)
+    files = dict(settings)
+    if len(settings) > 1:
+        files["launch.sh"] = LAUNCH_SCRIPT.read_text(encoding="utf-8")
+    for text in settings.values():
+        for plugin in yaml.safe_load(text)["external_plugins"]:
+            files[plugin] = (SHARE / plugin).read_text(encoding="utf-8")
+    taken = [file for file in files if (directory / file).exists()]
     if taken:
         raise ValueError(f"{directory / taken[0]} is there already: nothing was copied.")
-    for target, source in files.items():
-        (directory / target).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, directory / target)
-    return [directory / target for target in files]
-
-
-def _main_file(name: str) -> Path:
-    return PRESETS / (f"{name}.train.yaml" if _is_pair(name) else f"{name}.yaml")
-
-
-def _is_pair(name: str) -> bool:
-    return (PRESETS / f"{name}.train.yaml").is_file()
+    for file, text in files.items():
+        (directory / file).parent.mkdir(parents=True, exist_ok=True)
+        (directory / file).write_text(text, encoding="utf-8")
+    return [directory / file for file in files]

@@ -76,6 +76,13 @@ def test_a_preset_is_copied_with_all_that_it_names(
             assert f"swift rollout server_2x6_lora.rollout.yaml {model} --host" in shown
 
 
+def test_the_clone_has_the_presets_that_init_writes() -> None:
+    """`python scripts/dev/presets.py` fills them again."""
+    filled = dict(file for name in share.presets() for file in share.filled(name).items())
+    folder = ROOT / "examples/presets"
+    assert {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir()} == filled
+
+
 def test_the_reward_to_start_from() -> None:
     spec = importlib.util.spec_from_file_location("my_reward", ROOT / "plugins/my_reward.py")
     assert spec is not None
@@ -89,7 +96,7 @@ def test_the_reward_to_start_from() -> None:
 def test_init_lists_presets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" ")[0] for line in lines] == share.preset_names()
+    assert [line.partition(" ")[0] for line in lines] == sorted(share.presets())
     assert (
         lines[0]
         == f"{'colocate_1gpu':20} One GPU: Qwen2.5-VL-3B with LoRA, vLLM in the training process."

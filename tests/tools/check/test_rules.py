@@ -41,7 +41,7 @@ def changed(run: Run, training: dict[str, Any], rollout: dict[str, Any] | None =
     return replace(run, **sides)
 
 
-@pytest.mark.parametrize("name", [*share.preset_names(), ROOT / "examples/digits/grpo.yaml"])
+@pytest.mark.parametrize("name", [*share.presets(), ROOT / "examples/digits/grpo.yaml"])
 def test_a_preset_holds_together(name: str) -> None:
     assert said(load(name)) == []
 
