@@ -22,7 +22,7 @@ from swift.utils import get_dist_setting, get_logger, set_default_ddp_config
 from swift.utils.utils import _patch_get_type_hints
 from transformers import HfArgumentParser
 
-from swift_grpo_ext.checks import preflight
+from swift_grpo_ext.checks import preflight, rules
 from swift_grpo_ext.checks.finding import SettingsError, did_you_mean, enforce
 from swift_grpo_ext.checks.left_out import Preprocessed, check_left_out, watched
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
@@ -30,7 +30,6 @@ from swift_grpo_ext.flags import ExtFlags, flag_names
 from swift_grpo_ext.record.log import check_output_dir
 from swift_grpo_ext.registry import TRAINERS
 from swift_grpo_ext.server import api_key
-from swift_grpo_ext.server.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify_overrides
@@ -69,7 +68,6 @@ class RLHFExtArguments(_NamedTypes, ExtFlags, RLHFArguments):
         super()._check_grpo()
         if self.rlhf_type in TRAINERS:
             # From the cheapest on: what the data set costs is paid last.
-            check_model_tokens(self)
             check_stop_settings(self)
             enforce(check_output_dir(self))
             enforce(preflight.check_model(self))
@@ -101,7 +99,6 @@ class RolloutExtArguments(_NamedTypes, ExtFlags, RolloutArguments):
 
     def _check_device_count(self) -> None:
         # ms-swift calls it once it knows the model; a server has no hook of its own for checks.
-        check_model_tokens(self)
         enforce(preflight.check_model(self))
         super()._check_device_count()
 
@@ -173,7 +170,7 @@ def _check(args: BaseArguments, given: list[str]) -> None:
     if preflight.is_alone() and os.environ.get("MASTER_PORT") == "29500":
         os.environ["MASTER_PORT"] = "0"  # any free one
     enforce(preflight.check_process(args))
-    enforce(preflight.check_arguments(args, given))
+    enforce(rules.check_arguments(args, given))
     if isinstance(args, RLHFArguments):
         enforce(preflight.check_round(args, max(get_dist_setting()[2], 1)))
     # The environment is set last, and before CUDA or vLLM read it.

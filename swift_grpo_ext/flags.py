@@ -1,7 +1,7 @@
 """Every flag of ours, once: meaning, type and default.
 
 The parsers, `swift-grpo-ext flags` and the documentation's table are made from this dataclass;
-`checks/preflight.py` holds the ranges of its values.
+`checks/rules.py` holds the ranges of its values.
 """
 
 from __future__ import annotations

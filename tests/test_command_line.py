@@ -19,7 +19,7 @@ from transformers import HfArgumentParser, hf_argparser
 
 import swift_grpo_ext
 from swift_grpo_ext import command_line
-from swift_grpo_ext.checks import preflight
+from swift_grpo_ext.checks import rules
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.upstream.local_names import being_parsed
 
@@ -46,7 +46,7 @@ def parsed(
             raise InterruptedError
 
         try:
-            preflight.check_arguments = stop
+            rules.check_arguments = stop
             if registered:
                 swift_grpo_ext.register()
             with contextlib.suppress(InterruptedError):

@@ -194,7 +194,7 @@ def test_files_exist(page: Path) -> None:
 
 
 def test_what_contributors_are_told_is_there() -> None:
-    """Functions, such as `check_ranges`."""
+    """Functions, such as `check_ignored_flags`."""
     code = "".join(
         path.read_text(encoding="utf-8")
         for folder in ("swift_grpo_ext", "scripts", "tests")

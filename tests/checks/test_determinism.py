@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from swift_grpo_ext.checks import determinism
-from swift_grpo_ext.checks.determinism import check_checkpoints, check_determinism
-from swift_grpo_ext.checks.preflight import check_arguments
+from swift_grpo_ext.checks import rules
+from swift_grpo_ext.checks.rules import broken, check_arguments, rules_of_checkpoints
 from swift_grpo_ext.upstream.determinism import CUBLAS
 from tests.arguments import command_line_arguments, training_arguments
 
@@ -44,11 +43,11 @@ def test_settings(changes: dict[str, Any], expected: str | None) -> None:
 def test_a_workspace_with_which_torch_refuses_products(
     value: str | None, has_accelerator: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(determinism, "has_accelerator", lambda: has_accelerator)
+    monkeypatch.setattr(rules, "has_accelerator", lambda: has_accelerator)
     monkeypatch.delenv(CUBLAS, raising=False)
     if value is not None:
         monkeypatch.setenv(CUBLAS, value)
-    found = [f.sentence for f in check_determinism(asked())]
+    found = [f.sentence for f in check_arguments(asked(), ()) if "full_determ" in f.setting]
     assert len(found) == is_refused
     assert all(f"{CUBLAS}={value} in the environment; expected :4096:8 or" in f for f in found)
 
@@ -70,9 +69,9 @@ def test_checkpoints_in_the_middle_of_a_round(changes: dict[str, Any], updates: 
     args = asked()
     of_training = {"steps_per_generation": 2, "save_steps": 1, **changes}
     args.training_args = training_arguments(**of_training)
-    found = [f.sentence for f in check_checkpoints(args)]
+    found = [f.sentence for f in broken(rules_of_checkpoints(args))]
     expected = f"one rollout serves {updates} updates, and --save_steps 1 saves between them."
     assert len(found) == bool(updates)
     assert all(expected in f and f"a multiple of {updates}." in f for f in found)
     args.full_determinism = False
-    assert list(check_checkpoints(args)) == []
+    assert list(broken(rules_of_checkpoints(args))) == []

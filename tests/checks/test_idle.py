@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swift_grpo_ext.checks.idle import check_unmet_rows
+from swift_grpo_ext.checks.rules import broken, rules_of_data
 from tests.arguments import command_line_arguments, training_arguments
 
 
@@ -34,6 +34,12 @@ def arguments(**changes: Any) -> Any:
             ["warning: --val_dataset: 1 of 5 rows are left out of each evaluation: evaluation"],
         ),
         (16, 6, {"eval_strategy": "steps", "num_generations_eval": 1}, ["error: "]),
+        (
+            7,
+            None,
+            {"dataset": ["d.jsonl"]},
+            ["error: --dataset d.jsonl: 7 rows are fewer than the 8"],
+        ),
         (16, 8, {"eval_strategy": "steps", "num_generations_eval": 1}, []),
         (16, 3, {"eval_strategy": "epoch"}, ["error: --split_dataset_ratio: 3 rows make no batch"]),
         (16, 5, {"eval_strategy": "no"}, []),
@@ -47,7 +53,7 @@ def test_rows(
     num_rows: int, num_eval: int | None, changes: dict[str, Any], expected: list[str]
 ) -> None:
     evaluation = None if num_eval is None else range(num_eval)
-    found = check_unmet_rows(arguments(**changes), range(num_rows), evaluation)
+    found = broken(rules_of_data(arguments(**changes), range(num_rows), evaluation))
     texts = [f"{f.level}: {f.sentence}" for f in found]
     assert len(texts) == len(expected), texts
     assert all(text.startswith(begin) for text, begin in zip(texts, expected, strict=True)), texts

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from swift_grpo_ext.checks import preflight
+from swift_grpo_ext.checks import preflight, rules
 from swift_grpo_ext.checks.finding import Finding, did_you_mean, enforce, error, note, ok, warning
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.upstream.contract import TRIED, tried_packages
@@ -55,7 +55,7 @@ def arguments(**changes: Any) -> Any:
 def newest_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the same findings beside each release."""
     newest = {name: versions[-1] for name, versions in TRIED.items()}
-    monkeypatch.setattr(preflight, "tried_packages", lambda: newest)
+    monkeypatch.setattr(rules, "tried_packages", lambda: newest)
 
 
 def said(findings: Iterable[Finding]) -> list[str]:
@@ -170,14 +170,14 @@ def test_the_first_error_is_raised_after_the_warnings(
     ],
 )
 def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
-    assert_says(preflight.check_arguments(arguments(**changes), ["model", "seed"]), expected)
+    assert_says(rules.check_arguments(arguments(**changes), ["model", "seed"]), expected)
 
 
 @pytest.mark.parametrize(
     ("changes", "given", "expected"),
     [
         (SERVER, ["logits_shim"], "warning: --logits_shim: is ignored by `swift rollout`; `swift"),
-        (SERVER, ["rollout_timeout", *preflight.ENGINE_FLAGS_OF_SERVERS], None),
+        (SERVER, ["rollout_timeout", *rules.ENGINE_FLAGS_OF_SERVERS], None),
         (SERVER, ["rollout_seed_mode", "sample_log", "sample_log_gb"], None),
         ({}, [n for n in flag_names() if not n.startswith(("diversity", "tool"))], None),
         (
@@ -202,7 +202,7 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
 def test_flags_that_nobody_reads(
     changes: dict[str, Any], given: list[str], expected: str | None
 ) -> None:
-    assert_says(preflight.check_ignored_flags(arguments(**changes), given), expected)
+    assert_says(rules.check_ignored_flags(arguments(**changes), given), expected)
 
 
 def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (SERVER, "error: `swift rollout`: needs vLLM"),
         ({"use_vllm": False}, None),
     ):
-        assert_says(preflight.check_arguments(arguments(**changes), []), expected)  # type: ignore[arg-type]
+        assert_says(rules.check_arguments(arguments(**changes), []), expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -226,19 +226,19 @@ def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_adapters_in_the_engine_need(
     vllm: str, has_gpu: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "tried_packages", lambda: {"vllm": vllm})
-    monkeypatch.setattr(preflight, "has_accelerator", lambda: has_gpu)
+    monkeypatch.setattr(rules, "tried_packages", lambda: {"vllm": vllm})
+    monkeypatch.setattr(rules, "has_accelerator", lambda: has_gpu)
     expected = expected and f"error: --vllm_enable_lora {expected}... or leave it out, here and on"
     for asked in (LORA, {**SERVER, "vllm_enable_lora": True}):
-        assert_says(preflight.check_arguments(arguments(**asked), []), expected)
-    assert_says(preflight.check_arguments(arguments(), []), None)
+        assert_says(rules.check_arguments(arguments(**asked), []), expected)
+    assert_says(rules.check_arguments(arguments(), []), None)
 
 
 def test_initializations_that_vllm_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """ms-swift's and PEFT's, as the installed vLLM judges them. It said so after two minutes."""
     from vllm.lora.peft_helper import PEFTHelper
 
-    monkeypatch.setattr(preflight, "tried_packages", tried_packages)
+    monkeypatch.setattr(rules, "tried_packages", tried_packages)
     known: list[bool | str] = [True, "true", "False", "gaussian", "eva", "orthogonal", "mica"]
     changing = ["pissa", "PiSSA", "pissa_niter_16", "olora", "loftq", "corda"]
     for init in (*known, *changing, "lora_ga", "lora-ga"):
@@ -248,7 +248,7 @@ def test_initializations_that_vllm_refuses(monkeypatch: pytest.MonkeyPatch) -> N
         refused = PEFTHelper.from_dict(config)._validate_features()
         expected = f"error: --init_weights {init}: does not go with" if refused else None
         asked = arguments(**LORA, init_weights=init)
-        assert_says(preflight.check_arguments(asked, []), expected)
+        assert_says(rules.check_arguments(asked, []), expected)
 
 
 def test_an_adapter_that_is_trained_on_keeps_its_settings(tmp_path: Path) -> None:
@@ -263,13 +263,13 @@ def test_an_adapter_that_is_trained_on_keeps_its_settings(tmp_path: Path) -> Non
     ):
         (tmp_path / "adapter_config.json").write_text(has)
         expected = expected and f"error: --{expected} (of {tmp_path}): does not go with"
-        assert_says(preflight.check_arguments(args, []), expected)
+        assert_says(rules.check_arguments(args, []), expected)
 
 
 @pytest.mark.parametrize("tuner", [*TRAINED, "bone"])
 def test_servers_say_whether_they_hold_adapters_apart(tuner: str) -> None:
     """Such as a training that did not give `--vllm_enable_lora` itself, or gave it alone."""
-    own = preflight.MERGED_TUNERS
+    own = rules.MERGED_TUNERS
     refused = f"error: --tuner_type {tuner}: does not go with" if tuner in own else None
     alone = "warning: --vllm_enable_lora true: has no effect with servers that were started"
     for serves, trains, expected in (
@@ -286,10 +286,10 @@ def test_servers_say_whether_they_hold_adapters_apart(tuner: str) -> None:
 
 def test_a_tuner_that_peft_has_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_it, expected in ((False, "error: --tuner_type bone: needs `BoneConfig`"), (True, None)):
-        monkeypatch.setattr(preflight, "peft", SimpleNamespace(__version__="0.20.0"))
+        monkeypatch.setattr(rules, "peft", SimpleNamespace(__version__="0.20.0"))
         if has_it:
-            preflight.peft.BoneConfig = None
-        assert_says(preflight.check_arguments(arguments(tuner_type="bone"), []), expected)
+            rules.peft.BoneConfig = None
+        assert_says(rules.check_arguments(arguments(tuner_type="bone"), []), expected)
 
 
 def test_vera_takes_no_all_linear_of_a_model_that_sees() -> None:
@@ -299,7 +299,7 @@ def test_vera_takes_no_all_linear_of_a_model_that_sees() -> None:
         (False, ["all-linear"], None),
     ):
         args = arguments(tuner_type="vera", target_modules=names)
-        args.model_meta = SimpleNamespace(is_multimodal=sees)
+        args.model_meta = SimpleNamespace(is_multimodal=sees, model_type="any")
         assert_says(preflight.check_model(args), expected)
 
 
@@ -310,7 +310,7 @@ def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:
     both = {"model": str(tmp_path), "tuner_type": "lora", "modules_to_save": ["merger", "lm_head"]}
 
     def check(expected: str | None, **changes: Any) -> None:
-        assert_says(preflight.check_arguments(arguments(**{**both, **changes}), []), expected)
+        assert_says(rules.check_arguments(arguments(**{**both, **changes}), []), expected)
 
     check("error: --modules_to_save lm_head: embedding and head of ... one weight ...type full")
     check("error: --modules_to_save all-embedding: ", modules_to_save=["all-embedding"])
@@ -388,18 +388,18 @@ def test_a_port_of_a_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sharding_and_sleep_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU, `--fsdp` would train unsharded, with empty reference models on all ranks but one."""
-    monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
+    monkeypatch.setattr(rules, "has_accelerator", lambda: False)
     for name, value in (("deepspeed", "zero3"), ("fsdp", "fsdp2"), ("sleep_level", 1)):
         expected = f"error: --{name} {value}: needs accelerators, and this machine has none"
-        assert_says(preflight.check_arguments(arguments(**{name: value}), []), expected)
-        assert_says(preflight.check_arguments(arguments(**{name: None}), []), None)
+        assert_says(rules.check_arguments(arguments(**{name: value}), []), expected)
+        assert_says(rules.check_arguments(arguments(**{name: None}), []), None)
     elsewhere = arguments(sleep_level=1, vllm_mode="server")  # ms-swift sets it to 0
-    assert_says(preflight.check_arguments(elsewhere, []), None)
+    assert_says(rules.check_arguments(elsewhere, []), None)
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")  # accelerate is told to take it for one
-    assert_says(preflight.check_arguments(arguments(fsdp="fsdp2"), []), None)
+    assert_says(rules.check_arguments(arguments(fsdp="fsdp2"), []), None)
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
-    monkeypatch.setattr(preflight, "has_accelerator", lambda: True)
-    assert_says(preflight.check_arguments(arguments(deepspeed="zero3"), []), None)
+    monkeypatch.setattr(rules, "has_accelerator", lambda: True)
+    assert_says(rules.check_arguments(arguments(deepspeed="zero3"), []), None)
 
 
 @pytest.mark.parametrize("changes", [{}, SERVER])
@@ -414,12 +414,12 @@ def test_compilation_without_an_accelerator(
         (False, ["vllm_enforce_eager"], None),
         (True, [], None),
     ):
-        monkeypatch.setattr(preflight, "has_accelerator", lambda given=has_gpu: given)
-        assert_says(preflight.check_arguments(args, given), said_of_it)
+        monkeypatch.setattr(rules, "has_accelerator", lambda given=has_gpu: given)
+        assert_says(rules.check_arguments(args, given), said_of_it)
     if not changes:
-        monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
+        monkeypatch.setattr(rules, "has_accelerator", lambda: False)
         args.vllm_mode = "server"
-        assert_says(preflight.check_arguments(args, []), None)
+        assert_says(rules.check_arguments(args, []), None)
 
 
 @pytest.mark.parametrize(
@@ -493,9 +493,9 @@ def test_speculation_cannot_leave_placeholders_out() -> None:
     server = arguments(port=8000, vllm_speculative_config=config)
     refused = "error: --vllm_speculative_config {'method': 'ngram'"
     for args in (server, arguments(vllm_engine_kwargs={"speculative_config": config})):
-        args.model_meta = SimpleNamespace(is_multimodal=True)
+        args.model_meta = SimpleNamespace(is_multimodal=True, model_type="any")
         assert_says(preflight.check_model(args), refused)
-        args.model_meta = SimpleNamespace(is_multimodal=False)
+        args.model_meta = SimpleNamespace(is_multimodal=False, model_type="any")
         assert_says(preflight.check_model(args), None)
     for args in (arguments(port=8000), arguments(vllm_speculative_config=config)):
         assert_says(preflight.check_model(args), None)  # a training does not read the flag

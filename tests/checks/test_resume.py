@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-from swift_grpo_ext.checks.resume import check_resume
+from swift_grpo_ext.checks.rules import check_arguments
+from tests.arguments import command_line_arguments
 
 
 def checkpoint(run: Path, step: int, state: str | None) -> Path:
@@ -19,8 +18,9 @@ def checkpoint(run: Path, step: int, state: str | None) -> Path:
 
 def refused(folder: Path | None, *, only_model: bool = False) -> str:
     given = None if folder is None else str(folder)
-    args: Any = SimpleNamespace(resume_from_checkpoint=given, resume_only_model=only_model)
-    return "".join(finding.sentence for finding in check_resume(args))
+    changes = {"resume_from_checkpoint": given, "resume_only_model": only_model}
+    args = command_line_arguments("rlhf", **changes, vllm_enforce_eager=True)
+    return "".join(finding.sentence for finding in check_arguments(args, ()))
 
 
 def test_only_whole_checkpoints_are_resumed_from(tmp_path: Path) -> None:

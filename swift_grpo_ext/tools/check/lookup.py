@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from swift_grpo_ext.checks import preflight
+from swift_grpo_ext.checks import preflight, rules
 from swift_grpo_ext.checks.finding import Findings, did_you_mean, error, ok, skipped, warning
 from swift_grpo_ext.tools.check.glance import LOCAL, Side, plugins_of
 from swift_grpo_ext.tools.check.rules import PLUGIN
@@ -33,10 +33,10 @@ def look_up(run: Run, gpus: Sequence[str] | None = None) -> Findings:
     from swift.utils import get_device_count
 
     for side, given in run.sides:
-        yield from preflight.check_arguments(run.arguments(side), given)
+        yield from rules.check_arguments(run.arguments(side), given)
     if run.has_servers:
         apart = run.train if run.rollout is None else run.serve
-        yield from preflight.check_adapters(run.arguments("training"), apart("vllm_enable_lora"))
+        yield from rules.check_adapters(run.arguments("training"), apart("vllm_enable_lora"))
     yield from check_names(run)
     env = {**environment(run.training), **os.environ}
     if "NNODES" not in env:

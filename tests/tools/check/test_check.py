@@ -113,8 +113,8 @@ def test_adapters_are_judged_as_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     newest = {name: versions[-1] for name, versions in TRIED.items()}
-    monkeypatch.setattr(lookup.preflight, "tried_packages", lambda: newest)
-    monkeypatch.setattr(lookup.preflight, "has_accelerator", lambda: True)
+    monkeypatch.setattr(lookup.rules, "tried_packages", lambda: newest)
+    monkeypatch.setattr(lookup.rules, "has_accelerator", lambda: True)
     given = {"use_vllm": True, "vllm_mode": "colocate", **training}
     assert_says(lookup.look_up(Run(training=given, rollout=rollout)), expected)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from swift_grpo_ext.server.new_tokens import check_model_tokens
+from swift_grpo_ext.checks.finding import enforce
+from swift_grpo_ext.checks.rules import broken, rules_of_model
 
 
 def arguments(model: Path, num_tokens: int, *known: str, use_vllm: bool | None = True) -> Any:
@@ -20,6 +22,8 @@ def arguments(model: Path, num_tokens: int, *known: str, use_vllm: bool | None =
     args = kind.__new__(kind)
     tokens = [f"<|new-{i}|>" for i in range(num_tokens)]
     vars(args).update(new_special_tokens=[*tokens, *known], model_dir=str(model), use_vllm=use_vllm)
+    args.model_meta = SimpleNamespace(is_multimodal=False, model_type="qwen2")
+    vars(args).update(vllm_engine_kwargs=None, router_replay_mode="disabled", target_modules=[])
     return args
 
 
@@ -36,9 +40,9 @@ def test_the_model_on_disk_decides(tmp_path: Path) -> None:
         arguments(tmp_path, 10, use_vllm=False),
         arguments(tmp_path / "nothing is read", 0),
     ):
-        check_model_tokens(allowed)
+        assert [*broken(rules_of_model(allowed))] == []
     message = r"--new_special_tokens <\|new-0\|> .*: 10 new tokens do not fit .*"
     message += r"\(40 rows, 31 taken, 9 free\).*Save a model that has them"
     for refused in (arguments(tmp_path, 10), arguments(tmp_path, 10, use_vllm=None)):
         with pytest.raises(ValueError, match=message):
-            check_model_tokens(refused)
+            enforce(broken(rules_of_model(refused)))
