@@ -26,14 +26,12 @@ class Finding:
     level: Level
 
     setting: str
-    """The flag without dashes, with its value where the text is about that; or what else was
-    looked at."""
+    """The flag without dashes, perhaps with its value; or what else was looked at."""
 
     text: str
     """What is wrong with it, and what was expected."""
 
     remedy: str = ""
-    """What to do; empty where the text says it, or nothing is to be done."""
 
     @property
     def sentence(self) -> str:

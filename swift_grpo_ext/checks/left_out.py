@@ -1,8 +1,8 @@
 """Rows that ms-swift leaves out as it loads a data set: how many, which is the first, and why.
 
 A preprocessor of ms-swift's (4.6, dataset/preprocessor/core.py, `batched_preprocess`) drops each
-row that it fails on, and those of which it makes nothing. The log says why, at the level INFO and
-without the row; a data set of which nothing is left ends in a `ZeroDivisionError`.
+row that it fails on, or makes nothing of. The log says why, at the level INFO and without the row.
+A data set with no row left ends in a `ZeroDivisionError`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-NUM_STREAMED = 512
-"""Rows of a stream that are looked at, the first ones."""
-
-MAX_SEARCHED = 20_000
-"""Rows among which the first that is left out is looked for: some seconds."""
-
+NUM_STREAMED = 512  # first rows of a stream
+MAX_SEARCHED = 20_000  # rows that are searched for the first that is left out: some seconds
 BOXES = "[[x1, y1, x2, y2], ...] or [[x, y], ...]"
 OBJECTS = '{"ref": ["..."], "bbox": [[x1, y1, x2, y2], ...]}, or null'
 
@@ -38,23 +34,16 @@ OBJECTS = '{"ref": ["..."], "bbox": [[x1, y1, x2, y2], ...]}, or null'
 class Preprocessed:
     """A preprocessor was given some rows, and made others of them."""
 
-    name: str
-    """The data set, as it was named."""
-
-    num_kept: int | None
-    """This number of rows is left; None of a stream, which is not read yet."""
-
-    preprocessor: RowPreprocessor | None = None
-    """None of a function of the user's own."""
-
-    rows: Dataset | IterableDataset | tuple[()] = ()
-    """The preprocessor was given these."""
+    name: str  # of the data set
+    num_kept: int | None  # None of a stream, which is not read yet
+    preprocessor: RowPreprocessor | None = None  # None of a function of the user's own
+    rows: Dataset | IterableDataset | tuple[()] = ()  # that it was given
 
 
 @contextmanager
 def watched(tell: Callable[[Preprocessed], None]) -> Iterator[None]:
-    """Have `tell` know of each data set that ms-swift loads within the block; what it raises ends
-    the loading, while no rank waits for another."""
+    """Have `tell` know of each data set that ms-swift loads within the block, while no rank waits
+    for another."""
     from datasets import Dataset, IterableDataset
     from swift.dataset import DatasetLoader
 
@@ -82,11 +71,10 @@ def watched(tell: Callable[[Preprocessed], None]) -> Iterator[None]:
 
 
 def check_left_out(given: Preprocessed, setting: str, *, is_empty: bool = False) -> Findings:
-    """Say how many rows were left out, which is the first, and why; refuse a data set of which none
-    is left.
+    """Say how many rows were left out, which is the first, and why; refuse an empty rest.
 
     Args:
-        is_empty: of a stream, whether none is left.
+        is_empty: no row of a stream is left.
     """
     if given.num_kept is None:
         looked_at = list(islice(given.rows, NUM_STREAMED))
@@ -141,8 +129,7 @@ def left_out(given: Preprocessed, rows: Iterable[Row]) -> Iterator[tuple[Row, Ex
 
 
 def objects_fault(row: Row) -> str | None:
-    """Say what is wrong with a row's column `objects`, where ms-swift raises a KeyError or so; None
-    where nothing is."""
+    """Say what is wrong with a row's column `objects`, where ms-swift raises a KeyError or so."""
     objects = row.get("objects")
     if objects is None:
         return None

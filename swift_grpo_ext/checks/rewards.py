@@ -1,9 +1,9 @@
 """Reward functions, tried on the first rows with made-up completions before a model is loaded.
 
 ms-swift makes each by `orms[name](args=...)`, and calls it as `function(completions, **columns)`
-after the first rollout (4.6, rl_core/grpo_algorithm.py, `compute_rewards_per_func`). An error is
-what no training survives, or would learn from wrongly: a column that no row has, values of another
-number or type. Whatever else a function raises is a warning: rows and completions may be to blame.
+after the first rollout (4.6, rl_core/grpo_algorithm.py, `compute_rewards_per_func`). A column that
+no row has, and values of another number or type, are errors. All else that a function raises is a
+warning: rows and completions may be to blame.
 """
 
 from __future__ import annotations
@@ -28,16 +28,12 @@ from transformers import TrainerState
 from swift_grpo_ext.checks.finding import Findings, did_you_mean, error, skipped, warning
 from swift_grpo_ext.upstream.rows import short
 
-MAX_SECONDS = 10
-"""A function may take so long for the made-up completions: a judge may sit behind it."""
-
+MAX_SECONDS = 10  # for the made-up completions: a judge may sit behind a function
 COMPLETIONS = ("I do not know.", "", "<think>Let me see.</think><answer>42</answer>")
-"""Any model gives such completions at times. They are several, since ms-swift spreads a single
-value over all samples."""
+"""Any model gives such at times. They are several: ms-swift spreads one value over all samples."""
 
 PACKAGE_OF_REWARD = {"accuracy": "math_verify", "cosine": "math_verify", "toolbench": "rouge"}
-"""Modules that ms-swift's rewards need, which it does not bring along, and asks for once the model
-is loaded."""
+"""ms-swift does not bring along what its rewards need, and imports it once the model is loaded."""
 
 ANSWERS = ("solution", "answer", "label", "target", "ground_truth", "ground_truths", "reference")
 """Names that data sets give to one thing."""
@@ -49,8 +45,7 @@ Row = Mapping[str, Any]
 
 
 class TooSlowError(BaseException):
-    """A reward function takes longer than `MAX_SECONDS`. Its own `except Exception` must not catch
-    this."""
+    """A reward function is too slow. Its own `except Exception` must not catch this."""
 
 
 def check_rewards(
@@ -68,9 +63,8 @@ def check_rewards(
     Args:
         rows: the first ones, as ms-swift reads them; [] where they are not known.
         knows_all_columns: False where other data sets, or a scheduler, may add columns.
-        calls: whether functions are called; else their signatures alone are looked at.
-        makes_all: whether those classes are called, too, whose `__init__` is their own: it may load
-            a model.
+        calls: functions are called; else their signatures alone are looked at.
+        makes_all: classes with an `__init__` of their own, too: it may load a model.
     """
     from swift.rewards import orms
 
@@ -102,8 +96,7 @@ def leads_conversations(args: Any) -> bool:
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Return what reward functions are given for made-up completions of the first rows; {} where no
-    row has messages."""
+    """Return what reward functions are given with made-up completions; {} without messages."""
     from swift.dataset import RowPreprocessor
     from swift.rl_core.data import GRPOSample
     from swift.utils import remove_response
@@ -126,7 +119,7 @@ def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
 
 
 def misfit(function: Any, *given: object, **named: object) -> str:
-    """Say why a call does not fit a signature; "" where it does, or where there is none."""
+    """Say why a call does not fit a signature; "" where it does, or there is no signature."""
     try:
         inspect.signature(function).bind(*given, **named)
     except TypeError as e:
@@ -224,13 +217,11 @@ def values_fault(output: Any) -> str:
 
 
 def _is_swifts(made: object) -> bool:
-    """Return whether a class or a function is ms-swift's own, and not a user's."""
     return (getattr(made, "__module__", None) or "").startswith("swift.")
 
 
 def _needs_more(made: Callable[..., object], makes_all: bool) -> bool:
-    """Return whether a reward may take more than this process and rows: other ranks, none of which
-    would call it, a server's conversations, or a model that its `__init__` loads."""
+    """Return whether a reward may need other ranks, a server's conversations, or a model."""
     # The `__init__` of ms-swift's `ORM` loads nothing.
     if not (makes_all or _is_swifts(getattr(made, "__init__", None))):
         return True

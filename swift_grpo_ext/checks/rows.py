@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-MAX_IMAGES_OPENED = 20_000
-"""Rows of a larger data set that are chosen at random and looked at."""
-
+MAX_IMAGES_OPENED = 20_000  # rows of a larger data set that are chosen at random
 MAX_CONTENT = 2**31
 """Bytes of content in `images` after which no more rows are looked at: 20,000 rows with images of
 1 MB would be 20 GB."""
@@ -59,18 +57,15 @@ READERS: Mapping[str, Callable[[IO[str]], Iterable[object]]] = {
     ".json": json.load,
     ".csv": csv.DictReader,
 }
-"""How a file's rows are read where one of them is looked for, by the file's suffix."""
+"""How a file is searched for a row, by the file's suffix."""
 
 ROLES = {"system", "user", "assistant", "tool"}
-MAX_SEARCHED = 2**26
-"""Bytes of a file that is searched for a row: half a second."""
-
-SHOWN_MEDIA = 3
-"""Media that an error names where it may be about any of them."""
-
+MAX_SEARCHED = 2**26  # bytes of a file that is searched for a row: half a second
+SHOWN_MEDIA = 3  # of those that an error may be about
 NARROW = 200
 """Times as wide as high, or the other way round: some families refuse a picture beyond it
 (`smart_resize` of Qwen, GLM and others, transformers 5.19), and others take it."""
+
 TOO_NARROW = "too narrow for this model"
 
 FRAMES = '{"type": "video", "video": ["1.png", ...]} of its frames'
@@ -95,10 +90,8 @@ def check_rows(
     (docs/promises.md, G4).
 
     Args:
-        expects_media: whether the model takes media, so that their absence is worth a warning.
-        deletes_bad_rows: whether ms-swift replaces bad rows (`--truncation_strategy delete`): their
-            number is a warning then.
-        template: the model's; None where it is not known.
+        expects_media: the model takes media: their absence is worth a warning.
+        deletes_bad_rows: ms-swift replaces bad rows: their number is worth a warning.
     """
     placeholders = placeholder_texts(template) if template else ()
     numbers: Sequence[int] = range(len(dataset))
@@ -197,8 +190,7 @@ def question_of(row: object) -> str:
 
 
 def name_of(row: object) -> str:
-    """Return how messages name a row: by its place in its file, where it is found, and by its
-    question."""
+    """Return how messages name a row: by its place in its file, and by its question."""
     question, place = question_of(row), place_of(row)
     if not place:
         return f"the row that asks {question!r}"
@@ -208,8 +200,8 @@ def name_of(row: object) -> str:
 def place_of(row: object) -> str:
     """Return a row's number, from 1 as in its file, and the file; "" where it is not found.
 
-    ms-swift shuffles as it loads. It notes each row's file (4.6, dataset/loader.py,
-    `_inject_dataset_routing_tag`), which is searched for the texts and paths of the row's prompt.
+    ms-swift shuffles. It notes each row's file (4.6, dataset/loader.py,
+    `_inject_dataset_routing_tag`), which is searched for the row's texts and paths.
     """
     columns = row if isinstance(row, Mapping) else {**getattr(row, "__dict__", {})}
     columns = {**columns, **(columns.get("extra") or {})}  # a sample's other columns
@@ -240,8 +232,7 @@ def _texts(value: Any) -> Iterator[str]:
 def early_fault(
     row: object, template: Template | None, placeholders: Collection[str] = ()
 ) -> str | None:
-    """Say what is wrong with a row before a model is loaded: what `row_fault` says, and whether the
-    template refuses a picture so narrow that some do; None where nothing is."""
+    """Say what `row_fault` does, and whether the template refuses a narrow picture."""
     sizes: list[tuple[int, int]] = []
     if fault := row_fault(row, placeholders, sizes):
         return fault
@@ -254,15 +245,15 @@ def early_fault(
 def row_fault(
     row: object, placeholders: Collection[str] = (), sizes: list[tuple[int, int]] | None = None
 ) -> str | None:
-    """Say what is wrong with a row's prompt, or with what a teacher is shown in its place: field,
-    value, and what was expected; None where nothing is.
+    """Say what is wrong with a row's prompt, or with a teacher's view of it: field, value, and what
+    was expected; None where nothing is.
 
-    Only headers of images are read; what is fetched, and a file that was cut in its middle, shows
+    Only headers of images are read. What is fetched, and a file that was cut in its middle, shows
     when the row is encoded (`encoding_error`).
 
     Args:
         placeholders: the tokens that stand for media inside the model.
-        sizes: a list to which those of the images are added, width and height.
+        sizes: a list to which width and height of each image are added.
     """
     row = prompt_of(row) if isinstance(row, Mapping) else row
     if (fault := _view_fault(row, placeholders, sizes)) or not (view := teacher_view(row)):
@@ -300,10 +291,9 @@ def _view_fault(
 
 
 def unmatched_marks(row: object) -> str | None:
-    """Say what ms-swift does about marks where a row has other numbers of marks than of media; None
-    where that is no surprise: without any mark, media come first.
+    """Say what ms-swift does about marks of another number than media; None where there is none.
 
-    It replaces marks from the first one on, and keeps the others as text; missing ones it puts in
+    It replaces marks from the first one on, keeps the others as text, and puts missing ones in
     front of the first message (4.6, template/base.py, `_add_default_tags`).
     """
     read = read_row(prompt_of(row) if isinstance(row, Mapping) else row)
@@ -336,8 +326,7 @@ def _image_fault(medium: Medium, sizes: list[tuple[int, int]] | None = None) -> 
     return f"{short(medium.value)} {reason}" if reason else None
 
 
-def _file_fault(medium: Medium) -> str | None:
-    """Say what is wrong with a video or an audio."""
+def _file_fault(medium: Medium) -> str | None:  # a video or an audio
     value = medium.value
     if medium.kind == "video" and isinstance(value, (list, tuple)) and value:
         if not medium.field.startswith("messages"):
@@ -364,7 +353,6 @@ def _file_fault(medium: Medium) -> str | None:
 
 
 def _wrong_form(value: object) -> str | None:
-    """Say where a medium is nothing, or a list in a text."""
     if value is None or (isinstance(value, str) and not value):
         return f"is {'empty' if value == '' else 'null'}; expected a path, or [] for no medium"
     text = value.strip() if isinstance(value, str) else ""
@@ -380,11 +368,7 @@ def _wrong_form(value: object) -> str | None:
 
 
 def unreadable(image: object, sizes: list[tuple[int, int]] | None = None) -> str | None:
-    """Say why an image cannot be read; None where it can, or where only fetching it would tell.
-
-    Args:
-        sizes: a list to which the image's is added, width and height.
-    """
+    """Say why an image cannot be read; None where it can, or where only fetching it would tell."""
     try:
         content = media_content(image)
         if content is None:
@@ -447,7 +431,7 @@ REMEDY = "Correct the row, or have such prompts replaced with --truncation_strat
 
 
 class RowError(ValueError):
-    """A row's prompt cannot be encoded; names row, field, value, what was expected, and remedy."""
+    """A row's prompt cannot be encoded."""
 
     def __init__(self, row: object, fault: str) -> None:
         self.fault = fault
@@ -464,7 +448,7 @@ def encoding_error(
 
     Args:
         max_tokens: that the engine takes, prompt and completion together.
-        strip_response: leave out the row's own answer, in whose place one will be sampled.
+        strip_response: leave out the row's own answer, which a sampled one replaces.
     """
     import torch
     from swift.utils import remove_response
@@ -499,7 +483,7 @@ def encoding_fault(row: object, error: Exception, *, fetches: bool = True) -> st
     """Say which of a row's media an error in encoding was about, or else what it says.
 
     Args:
-        fetches: whether URLs are fetched once more. A server judges redirects only as it encodes.
+        fetches: URLs are fetched once more. A server judges redirects only as it encodes.
     """
     from swift.template import MaxLengthError
 
@@ -519,8 +503,7 @@ def encoding_fault(row: object, error: Exception, *, fetches: bool = True) -> st
 
 
 def _loading_fault(medium: Medium, error: Exception, *, fetches: bool) -> str | None:
-    """Say why a medium cannot be loaded, by ms-swift's own reader; None for videos and audios,
-    whose readers belong to the templates."""
+    """Say why ms-swift's own reader cannot load a medium; videos and audios are the templates'."""
     from swift.template import Template
 
     source = source_of(medium.value)

@@ -21,7 +21,6 @@ MAX_NAMED_ORIGINS = 4
 
 @cache
 def read_words() -> dict[str, list[str]]:
-    """Return all words by key as [English, Chinese]."""
     path = Path(__file__).with_name("words.json")
     words: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
     return words
@@ -31,7 +30,6 @@ def alarm_line(record: DiversityRow, num_rounds: int) -> str:
     """Write one line for the log: verdict, round, cause, remedy, and who shares noise.
 
     Args:
-        record: the round's, with its remedy.
         num_rounds: collapsed rounds in a row; not read for broken randomness.
     """
     words = read_words()

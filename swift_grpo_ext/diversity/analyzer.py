@@ -2,12 +2,11 @@
 
 The verdict on a round:
 
-- `broken`: samples share prefixes that independent noise would not give them (`collision`). This
-  says nothing about the policy.
+- `broken`: samples share prefixes that independent noise would not give them (`collision`).
 - `collapse`: the noise is sound as far as the test can see, and yet the policy gives one
-  completion: the same to nearly all prompts (`common_mode`), or to each prompt its own without
-  exception (`copied_ratio`). Its groups then have no advantage to learn from. Prompts that are
-  solved look like the second: a round with `SOLVED` of them is healthy.
+  completion: the same to nearly all prompts (`common_mode`), or to each prompt its own
+  (`copied_ratio`). Prompts that are solved look like the second: a round with `SOLVED` of them is
+  healthy.
 - `unknown`: the round looks collapsed, and the noise could not be tested.
 - `healthy`: anything else, duplicates included.
 """
@@ -49,29 +48,23 @@ SOLVED = 0.5
 answer has one right form. One completion for nearly all prompts is no success."""
 
 PATIENCE = 3
-"""Collapsed rounds in a row that make an alarm. One round of easy prompts can look collapsed, three
-in a row of a shuffled dataset hardly. Broken randomness is an alarm at once: its p-value says
-already how odd one round is."""
+"""Collapsed rounds in a row that make an alarm: one round of easy prompts can look collapsed.
+Broken randomness is an alarm at once: its p-value says how odd one round is."""
 
 MAX_WORST_GROUPS = 4
-MAX_ORIGINS = 8
-"""Samples that the record of one collision names."""
-
-
-ALARM_P = 1e-6
-"""Probability, at most, of calling a round of independent samples broken."""
+MAX_ORIGINS = 8  # samples that the record of one collision names
+ALARM_P = 1e-6  # the probability, at most, of calling a round of independent samples broken
 
 
 class RoundAnalyzer:
-    """Analyzes rounds in the order of the run."""
+    """Analyzes rounds in the order of the run.
+
+    Args:
+        is_greedy: tokens are chosen, not sampled: equal completions are right.
+        seed_mode: `--rollout_seed_mode`; it decides what an alarm advises.
+    """
 
     def __init__(self, *, is_greedy: bool, seed_mode: str) -> None:
-        """
-        Args:
-            is_greedy: tokens are chosen, not sampled: equal completions are right, and nothing is
-                tested.
-            seed_mode: `--rollout_seed_mode`; it decides what an alarm advises.
-        """
         self._is_greedy = is_greedy
         self._seed_mode = seed_mode
         self._memory = PromptMemory()
@@ -81,12 +74,7 @@ class RoundAnalyzer:
     def analyze(
         self, samples: Sequence[SampleRow], scores: Scores | None = None
     ) -> list[DiversityRow]:
-        """Return a record of each round that the samples of all ranks belong to.
-
-        Args:
-            samples: all samples of the rounds, in any order.
-            scores: rewards of the samples that were scored.
-        """
+        """Return a record of each round that the samples belong to, which come in any order."""
         groups = group_samples(samples)
         by_round = groupby(groups, key=lambda group: group[0].sample_id.round)
         return [self._analyze_round(list(found), scores or {}) for _, found in by_round]
@@ -138,19 +126,12 @@ class RoundAnalyzer:
 
 
 def _origin(row: SampleRow) -> dict[str, Any]:
-    """Name a sample, and the engine that generated it."""
     origin = {"seed": row.seed, "rank": row.rank, "replica": row.replica}
     return {"sample_id": asdict(row.sample_id), **origin}
 
 
 def judge(test: CollisionTest, metrics: Mapping[str, float]) -> str:
-    """Return the verdict on a round.
-
-    Args:
-        test: the round's; an empty one for greedy decoding.
-        metrics: the round's, `copied_ratio` and `common_mode` among them, and `solved` where its
-            samples were scored.
-    """
+    """Return the verdict on a round (see the module)."""
     if test.log2_p < math.log2(ALARM_P):
         return "broken"
     copied, common_mode = metrics["copied_ratio"], metrics["common_mode"]

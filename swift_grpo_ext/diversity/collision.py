@@ -1,50 +1,44 @@
 """The collision test: were samples drawn with shared noise? Pure.
 
-**Null hypothesis.** Every sample of a round is drawn, token by token, from the distribution q(token
-| prompt, earlier tokens) under which its log-probabilities are given. Its noise is independent of
-the noise of every other sample, of this round and of earlier ones. Nothing is assumed about q.
+**Null hypothesis.** Every sample is drawn, token by token, from the distribution q(token | prompt,
+earlier tokens) under which its log-probabilities are given, with noise independent of the noise of
+every other sample, of this round and of earlier ones. Nothing is assumed about q.
 
 **The bound.** Compare a sample Y with a given completion y. Let b be the surprisal, -log2 q in
 bits, of their longest common prefix. Then P(b >= c) <= 2^-c: one shortest prefix of y has q(prefix)
 <= 2^-c, and b >= c only if Y begins with it, which has probability q(prefix). The bound holds
 
-- under any temperature, top-k, top-p, penalty, grammar or mask, since q is what is left after them:
-  a token that a grammar forces has probability 1 and adds 0 bits;
+- under any temperature, top-k, top-p, penalty, grammar or mask: q is what is left after them;
 - for completions of any length: the end-of-sequence token is a token, and a completion that was cut
   off only has a shorter prefix;
-- for y from another policy (an earlier round, other weights), since only Y is drawn again;
-- for k samples and y: independent draws multiply, P <= 2^-(k c). So n samples that all share a
-  prefix of b bits have probability <= 2^-((n - 1) b), any of them taken as given. Their number of
-  *coincidences* is e = n - 1, or e = n against a completion of an earlier round.
+- for y from another policy (an earlier round, other weights): only Y is drawn again;
+- for k samples and y: P <= 2^-(k c). So n samples that all share a prefix of b bits have
+  probability <= 2^-((n - 1) b). Their number of *coincidences* is e = n - 1, or e = n against a
+  completion of an earlier round.
 
 **Many pairs.** A weighted Bonferroni bound over everything that is searched corrects the `log2_p`
-of a round. A round of independent samples so alarms with a probability below the alarm level, *per
-round* (per batch in evaluation): over R rounds expect at most R times the level. The shares of it:
+of a round: over R rounds of independent samples expect at most R times the alarm level of alarms.
 
-- half: *one improbable set*. All sets of n samples of one prompt, for each n, and all sets of n
-  samples with one completion of an earlier round. Sets with e coincidences get the share 1/2 of it
-  (e = 1: pairs) or 1 / (2 e (e - 1)); the shares add up to 1. With remembered completions each of
-  the two families gets half. For pairs alone, p = 4 x (number of pairs) x 2^-b: 34 bits in a round
-  of 128 groups of 8 are an alarm at 1e-6.
-- half: *many sets, none improbable alone*, as when a whole round is frozen and each sample has 10
-  bits. Take the samples in the order of their ids. Compare each with the D different completions
-  of its prompt that came before, remembered ones included: p_i = min(1, D x 2^-b_i) is a p-value
-  whatever came before, by the bound and the union over D. So they combine as if independent
-  (Fisher 1932).
+- Half of it: *one improbable set* of n samples of one prompt, or of n samples with one completion
+  of an earlier round. Sets with e coincidences get the share 1/2 of it (e = 1: pairs) or
+  1 / (2 e (e - 1)); the shares add up to 1. With remembered completions each of the two families
+  gets half. For pairs alone, p = 4 x (number of pairs) x 2^-b: 34 bits in a round of 128 groups of
+  8 are an alarm at 1e-6.
+- Half of it: *many sets, none improbable alone*, as when a whole round is frozen and each sample
+  has 10 bits. Compare each sample, in the order of their ids, with the D different completions of
+  its prompt that came before, remembered ones included: p_i = min(1, D x 2^-b_i) is a p-value
+  whatever came before. So they combine as if independent (Fisher 1932).
 
-**Which log-probabilities.** They must be those of q. ms-swift 4.6 starts vLLM with
-`logprobs_mode="processed_logprobs"` (rlhf_trainers/rollout_mixin.py, pipelines/infer/rollout.py):
-vLLM takes the log-softmax after temperature, top-k and top-p (v1/sample/ops/topk_topp_sampler.py),
-of logits that contain the grammar's mask and penalties. Samples that share a prefix can disagree
-about its surprisal (kernels that depend on the batch; replicas with other weights): the least
-surprisal counts.
+**Which log-probabilities.** Those of q: ms-swift 4.6 starts vLLM with `processed_logprobs`
+(rlhf_trainers/rollout_mixin.py), which come after temperature, top-k, top-p, mask and penalties.
+Samples can disagree about the surprisal of a prefix that they share (kernels that depend on the
+batch; replicas with other weights): the least counts.
 
-**What it cannot see.** Greedy decoding, where equal completions are right (`monitor` tests nothing
-then). Completions without log-probabilities (`--use_vllm false`): they are counted, not tested.
-Completions that are nearly certain: 8 samples of 3 bits look alike anyway
-(`scripts/bench/results/diversity.md` says how many bits are needed). Noise shared between different
-prompts, or shared only after the completions have parted. And where a scheduler branches one
-completion into several on purpose, the test calls it shared noise, which for the group it is.
+**What it cannot see.** Greedy decoding, where equal completions are right. Completions without
+log-probabilities (`--use_vllm false`): they are counted, not tested. Completions that are nearly
+certain: 8 samples of 3 bits look alike anyway (scripts/bench/results/diversity.md). Noise shared
+between different prompts, or only after the completions have parted. Where a scheduler branches one
+completion into several on purpose, the test calls it shared noise.
 """
 
 from __future__ import annotations
@@ -70,19 +64,10 @@ from swift_grpo_ext.sampling.seeding import SampleId
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
 
-MAX_PREFIX_TOKENS = 4096
-"""Completions are compared up to here. What lies beyond can only hide coincidences, never create
-one."""
-
-MAX_COLLISIONS = 16
-"""Kept of a round, the most improbable."""
-
-MAX_BYTES = 64 * 2**20
-"""Memory for earlier rounds: 13,000 samples with beginnings of 1,000 tokens."""
-
-BYTES_OF_SAMPLE = 1000
-"""A remembered sample takes so many beside its tokens, its names included."""
-
+MAX_PREFIX_TOKENS = 4096  # compared of a completion; the rest could only hide coincidences
+MAX_COLLISIONS = 16  # kept of a round, the most improbable
+MAX_BYTES = 64 * 2**20  # for earlier rounds: 13,000 samples with beginnings of 1,000 tokens
+BYTES_OF_SAMPLE = 1000  # a remembered sample takes so many beside its tokens
 MAX_PER_PROMPT = 64
 MAX_KEPT_BITS = 96.0  # 2^-96 is 1e-29: an alarm however many pairs there are
 
@@ -90,11 +75,8 @@ Kind = Literal["shared", "frozen"]
 
 
 def compact(row: SampleRow) -> SampleRow:
-    """Return what the statistics read of a row, its numbers as arrays.
-
-    Statistics take any row, and convert its numbers each time; those of this row numpy reads as
-    they are. An `array` is a sequence, as a row's fields should be.
-    """
+    """Return what the statistics read of a row, with its numbers as arrays: sequences, as a row's
+    fields should be, which numpy reads as they are."""
     logprobs = known_logprobs(row)
     return replace(
         row,
@@ -120,12 +102,8 @@ def known_logprobs(row: SampleRow) -> Floats | None:
 
 
 def surprisal_bits(row: SampleRow) -> Floats:
-    """Return the surprisal of each token, -log2 q, [tokens] float64, at least 0.
-
-    Unknown values add nothing, so that sums are never too large: missing values, NaN, minus
-    infinity (no token of probability 0 is sampled: the value is of another distribution), and
-    roundings above 0.
-    """
+    """Return the surprisal of each token, -log2 q, [tokens] float64, at least 0. Values that cannot
+    be (missing, NaN, minus infinity, above 0) add nothing: sums are never too large."""
     logprobs = known_logprobs(row)
     if logprobs is None:
         return np.zeros(len(row.token_ids))
@@ -137,23 +115,12 @@ def surprisal_bits(row: SampleRow) -> Floats:
 class Collision:
     """Samples of one prompt that share a prefix, and the p-value of that."""
 
-    kind: Kind
-    """`shared`: samples of the round share it; `frozen`: an earlier round had it too."""
-
-    samples: tuple[SampleRow, ...]
-    """Those of this round."""
-
-    earlier: tuple[SampleRow, ...]
-    """Those of earlier rounds; empty unless `frozen`."""
-
-    num_tokens: int
-    """Length of the common prefix."""
-
-    bits: float
-    """Surprisal of the common prefix."""
-
-    log2_p: float
-    """Corrected for everything that was searched; above 0 if it alone proves nothing."""
+    kind: Kind  # `shared`: samples of the round share it; `frozen`: an earlier round had it too
+    samples: tuple[SampleRow, ...]  # of this round
+    earlier: tuple[SampleRow, ...]  # of earlier rounds; empty unless `frozen`
+    num_tokens: int  # of the common prefix
+    bits: float  # of surprisal of the common prefix
+    log2_p: float  # corrected for everything that was searched; above 0 if it alone proves nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,15 +133,9 @@ class CollisionTest:
     collisions: list[Collision] = field(default_factory=list)
     """The most improbable first; none lies within another."""
 
-    num_pairs: int = 0
-    """Pairs of samples of one prompt in the round."""
-
-    num_earlier_pairs: int = 0
-    """Pairs of a sample and one of an earlier round."""
-
-    num_untested: int = 0
-    """Samples without log-probabilities."""
-
+    num_pairs: int = 0  # of samples of one prompt in the round
+    num_earlier_pairs: int = 0  # of a sample and one of an earlier round
+    num_untested: int = 0  # samples without log-probabilities
     max_bits: float = 0.0
     """Surprisal of the least probable prefix that two samples of the round share."""
 
@@ -186,12 +147,8 @@ class CollisionTest:
 def collision_test(
     samples: Sequence[SampleRow], memory: PromptMemory | None = None
 ) -> CollisionTest:
-    """Compare the samples of one round, of all groups and ranks, with each other and the memory.
-
-    Args:
-        samples: one round's. Samples of equal prompts are compared, in one group or in several.
-        memory: completions of earlier rounds. It does not change.
-    """
+    """Compare the samples of one round with each other and with `memory`, which does not change.
+    Samples of equal prompts are compared, in one group or in several."""
     by_prompt: dict[str, list[SampleRow]] = {}
     for sample in sorted(samples, key=lambda s: s.sample_id):
         if known_logprobs(sample) is not None:
@@ -229,9 +186,8 @@ def collision_test(
 class PromptMemory:
     """Beginnings of completions of earlier rounds, kept by prompt to detect frozen noise.
 
-    It holds at most `max_bytes` over all prompts and `MAX_PER_PROMPT` samples of a prompt. The
-    prompts used longest ago go first, and the oldest samples of a prompt. A completion is kept up
-    to `MAX_KEPT_BITS` of surprisal and `MAX_PREFIX_TOKENS` tokens.
+    It holds at most `max_bytes` over all prompts, and `MAX_PER_PROMPT` samples of a prompt, each up
+    to `MAX_KEPT_BITS` of surprisal and `MAX_PREFIX_TOKENS` tokens. The oldest go first.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -258,10 +214,13 @@ class PromptMemory:
 
 
 class Correction:
-    """The weighted Bonferroni correction for all sets of samples that a round is searched for."""
+    """The weighted Bonferroni correction for all sets of samples that a round is searched for.
+
+    Args:
+        sizes: the number of samples and of remembered samples, for each prompt.
+    """
 
     def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Sizes: the number of samples and of remembered samples, for each prompt."""
         self._sizes = Counter(sizes)
         self._num_families = 2 if any(earlier for _, earlier in sizes) else 1
         self._num_sets: dict[tuple[int, Kind], int] = {}
@@ -273,7 +232,6 @@ class Correction:
         return log2(self.num_sets(e, kind)) - e * bits - log2_share
 
     def num_sets(self, coincidences: int, kind: Kind) -> int:
-        """Return the number of sets with so many coincidences, over all prompts."""
         e, key = coincidences, (coincidences, kind)
         if key not in self._num_sets:
             self._num_sets[key] = sum(
@@ -341,9 +299,8 @@ class _PromptSamples:
 def log2_fisher(log2_ps: Sequence[float]) -> float:
     """Combine p-values, each valid whatever those before it are (Fisher 1932).
 
-    Returns log2 of P(chi-squared with 2 n degrees of freedom >= -2 x sum of ln p), which is the
-    probability that a Poisson variable of mean -(sum of ln p) is below n: a sum of logarithms that
-    holds where no float holds the tail itself. 0 where the sum is no larger than it should be.
+    P(chi-squared with 2 n degrees of freedom >= -2 x sum of ln p) is the probability that a Poisson
+    variable of mean -(sum of ln p) is below n: a sum of logarithms, where no float holds the tail.
     """
     mean = -log(2) * sum(log2_ps)
     if mean <= len(log2_ps):
@@ -363,18 +320,14 @@ def format_p(log10_p: float) -> str:
 class SharedPrefix:
     """All sequences, two or more, that begin with one prefix; no longer one is common to all."""
 
-    members: Ints
-    """Indices of the sequences."""
-
-    length: int
-    """Number of the prefix's tokens, 1 or more."""
+    members: Ints  # indices of the sequences
+    length: int  # of the prefix in tokens, 1 or more
 
 
 def shared_prefixes(sequences: Sequence[Ints]) -> Iterator[SharedPrefix]:
     """Yield each longest prefix that two or more sequences share, inner (longer) ones first.
 
-    There are fewer of them than sequences. Sorting brings sequences that share a prefix next to
-    each other, so that only neighbours are compared.
+    Sorting brings them next to each other: only neighbours are compared.
     """
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">u4").tobytes())
     lengths = []

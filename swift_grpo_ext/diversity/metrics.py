@@ -3,16 +3,14 @@
 A metric of a round is the mean over its groups, unless its docstring says otherwise. Metrics that
 compare samples leave out groups of one sample, and are missing where no other group is left.
 
-`round_metrics` needs completions alone. `outcome_metrics` needs their rewards: a sample is
-*correct* if its reward is `CORRECT_REWARD` or more. There all turns of a conversation are one
-sample, for which the last turn's text and tokens stand, and samples without a score are left out.
+`outcome_metrics` needs rewards: a sample is *correct* if its reward is `CORRECT_REWARD` or more.
+There all turns of a conversation are one sample, with the last turn's text and tokens, and samples
+without a score are left out.
 
 **Bounded cost.** Distinct-n, edit similarity, Self-BLEU and Vendi compare completions token by
-token. They read whole groups, evenly spaced over the round, of about `MAX_COMPARED_SAMPLES` samples
-in all; of each group the first `MAX_GROUP_SAMPLES` samples; of each sample the first `MAX_TOKENS`
-tokens. Edit similarity takes at most `MAX_PAIRS` pairs, evenly spaced over the pairs of each group.
-Which ones never depends on chance. In a larger round their means are estimates from a part of
-the groups.
+token. They read groups, evenly spaced over the round, of about `MAX_COMPARED_SAMPLES` samples in
+all, the first `MAX_GROUP_SAMPLES` of each group, and the first `MAX_TOKENS` tokens of each sample.
+Edit similarity takes at most `MAX_PAIRS` pairs. None are chosen by chance.
 """
 
 from __future__ import annotations
@@ -58,10 +56,8 @@ T = TypeVar("T")
 
 
 def group_samples(samples: Iterable[SampleRow]) -> list[list[SampleRow]]:
-    """Sort the samples of any rounds into groups, by sample id. Each turn is a group of its own.
-
-    An id that comes twice counts once: ranks that share a sequence hold the same samples.
-    """
+    """Sort the samples of any rounds into groups, by sample id. Each turn is a group of its own. An
+    id that comes twice counts once: ranks that share a sequence hold the same samples."""
     groups: dict[tuple[Any, ...], dict[int, SampleRow]] = {}
     for sample in sorted(samples, key=lambda s: s.sample_id):
         sample_id = sample.sample_id
@@ -71,11 +67,7 @@ def group_samples(samples: Iterable[SampleRow]) -> list[list[SampleRow]]:
 
 
 def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return all metrics of a round by name; undefined ones are left out.
-
-    Args:
-        groups: the groups of one round over all ranks; none is empty.
-    """
+    """Return all metrics of a round by name; undefined ones are left out."""
     completions = [Counter(map(token_bytes, group)) for group in groups]
     metrics: dict[str, float | None] = {
         "unique_ratio": unique_ratio(completions),
@@ -147,12 +139,10 @@ def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]
 
 
 def is_solved(rewards: Sequence[float]) -> bool:
-    """Return whether the samples of a group are all correct and all have one reward."""
     return CORRECT_REWARD <= min(rewards, default=0.0) == max(rewards, default=0.0)
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """Return the mean, or None where there are no values."""
     values = list(values)
     return float(np.mean(values)) if values else None
 
@@ -166,20 +156,17 @@ def token_bytes(sample: SampleRow) -> bytes:
 
 
 def unique_ratio(completions: Sequence[Counter[bytes]]) -> float:
-    """Different completions per sample.
+    """Different completions per sample: sum over groups of |{token ids}| / number of samples.
 
-    sum over groups of |{token ids}| / number of samples; 1/G (all equal) to 1 (all differ): higher
-    is more diverse. Completions are equal when all their token ids are. Source: the "unique"
-    fraction of Holtzman et al. 2020 (The Curious Case of Neural Text Degeneration), on completions.
+    1/G (all equal) to 1 (all differ): higher is more diverse. Source: the "unique" fraction of
+    Holtzman et al. 2020 (The Curious Case of Neural Text Degeneration), on completions.
     """
     return sum(map(len, completions)) / sum(group.total() for group in completions)
 
 
 def groups_with_duplicates(completions: Sequence[Counter[bytes]]) -> float | None:
-    """Share of groups in which at least two completions are equal, token by token.
-
-    0 to 1: lower is more diverse. Groups of one sample do not count. Source: this project.
-    """
+    """Share of groups with two completions that are equal, token by token; groups of one sample do
+    not count. 0 to 1: lower is more diverse. Source: this project."""
     return mean(float(len(group) < group.total()) for group in completions if group.total() > 1)
 
 
@@ -194,11 +181,11 @@ def copied_ratio(completions: Sequence[Counter[bytes]]) -> float:
 
 
 def common_mode(groups: Sequence[Group], completions: Sequence[Counter[bytes]]) -> float:
-    """Share of prompts whose most frequent completion is one and the same.
+    """Share of prompts that have one and the same most frequent completion, which comes twice or
+    more.
 
-    0 to 1: lower is more diverse; 1 is a policy that no longer looks at its prompt. A completion
-    that comes once is no prompt's most frequent one. Of a prompt's groups the first counts; 0 for
-    fewer than `MIN_PROMPTS` prompts. Source: this project.
+    0 to 1: lower is more diverse; 1 is a policy that no longer looks at its prompt. The first group
+    of a prompt counts; 0 for fewer than `MIN_PROMPTS` prompts. Source: this project.
     """
     by_prompt: dict[str, Counter[bytes]] = {}
     for group, counter in zip(groups, completions, strict=True):
@@ -211,11 +198,8 @@ def common_mode(groups: Sequence[Group], completions: Sequence[Counter[bytes]]) 
 
 
 def distinct_answers(group: Group) -> float:
-    """Different answers (`extract_answer`) in a group.
-
-    1 to G: higher is more diverse. Source: the answer clusters of Wang et al. 2023
-    (Self-Consistency).
-    """
+    """Different answers (`extract_answer`) in a group. 1 to G: higher is more diverse. Source: the
+    answer clusters of Wang et al. 2023 (Self-Consistency)."""
     return float(len({extract_answer(sample.text) for sample in group}))
 
 
@@ -247,10 +231,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def length_spread(group: Group) -> float:
-    """Standard deviation of the lengths in a group (population), in tokens.
-
-    0 upward: higher is more diverse. Source: the standard deviation itself.
-    """
+    """Standard deviation (population) of the lengths in a group, in tokens. 0 upward: higher is
+    more diverse. Source: the standard deviation itself."""
     return float(np.std([len(sample.token_ids) for sample in group]))
 
 
@@ -284,7 +266,6 @@ def compared_tokens(groups: Sequence[Group]) -> list[list[Ints]]:
 
 
 def evenly_spaced(items: Sequence[T], limit: int) -> list[T]:
-    """Return at most `limit` items, evenly spaced, in their order."""
     count = min(limit, len(items))
     return [items[number * len(items) // count] for number in range(count)]
 

@@ -1,11 +1,9 @@
 """The API key of `swift rollout`: kept out of the log, and taken as a training can send it.
 
-ms-swift 4.6 (cli/main.py, pipelines/base.py) prints `--api_key` with the command line and the
-arguments, and hands it to every worker. Here the key comes from the environment alone, and the
-arguments hold a mask. ms-swift's server takes `Bearer` only, which its client does
-not send, as it connects before plugins are imported; here it takes `Basic` with the key as the
-password as well, which `requests`, and with it ms-swift's client, sends to every host that stands
-in the user's netrc.
+ms-swift 4.6 (cli/main.py, pipelines/base.py) prints `--api_key` and hands it to every worker. Here
+the key comes from the environment alone. ms-swift's server takes `Bearer` only, which its client
+does not send: it connects before plugins are imported. Here it takes `Basic` too, which `requests`
+sends to every host in the user's netrc.
 """
 
 from __future__ import annotations
@@ -19,12 +17,9 @@ from swift.arguments import RLHFArguments, RolloutArguments
 
 from swift_grpo_ext.checks.finding import SettingsError
 
-VARIABLE = "VLLM_API_KEY"
-"""The environment variable of vLLM's own server."""
-
+VARIABLE = "VLLM_API_KEY"  # of vLLM's own server, too
 MASK = "***"
-"""What the arguments hold in the key's place: ms-swift asks whether there is a key, and prints
-it."""
+"""The arguments hold it in the key's place: ms-swift asks whether there is a key, and prints it."""
 
 REMEDY = (
     "Give a training the key by a line `machine HOST login swift password KEY` in ~/.netrc, or in "
@@ -35,11 +30,7 @@ kept_key: str | None = None
 
 
 def take(args: RolloutArguments) -> None:
-    """Keep the key of a server for this process, and take it out of the environment.
-
-    Raises:
-        SettingsError: the arguments hold a key, or it cannot stand in a header.
-    """
+    """Keep the key of a server for this process, and take it out of the environment."""
     global kept_key
     was_taken = args.api_key == MASK and kept_key  # in this process, which checks them once more
     if args.api_key and not was_taken:
@@ -59,8 +50,7 @@ def take(args: RolloutArguments) -> None:
 
 
 def check_urls(args: RLHFArguments) -> None:
-    """Raise `SettingsError` for a key in the servers' URLs, which stand in the log and in
-    args.json."""
+    """Refuse a key in the servers' URLs, which stand in the log and in args.json."""
     for url in args.vllm_server_base_url or ():
         if urlsplit(url).password is not None:
             host = urlsplit(url).hostname
@@ -71,11 +61,7 @@ def check_urls(args: RLHFArguments) -> None:
 
 
 def key_of(args: RolloutArguments) -> str | None:
-    """Return the key that a server asks for, or None where it asks for none.
-
-    Raises:
-        ValueError: it was taken out of these arguments in another process.
-    """
+    """Return the key that a server asks for, or None where it asks for none."""
     if args.api_key == MASK and not kept_key:
         raise ValueError(
             f"--api_key is {MASK!r}, which stands for a key that another process has. Set "

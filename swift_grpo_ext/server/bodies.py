@@ -27,8 +27,9 @@ from starlette.responses import Response
 
 from swift_grpo_ext.server import memory
 
-SHARE_OF_MEMORY = 8
-"""A body is in memory up to 6 times on its way to a replica: bytes, text, values, and pickled."""
+# A body is in memory up to 6 times on its way to a replica: bytes, text, values, and pickled.
+MAX_BYTES = memory.total_bytes() // 8
+"""Bytes of one body, and of all bodies together whose requests are not answered."""
 
 LONG = 2**16
 """Characters of a string that is worth a search of its own."""
@@ -36,10 +37,6 @@ LONG = 2**16
 LARGE = 2**24
 """Bytes of a body that takes json's decoder in C more than a tenth of a second, at 100 MB/s. The
 one in Python takes 4 times as long for 10,000 rows of text, and less for images."""
-
-
-MAX_BYTES = memory.total_bytes() // SHARE_OF_MEMORY
-"""Bytes of one body, and of all bodies together whose requests are not answered."""
 
 
 class Bodies:
@@ -89,8 +86,6 @@ class Bodies:
 
 
 class _StepwiseDecoder(json.JSONDecoder):
-    """json's own decoder in Python, but for numbers and short strings."""
-
     def __init__(self) -> None:
         super().__init__()
         self.parse_string, self.parse_array = _parse_string, _parse_array
@@ -117,12 +112,8 @@ def _parse_array(at: tuple[str, int], scan: Callable[..., Any]) -> tuple[list[An
 
 
 def parse(body: bytes) -> Any:
-    """Return what `json.loads` returns; of large bodies in steps between which other threads run:
-    no call of C's reads more than one string, or one list of numbers.
-
-    Raises:
-        json.JSONDecodeError: it is no JSON.
-    """
+    """Return what `json.loads` returns. Other threads run between the steps of a large body: no
+    call of C's reads more than one string, or one list of numbers."""
     if len(body) < LARGE:
         return json.loads(body)
     return _StepwiseDecoder().decode(body.decode(json.detect_encoding(body), "surrogatepass"))
@@ -136,8 +127,6 @@ class _ParsedRequest(Request):
 
 
 class Route(APIRoute):
-    """A route whose bodies are parsed in a thread of their own."""
-
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 

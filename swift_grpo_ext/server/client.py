@@ -35,10 +35,7 @@ from swift_grpo_ext.rollout.dispatch import (
 )
 from swift_grpo_ext.rollout.wire import Answer, RequestMetadata, WeightReport, WireError
 from swift_grpo_ext.server.lease import Leaseholder
-from swift_grpo_ext.upstream.weight_sync import (
-    bounded_broadcasts,
-    bounded_rendezvous,
-)
+from swift_grpo_ext.upstream.weight_sync import bounded_broadcasts, bounded_rendezvous
 
 if TYPE_CHECKING:
     from swift.rlhf_trainers.vllm_client import VLLMClient, VLLMInferClient
@@ -49,19 +46,14 @@ T = TypeVar("T")
 
 REPORTS_PATH = "swift_grpo_ext/weight_reports/"
 SECONDS_TO_CONNECT = 10.0
-SECONDS_TO_LOOK = 2.0
-"""For a server that was lost to say that it is healthy, before each weight update."""
-
-SECONDS_BETWEEN_LOOKS = 0.5
-"""At replicas that are being started."""
-
+SECONDS_TO_LOOK = 2.0  # for a server that was lost to say that it is healthy again
+SECONDS_BETWEEN_LOOKS = 0.5  # at replicas that are being started
 TRIES_TO_CONNECT = 3
 BACKOFF = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each further try after a connection that failed."""
 
 REPEATABLE = ("/infer/", "/get_", "/reset_", "/close_communicator/", REPORTS_PATH)
-"""In the paths of requests that may be sent twice: their answers are the same
-(docs/promises.md, S2)."""
+"""In the paths of requests that may be sent twice: their answers are the same (S2)."""
 
 CALLERS_FAULTS = (400, 413, 415, 422)
 """Statuses of requests that no server can answer."""
@@ -71,9 +63,7 @@ CALLERS_FAULTS = (400, 413, 415, 422)
 class Server:
     """A server, and what ms-swift's client has for it."""
 
-    name: str
-    """`server 0 (URL)`: its number stays what it was when others are lost."""
-
+    name: str  # `server 0 (URL)`: its number stays what it was when others are lost
     url: str
     session: requests.Session
     host: str
@@ -87,15 +77,10 @@ class Server:
 
 
 def connect_servers(client: VLLMClient, args: RLHFArguments) -> RolloutServers:
-    """Return the servers of ms-swift's connected client, each with the plugin, leased to this
-    training."""
+    """Return the servers of ms-swift's connected client, leased to this training."""
     Leaseholder(client, args.output_dir).keep()
-    return RolloutServers(
-        client,
-        args.rollout_timeout,
-        args.new_special_tokens,
-        wants_same_tokens=args.full_determinism,
-    )
+    timeout, tokens, same = args.rollout_timeout, args.new_special_tokens, args.full_determinism
+    return RolloutServers(client, timeout, tokens, wants_same_tokens=same)
 
 
 def connect(client: VLLMClient, timeout: float) -> None:
@@ -111,15 +96,12 @@ class RolloutServers:
     that does not answer at all is dropped, until it answers again before a weight update (F4).
 
     Args:
-        client: ms-swift's; its sessions and addresses are used, and kept to the living servers.
+        client: ms-swift's; its lists are kept to the living servers.
         timeout: seconds that a replica has for an answer (`--rollout_timeout`).
-        new_special_tokens: of the training; each server must have been given the same.
-        wants_same_tokens: in each run (`--full_determinism`); a server that cannot have them is
-            named, with the remedy.
+        wants_same_tokens: in each run (`--full_determinism`).
 
     Raises:
         WireError: a server has no swift-grpo-ext, or another version of it.
-        WorkerError: a server does not say what it is.
     """
 
     def __init__(
@@ -144,10 +126,8 @@ class RolloutServers:
         ]
         self._dropped: list[Server] = []
         self.max_model_len: int | None = None
-        """A prompt and its completion have so many tokens at most, on each server."""
-
         self.number_bits: int | None = None
-        """The size of the shortest numbers of all servers' engines."""
+        """The least of all servers' engines, like `max_model_len`."""
 
         for server in self._servers:
             server.session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
@@ -159,7 +139,6 @@ class RolloutServers:
 
     @property
     def replicas(self) -> list[int]:
-        """How many replicas each server has."""
         return [server.replicas for server in self._servers]
 
     # --- rollouts ---
@@ -170,11 +149,10 @@ class RolloutServers:
         metadatas: Sequence[RequestMetadata],
         config: RequestConfig,
     ) -> list[Answer]:
-        """Return the answer to each request, in the order of the requests.
+        """Return the answer to each request, in their order.
 
         Raises:
-            RolloutError: a request is at fault, or no server is left that could answer; names the
-                sample or the servers, and the causes.
+            RolloutError: a request is at fault, or no server is left that could answer.
         """
         messages = [
             _message(request, metadata, config)
@@ -196,13 +174,8 @@ class RolloutServers:
     def converse(
         self, requests: Sequence[RolloutInferRequest], config: RequestConfig
     ) -> list[RolloutOutput]:
-        """Return what the servers' schedulers make of each request, in the order of the requests;
-        several outputs of one follow one another.
-
-        Raises:
-            RolloutError: a request or a scheduler is at fault, or no server is left that could
-                answer; names the servers and the causes.
-        """
+        """Return what the servers' schedulers make of the requests, in their order: each may have
+        several outputs. It raises as `infer` does."""
         messages = []
         for request in requests:
             metadata = wire.read_metadata(request.data_dict)
@@ -224,11 +197,8 @@ class RolloutServers:
         return list(chain(*self._dispatch(messages, send)))
 
     def _dispatch(
-        self,
-        messages: Sequence[Message],
-        send: Callable[[Server, list[int]], Sequence[T]],
+        self, messages: Sequence[Message], send: Callable[[Server, list[int]], Sequence[T]]
     ) -> list[T]:
-        """Return the answers to messages; an answer that makes no sense is a server's failure."""
 
         def sensible(server: Server, share: list[int]) -> Sequence[T]:
             try:
@@ -269,14 +239,8 @@ class RolloutServers:
         """Connect to the servers as they are now, before weights are sent, and return whether a
         group was made again.
 
-        Servers that were dropped and are healthy again are taken back; those that are lost are
-        dropped; those that were restarted, or have other replicas, get a new group.
-
-        Args:
-            again: connect to all, since an update has failed.
-
-        Raises:
-            RolloutError: no server is left.
+        Dropped servers that are healthy again are taken back. Lost ones are dropped. Those that
+        were restarted, or have other replicas, get a new group, and all do with `again`.
         """
         for server in list(self._dropped):
             try:
@@ -346,11 +310,7 @@ class RolloutServers:
         return bounded_broadcasts(self._client.pynccl_comms, self._timeout)
 
     def weight_reports(self) -> list[tuple[str, WeightReport]]:
-        """Return each worker's name, with the server's, and its report of the last update.
-
-        Raises:
-            WorkerError: a server does not tell.
-        """
+        """Return each worker's name, with the server's, and its report of the last update."""
         return [
             (f"worker {number} of {server.name}", WeightReport(**report))
             for server in self._servers
@@ -415,7 +375,7 @@ class RolloutServers:
         Raises:
             WorkerLostError: it does not answer, or has no replica left.
             RequestError: it refuses the request itself (docs/promises.md, F5).
-            WorkerError: it answers something else.
+            WorkerError: it answers nonsense.
         """
         name, number = server.name, uuid.uuid4().hex
         headers = {wire.MESSAGE_HEADER: number, "Content-Type": "application/json"}
@@ -449,11 +409,8 @@ class RolloutServers:
 class Message:
     """A request as servers get it."""
 
-    body: bytes
-    """Made once, since images stand in it: every server that is tried gets these bytes."""
-
-    cost: float
-    """For the balance."""
+    body: bytes  # made once, since images stand in it: all servers that are tried get these bytes
+    cost: float  # for the balance
 
 
 def _message(
@@ -477,12 +434,8 @@ def _body(messages: Sequence[Message], share: Sequence[int], config: RequestConf
 
 
 class _BoundedAdapter(HTTPAdapter):
-    """Bounds each request, and sends it again where a connection fails or a server is busy;
-    ms-swift's client sets no limit, and gives up at once.
-
-    Args:
-        timeout: seconds for a request, all tries included.
-    """
+    """Bounds each request, all tries included, and sends it again where a connection fails or a
+    server is busy. ms-swift's client sets no limit, and gives up at once."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout

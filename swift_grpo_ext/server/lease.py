@@ -1,10 +1,9 @@
 """The lease of a rollout server: it serves one training at a time (docs/promises.md, F6).
 
-In ms-swift 4.6 (pipelines/infer/rollout.py), `init_communicator` and its opposite ask nobody:
-a second training that connects to a server ends the weight group of the first, and both fail with
-"Broken pipe". Here a training names itself in its requests and in a heartbeat beside them. While
-this comes, the server works for that training alone: others may ask what it is. A training that has
-died is silent, and its lease ends by itself. Two trainings that connect in the same moment, before
+In ms-swift 4.6 (pipelines/infer/rollout.py), a second training that connects to a server ends the
+weight group of the first, and both fail with "Broken pipe". Here a training names itself in its
+requests and in a heartbeat. While this comes, the server works for that training alone. The lease
+of a training that has died ends by itself. Two trainings that connect in the same moment, before
 the first has named itself, are not told apart.
 """
 
@@ -36,24 +35,24 @@ LEASE_SECONDS = 15.0
 HEARTBEAT_SECONDS = 3.0
 
 CONNECTING = ("/close_communicator", "/init_communicator")
-"""What ms-swift's client asks first: the group that a dead training left has to go before its own
+"""ms-swift's client asks these first: the group that a dead training left has to go before its own
 is made."""
 
 FREE = ("/get_engine_type", "/get_world_size")
-"""Beginnings of the routes that cost a leased server nothing, and that all may ask who have no
-name. All others change it, or take its replicas' time."""
+"""Beginnings of the routes that anyone without a name may ask. All others change a server, or take
+its replicas' time."""
 
 
 class Lease:
-    """The server's end: to whom it is let, and until when."""
+    """The server's end."""
 
     def __init__(self) -> None:
         self._owner, self._until = "", 0.0
 
     async def refusal(self, request: Request) -> JSONResponse | None:
-        """Return the answer to a heartbeat, or to a request that only the owner may make, or None
-        where the request may go on. A training that connects waits as long as the lease of a dead
-        one lasts."""
+        """Return the answer to a heartbeat, or the refusal of what only the owner may ask; None
+        where the request may go on. A training that connects waits for the end of a dead one's
+        lease."""
         path, owner = request.scope["path"], request.headers.get(OWNER_HEADER, "")
         deadline = monotonic() + (LEASE_SECONDS if path.startswith(CONNECTING) else 0.0)
         while self.is_others(request) and (owner or not path.startswith((PATH, *FREE))):
@@ -72,7 +71,6 @@ class Lease:
         return JSONResponse({"owner": _name(self._owner)}) if path == PATH else None
 
     def is_owners(self, request: Request) -> bool:
-        """Return whether the training that has the server sent this."""
         return self._is_let() and request.headers.get(OWNER_HEADER) == self._owner
 
     def is_others(self, request: Request) -> bool:
@@ -89,12 +87,7 @@ def _name(owner: str) -> str:
 
 class Leaseholder:
     """The trainer's end: names the training in each request of ms-swift's client, and sends
-    heartbeats.
-
-    Args:
-        client: ms-swift's, connected.
-        run: names the training to people; the process is added.
-    """
+    heartbeats. `run` names the training to people."""
 
     def __init__(self, client: VLLMClient, run: str) -> None:
         self.owner = f"{run} (process {os.getpid()} of {socket.gethostname()})"

@@ -1,11 +1,11 @@
 """Names and seeds for the requests of a client that sends no metadata: plain ms-swift, Megatron.
 
-Symptom: such requests have no seeds, so that vLLM draws each of them from its engine's one
-generator, which starts over with the engine; where a client gives a seed, ms-swift's client gives
-one for all requests of a call, at every step the same, and each replica begins at it.
+Symptom: without seeds, vLLM draws all requests from its engine's one generator, which starts over
+with the engine. With a seed, ms-swift's client gives the same for all requests of all steps, and
+each replica begins at it.
 Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py (`infer`) and infer_engine/vllm_engine.py
-(`infer`: `seed += i`, counted by each replica for itself). Can go when ms-swift's clients give each
-request a seed of its own.
+(`infer`: `seed += i`, counted by each replica). Can go when ms-swift's clients give each request a
+seed of its own.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ logger = get_logger()
 
 
 class OtherClients:
-    """Names each of their samples, from which the seed rule makes a seed that is never the same
-    twice, over all replicas and restarts.
+    """Names their samples, so that no seed comes twice, over all replicas and restarts.
 
-    A call of `/infer` is a round, and its equal prompts are a group, in their order.
+    A call of `/infer` is a round. Its equal prompts are a group.
 
     Args:
         seed: the server's `--seed`; None leaves seeds to client and engine

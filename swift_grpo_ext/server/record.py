@@ -1,8 +1,8 @@
-"""`swift rollout --sample_log all` writes down each sample that it draws, for whomever.
+"""`swift rollout --sample_log all` writes down each sample that it draws, whoever asked for it.
 
 The record is that of a training (docs/internals.md). A call of another client is a round, watched
-as `--callbacks diversity` watches a training's; the rounds of a training with the plugin have its
-own names, and it watches them itself. What cannot be written never ends the server.
+as `--callbacks diversity` watches a training's. A training with the plugin names its rounds and
+watches them itself. An error in writing never ends the server.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ BYTES_PER_TOKEN = 512
 class ServerRecord:
     """Writes the record of one start of a server, in a thread of its own.
 
-    Args:
-        args: `--sample_log` is not `none`. `--result_path` names the folder.
-
     Raises:
-        RunInUseError: another process writes its record to the folder.
+        RunInUseError: another process writes its record to `--result_path`.
     """
 
     def __init__(self, args: RolloutArguments) -> None:
@@ -56,10 +53,7 @@ class ServerRecord:
             max_gb=args.sample_log_gb,
             keeps_diversity=True,
         )
-        self._analyzer = RoundAnalyzer(
-            is_greedy=False,
-            seed_mode=args.rollout_seed_mode,
-        )
+        self._analyzer = RoundAnalyzer(is_greedy=False, seed_mode=args.rollout_seed_mode)
         self._last_alarm = ""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="server-record")
         self._waiting: list[tuple[Future[None], int]] = []
@@ -87,11 +81,10 @@ class ServerRecord:
     ) -> None:
         """Have the thread write down a call; the caller may take away what `rollout_infos` hold.
 
-        A call is left out where those that a slow disk has not taken have `bodies.MAX_BYTES`.
+        A call is left out where calls that wait for a slow disk have `bodies.MAX_BYTES`.
 
         Args:
-            config: the call's.
-            num_updates: weight updates before it.
+            num_updates: weight updates before the call.
             num_bytes: of the requests.
         """
         num_tokens = sum(output.response.usage.completion_tokens for output in outputs)
@@ -151,8 +144,7 @@ class ServerRecord:
             self._tell(e)
 
     def _watch(self, rows: Sequence[SampleRow]) -> None:
-        """Measure a round, and tell of an alarm when it begins. Only samples with log-probabilities
-        can be tested."""
+        """Measure a round, and tell of an alarm when it begins."""
         samples = [compact(row) for row in rows if row.token_ids and row.logprobs]
         for row in self._analyzer.analyze(samples):
             self._recorder.record_diversity(row)
@@ -176,11 +168,7 @@ def turns_of_call(
     outputs: Sequence[RolloutOutput],
 ) -> list[Turn]:
     """Return what the outputs of a call hold: samples of groups, turns of conversations that the
-    server led, or choices of ms-swift's form.
-
-    Raises:
-        ValueError: outputs do not belong to the requests, one to one, nor hold turns.
-    """
+    server led, or choices of ms-swift's form."""
     if any(conversation.KEY in output.rollout_infos for output in outputs):
         # A scheduler may make several outputs of one request, and none of another.
         return [t for output in outputs for t in read_turns(output, metadatas[0].run_seed)]

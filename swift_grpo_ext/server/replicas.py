@@ -3,14 +3,8 @@
 Both ends of a replica's pipe number their messages (docs/promises.md, F1). A replica whose reply is
 missing, late or to another message is ended, and others generate its groups (F3). It is
 restarted, joins the others when a trainer is about to send weights, and generates once it holds
-them (F4).
-
-Symptom: after one lost or late reply a replica answers every request with the reply before. One
-that was killed answers with an error while `/health` says that all is well; one that hangs is
-waited for without limit. What is lost is lost for the run.
-Upstream: ms-swift 4.6, pipelines/infer/rollout.py: a pipe and a process for each replica (one for
-all with the async engine), whose messages have no numbers. Can go when ms-swift pairs messages with
-replies, and watches its workers.
+them (F4). With ms-swift 4.6 a replica answers every request with the reply before, once one reply
+was late; one that hangs is waited for without limit.
 """
 
 from __future__ import annotations
@@ -52,33 +46,25 @@ logger = get_logger()
 
 T = TypeVar("T")
 
-GIVE_UP = "give up"
-"""A command without a reply: nobody waits for the conversations."""
-
-GOES_ON = "goes on"
-"""A reply before the reply: a replica's conversations go on."""
-
-SECONDS_BETWEEN_NOTES = 0.25
+GIVE_UP = "give up"  # a command without a reply: nobody waits for the conversations
+GOES_ON = "goes on"  # a reply before the reply: a replica's conversations go on
 Command = dict[str, Any] | str
 """A replica receives one of ms-swift's commands, or `GIVE_UP`."""
 
 NONE_LEFT = "it has no replica left"
-"""A server's answer to whatever needs a replica."""
-
+SECONDS_BETWEEN_NOTES = 0.25
 SECONDS_TO_END = 10.0
-
 MAX_RESTARTS = 3
-"""Restarts of a server's replicas, in all. What ended a replica by chance (memory that ran short, a
-driver's hiccup) is over after one; what comes again is the model's or the machine's fault, and each
-restart takes minutes."""
+"""Restarts of a server's replicas, in all. An accident is over after one (memory that ran short, a
+driver's hiccup); a fault of the model or the machine comes again, and a restart takes minutes."""
 
 
 # --- the worker's end ---
 
 
 class WorkerConnection:
-    """A worker's end of its pipe, at which messages are pairs of a number and a content: ms-swift's
-    loop sees the contents, and its replies get their commands' numbers."""
+    """A worker's end of its pipe. ms-swift's loop sees the contents of messages alone; its replies
+    get their commands' numbers."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -88,7 +74,6 @@ class WorkerConnection:
         self._unread: list[tuple[int, Command]] = []
 
     def recv(self) -> Any:
-        """Return the next command of ms-swift's."""
         if self._is_free is None or self._is_read is None:
             self._is_free, self._is_read = threading.Lock(), threading.Lock()
             threading.Thread(target=self._tell_of_conversations, daemon=True).start()
@@ -104,8 +89,8 @@ class WorkerConnection:
             self.connection.send((self._number, reply))
 
     def _tell_of_conversations(self) -> None:
-        """Tell the server that conversations go on, while they do: their tools may take longer than
-        a replica may be silent. End them where nobody waits for them."""
+        """Tell the server while conversations go on: their tools may take longer than a replica may
+        be silent. End them where nobody waits for them."""
         with suppress(EOFError, OSError):  # the server has ended
             while True:
                 began = monotonic()
@@ -160,11 +145,11 @@ def number_messages() -> None:
 
 
 class ReplicaConnection:
-    """The server's end of a replica's pipe.
+    """The server's end of the pipe of a replica.
 
     Args:
-        number: of the replica, which names its devices.
-        start: 0, or how often replicas of this server had been restarted, with this one.
+        number: names the replica's devices.
+        start: how often replicas of this server were restarted, this one included.
     """
 
     def __init__(
@@ -172,10 +157,7 @@ class ReplicaConnection:
     ) -> None:
         self._connection, self.process = connection, process
         self.number, self.name = number, f"{number}.{start}"
-        self.holds_weights = start == 0
-        """It may generate: with the weights that the server was given at its start, or a
-        trainer's."""
-
+        self.holds_weights = start == 0  # those that the server started with, or a trainer's
         self._numbers = count(1)
         self._is_free = threading.Lock()
         # Writes in order, and off the event loop: a pipe that nobody reads is full at some point.
@@ -210,8 +192,7 @@ class ReplicaConnection:
         """Return the reply to one of ms-swift's commands of type `call`.
 
         Raises:
-            WorkerLostError: the replica has ended, has not answered for `timeout` seconds, or has
-                answered something else. It can be used no more.
+            WorkerLostError: the replica can be used no more.
         """
         deadline = monotonic() + timeout
         late = WorkerLostError(f"a replica has not answered for {timeout:g} s (--rollout_timeout)")
@@ -241,8 +222,7 @@ class ReplicaConnection:
 
     @contextmanager
     def _ended_after(self, seconds: float) -> Iterator[None]:
-        """End the replica where this takes longer: a write that it does not read, or a reply that
-        stops halfway."""
+        """End a replica that does not read a write, or stops halfway in a reply."""
         # A second after the caller's own bound, which names the cause where it can.
         ends = threading.Timer(max(seconds, 0) + 1.0, self.process.kill)
         ends.daemon = True
@@ -254,16 +234,12 @@ class ReplicaConnection:
 
 
 class Restarts:
-    """Replicas of `server` that were lost, and are restarted, `budget` times in all.
-
-    All is done in the event loop's thread: a replica ends with the thread that started it.
-    """
+    """Restarts replicas of `server` that were lost, `budget` times in all, in the event loop's
+    thread: a replica ends with the thread that started it."""
 
     def __init__(self, server: SwiftRolloutDeploy, budget: int) -> None:
         self._server, self._budget, self._count = server, budget, 0
-        self.lost: list[int] = []
-        """Numbers of replicas that are to be started."""
-
+        self.lost: list[int] = []  # numbers of replicas that are to be started
         self.starting: list[ReplicaConnection] = []
         atexit.register(self._end)  # before multiprocessing would wait for them
 
@@ -273,16 +249,15 @@ class Restarts:
 
     @property
     def num_awaited(self) -> int:
-        """The number of replicas that may still join."""
+        """How many replicas may still join."""
         return len(self.starting) + min(len(self.lost), self._budget - self._count)
 
     @property
     def num_ready(self) -> int:
-        """The number of replicas that wait for weights."""
+        """How many replicas wait for weights."""
         return sum(c.process.is_alive() and c.poll() for c in self.starting)
 
     def start_lost(self) -> None:
-        """Start what is lost, as far as the budget goes."""
         failed = []
         while self.lost:
             number = self.lost.pop()
@@ -396,12 +371,7 @@ def infer_groups(
 
     Args:
         requests: ours, each of which has one output with all of its samples.
-        costs: of the requests, for the balance.
         timeout: seconds that a replica may be silent; twice that for all tries.
-
-    Raises:
-        NoWorkerError: names what became of the replicas.
-        RequestError: a request is at fault.
     """
     deadline = monotonic() + 2 * timeout
 
@@ -430,10 +400,6 @@ def infer_slices(
         slices: any client's requests, each slice for one replica. A server's scheduler may make
             several outputs of one request.
         timeout: seconds that a replica may be silent. Conversations take as long as they go on.
-
-    Raises:
-        NoWorkerError: names what became of the replicas.
-        RequestError: a request is at fault.
     """
 
     def send(connection: ReplicaConnection, share: list[int]) -> list[list[RolloutOutput]]:
@@ -449,7 +415,6 @@ def _generate(
     request_config: RequestConfig | None,
     timeout: float,
 ) -> list[RolloutOutput]:
-    """Return what one replica answers to requests."""
     kwargs = {"infer_requests": requests, "request_config": request_config, "use_tqdm": False}
     method = "async_infer" if server.use_async_engine else "infer"
     answer = connection.call({"type": "call", "method": method, "kwargs": kwargs}, timeout)

@@ -2,18 +2,11 @@
 
 Requests take turns, since they share the pipes to the replicas (docs/promises.md, F2). A request's
 body is read before its turn, within a time, and its answer is sent after it: no client can hold up
-another. `/health` answers at once, whoever asks.
+another. `/health` answers at once, whoever asks. Groups go over the replicas whole, by cost.
 
-A request for samples is one for a whole group, or for a sample of ours or another client's. Ours go
-over the replicas whole, by cost.
-
-Symptom: ms-swift's server cuts a batch into contiguous slices of equally many requests, whatever
-they cost. It blocks its event loop, and with it `/health`, while replicas work, without a bound. It
-says nothing of its plugin, of replicas that have ended, or of the weights that they have loaded. No
-training can use a server with `--api_key`: ms-swift's client sends no header.
-Upstream: ms-swift 4.6, pipelines/infer/rollout.py (`SwiftRolloutDeploy`) and
-rlhf_trainers/vllm_client.py. Can go when ms-swift has hooks for dispatching and for what a server
-says of itself, and its client sends a key.
+ms-swift 4.6 (pipelines/infer/rollout.py) cuts a batch into slices of equally many requests, and
+blocks its event loop, and with it `/health`, while replicas work. It says nothing of its plugin, of
+replicas that have ended, or of their weights.
 """
 
 from __future__ import annotations
@@ -67,12 +60,10 @@ INSTANCE = uuid.uuid4().hex
 
 RESETS = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
 
+# Beginnings of routes that rest on weights, or on the group that brings them; and of those after
+# which replicas hold a trainer's weights.
 NEED_WEIGHTS = ("/infer", "/update_", "/process_weights_after_loading")
-"""Beginnings of the routes that rest on weights, or on the group that brings them."""
-
 BRING_WEIGHTS = ("/process_weights_after_loading", "/update_adapter")
-"""Beginnings of the routes after which replicas hold a trainer's weights."""
-
 
 SECONDS_BETWEEN_BLANKS = 0.25
 
@@ -81,20 +72,11 @@ SECONDS_BETWEEN_BLANKS = 0.25
 class Caller:
     """Who waits for an answer."""
 
-    timeout: float
-    """Seconds that a replica has for each call."""
-
-    may_change: bool
-    """It has the lease, or nobody has."""
-
-    came_in_at: str
-    """This machine's address that the request reached; "" where a proxy brought it."""
-
-    is_ours: bool
-    """A training with the plugin, which compares weights and samples by itself."""
-
-    num_bytes: int
-    """The request's body has this size."""
+    timeout: float  # seconds that a replica has for each call
+    may_change: bool  # it has the lease, or nobody has
+    came_in_at: str  # this machine's address that it reached; "" where a proxy brought it
+    is_ours: bool  # a training with the plugin, which compares weights and samples by itself
+    num_bytes: int  # of the body
 
 
 CALLER: ContextVar[Caller] = ContextVar("CALLER")
@@ -108,8 +90,7 @@ class Message(TypedDict):
 
 
 class InferRequest(TypedDict, total=False):
-    """A request as JSON. FastAPI refuses others by field and value. No class of ms-swift's or
-    pydantic's: they would copy every image."""
+    """A request as JSON. A class of ms-swift's or pydantic's would copy every image."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     messages: Required[Annotated[list[Message], Field(min_length=1)]]
@@ -128,11 +109,7 @@ class InferRequest(TypedDict, total=False):
     until="a plugin can give a server routes and an engine",
 )
 def add_routes() -> None:
-    """Give `swift rollout` our engine and routes.
-
-    Raises:
-        UnsupportedUpstreamError: ms-swift or vLLM does not have the hooks that we extend.
-    """
+    """Give `swift rollout` our engine and routes."""
     verify(pins.SERVER)
     patch(
         rollout,
@@ -186,11 +163,7 @@ async def _passed() -> None:
 
 
 class Turns(BaseHTTPMiddleware):
-    """Middleware of `server`.
-
-    Args:
-        key: the API key that requests must have; None for none.
-    """
+    """Middleware of `server`. `key` is the API key that requests must have; None for none."""
 
     def __init__(self, app: ASGIApp, server: SwiftRolloutDeploy, key: str | None) -> None:
         super().__init__(app)
@@ -212,8 +185,7 @@ class Turns(BaseHTTPMiddleware):
         return response
 
     def _refusal(self, request: Request, path: str) -> JSONResponse | None:
-        """Return the answer to a question for health, or to a request without the key or the
-        weights that it needs, or with a bound that is none."""
+        """Return the answer about health, or to a request with a fault in its head."""
         if path.rstrip("/") == "/health":
             alive = sum(process.is_alive() for process in self._server.processes)
             ready = self._server.restarts.num_ready
@@ -316,13 +288,8 @@ class Turns(BaseHTTPMiddleware):
 
 
 class SlowAnswer(Response):
-    """Is begun before it is made (`wire.STATUS_HEADER`). Once its client has left, nobody makes it.
-
-    Args:
-        answer: makes it.
-        request: its body has been read.
-        give_up: tells the replicas that nobody waits.
-    """
+    """Begins before `answer` is made (`wire.STATUS_HEADER`). Once its client has left, `give_up`
+    ends what the replicas do for it."""
 
     def __init__(
         self, answer: Awaitable[Response], request: Request, give_up: Callable[[], None]
@@ -435,9 +402,8 @@ async def init_communicator(
 
 def _store_host(asked: str, host: str, came_in_at: str) -> str:
     """Return where the store of the weights' group listens: at `--host`, where that names one
-    address, else at the one by which the training came; else at `asked`, by which ms-swift's client
-    means all of the machine's. The store asks nobody for a key, and vLLM unpickles what it holds.
-    (vLLM opens it for IPv4 only.)"""
+    address, else at the one by which the training came, else at `asked`, which means all of the
+    machine's. The store asks for no key, and vLLM unpickles its values. (It is IPv4 only.)"""
     if host not in ("", "0.0.0.0") and ":" not in host:
         return host
     return came_in_at if re.fullmatch(r"[0-9.]+", came_in_at) else asked
@@ -460,7 +426,7 @@ async def process_weights_after_loading(self: SwiftRolloutDeploy) -> dict[str, s
 
 
 async def _require_sound(server: SwiftRolloutDeploy) -> None:
-    """Look at weights that have come, and refuse a client that does not itself compare them."""
+    """Look at weights that have come; refuse them to a client that does not compare them itself."""
     is_ours, updates = CALLER.get().is_ours, server.updates
     if updates.is_due:
         await _in_thread(partial(updates.look, reads=not is_ours), CALLER.get().timeout)
@@ -470,8 +436,7 @@ async def _require_sound(server: SwiftRolloutDeploy) -> None:
 
 async def _weight_reports(server: SwiftRolloutDeploy) -> list[dict[str, Any]]:
     """Return the report of each worker of each replica (`WeightReport`). A replica that refused an
-    adapter gets no more requests: the adapter was broadcast after the answer to the request which
-    announced it."""
+    adapter gets no more requests: the adapter came after the answer to its request."""
     replies = await _call_all(server, _rpc("call", "read_weight_report"))
     for connection, workers in zip(server.connections, replies, strict=True):
         if any(report["adapter_fault"] for report in workers or ()):
@@ -490,7 +455,6 @@ def _reset(name: str) -> Callable[..., Any]:
 
 
 def _rpc(kind: str, method: str, args: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """Return a command of ms-swift's to all workers of a replica."""
     kwargs = {"method": method, "args": args}
     return {"type": kind, "method": "collective_rpc", "kwargs": kwargs}
 
@@ -500,7 +464,6 @@ async def _call_all(server: SwiftRolloutDeploy, command: replicas.Command) -> li
 
 
 async def _in_thread(ask: Callable[[float], Any], timeout: float) -> Any:
-    """Return what replicas answer within the timeout of each."""
     try:
         return await asyncio.to_thread(ask, timeout)
     except NoWorkerError as e:
@@ -524,8 +487,8 @@ async def infer(
 def _infer(
     server: SwiftRolloutDeploy, requests: list[InferRequest], config: RequestConfig | None
 ) -> list[Any]:
-    """Return the outputs of requests: of ours over replicas by cost, of others in contiguous
-    slices (a server's scheduler may make several outputs of one request)."""
+    """Return the outputs of requests: groups over replicas by cost, others in contiguous slices (a
+    server's scheduler may make several outputs of one request)."""
     timeout = CALLER.get().timeout
     try:
         sent = [wire.read_metadata(request.get("data_dict")) for request in requests]

@@ -1,13 +1,13 @@
 """Whether a server's last weight update was sound, whoever sent it (docs/promises.md, C2).
 
 Each worker has looked at its weights (`weights/watch.py`). Each replica reads two sentences before
-the first update and after every one, and goes on from them: what weights do together shows there.
+the first update and after every one, and goes on from them.
 
-A client of ours holds engines against its own weights, and decides by its own settings: its updates
-are looked at, and told in the log and in `/health`. Any other client gets the fault as the answer
-to its update, or to what follows where that was answered before it was made (adapters), and draws
-nothing until an update is sound (`--rollout_mismatch stop`). `/health` stays 200: what restarts a
-server that is not well would throw the evidence away, and the next update may be sound.
+A training with the plugin compares weights by itself: faults of its updates stand in the log and in
+`/health`. Any other client gets the fault as the answer to its update, or to the next request where
+the update was answered before it was made (adapters). It draws nothing until an update is sound
+(`--rollout_mismatch stop`). `/health` stays 200: a restart would throw the evidence away, and the
+next update may be sound.
 """
 
 from __future__ import annotations
@@ -48,21 +48,16 @@ REMEDY = (
 class Reading:
     """What a replica makes of one of the texts."""
 
-    mean: float
-    """Log-probability of the text's tokens, in nats a token."""
-
-    repeats: bool
-    """It goes on with one token, over and over."""
+    mean: float  # log-probability of its tokens, in nats a token
+    repeats: bool  # the replica goes on with one token, over and over
 
 
 class Updates:
-    """What `server` knows of its updates."""
+    """What a server knows of its updates."""
 
     def __init__(self, server: SwiftRolloutDeploy) -> None:
         self._server = server
         self.watches: bool = server.args.watches_weights
-        """Whether updates are looked at."""
-
         self._readings: dict[str, list[Reading]] = {}
         """Of the last sound weights, by replica."""
 
@@ -73,9 +68,8 @@ class Updates:
         """Others follow them: nothing is judged or generated until an update has ended."""
 
         self.state = "sound" if self.watches else NOT_LOOKED_AT
-        """`/health` says this where the last update has no fault."""
-
         self.fault = ""
+        """`/health` says this, or `state` where the last update has no fault."""
 
     def begin(self, timeout: float) -> None:
         """Have replicas that were not given weights yet read the texts."""
@@ -88,9 +82,6 @@ class Updates:
 
         Args:
             reads: have them read the texts.
-
-        Raises:
-            NoWorkerError: no replica is left.
         """
         self.is_due = self.is_arriving = False
         if not self.watches:
