@@ -507,7 +507,7 @@ def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> in
                 compression="zstd",
                 compression_level=ZSTD_LEVEL,
                 use_dictionary=DICTIONARY_COLUMNS,
-                # The high bytes of 16-bit numbers, laid apart from the low ones, compress.
+                # The high bytes of numbers, laid apart from the low ones, compress.
                 use_byte_stream_split=["logprobs.list.element"],
                 data_page_size=PAGE_BYTES,
                 write_statistics=list(ROUND_COLUMNS),  # a merged file's index; more takes 1 KB

@@ -424,7 +424,7 @@ def _read_file(
     # One by one, a merged file's 64 small row groups take four times as long.
     rows = source.read_row_groups(positions, columns=[field.name for field in fields])
     rows.validate(full=True)  # checksums cover pages, and neither their headers nor the footer
-    rows = rows.cast(pa.schema(fields)).combine_chunks()  # log-probabilities to 32 bits
+    rows = rows.cast(pa.schema(fields)).combine_chunks()
     sizes = [source.metadata.row_group(position).num_rows for position in positions]
     return [
         rows.slice(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)

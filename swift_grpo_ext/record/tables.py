@@ -21,9 +21,9 @@ from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 ROUND_COLUMNS = ("phase", "step", "number")
 SAMPLE_ID_COLUMNS = (*ROUND_COLUMNS, "group", "index", "turn")
 
-LOGPROB_STEPS = 1024
-"""Log-probabilities above -1 are rounded to as many steps in a nat, and then all to 16 bits: the
-error is at most 0.0005 nats, or 0.05% where that is more. Unrounded they take 10% more room."""
+LOGPROB_STEPS = 512
+"""Log-probabilities are rounded to as many steps in a nat: the error is at most 0.001 nats. They
+compress as well as numbers of 16 bits do, which DuckDB does not read (docs/benchmarks.md)."""
 
 Fate = Literal["trained", "dropped", "evaluated"]
 
@@ -64,7 +64,7 @@ SAMPLES = make_table(
         "stop_reason": pa.utf8(),
         "num_tokens": pa.int32(),
         "token_ids": pa.list_(pa.int32()),
-        "logprobs": pa.list_(pa.float32()),  # as readers have it; files hold 16 bits
+        "logprobs": pa.list_(pa.float32()),  # in `LOGPROB_STEPS`
         "text": pa.utf8(),
         "fingerprint": pa.utf8(),
         "prompt": pa.utf8(),
@@ -284,7 +284,7 @@ Row: TypeAlias = SampleRow | RewardRow | DiversityRow
 
 
 def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
-    """Return rows as the files hold them: with log-probabilities in 16 bits.
+    """Return rows as the files hold them.
 
     A row, or what names it, has an attribute for each column of its table.
 
@@ -303,7 +303,6 @@ def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
             values = [getattr(row, column.name) for row in rows]  # `num_tokens` checks the counts
         if column.name == "logprobs":
             values = [lp if lp is None else _rounded(lp) for lp in values]
-            column = column.with_type(pa.list_(pa.float16()))
         elif column.name == "collisions":
             values = [json.dumps(each, ensure_ascii=False) for each in values]
         elif column.name == "metrics":
@@ -314,11 +313,8 @@ def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
 
 
 def _rounded(logprobs: Sequence[float]) -> np.ndarray:
-    """Return values in float16, rounded as `LOGPROB_STEPS` says."""
-    values = np.asarray(logprobs, np.float32)
-    steps = np.rint(values * LOGPROB_STEPS) / LOGPROB_STEPS
-    with np.errstate(over="ignore"):  # below -65504, 16 bits hold -inf
-        return np.where(values > -1, steps, values).astype(np.float16)
+    """Return values in steps of 1 / `LOGPROB_STEPS`; behind 2^15 nats float32 has coarser ones."""
+    return np.rint(np.asarray(logprobs, np.float32) * LOGPROB_STEPS) / LOGPROB_STEPS
 
 
 def to_rows(table: pa.Table) -> list[SampleRow]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from stat import S_ISDIR
 from typing import Any
 
+import duckdb
 import numpy as np
 import pandas
 import pyarrow as pa
@@ -92,21 +93,19 @@ def test_how_exact_log_probabilities_are(tmp_path: Path) -> None:
     exact = -np.random.default_rng(0).exponential(2.0, 3000)
     write_session(tmp_path, [replace(ROW, token_ids=[1] * 3000, logprobs=exact.tolist())])
     error = np.abs(np.array(read_rows(tmp_path)[0].logprobs) - exact)
-    assert (error <= np.maximum(0.0005, 0.0005 * np.abs(exact))).all()
-    assert error.max() > 0.0004
-    write_session(tmp_path, [replace(ROW, logprobs=[-1e30, -1.0, -1e-30])], session=1)
-    assert read_rows(tmp_path)[0].logprobs == [-float("inf"), -1.0, 0.0]
+    assert 0.0009 < error.max() <= 0.001
+    write_session(tmp_path, [replace(ROW, logprobs=[-(2.0**100), -1.0, -1e-30])], session=1)
+    assert read_rows(tmp_path)[0].logprobs == [-(2.0**100), -1.0, 0.0]
 
 
 def test_any_parquet_reader_reads_the_files_and_ours_keeps_the_order(tmp_path: Path) -> None:
     write_session(tmp_path, [row_of(sample_id(1))], session=2, start_step=1)
     (tmp_path / "samples/.unfinished.tmp").write_bytes(b"PAR1")
     [row] = pandas.read_parquet(tmp_path / "samples").to_dict("records")
-    assert (row["session"], row["step"], row["logprobs"].tolist()) == (
-        2,
-        1,
-        row_of(sample_id(1)).logprobs,
-    )
+    expected = 2, 1, row_of(sample_id(1)).logprobs
+    assert (row["session"], row["step"], row["logprobs"].tolist()) == expected
+    query = f"SELECT session, step, logprobs FROM '{tmp_path}/samples/*.parquet'"
+    assert duckdb.sql(query).fetchall() == [expected]
     assert read_samples(tmp_path).schema == SAMPLES.schema
     [file] = record_files(SAMPLES.folder(tmp_path))
     row_group = pq.read_metadata(file.path).row_group(0)
@@ -131,7 +130,6 @@ def test_sessions_and_folders_without_one(tmp_path: Path) -> None:
     assert read_samples(tmp_path).schema == SAMPLES.schema
     assert read_samples(tmp_path, columns=["step"]).schema.names == ["step"]
     write_session(tmp_path, [ROW], session=12345, rank=3)
-    (tmp_path / "samples/session-99999-rank-0.parquet").touch()
     assert next_session(tmp_path) == 12346
 
 
