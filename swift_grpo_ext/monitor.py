@@ -98,25 +98,24 @@ class DiversityMonitor(TrainerCallback):
     # --- results out ---
 
     def _begin_analysis(self, rows: Sequence[RewardRow] = ()) -> None:
-        """Have rank 0's thread analyze the samples that arrived since the last call, with this
-        rank's scores; every rank calls it together."""
+        """Have rank 0's thread analyze the samples that arrived since the last call, with the scores
+        of all ranks; every rank calls it together."""
         # As many as are there now: the thread that generates may append meanwhile.
         arrived = [s for _ in range(len(self._pending)) for s in self._pending.popleft()]
+        gathered = self.trainer.ranks.gather(arrived)  # on rank 0 alone
+        samples = [sample for rank_samples in gathered for sample in rank_samples]
         scores = {row.sample_id: row.reward for row in rows}
-        gathered = self.trainer.ranks.gather((arrived, scores))  # on rank 0 alone
-        samples = [sample for rank_samples, _ in gathered for sample in rank_samples]
-        all_scores = {name: reward for _, known in gathered for name, reward in known.items()}
         if self.args.async_generate:
             # The next round is generated meanwhile, and arrives in pieces; an evaluation's next
             # batch belongs to the same round, and has later groups. Both wait for their scores.
-            newest = {name.phase: (*name.round, name.group) for name in sorted(all_scores)}
+            newest = {name.phase: (*name.round, name.group) for name in sorted(scores)}
             waiting, samples, self._unscored = [*self._unscored, *samples], [], []
             for sample in waiting:
                 name = sample.sample_id
                 is_whole = (*name.round, name.group) <= newest.get(name.phase, ())
                 (samples if is_whole else self._unscored).append(sample)
         if samples:
-            known = {name: reward for name, reward in all_scores.items() if reward is not None}
+            known = {name: reward for name, reward in scores.items() if reward is not None}
             self._analyses.append(self._thread.submit(self._analyzer.analyze, samples, known))
 
     def on_step_end(

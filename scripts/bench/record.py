@@ -1,7 +1,7 @@
 """Measures a run's record: writing it, reading it, and looking at it with `swift-grpo-ext view`.
 
     python scripts/bench/record.py --output scripts/bench/results/record.json
-    python scripts/bench/record.py --rounds 976 --samples 1024 --ranks 4 --tokens 32     a million
+    python scripts/bench/record.py --rounds 976 --samples 1024 --tokens 32     a million
     python scripts/bench/record.py --sizes --output scripts/bench/results/record_sizes.json
 
 Texts are drawn from a Markov chain over the tokens of this repository's documentation and sources,
@@ -10,7 +10,7 @@ worse than those of a trained policy. Each round has the same prompts and texts.
 samples. A first page counts from the start of the command
 until the newest samples are answered over HTTP; other pages are asked for once each.
 
-`--sizes` measures the files alone, for short and long answers in small and large rounds of a rank:
+`--sizes` measures the files alone, for short and long answers in small and large rounds:
 what a token takes (its id, log-probability and text), and what a sample takes beside its tokens.
 """
 
@@ -63,8 +63,7 @@ PAGES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=10_240, help="of a round, all ranks")
-    parser.add_argument("--ranks", type=int, default=1, help="that share a round")
+    parser.add_argument("--samples", type=int, default=10_240, help="of a round")
     parser.add_argument("--tokens", type=int, default=1000, help="of a completion")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="its tokenizer is used")
     parser.add_argument("--sizes", action="store_true", help="of short and long answers, alone")
@@ -112,26 +111,20 @@ def make_texts(options: argparse.Namespace) -> list[Text]:
 
 def write(options: argparse.Namespace, texts: list[Text], run_dir: Path) -> dict[str, float]:
     """Write the rounds; the first is left out of the times, as memory is new to it."""
-    logs = [SampleLog(run_dir, session=0, start_step=0, rank=rank) for rank in range(options.ranks)]
+    log = SampleLog(run_dir, session=0, start_step=0)
     rng = np.random.default_rng(1)
     handed, waited, cpu = [], [], []
     for step in tqdm(range(options.rounds), desc="Writing", unit="round"):
         samples = [make_sample(rng, step, number, text) for number, text in enumerate(texts)]
-        shares = np.array_split(np.arange(len(samples)), options.ranks)
-        parts = [[samples[number] for number in share] for share in shares]
         cpu_start, start = time.process_time(), time.perf_counter()
-        for log, part in zip(logs, parts, strict=True):
-            log.append(part)
+        log.append(samples)
         handed.append(time.perf_counter() - start)
-        for log in logs:
-            log.flush()
+        log.flush()
         waited.append(time.perf_counter() - start)
         cpu.append(time.process_time() - cpu_start)
-        for log, part in zip(logs, parts, strict=True):
-            log.append([make_score(rng, sample.sample_id) for sample in part], REWARDS)
-            log.flush()
-    for log in logs:
-        log.finish()  # merges the last files
+        log.append([make_score(rng, sample.sample_id) for sample in samples], REWARDS)
+        log.flush()
+    log.finish()  # merges the last files
     files = list((run_dir / "samples").rglob("*.parquet"))
     num_tokens = options.rounds * options.samples * options.tokens
     return {

@@ -2,5 +2,5 @@
 
 `tables` defines rows. `recorder` makes one of each completion, `rewards` says how it scored, the
 diversity monitor what a round was worth. `log` writes them as Parquet, `reader` reads them over all
-ranks and sessions.
+sessions.
 """

@@ -1,16 +1,16 @@
-"""Writes the tables of a run's record as Parquet: a file for each round of each rank.
+"""Writes the tables of a run's record as Parquet, a file for each round of each table.
 
-    RUN_DIR/samples/session-0000-step-000000-rank-00000-file-000017-train-000017-00.parquet
-    RUN_DIR/samples/session-0000-step-000000-rank-00000-files-000000-000016.parquet
+    RUN_DIR/samples/session-0000-step-000000-file-000017-train-000017-00.parquet
+    RUN_DIR/samples/session-0000-step-000000-files-000000-000016.parquet
 
-A session is a start of the trainer, from the checkpoint of a step. Each rank of each session
-numbers files of its own, so that ranks need not wait for one another. A file is written under
-another name, and takes its own once it is whole and on disk. From then on it never changes.
+A session is a start of the trainer, from the checkpoint of a step; its rank 0 writes. A file is
+written under another name, and takes its own once it is whole and on disk. From then on it never
+changes.
 
-So that a run has few files, small ones that follow one another are merged. The merged file has a
-row group for each of them, in their order, and the first and last number in its name. Only once it
-is on disk are they removed. Where a process dies between, the small ones stand there still:
-`record_files` leaves out what a merged file holds, and the next session removes it.
+A query opens every file (0.4 CPU-ms each), so small ones that follow one another are merged. The
+merged file has the first and last number in its name. Only once it is on disk are they removed.
+Where a process dies between, the small ones stand there still: `record_files` leaves out what a
+merged file holds, and the next session removes it.
 
 A session takes its number by making `samples/.session-0000.lock`, which a disk grants to one
 process alone, and locks it for as long as the process lives, so that no second training writes to
@@ -30,7 +30,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,10 +42,9 @@ from swift_grpo_ext.record.tables import (
     ROUND_COLUMNS,
     SAMPLES,
     TABLES,
-    DiversityRow,
     Row,
     Table,
-    to_arrow,
+    rounds_of,
 )
 from swift_grpo_ext.sampling.seeding import RoundId
 
@@ -56,8 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FILES = 64
-"""So many files are merged into one. A run of 64 ranks and 5,000 steps writes 320,000 files of each
-table, and keeps 5,000."""
+"""So many files are merged into one: a run of 20,000 rounds keeps 313 of each table."""
 
 FILE_BYTES = 64 << 20
 """Bytes on disk at which fewer are merged."""
@@ -77,7 +74,7 @@ PAGE_BYTES = 16 << 20
 """Repetitions are looked for within a page: 1 MiB, pyarrow's own, takes 4% more room."""
 
 WAITING_BYTES = 256 << 20
-"""Memory for what a disk that failed has not taken, in each process: about 22 million tokens."""
+"""Memory for what a disk that failed has not taken: about 20 million tokens."""
 
 DICTIONARY_COLUMNS = [
     *("phase", "replica", "finish_reason", "stop_reason", "fingerprint", "prompt"),
@@ -89,7 +86,7 @@ BOUNDED = (SAMPLES, REWARDS)
 """`--sample_log_gb` bounds these; a round's diversity takes 2 KB."""
 
 FILE_NAME = re.compile(
-    r"session-(\d+)-step-(\d+)-rank-(\d+)-"
+    r"session-(\d+)-step-(\d+)-"
     r"(?:file-(\d+)-(train|eval)-(\d+)-(\d+)|files-(\d+)-(\d+))\.parquet"
 )
 
@@ -107,7 +104,6 @@ class RecordFile(NamedTuple):
     start_step: int
     """The optimizer step of the checkpoint that the session was resumed from."""
 
-    rank: int
     first: int
     last: int
     """Numbers of the files that it holds, both its own where it was not merged."""
@@ -119,7 +115,7 @@ class RecordFile(NamedTuple):
     def holds(self, other: RecordFile) -> bool:
         """Return whether the file was merged of another, or of one that it holds."""
         is_within = self.first <= other.first and other.last <= self.last
-        return self[:3] == other[:3] and is_within and self != other
+        return self[:2] == other[:2] and is_within and self != other
 
 
 def parse_name(path: Path) -> RecordFile | None:
@@ -127,18 +123,18 @@ def parse_name(path: Path) -> RecordFile | None:
     match = FILE_NAME.fullmatch(path.name)
     if match is None:
         return None
-    session, start_step, rank = map(int, match.groups()[:3])
-    number, phase, step, number_in_step, first, last = match.groups()[3:]
+    session, start_step = map(int, match.groups()[:2])
+    number, phase, step, number_in_step, first, last = match.groups()[2:]
     if number is None:
-        return RecordFile(session, start_step, rank, int(first), int(last), path, None)
+        return RecordFile(session, start_step, int(first), int(last), path, None)
     round_ = RoundId("eval" if phase == "eval" else "train", int(step), int(number_in_step))
-    return RecordFile(session, start_step, rank, int(number), int(number), path, round_)
+    return RecordFile(session, start_step, int(number), int(number), path, round_)
 
 
 def without_merged(files: Iterable[RecordFile]) -> list[RecordFile]:
     """Return the files from the oldest to the newest, but for those that a merged one holds."""
     kept: list[RecordFile] = []
-    for file in sorted(files, key=lambda file: (*file[:4], -file.last)):
+    for file in sorted(files, key=lambda file: (*file[:3], -file.last)):
         if not (kept and kept[-1].holds(file)):
             kept.append(file)
     return kept
@@ -159,8 +155,8 @@ class RunInUseError(RuntimeError):
 def claim_session(run_dir: str | os.PathLike[str]) -> int:
     """Return the number of the session that starts now: one more than the greatest, from 0.
 
-    One rank calls it, before any rank has written, and tells the others. Other processes are
-    refused until this one ends. A folder that cannot be written is claimed by nobody.
+    Other processes are refused until this one ends. A folder that cannot be written is claimed by
+    nobody.
 
     Raises:
         RunInUseError: a process that lives has claimed the folder.
@@ -258,7 +254,7 @@ class _Written:
 
 
 class SampleLog:
-    """Writes one rank's rows of one session beside the training; for one thread at a time.
+    """Writes the rows of one session beside the training; for one thread at a time.
 
     A disk that fails does not end the training: what it did not take waits in memory, and is
     written in its order once it can be.
@@ -270,51 +266,49 @@ class SampleLog:
         *,
         session: int,
         start_step: int,
-        rank: int,
-        num_ranks: int = 1,
         max_bytes: int | None = None,
     ) -> None:
-        """Write no rows yet; merge what earlier sessions of this rank left.
+        """Write nothing yet.
 
         Args:
-            session: the number from `claim_session`, the same on all ranks.
+            session: the number from `claim_session`.
             start_step: optimizer step of the checkpoint that the session was resumed from, 0 for a
-                run from the beginning; the same on all ranks.
-            rank: the rank of this process.
-            num_ranks: how many ranks write.
-            max_bytes: bound of all files of `BOUNDED` in the folder, those of other ranks and of
-                earlier sessions included; None for no bound. The newest file of a rank that writes
-                is never removed.
+                run from the beginning.
+            max_bytes: bound of all files of `BOUNDED` in the folder, those of earlier sessions
+                included; None for no bound. The newest file of a table is never removed.
         """
         self._run_dir = run_dir
-        self._session, self._start_step, self._rank = session, start_step, rank
-        self._num_ranks = num_ranks
+        self._session, self._start_step = session, start_step
         self.max_bytes = max_bytes
-        bound = FILE_BYTES * PARTS if max_bytes is None else max_bytes // num_ranks
+        bound = FILE_BYTES * PARTS if max_bytes is None else max_bytes
         self._file_bytes = min(FILE_BYTES, bound // PARTS)
-        self._tables: dict[str, _Written] = {}
-        self._sizes: dict[RecordFile, int] = {}
-        """Bytes of all ranks' files, which never change: the disk is asked once."""
-
+        self._tables = {table.name: _Written(table=table) for table in TABLES}
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
         self._unwritten: list[Future[None]] = []
         self._troubles: set[str] = set()
         """What was warned of, and holds still."""
 
-        self.writer.submit(self._merge_earlier_sessions)
-
     def append(self, rows: Sequence[Row], table: Table = SAMPLES) -> None:
-        """Have the thread write rows, a file for each round; `flush` waits for it."""
-        if rows:
-            self._unwritten.append(self.writer.submit(self._write, rows, table))
-
-    def flush(self) -> None:
-        """Wait until all rows are on disk, or wait for a disk that failed.
+        """Have the thread write rows, a file for each round; `flush` waits for it.
 
         Raises:
-            ValueError: a row's counts disagree or a value does not fit; nothing was written of the
-                rows that were appended with it.
+            ValueError: a row's counts disagree or a value does not fit; nothing is written.
         """
+        self.append_rounds(rounds_of(rows, table, session=self._session), table)
+
+    def append_rounds(
+        self, rounds: Sequence[tuple[RoundId, pa.Table]], table: Table = SAMPLES
+    ) -> None:
+        """Have the thread write rounds, as `rounds_of` returns them: rows of one round that stand
+        in several places are one file."""
+        parts: dict[RoundId, list[pa.Table]] = {}
+        for name, rows in rounds:
+            parts.setdefault(name, []).append(rows)
+        whole = [(name, pa.concat_tables(tables)) for name, tables in parts.items()]
+        self._unwritten.append(self.writer.submit(self._write, whole, table))
+
+    def flush(self) -> None:
+        """Wait until all rows are on disk, or wait for a disk that failed."""
         while self._unwritten:
             self._unwritten.pop(0).result()
 
@@ -332,15 +326,9 @@ class SampleLog:
                 *(num_lost, self._run_dir),
             )
 
-    def _write(self, rows: Sequence[Row], table: Table) -> None:
-        """Write rows, a file for each round; runs in the thread."""
-        rounds = groupby(
-            rows,
-            key=lambda row: row.round if isinstance(row, DiversityRow) else row.sample_id.round,
-        )
-        # All before the first is kept: where a row is bad, nothing of the call is written.
-        tables = [(name, to_arrow(list(of), table, session=self._session)) for name, of in rounds]
-        self._tables.setdefault(table.name, _Written(table=table)).waiting += tables
+    def _write(self, rounds: list[tuple[RoundId, pa.Table]], table: Table) -> None:
+        """Write rounds, a file each; runs in the thread."""
+        self._tables[table.name].waiting += rounds
         self._write_waiting()
         for written in self._tables.values():
             if self._is_due(written):
@@ -377,7 +365,7 @@ class SampleLog:
         """Write the round that has waited longest."""
         (round_, rows), number = written.waiting[0], written.number
         name = (
-            f"session-{self._session:04d}-step-{self._start_step:06d}-rank-{self._rank:05d}-"
+            f"session-{self._session:04d}-step-{self._start_step:06d}-"
             f"file-{number:06d}-{round_.phase}-{round_.step:06d}-{round_.number:02d}.parquet"
         )
         path = written.table.folder(self._run_dir) / name
@@ -388,8 +376,8 @@ class SampleLog:
             self._warn("arrow", f"{path}: a round of the run's record is lost ({e}).")
         else:
             written.number += 1
-            place = self._session, self._start_step, self._rank
-            written.unmerged[RecordFile(*place, number, number, path, round_)] = size
+            place = self._session, self._start_step, number, number
+            written.unmerged[RecordFile(*place, path, round_)] = size
         del written.waiting[0]
 
     # --- few files, and not too many bytes ---
@@ -401,10 +389,7 @@ class SampleLog:
 
     def _merge(self, written: _Written) -> None:
         """Replace the files of a table that are not merged yet by one; a large one that ends them
-        stays.
-
-        A row group's place in the merged file says the number of the file that it was.
-        """
+        stays."""
         sizes, written.unmerged = written.unmerged, {}
         if sizes and [*sizes.values()][-1] * LARGE >= self._file_bytes:
             sizes.popitem()
@@ -412,11 +397,8 @@ class SampleLog:
             return
         self._remove_oldest(room=sum(sizes.values()))  # for a moment, both take room
         try:
-            # What any rank has removed (`--sample_log_gb`) were the oldest: those behind are
-            # merged, so that their numbers still follow one another.
-            files = [*sizes]
-            gone = [place for place, file in enumerate(files) if not file.path.exists()]
-            files = files[gone[-1] + 1 :] if gone else files
+            # `--sample_log_gb` removes the oldest: the numbers of those behind follow one another.
+            files = [file for file in sizes if file.path.exists()]
             if len(files) < 2:
                 return
             first, last = files[0], files[-1]
@@ -435,28 +417,8 @@ class SampleLog:
                 f"merged ({e}). They are read as they are.",
             )
 
-    def _merge_earlier_sessions(self) -> None:
-        """Merge what earlier sessions of this rank, or of ranks that are gone, have left."""
-        for table in TABLES:
-            found = _Written(table=table)
-            last: RecordFile | None = None
-            with suppress(OSError):  # which writing warns of
-                for file in record_files(table.folder(self._run_dir)):
-                    # One rank takes a file, also where fewer or more ranks are there than before.
-                    if file.session < self._session and file.rank % self._num_ranks == self._rank:
-                        follows = last and (*last[:3], last.last + 1) == file[:4]
-                        if not follows or file.round is None or self._is_due(found):
-                            self._merge(found)
-                        if file.round is not None:  # else it is merged
-                            found.unmerged[file] = file.path.stat().st_size
-                        last = file
-            self._merge(found)
-
     def _remove_oldest(self, *, room: int = 0) -> None:
-        """Remove files of any rank and session until what is left, and `room`, fit.
-
-        All ranks do, at any time: of the same files they choose the same.
-        """
+        """Remove files of any session until what is left, and `room`, fit."""
         if self.max_bytes is None:
             return
         sizes: dict[RecordFile, int] = {}
@@ -464,15 +426,10 @@ class SampleLog:
         try:
             for table in BOUNDED:
                 files = record_files(table.folder(self._run_dir))
-                own = (file for file in files if file.session == self._session)
-                newest |= {*{file.rank: file for file in own}.values()}  # the last of each rank
-                for file in files:
-                    with suppress(FileNotFoundError):  # another rank has removed it
-                        sizes[file] = self._sizes.get(file) or file.path.stat().st_size
-            self._sizes = sizes
+                newest |= {*files[-1:]}
+                sizes |= {file: file.path.stat().st_size for file in files}
             excess = sum(sizes.values()) + room - self.max_bytes
-            # By number before rank: a file of each rank goes, before a second one of any.
-            for file in sorted(sizes, key=lambda file: (file.session, file.last, file)):
+            for file in sorted(sizes, key=lambda file: (file.session, file.last)):
                 if excess > 0 and file not in newest:
                     file.path.unlink(missing_ok=True)
                     excess -= sizes[file]
@@ -510,7 +467,7 @@ def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> in
                 # The high bytes of numbers, laid apart from the low ones, compress.
                 use_byte_stream_split=["logprobs.list.element"],
                 data_page_size=PAGE_BYTES,
-                write_statistics=list(ROUND_COLUMNS),  # a merged file's index; more takes 1 KB
+                write_statistics=list(ROUND_COLUMNS),  # for queries of some steps; more takes 1 KB
                 write_page_checksum=True,
                 store_schema=False,  # Arrow's, which would take 2 KB
             ) as writer:

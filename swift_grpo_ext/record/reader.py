@@ -1,4 +1,4 @@
-"""Reads the tables of a run's record, all sessions and ranks as one. Pure.
+"""Reads the tables of a run's record, all sessions as one. Pure.
 
 **Each row once.** A session that was resumed from the checkpoint of optimizer step s supersedes, of
 the sessions before it,

@@ -1,4 +1,4 @@
-"""Writes each sample down as it is generated, in a training or a server; shows it to listeners.
+"""Makes a row of each sample as it is generated, in a training or a server; rank 0 writes them.
 
 Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its escape, `\\ud83d`.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from swift_grpo_ext.media.pictures import utf8
 from swift_grpo_ext.ranks import RankGroup
@@ -23,8 +26,10 @@ from swift_grpo_ext.record.tables import (
     DiversityRow,
     RewardRow,
     SampleRow,
+    rounds_of,
 )
 from swift_grpo_ext.rollout.conversation import Turn
+from swift_grpo_ext.sampling.seeding import RoundId
 
 if TYPE_CHECKING:
     from swift_grpo_ext.rollout.sample import RolloutSample
@@ -36,11 +41,12 @@ MAX_COLUMN = 2000
 
 
 class SampleRecorder:
-    """Writes this rank's rows of the record, beside the step, and shows samples to listeners.
+    """Takes down each rank's samples, has rank 0 write them beside the step, and shows them to
+    listeners.
 
     Args:
         kept: `--sample_log`.
-        max_gb: `--sample_log_gb`, of all ranks.
+        max_gb: `--sample_log_gb`.
         keeps_diversity: whether the monitor's rows come, which are kept with `--sample_log none`
             too.
     """
@@ -59,8 +65,14 @@ class SampleRecorder:
         self._kept = kept
         self._max_gb = max_gb
         self._keeps_diversity = keeps_diversity
+        self._session: int | None = None
+        """None where nothing is kept, and until a session has begun; the same on all ranks."""
+
         self.log: SampleLog | None = None
-        """None where nothing is kept, and until a session has begun."""
+        """Rank 0 has one in a session."""
+
+        self._unwritten: deque[tuple[RoundId, pa.Table]] = deque()
+        """Rounds of this rank since the last `write`; the thread that generates appends to it."""
 
         self._is_unreadable = False
         self.listeners: list[Callable[[list[SampleRow]], None]] = []
@@ -75,7 +87,7 @@ class SampleRecorder:
             RunInUseError: another training writes its record to the folder.
         """
         keeps_any = self._kept != "none" or self._keeps_diversity
-        if self.log is not None or not keeps_any:
+        if self._session is not None or not keeps_any:
             return
         session: int | None = None
         refusal = ""
@@ -93,7 +105,7 @@ class SampleRecorder:
                     )
                 self._is_unreadable = True
         # All ranks learn what rank 0 found: were it to raise alone, they would wait here for ever.
-        (session, refusal), *_ = self._ranks.all_gather((session, refusal))
+        (self._session, refusal), *_ = self._ranks.all_gather((session, refusal))
         if refusal:
             raise RunInUseError(refusal)
         if session is not None:
@@ -101,8 +113,6 @@ class SampleRecorder:
                 self._run_dir,
                 session=session,
                 start_step=start_step,
-                rank=self._ranks.rank,
-                num_ranks=self._ranks.size,
                 max_bytes=int(self._max_gb * 1e9) if self._max_gb else None,
             )
 
@@ -114,7 +124,7 @@ class SampleRecorder:
         num_ranks: int,
         weight_version: int,
     ) -> None:
-        """Write down what was generated, by a thread; `flush` waits for it.
+        """Take down what this rank has generated.
 
         Args:
             samples: ms-swift's, with the answers.
@@ -122,6 +132,9 @@ class SampleRecorder:
                 one.
             num_ranks: how many ranks' samples these are, in order, this rank's first.
             weight_version: optimizer steps behind the weights that generated them.
+
+        Raises:
+            ValueError: a sample has other counts than it should.
         """
         rows = []
         for number, (sample, turns) in enumerate(zip(samples, turns_of_samples, strict=True)):
@@ -134,21 +147,30 @@ class SampleRecorder:
         self.append(rows)
 
     def append(self, rows: list[SampleRow]) -> None:
-        """Write down rows, by a thread; `flush` waits for it."""
-        if self.log is not None and self._kept != "none":
+        """Take down rows of this rank; raises what `record` does."""
+        if self._session is not None and self._kept != "none":
             # The listeners get them all the same: the collision test reads them.
             without_logprobs = self._kept == "tokens"
             kept = [replace(r, logprobs=None) for r in rows] if without_logprobs else rows
-            self.log.append(kept, SAMPLES)
+            self._unwritten.extend(rounds_of(kept, SAMPLES, session=self._session))
         for listener in self.listeners:
             listener(rows)
 
-    def record_scores(self, rows: Sequence[RewardRow]) -> None:
-        """Write down how samples scored, and wait until they and their scores are on disk.
+    def write(self) -> None:
+        """Have a thread of rank 0 write what all ranks have taken down; every rank calls it
+        together, once a round is generated. `flush` waits for the disk."""
+        if self._session is None or self._kept == "none":
+            return
+        # As many as are there now: with --async_generate a thread appends the next round meanwhile.
+        own = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
+        # Rank 0 keeps its own out of the gather, which makes all shares as long as the longest.
+        shares = self._ranks.gather([] if self.log is not None else own)
+        if self.log is not None:
+            self.log.append_rounds([*own, *(rows for share in shares for rows in share)])
 
-        Raises:
-            ValueError: one of them has other counts than it should (`SampleLog.flush`).
-        """
+    def record_scores(self, rows: Sequence[RewardRow]) -> None:
+        """Write down how the samples of all ranks scored, on rank 0; wait until both are on
+        disk."""
         if self.log is not None and self._kept != "none":
             self.log.append(rows, REWARDS)
         self.flush()
@@ -159,19 +181,22 @@ class SampleRecorder:
             self.log.append([row], DIVERSITY)
 
     def flush(self) -> None:
-        """Wait until all rows are on disk.
-
-        Raises:
-            ValueError: one of them has other counts than it should (`SampleLog.flush`).
-        """
+        """Wait until all that was written is on disk."""
         if self.log is not None:
             self.log.flush()
 
     def finish(self) -> None:
-        """Merge small files, and write what waits for a disk that failed, if that can be done now:
-        the training ends."""
+        """Write what is left, if that can be done now: the training ends."""
         if self.log is not None:
+            self.log.append_rounds(self._unwritten)
             self.log.finish()
+        elif self._unwritten:
+            names = {str(name): rows.num_rows for name, rows in self._unwritten}
+            logger.warning(
+                "Rank %d has generated %s samples that are not in the run's record: the rollout "
+                "failed before rank 0 had them.",
+                *(self._ranks.rank, ", ".join(f"{n} of {name}" for name, n in names.items())),
+            )
 
 
 def sample_row(

@@ -1,13 +1,14 @@
 """Says how each sample scored and what became of it, in one row beside the sample's. Pure.
 
-Rows are written when a round is scored and its advantages are known. Rounds that dynamic sampling
-added are written with the round that they served.
+Rows are written when a round ends: it is scored, and its advantages are known. Rounds that dynamic
+sampling added end with the round that they served.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from swift_grpo_ext.record.tables import Fate, RewardRow
@@ -64,27 +65,22 @@ class RewardRecorder:
         *,
         fate: Fate,
         extras: Mapping[SampleId, Mapping[str, Any]],
-        kept: Collection[SampleId],
     ) -> list[RewardRow]:
-        """Return the scores of a round that is over.
+        """Return the scores of this rank's samples of a round that is over.
 
         Args:
             samples: those that this rank goes on with.
             values: [samples][functions]; NaN where a function gave none.
             fate: what became of these samples.
             extras: by sample, `advantage`, `gap_mean`, `gap_max` and `gaps`, as far as known.
-            kept: the samples that any rank goes on with. ms-swift deals them out again after
-                dynamic sampling: another rank may train on what this rank generated.
         """
-        rows: dict[SampleId, RewardRow] = {}
+        rows, self._generated = self._generated, {}
         for sample, row_values in zip(samples, values, strict=True):
             row = self._row(sample, row_values, fate=fate, **extras.get(sample.sample_id, {}))
             rows[row.sample_id] = row
-        rows |= {name: row for name, row in self._generated.items() if name not in kept}
-        self._generated = {}
         rounds = {name.round for name in rows}  # of the next, groups may be replaced already
         self._replaced_groups = {g for g in self._replaced_groups if g[0] not in rounds}
-        return [rows[name] for name in sorted(rows)]
+        return [*rows.values()]
 
     def _row(
         self, sample: RolloutSample, values: Sequence[float], *, fate: Fate, **extras: Any
@@ -102,6 +98,15 @@ class RewardRecorder:
             fate=fate,
             **extras,
         )
+
+
+def scores_of_ranks(rows_of_ranks: Iterable[Sequence[RewardRow]]) -> list[RewardRow]:
+    """Return the score of each sample once, by sample: one that any rank goes on with was not
+    dropped. ms-swift deals samples out again after dynamic sampling: another rank may train on what
+    a rank has generated."""
+    rows = sorted(chain(*rows_of_ranks), key=lambda row: row.fate != "dropped")
+    scores = {row.sample_id: row for row in rows}
+    return [scores[name] for name in sorted(scores)]
 
 
 def training_scores(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -281,6 +282,16 @@ Row: TypeAlias = SampleRow | RewardRow | DiversityRow
 
 
 # --- rows to columns, and back ---
+
+
+def rounds_of(rows: Iterable[Row], table: Table, *, session: int) -> list[tuple[RoundId, pa.Table]]:
+    """Return the rows of each round as the files hold them; raises what `to_arrow` does."""
+
+    def name_of(row: Row) -> RoundId:
+        return row.round if isinstance(row, DiversityRow) else row.sample_id.round
+
+    rounds = groupby(rows, key=name_of)
+    return [(name, to_arrow(list(of), table, session=session)) for name, of in rounds]
 
 
 def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:

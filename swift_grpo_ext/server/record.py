@@ -137,6 +137,7 @@ class ServerRecord:
             ]
             self._recorder.open(start_step=0)  # the folder may not have been readable before
             self._recorder.append(rows)
+            self._recorder.write()
             if is_watched:
                 self._watch(rows)
             self._recorder.flush()

@@ -25,7 +25,7 @@ from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.router_replay import RouterReplay, replayed_share
 from swift_grpo_ext.ranks import RankGroup, TensorParallelGroup, training_ranks
 from swift_grpo_ext.record.recorder import SampleRecorder
-from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
+from swift_grpo_ext.record.rewards import RewardRecorder, scores_of_ranks, training_scores
 from swift_grpo_ext.record.tables import RewardRow
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.answers import answer_of
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
 
     from swift_grpo_ext.record.tables import Fate
-    from swift_grpo_ext.sampling.seeding import SampleId
     from swift_grpo_ext.server.client import RolloutServers
     from swift_grpo_ext.training.gap import RoundGap
 
@@ -95,7 +94,7 @@ class RoundReport(NamedTuple):
 
     gap: RoundGap
     prompt_hashes: list[str]  # of groups that begin on this rank
-    trained: list[SampleId]  # what this rank goes on with, with `--dynamic_sample true`
+    scores: list[RewardRow]  # of this rank's samples
     sharing_failed: bool  # a packed pass has changed log-probabilities (`logits/proof.py`)
     # How many of the replayed choices of experts training would have made too, and how many there
     # were (`--router_replay_mode R3`).
@@ -106,7 +105,7 @@ class RolloutTraining(RolloutTrainerMixin):
     """A trainer of ms-swift's, extended. It stands before ms-swift's own among base classes."""
 
     recorder: SampleRecorder  # its listeners get this rank's samples as they are generated
-    # Called on all ranks together with how this rank's samples scored, once a round.
+    # Called on all ranks together with how the samples of all ranks scored, once a round.
     score_listeners: list[Callable[[list[RewardRow]], None]]
     ranks: RankGroup  # all training ranks, for the exchange of Python objects
     # The module of ms-swift in which its trainer looks `encode_sample` up.
@@ -264,7 +263,10 @@ class RolloutTraining(RolloutTrainerMixin):
 
     def _generate_completions(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         with deterministic(False) if self.args.full_determinism else nullcontext():
-            return super()._generate_completions(samples)
+            results = super()._generate_completions(samples)
+        # Before reward functions see them: one that raises takes no sample along.
+        self.recorder.write()
+        return results
 
     def _preprocess_inputs(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         # Not in `__init__`, where the step of a resumed run is not known yet.
@@ -432,12 +434,14 @@ class RolloutTraining(RolloutTrainerMixin):
         assert self._round is not None
         round_, self._round = self._round, None
         samples, micro_batches = round_.samples, round_.micro_batches
-        replay, shift = self._router_replay, sampling_shift(self.args)
+        replay = self._router_replay
+        fate: Fate = "trained" if self.model.training else "evaluated"
+        extras = training_scores(samples, micro_batches)
         reports = self.ranks.all_gather(
             RoundReport(
-                gap=measure_gap(micro_batches, self.gap_limit, shift),
+                gap=measure_gap(micro_batches, self.gap_limit, sampling_shift(self.args)),
                 prompt_hashes=[s.prompt_hash for s in samples if s.sample_id.index == 0],
-                trained=[s.sample_id for s in samples] if self.args.dynamic_sample else [],
+                scores=self._rewards.record(samples, round_.values, fate=fate, extras=extras),
                 sharing_failed=self.completion_logps.sharing_failed,
                 num_replayed=replay.take_counts() if replay else (0.0, 0.0),
             )
@@ -447,13 +451,10 @@ class RolloutTraining(RolloutTrainerMixin):
         self.completion_logps.end_round(any(report.sharing_failed for report in reports))
         self._note(replayed_share([report.num_replayed for report in reports]))
 
-        fate: Fate = "trained" if self.model.training else "evaluated"
-        extras = training_scores(samples, micro_batches)
-        kept = {name for report in reports for name in report.trained}
-        rows = self._rewards.record(samples, round_.values, fate=fate, extras=extras, kept=kept)
-        self.recorder.record_scores(rows)
+        scores = scores_of_ranks(report.scores for report in reports)
+        self.recorder.record_scores(scores)
         for listener in self.score_listeners:
-            listener(rows)
+            listener(scores)
         # Last, as it may end the run.
         gaps = [report.gap for report in reports]
         self._note(judge_gap(gaps, self.args, self.gap_limit, self.state.global_step))

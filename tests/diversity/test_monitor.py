@@ -62,8 +62,9 @@ class Run:
                       replaced=False, fate="trained")
             for s, reward in zip(samples, rewards, strict=False)
         ]  # fmt: skip
+        of_all = [row for rank_rows in self.trainer.ranks.all_gather(rows) for row in rank_rows]
         for listener in self.trainer.score_listeners:
-            listener(rows)
+            listener(of_all)
 
     def step(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> None:
         self.generate(samples, rewards)

@@ -47,7 +47,7 @@ def row_of(name: SampleId, **changes: Any) -> SampleRow:
 
 
 def open_log(run_dir: Path, **options: Any) -> SampleLog:
-    return SampleLog(run_dir, **{"session": 0, "start_step": 0, "rank": 0, **options})
+    return SampleLog(run_dir, **{"session": 0, "start_step": 0, **options})
 
 
 def diversity_row(step: int, phase: Any = "train", **changes: Any) -> DiversityRow:
@@ -66,10 +66,9 @@ def write_session(
     *,
     session: int = 0,
     start_step: int = 0,
-    rank: int = 0,
 ) -> Path:
     """Append all rows at once; return the file."""
-    log = open_log(run_dir, session=session, start_step=start_step, rank=rank)
+    log = open_log(run_dir, session=session, start_step=start_step)
     log.append(rows)
     log.flush()
     return record_files(SAMPLES.folder(run_dir))[-1].path

@@ -78,17 +78,15 @@ def test_phase_and_steps_are_chosen(tmp_path: Path) -> None:
     assert table["step"].to_pylist() == [9]
 
 
-def test_a_group_comes_from_all_ranks(tmp_path: Path) -> None:
+def test_a_group_stands_in_its_order(tmp_path: Path) -> None:
     write_session(tmp_path, [row_of(sample_id(3))])
     rows = [
-        row_of(sample_id(4, group=group, index=index, turn=turn), rank=index // 2)
+        row_of(sample_id(4, group=group, index=index, turn=turn))
         for group in (0, 1)
         for index in range(4)
         for turn in (0, 1)
     ]
-    for rank in (1, 0):
-        own = [row for row in rows if row.rank == rank]
-        write_session(tmp_path, own[::-1], session=1, start_step=4, rank=rank)
+    write_session(tmp_path, rows[::-1], session=1, start_step=4)
     assert read_group(tmp_path, phase="train", step=4, number=0, group=1) == rows[8:]
     for step, group in ((4, 9), (5, 0)):
         message = f"holds no group {group} of train round {step}.0; it has train steps 3 to 4"

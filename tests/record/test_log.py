@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -129,7 +128,7 @@ def test_sessions_and_folders_without_one(tmp_path: Path) -> None:
     SAMPLES.folder(tmp_path).mkdir()
     assert read_samples(tmp_path).schema == SAMPLES.schema
     assert read_samples(tmp_path, columns=["step"]).schema.names == ["step"]
-    write_session(tmp_path, [ROW], session=12345, rank=3)
+    write_session(tmp_path, [ROW], session=12345)
     assert next_session(tmp_path) == 12346
 
 
@@ -144,9 +143,9 @@ def test_the_step_does_not_wait_for_the_disk(tmp_path: Path) -> None:
 
 
 def names_of(run_dir: Path, table: Table = SAMPLES) -> list[str]:
-    """What the names of files say behind the rank."""
+    """What the names of files say behind the session's step."""
     paths = sorted(table.folder(run_dir).glob("*.parquet"))
-    return [path.stem.partition("rank-")[2].partition("-")[2] for path in paths]
+    return [path.stem.partition("step-")[2].partition("-")[2] for path in paths]
 
 
 def test_a_round_is_a_file_and_small_ones_are_merged(
@@ -231,27 +230,17 @@ def test_a_merge_that_dies_loses_and_doubles_nothing(
     assert [*tmp_path.rglob(".*.tmp")] == []
     assert len(names_of(tmp_path)) == (4 if left == 4 else 1)
     write_steps(open_log(tmp_path, session=session, start_step=4), 4)
-    # The next session merges what the one before has left.
-    assert names_of(tmp_path) == ["files-000000-000003", "file-000000-train-000004-00"]
     assert read_rows(tmp_path) == [row_of(sample_id(step)) for step in range(5)]
 
 
-def test_earlier_sessions_are_merged_with_fewer_ranks(tmp_path: Path) -> None:
-    """Where numbers have a gap, a merged file ends: so a reader knows what it holds."""
-    for session in range(3):
-        for rank in range(4):
-            log = open_log(tmp_path, session=session, rank=rank)
-            write_steps(log, *range(4))
-            wait(log)
-    [gap] = SAMPLES.folder(tmp_path).glob("session-0002-*-rank-00003-file-000001-*")
-    gap.unlink()
-    for rank in range(2):
-        write_steps(open_log(tmp_path, session=3, rank=rank, num_ranks=2, start_step=4), 4)
-    files = record_files(SAMPLES.folder(tmp_path))
-    merged = [(f.session, f.rank) for f in files if f.round is None]
-    assert merged == [(s, r) for s in range(3) for r in range(4)]
-    assert [(f.first, f.last) for f in files if f[:1] == (2,) and f.rank == 3] == [(0, 0), (2, 3)]
-    assert Counter(steps_of(tmp_path)) == {0: 4, 1: 3, 2: 4, 3: 4, 4: 2}
+def test_rows_of_one_round_are_one_file(tmp_path: Path) -> None:
+    """Wherever they stand in a call: each rank hands over its own."""
+    log = open_log(tmp_path)
+    rows = [row_of(sample_id(step, group=group)) for group in (1, 0) for step in (0, 1)]
+    log.append(rows)
+    log.flush()
+    assert names_of(tmp_path) == ["file-000000-train-000000-00", "file-000001-train-000001-00"]
+    assert read_rows(tmp_path) == sorted(rows, key=lambda row: row.sample_id)
 
 
 def test_a_damaged_file_is_never_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -280,45 +269,37 @@ def score(step: int) -> RewardRow:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("large", [1, sample_log.LARGE])  # some files are merged, or none
 def test_a_bound_holds_for_the_whole_record(
-    tmp_path: Path, num_ranks: int, large: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of earlier sessions too, of ranks that are gone, and of the scores: the oldest go first."""
+    """Of earlier sessions too, and of the scores: the oldest go first."""
     monkeypatch.setattr(sample_log, "LARGE", large)
     ids = np.random.default_rng(0).integers(0, 2**31, 2000)  # which do not compress
 
-    def write(logs: list[SampleLog], steps: range) -> None:
+    def write(log: SampleLog, steps: range) -> None:
         for step in steps:
-            for log in logs:
-                write_steps(log, step, token_ids=ids, logprobs=None)
-                log.append([score(step)], REWARDS)
-                wait(log)
+            write_steps(log, step, token_ids=ids, logprobs=None)
+            log.append([score(step)], REWARDS)
+            wait(log)
 
-    write([open_log(tmp_path, rank=rank, num_ranks=4) for rank in range(4)], range(8))
+    write(open_log(tmp_path), range(32))
     before = index_samples(tmp_path)
-    assert set(steps_of(tmp_path)) == set(range(8))
+    assert set(steps_of(tmp_path)) == set(range(32))
     max_bytes = 250_000
     assert sum(path.stat().st_size for path in all_files(tmp_path)) > 1.5 * max_bytes
-    options = {"session": 1, "start_step": 8, "num_ranks": num_ranks, "max_bytes": max_bytes}
-    logs = [open_log(tmp_path, rank=rank, **options) for rank in range(num_ranks)]
-    for step in range(8, 48):
-        write(logs, range(step, step + 1))
+    log = open_log(tmp_path, session=1, start_step=32, max_bytes=max_bytes)
+    for step in range(32, 72):
+        write(log, range(step, step + 1))
         assert sum(path.stat().st_size for path in all_files(tmp_path)) <= max_bytes
-        steps = sorted(set(steps_of(tmp_path)))
+        steps = steps_of(tmp_path)
         assert steps == list(range(steps[0], step + 1))  # none is missing in the middle
-    counts = Counter(steps_of(tmp_path))
-    partial = [step for step in steps if counts[step] < num_ranks]
-    assert partial == steps[: len(partial)]  # those of the oldest file of some rank
-    assert len(partial) <= 2
     scored = set(read_rewards(tmp_path, columns=["step"])["step"].to_pylist())
-    assert set(steps) >= scored >= set(steps[4:])  # files of either table may be a bit longer
+    assert set(steps) >= scored >= set(steps[8:])  # files of either table may be a bit longer
     assert sum(path.stat().st_size for path in all_files(tmp_path)) > 0.7 * max_bytes
     assert before.read(["session"]).num_rows == 0  # they were removed while a reader looked
-    last = open_log(tmp_path, session=2, start_step=48, max_bytes=1)
-    write([last], range(48, 50))
-    assert steps_of(tmp_path) == [49]  # the newest file is never removed
+    write(open_log(tmp_path, session=2, start_step=72, max_bytes=1), range(72, 74))
+    assert steps_of(tmp_path) == [73]  # the newest file is never removed
 
 
 def test_files_that_cannot_be_removed_end_nothing(
@@ -367,10 +348,9 @@ def test_what_a_sample_takes_beside_its_tokens(tmp_path: Path, num_samples: int)
 def test_a_bad_row_is_an_error(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     bad = row_of(sample_id(3, index=5), token_ids=[1, 2, 3], logprobs=[-1.0])
-    log.append([ROW, bad])
     counts = "train round 3.0, group 0, sample 5: 3 tokens and 1 log-probabilities"
     with pytest.raises(ValueError, match=counts):
-        log.flush()
+        log.append([ROW, bad])
     log.append([ROW])
     log.flush()
     assert read_rows(tmp_path) == [ROW]
@@ -476,7 +456,7 @@ def test_a_damaged_file_is_named_and_left_out_whole(
     log = open_log(tmp_path)
     write_steps(log, 0, 1, 2)
     log.finish()
-    write_session(tmp_path, [row_of(sample_id(3))], rank=1)
+    write_session(tmp_path, [row_of(sample_id(3))], session=1, start_step=3)
     [file, _] = record_files(SAMPLES.folder(tmp_path))
     whole = file.path.read_bytes()
     row_group = pq.read_metadata(file.path).row_group(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +87,10 @@ def record(
     answered = zip(sample_ids, samples, prompts, outputs, strict=True)
     turns = [noted(sample, out, name, prompt) for name, sample, prompt, out in answered]
     recorder.record(samples, turns, num_ranks=num_ranks, weight_version=3)
+
+
+def write(recorder: SampleRecorder) -> None:
+    recorder.write()
     recorder.flush()
 
 
@@ -142,39 +145,64 @@ def test_what_is_recorded_of_an_answer(out: RolloutOutput, expected: tuple[Any, 
     assert row.fingerprint == "print 0"
 
 
-def test_each_rank_writes_its_own_samples_in_one_session(tmp_path: Path) -> None:
-    """Rank 0 takes the session's number, also where it has no rows yet."""
+@pytest.mark.parametrize("generating", [[1], [0, 1]])
+def test_rank_0_writes_a_round_of_all_ranks_as_one_file(
+    generating: Sequence[int], tmp_path: Path
+) -> None:
     heard: list[SampleRow] = []
 
-    def work(ranks: ThreadRanks, writing: Sequence[int]) -> None:
+    def work(ranks: ThreadRanks) -> None:
         recorder = SampleRecorder(str(tmp_path), ranks, max_gb=3.0)
         recorder.listeners.append(heard.extend)
         for _ in range(2):  # again is harmless
             recorder.open(start_step=3)
-        assert recorder.log is not None
-        assert recorder.log.max_bytes == 3_000_000_000
-        if ranks.rank in writing:
+        assert (recorder.log is not None) == (ranks.rank == 0)
+        assert recorder.log is None or recorder.log.max_bytes == 3_000_000_000
+        if ranks.rank in generating:
             record(recorder, ids(0, 1, group=ranks.rank))
+        write(recorder)
+        recorder.finish()
 
-    for writing in ([1], [0, 1]):
-        run_rank_groups(2, partial(work, writing=writing))
-    files = record_files(tmp_path / "samples")
-    assert [(f.session, f.start_step, f.rank) for f in files] == [(0, 3, 1), (1, 3, 0), (1, 3, 1)]
+    run_rank_groups(2, work)
+    [file] = record_files(tmp_path / "samples")
+    assert (file.session, file.start_step, file.round) == (0, 3, FIRST.round)
     rows = read(tmp_path)
-    assert [row.sample_id for row in rows] == [*ids(0, 1, group=0), *ids(0, 1, group=1)]
-    assert [row.rank for row in rows] == [0, 0, 1, 1]
+    assert [row.sample_id for row in rows] == [
+        i for rank in generating for i in ids(0, 1, group=rank)
+    ]
+    assert [row.rank for row in rows] == [rank for rank in generating for _ in range(2)]
     assert [row.seed for row in rows] == [sample_seed(42, row.sample_id) for row in rows]
     assert [row.text for row in rows] == [str(row.sample_id) for row in rows]
-    assert sorted(heard[2:], key=lambda row: row.sample_id) == rows
+    assert sorted(heard, key=lambda row: row.sample_id) == rows
 
 
-def test_one_rank_writes_for_all(tmp_path: Path) -> None:
+def test_samples_that_rank_0_has_not_got_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rollout that fails on one rank ends them all, before the round's samples are gathered."""
+
+    def work(ranks: ThreadRanks) -> None:
+        recorder = SampleRecorder(str(tmp_path), ranks)
+        recorder.open(start_step=3)
+        record(recorder, ids(0, 1, group=ranks.rank))
+        recorder.finish()
+
+    run_rank_groups(2, work)
+    assert [row.sample_id for row in read(tmp_path)] == ids(0, 1, group=0)
+    assert caplog.messages == [
+        "Rank 1 has generated 2 of train round 3.1 samples that are not in the run's record: the "
+        "rollout failed before rank 0 had them."
+    ]
+
+
+def test_one_rank_generates_for_all(tmp_path: Path) -> None:
     """With `--async_generate`, rank 0 generates the samples of all ranks in order."""
     recorder = SampleRecorder(str(tmp_path), RankGroup())
     recorder.open(start_step=0)
     assert recorder.log is not None
     assert recorder.log.max_bytes is None  # no bound
     record(recorder, ids(*range(6)), num_ranks=3)
+    write(recorder)
     assert [row.rank for row in read(tmp_path)] == [0, 0, 1, 1, 2, 2]
 
 
@@ -192,7 +220,7 @@ def test_media_in_parts_are_media_and_no_text(tmp_path: Path) -> None:
     recorder.open(start_step=0)
     turns = noted(sample, output([5]), FIRST, "print")
     recorder.record([sample], [turns], num_ranks=1, weight_version=3)
-    recorder.flush()
+    write(recorder)
     [row] = read(tmp_path)
     assert json.loads(row.prompt) == [{"role": "user", "content": "<image><image>哪个?<video>"}]
     digest, *names = row.media
@@ -207,6 +235,7 @@ def test_what_the_sample_log_keeps(kept: str, tmp_path: Path) -> None:
     recorder.listeners.append(heard.extend)
     recorder.open(start_step=0)
     record(recorder, ids(0))
+    write(recorder)
     assert [row.logprobs for row in heard] == [[-0.5, -0.25, -0.25]]  # the monitor needs them
     if kept == "tokens":
         assert read(tmp_path) == [replace(heard[0], logprobs=None)]

@@ -15,7 +15,7 @@ import torch
 from swift_grpo_ext.record import rewards
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import read_rewards
-from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
+from swift_grpo_ext.record.rewards import RewardRecorder, scores_of_ranks, training_scores
 from swift_grpo_ext.record.tables import REWARDS, RewardRow
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from tests.ranks import Gather, run_ranks
@@ -38,23 +38,21 @@ def record(
     recorder: RewardRecorder,
     names: Sequence[SampleId],
     values: Sequence[Sequence[float]],
-    gather: Gather = lambda value: [value],
+    gather: Gather = lambda rows: [rows],
 ) -> list[RewardRow]:
     samples = [Sample(name) for name in names]
-    kept = {name for of_rank in gather(list(names)) for name in of_rank}
-    return recorder.record(samples, values, fate="trained", extras={}, kept=kept)
+    return scores_of_ranks(gather(recorder.record(samples, values, fate="trained", extras={})))
 
 
 def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
     name = sample_id(3, number=1, group=2, index=5)
-    log = SampleLog(tmp_path, session=0, start_step=0, rank=0)
+    log = SampleLog(tmp_path, session=0, start_step=0)
     log.append([row_of(name)])
     rows = RewardRecorder(FUNCTIONS, WEIGHTS).record(
         [Sample(name, is_truncated=True)],
         [[0.25, 1.0]],
         fate="trained",
         extras={name: {"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0, "gaps": [(3, 0.5)]}},
-        kept=[name],
     )
     log.append(rows, REWARDS)
     log.flush()
@@ -81,7 +79,7 @@ def test_functions_that_gave_nothing_or_share_a_name() -> None:
     assert (some.advantage, some.gap_mean, some.fate) == (None, None, "trained")
 
 
-def test_what_dynamic_sampling_drops_is_recorded_by_the_rank_that_drew_it() -> None:
+def test_what_dynamic_sampling_drops_has_a_score() -> None:
     """Each of two ranks draws a group, then another; ms-swift trains on group 1 and 2, and gives
     rank 0 the samples that rank 1 drew."""
     recorded: dict[int, list[RewardRow]] = {}
@@ -95,17 +93,16 @@ def test_what_dynamic_sampling_drops_is_recorded_by_the_rank_that_drew_it() -> N
         recorded[rank] = record(recorder, trained, [[9.0, 0.0]] * 2, gather=gather)
         # Nothing is left for the next round.
         later = [sample_id(1, index=rank)]
-        assert len(record(recorder, later, [[5.0, 0.0]], gather=gather)) == 1
+        assert len(record(recorder, later, [[5.0, 0.0]], gather=gather)) == 2
 
     run_ranks(2, work)
     found = {
         rank: [(r.sample_id.group, r.sample_id.index, r.reward, r.fate) for r in rows]
         for rank, rows in recorded.items()
     }
-    assert found == {
-        0: [(0, i, 0.0, "dropped") for i in (0, 1)] + [(1, i, 9.0, "trained") for i in (0, 1)],
-        1: [(2, i, 9.0, "trained") for i in (0, 1)] + [(3, i, 1.1, "dropped") for i in (0, 1)],
-    }
+    fates = [(0, 0.0, "dropped"), (1, 9.0, "trained"), (2, 9.0, "trained"), (3, 1.1, "dropped")]
+    of_all = [(group, i, reward, fate) for group, reward, fate in fates for i in (0, 1)]
+    assert found == {0: of_all, 1: of_all}
 
 
 def test_groups_that_got_another_prompt() -> None:
@@ -135,7 +132,7 @@ def test_a_resumed_session_replaces_scores_with_samples(tmp_path: Path) -> None:
 
     def write(session: int, *steps: int) -> None:
         names = [sample_id(step) for step in steps]
-        log = SampleLog(tmp_path, session=session, start_step=steps[0], rank=0)
+        log = SampleLog(tmp_path, session=session, start_step=steps[0])
         log.append([row_of(name) for name in names])
         rows = record(RewardRecorder(FUNCTIONS, WEIGHTS), names, [[session, 0.0]] * len(steps))
         log.append(rows, REWARDS)

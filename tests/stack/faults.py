@@ -1,5 +1,5 @@
 """A plugin for tests: servers' engines that fail in a given round, weights that arrive changed,
-trainers that are killed or wait.
+trainers that are killed, wait, or fail to score.
 
 What is to happen comes from the environment variable `FAULTS`, as JSON: a list of faults with the
 step at which a rollout meets them, the turn and the replica, with the word `weights`, or the word
@@ -56,7 +56,7 @@ def meet(step: int, turn: int) -> None:
 
 
 class Fate(ORM):
-    """Rewards nothing; ends its rank, or keeps it until a file `go` is there."""
+    """Rewards nothing; ends its rank, raises, or waits until a file `go` is there."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
         step, rank = SampleId.parse(request_id[0]).step, int(os.environ.get("RANK", "0"))
@@ -64,6 +64,8 @@ class Fate(ORM):
             if fault.get("trainer") and (fault["step"], fault["rank"]) == (step, rank):
                 if fault["trainer"] == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if fault["trainer"] == "raise":
+                    raise OSError("the judge is gone")
                 folder = Path(fault["folder"])
                 (folder / "waiting").touch()
                 while not (folder / "go").exists():

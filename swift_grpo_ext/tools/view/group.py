@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import count, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from swift_grpo_ext.checks.rows import media_content
 from swift_grpo_ext.diversity.collision import shared_prefixes
 from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
-from swift_grpo_ext.tools.diff import Decode, find_decoder, read_args
+from swift_grpo_ext.tools.diff import Decode, find_decoder
 from swift_grpo_ext.tools.replay.run import Drawn, why_not
 from swift_grpo_ext.tools.runs import find_runs, run_name
 from swift_grpo_ext.tools.view.log import Log, read_log
@@ -32,9 +32,6 @@ from swift_grpo_ext.upstream.upright import apply_exif_orientation
 
 SIDES = {"small": 112, "full": 2048}
 """Pixels of a shown image's longer side, at most."""
-
-LOOKED_AT = 8
-"""Rounds in which a rank's samples are looked for."""
 
 
 class Piece(NamedTuple):
@@ -90,38 +87,6 @@ class RunView(Follower):
     def decode(self) -> Decode | None:
         """The tokenizer of a checkpoint, or of the model; None where neither is on this machine."""
         return find_decoder(self.run_dir)
-
-    @property
-    def missing_ranks(self) -> str:
-        """The training ranks of which the newest session has no sample here, as `8-15`; empty
-        where it has some of each.
-
-        Every rank writes a part of each training round. Nodes without a shared `--output_dir` write
-        it to folders of their own.
-        """
-        args = read_args(self.run_dir)
-        training_rounds = [r for name, r in self.snapshot.rounds.items() if name.phase == "train"]
-        newest = [(r, r.stored[0][0].file) for r in training_rounds]
-        # Of the newest round, some ranks may have to write their part still.
-        seen = {
-            rank
-            for r, file in newest[1 : 1 + LOOKED_AT]
-            if file.session == newest[0][1].session
-            for rank in r.rows["rank"].unique().to_pylist()
-        }
-        # Ranks that share a sequence have samples in common.
-        if not seen or (args.get("sequence_parallel_size") or 1) > 1:
-            return ""
-        size = max(seen) + 1
-        with suppress(OSError):
-            # Else it is of a session that has begun since, perhaps with other ranks.
-            path, latest = self.run_dir / "args.json", newest[0][1].path
-            if path.stat().st_mtime_ns <= latest.stat().st_mtime_ns:
-                size = max(size, int(args.get("global_world_size") or 1))
-        missing = sorted(set(range(size)) - seen)
-        numbers = count()
-        runs = [[*run] for _, run in groupby(missing, key=lambda rank: rank - next(numbers))]
-        return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
 
     def group(
         self, name: RoundId, group: int, earlier: Sequence[tuple[RoundId, int, int]] = ()

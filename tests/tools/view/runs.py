@@ -94,7 +94,7 @@ class Writer:
     """Appends rounds to a run, as a training does."""
 
     def __init__(self, run_dir: Path, *, session: int = 0, start_step: int = 0) -> None:
-        self._log = SampleLog(run_dir, session=session, start_step=start_step, rank=0)
+        self._log = SampleLog(run_dir, session=session, start_step=start_step)
 
     def write(self, rows: Sequence[SampleRow], *, scored: bool = True) -> None:
         self._log.append(rows)

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +16,9 @@ import pytest
 from PIL import Image
 from PIL.ExifTags import Base
 
-from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.sampling.seeding import RoundId, sample_seed
 from swift_grpo_ext.tools.view.group import RunView, image_bytes, pieces, shared_lengths
-from swift_grpo_ext.tools.view.pages import group_values, render, words, write_page
+from swift_grpo_ext.tools.view.pages import group_values, render, words
 from swift_grpo_ext.tools.view.runs import NotFoundError
 from tests.tools.view.runs import Writer, make_rows, make_run
 
@@ -120,82 +118,6 @@ def test_a_group_whose_tokens_cannot_be_read_now(
         with pytest.raises(NotFoundError, match="group 1 cannot be read: try again"):
             run.group(RoundId("train", 1, 0), 1)
     assert len(run.group(RoundId("train", 1, 0), 1)["samples"]) == 2
-
-
-class Ranks:
-    """Some of a run's ranks, each of which draws a group in each round."""
-
-    def __init__(self, run_dir: Path, ranks: Sequence[int], session: int = 0, step: int = 0):
-        options = {"session": session, "start_step": step}
-        self.logs = {rank: SampleLog(run_dir, rank=rank, **options) for rank in ranks}
-
-    def write(self, step: int) -> None:
-        for rank, log in self.logs.items():
-            rows = make_rows(step, num_groups=1)
-            names = [replace(row.sample_id, group=rank) for row in rows]
-            pairs = zip(rows, names, strict=True)
-            log.append([replace(row, rank=rank, sample_id=name) for row, name in pairs])
-            log.flush()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "args", "missing"),
-    [
-        ([*range(8)], {"global_world_size": 16}, "8-15"),  # the node of rank 0
-        ([*range(8, 16)], None, "0-7"),  # another, which writes no args.json
-        ([0, 2, 3, 5], {"global_world_size": 6}, "1, 4"),
-        ([*range(6)], {"global_world_size": 6}, ""),
-        ([0], {"global_world_size": 1}, ""),
-        ([0], {}, ""),
-        ([0, 2], {"global_world_size": 4, "sequence_parallel_size": 2}, ""),
-    ],
-)
-def test_ranks_whose_files_are_elsewhere_are_named(
-    ranks: list[int], args: dict[str, int] | None, missing: str, tmp_path: Path
-) -> None:
-    """As of a run of several nodes without a shared folder."""
-    if args is not None:
-        (tmp_path / "args.json").write_text(json.dumps(args))
-    run, here = RunView(tmp_path), Ranks(tmp_path, ranks)
-    run.refresh()
-    assert run.missing_ranks == ""
-    here.write(0)
-    run.refresh()
-    assert run.missing_ranks == ""  # the others may be about to write
-    here.write(1)
-    run.refresh()
-    assert run.missing_ranks == missing
-    text = write_page([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
-    assert (f"{missing}. <span" in text and "no samples of the training" in text) == bool(missing)
-
-
-def test_a_session_with_other_ranks_that_has_no_samples_yet_lacks_none(tmp_path: Path) -> None:
-    run, before = RunView(tmp_path), Ranks(tmp_path, [0, 1])
-    before.write(0)
-    before.write(1)
-    args = tmp_path / "args.json"
-    args.write_text('{"global_world_size": 4}')
-    run.refresh()
-    assert run.missing_ranks == ""
-    resumed = Ranks(tmp_path, [0, 1, 2], session=1, step=2)
-    resumed.write(2)
-    run.refresh()
-    assert run.missing_ranks == ""
-    resumed.write(3)
-    run.refresh()
-    assert run.missing_ranks == "3"
-
-
-def test_one_rank_that_writes_for_all_lacks_none(tmp_path: Path) -> None:
-    """With `--async_generate`."""
-    (tmp_path / "args.json").write_text('{"global_world_size": 2}')
-    log = SampleLog(tmp_path, session=0, start_step=0, rank=0)
-    for step in range(2):
-        log.append([replace(r, rank=r.sample_id.group) for r in make_rows(step)])
-        log.flush()
-    run = RunView(tmp_path)
-    run.refresh()
-    assert run.missing_ranks == ""
 
 
 def test_images_in_two_sizes(tmp_path: Path) -> None:
