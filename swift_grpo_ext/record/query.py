@@ -1,0 +1,416 @@
+"""Reads a run's record with SQL (DuckDB): every row once, over all sessions.
+
+`Record` has a view for each table, `samples`, `rewards` and `diversity`, and `scored`: the samples
+beside how they scored, whose `fate` is `generated` where nothing scored them.
+
+**Each row once.** A session that was resumed from the checkpoint of optimizer step s supersedes, of
+the sessions before it,
+
+- `train` rounds of step s and later: a round bears the step at which it begins;
+- `eval` rounds of steps after s: the evaluation at s ran after update s and before the checkpoint,
+  and the resumed run need not evaluate there again;
+- everything, if s is 0: such a run began anew;
+- any round that it has rows of itself, such as one that it was resumed in the middle of. A round is
+  replaced whole, never sample by sample, so that no group holds samples of two sessions.
+
+A session that wrote no rows supersedes nothing. Scores count where they are of the session whose
+samples count.
+
+**Damage.** DuckDB reads no checksums of pages, so pyarrow checks a file when it is first seen. A
+damaged file is left out whole; a warning names it. A file that the system cannot read now (a file
+server's hiccup) is no damaged one: its rows are left out until it can.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from swift_grpo_ext.record.log import RecordFile, record_files
+from swift_grpo_ext.record.tables import (
+    DIVERSITY,
+    REWARDS,
+    ROUND_COLUMNS,
+    SAMPLE_ID_COLUMNS,
+    SAMPLES,
+    TABLES,
+    DiversityRow,
+    SampleRow,
+    Table,
+    to_diversity,
+    to_rows,
+)
+from swift_grpo_ext.sampling.seeding import Phase, RoundId
+
+logger = logging.getLogger(__name__)
+
+MEMORY_MB = 160
+"""DuckDB writes to a temporary folder what takes more."""
+
+BATCH_ROWS = 1024
+"""Rows in memory of a file that is checked."""
+
+DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError)
+"""pyarrow raises these where bytes, or columns, are not what was written."""
+
+COUNTED = """
+create or replace table counted as
+with starts as (select distinct of, session, start_step from rounds),
+     latest as (select of, phase, step, number, max(session) as session from rounds group by all)
+from latest where not exists (
+    from starts
+    where starts.of = latest.of and starts.session > latest.session
+      and (start_step = 0 or step > start_step or (step = start_step and phase = 'train')))
+"""
+"""Which session's rows count of each round, by table. `rounds` says what the files hold."""
+
+SCORED = """
+create or replace view scored as
+select samples.*, rewards.* exclude (session, phase, step, number, "group", "index", fate),
+       coalesce(fate, 'generated') as fate
+from samples left join rewards using (session, phase, step, number, "group", "index")
+"""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Why a file is left out."""
+
+    version: tuple[int, int] | None
+    """The size and time in ns of a damaged one; None where the next try may succeed."""
+
+
+class Record:
+    """A run's record, again and again while it goes on: `refresh` looks for files that are new, and
+    several threads may ask meanwhile."""
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self.run_dir = Path(run_dir)
+        self.version = -1
+        """Grows when what the views show has changed, from 0."""
+
+        self.is_whole = False
+        """True once all that was on disk is in the views."""
+
+        self._lock = Lock()
+        self._rounds: dict[str, dict[RecordFile, set[RoundId]]] = {t.name: {} for t in TABLES}
+        """The rounds of each sound file, by table."""
+
+        self._unread: dict[RecordFile, Unread] = {}
+        self._spill = tempfile.TemporaryDirectory(prefix="swift-grpo-ext-")
+        self._database = duckdb.connect(
+            config={
+                "memory_limit": f"{MEMORY_MB}MB",
+                "temp_directory": self._spill.name,
+                "preserve_insertion_order": False,
+            }
+        )
+        for table in TABLES:
+            self._database.register("empty", table.schema.empty_table())
+            self._database.execute(f"create table no_{table.name} as from empty")
+        self._publish()
+
+    def refresh(self, seconds: float = float("inf")) -> bool:
+        """Check the files that are new, the newest first, and show their rows, for some seconds at
+        most; return whether the views have changed.
+
+        Raises:
+            OSError: a folder cannot be listed.
+        """
+        with self._lock:
+            files = {t.name: record_files(t.folder(self.run_dir)) for t in TABLES}
+            listed = {file for found in files.values() for file in found}
+            has_changed = False
+            for known in self._rounds.values():
+                for gone in known.keys() - listed:  # merged, or removed by a bounded record
+                    del known[gone]
+                    has_changed = True
+            self._unread = {file: why for file, why in self._unread.items() if file in listed}
+            new = [
+                (file, table)
+                for table in TABLES
+                for file in files[table.name]
+                if file not in self._rounds[table.name] and self._may_be_read(file)
+            ]
+            new.sort(key=lambda each: (each[0].session, each[0].last), reverse=True)
+            deadline = time.monotonic() + seconds
+            self.is_whole = True
+            for number, (file, table) in enumerate(new, 1):
+                has_changed |= self._check(file, table)
+                if time.monotonic() > deadline:
+                    self.is_whole = number == len(new)
+                    break
+            if has_changed:
+                self._publish()
+            return has_changed
+
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """Return a connection of its own to the views, for a thread."""
+        return self._database.cursor()
+
+    def table(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> pa.Table:
+        """Return what a query finds; files that have gone since `refresh` are looked for again."""
+        for _ in range(3):
+            with suppress(duckdb.IOException):
+                return self.cursor().sql(query, params=values or None).to_arrow_table()
+            with self._lock:  # files that cannot be read now
+                for known in self._rounds.values():
+                    for file in [file for file in known if not _can_be_read(file.path)]:
+                        del known[file]
+            self.refresh()
+            with self._lock:
+                self._publish()
+        return self.cursor().sql(query, params=values or None).to_arrow_table()
+
+    def rows(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> list[dict[str, Any]]:
+        """Return the rows that a query finds, by the names of their columns."""
+        found = self.table(query, values)
+        maps = [field.name for field in found.schema if pa.types.is_map(field.type)]
+        rows = found.to_pylist()
+        for row in rows:
+            row |= {name: None if row[name] is None else dict(row[name]) for name in maps}
+        return rows
+
+    def rounds(self) -> list[RoundId]:
+        """Return the rounds whose samples count, the newest first; an evaluation stands before the
+        training rounds of its step."""
+        query = "select phase, step, number from counted where of = 'samples'"
+        found = [RoundId(*row) for row in self.cursor().execute(query).fetchall()]
+        return sorted(found, key=lambda name: (-name.step, name.phase, -name.number))
+
+    def _may_be_read(self, file: RecordFile) -> bool:
+        """Return whether a file may have become sound since it was left out."""
+        known = self._unread.get(file)
+        return known is None or known.version is None or known.version != _version_of(file.path)
+
+    def _check(self, file: RecordFile, table: Table) -> bool:
+        """Take a file up if it is sound; return whether it is."""
+        try:
+            self._rounds[table.name][file] = rounds_of_file(file.path, table)
+        except FileNotFoundError:  # merged since, or removed by a bounded record
+            return False
+        except DAMAGE as e:
+            # Of damage, Arrow tells in words alone; what the system reports has its number.
+            is_damaged = not (isinstance(e, OSError) and e.errno)
+            why = Unread(_version_of(file.path) if is_damaged else None)
+            if self._unread.get(file) != why:
+                told = (
+                    "%s is damaged (%s): its rows are left out. Restore it from a copy."
+                    if is_damaged
+                    else "%s cannot be read now (%s): its rows are left out until another try "
+                    "succeeds."
+                )
+                logger.warning(told, file.path, e)
+            self._unread[file] = why
+            return False
+        self._unread.pop(file, None)
+        return True
+
+    def _publish(self) -> None:
+        """Have the views show the rows of the sound files that count."""
+        columns = ("of", "session", "start_step", *ROUND_COLUMNS)
+        held = [
+            (name, file.session, file.start_step, *round_)
+            for name, known in self._rounds.items()
+            for file, rounds in known.items()
+            for round_ in rounds
+        ]
+        values = zip(*held, strict=True) if held else [()] * len(columns)
+        kinds = (pa.utf8(), pa.int32(), pa.int64(), pa.utf8(), pa.int64(), pa.int64())
+        arrays = [pa.array(own, kind) for own, kind in zip(values, kinds, strict=True)]
+        cursor = self._database.cursor()
+        cursor.register("held", pa.table(arrays, names=columns))
+        cursor.begin()
+        cursor.execute("create or replace table rounds as from held")
+        cursor.execute(COUNTED)
+        for table in TABLES:
+            cursor.execute(f"create or replace view {table.name} as {self._select(table, cursor)}")
+        cursor.execute(SCORED)
+        cursor.commit()
+        self.version += 1
+
+    def _select(self, table: Table, cursor: duckdb.DuckDBPyConnection) -> str:
+        """Return the query for the rows of a table that count."""
+        of = DIVERSITY.name if table is DIVERSITY else SAMPLES.name
+        query = "select session, phase, step, number from counted where of = ?"
+        counted = {(row[0], RoundId(*row[1:])) for row in cursor.execute(query, [of]).fetchall()}
+        paths = []
+        is_partly_superseded = False
+        for file, rounds in self._rounds[table.name].items():
+            num_counted = sum((file.session, name) in counted for name in rounds)
+            is_partly_superseded |= 0 < num_counted < len(rounds)
+            if num_counted:
+                paths.append(literal(str(file.path)))
+        if not paths:
+            return f"from no_{table.name}"
+        all_rows = f"from read_parquet([{', '.join(paths)}])"
+        if not is_partly_superseded:
+            return all_rows
+        return (
+            f"{all_rows} semi join (from counted where of = '{of}') "
+            "using (session, phase, step, number)"
+        )
+
+
+def literal(text: str) -> str:
+    """Return a text as SQL has it."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def identifier(name: str) -> str:
+    """Return the name of a column as SQL has it."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def where_round(name: RoundId) -> str:
+    """Return the condition that a row is of a round."""
+    return f"phase = {literal(name.phase)} and step = {name.step:d} and number = {name.number:d}"
+
+
+def rounds_of_file(path: Path, table: Table) -> set[RoundId]:
+    """Read a whole file, and return its rounds; raises one of `DAMAGE` where it is not sound."""
+    rounds = set[RoundId]()
+    with pq.ParquetFile(path, page_checksum_verification=True) as source:
+        for batch in source.iter_batches(BATCH_ROWS):
+            rows = pa.Table.from_batches([batch])
+            rows.validate(full=True)  # checksums cover pages, and neither their headers nor footers
+            rows = rows.select(table.schema.names).cast(table.schema)
+            names = rows.select(ROUND_COLUMNS).group_by(ROUND_COLUMNS).aggregate([])
+            rounds |= {RoundId(*row.values()) for row in names.to_pylist()}
+    return rounds
+
+
+def _version_of(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return (0, 0)
+    return status.st_size, status.st_mtime_ns
+
+
+def _can_be_read(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return bool(file.read(1))
+    except OSError:
+        return False
+
+
+# --- whole tables ---
+
+
+def open_record(run_dir: str | os.PathLike[str]) -> Record:
+    """Return a run's record with all that is on disk.
+
+    Raises:
+        FileNotFoundError: the run has no samples.
+        OSError: its folder cannot be read.
+    """
+    if not SAMPLES.folder(run_dir).is_dir():
+        raise FileNotFoundError(
+            f"{run_dir} has no samples: no round has been generated yet, or the training has "
+            "--sample_log none."
+        )
+    record = Record(run_dir)
+    record.refresh()
+    return record
+
+
+def read_samples(
+    run_dir: str | os.PathLike[str],
+    *,
+    columns: Sequence[str] | None = None,
+    phase: Phase | None = None,
+    steps: range | None = None,
+) -> pa.Table:
+    """Return the samples of a run, sorted by phase, step, number, group, index and turn.
+
+    Args:
+        columns: names, in the order that the table is to have; None for all.
+        phase: None for both.
+        steps: of the rounds; None for all.
+
+    Raises:
+        FileNotFoundError: the run has no samples.
+        KeyError: there is no such column.
+    """
+    return _read(open_record(run_dir), SAMPLES, columns, phase, steps)
+
+
+def read_rewards(
+    run_dir: str | os.PathLike[str],
+    *,
+    columns: Sequence[str] | None = None,
+    phase: Phase | None = None,
+    steps: range | None = None,
+) -> pa.Table:
+    """Return how the samples of a run scored (`tables.RewardRow`), sorted by phase, step, number,
+    group and index; arguments and errors are those of `read_samples`."""
+    return _read(open_record(run_dir), REWARDS, columns, phase, steps)
+
+
+def read_diversity(run_dir: str | os.PathLike[str]) -> list[DiversityRow]:
+    """Return what the monitor measured in each round, in the order of the steps that log it; empty
+    where it was not on."""
+    record = Record(run_dir)
+    record.refresh()
+    return diversity_of(record)
+
+
+def diversity_of(record: Record) -> list[DiversityRow]:
+    """Return what `read_diversity` does of a record that is open."""
+    found = to_diversity(_read(record, DIVERSITY))
+    return sorted(found, key=lambda r: (r.steps_done, r.round.phase == "eval", r.round.number))
+
+
+def read_group(
+    run_dir: str | os.PathLike[str], *, phase: Phase, step: int, number: int, group: int
+) -> list[SampleRow]:
+    """Return all completions of one group, by index and turn.
+
+    Raises:
+        FileNotFoundError: the run has no samples.
+        ValueError: the record holds no such group.
+    """
+    record = open_record(run_dir)
+    place = f'number = {number:d} and "group" = {group:d}'
+    if rows := to_rows(_read(record, SAMPLES, None, phase, range(step, step + 1), place)):
+        return rows
+    known = [name.step for name in record.rounds() if name.phase == phase]
+    span = f"{phase} steps {min(known)} to {max(known)}" if known else f"no {phase} rounds"
+    raise ValueError(
+        f"{run_dir} holds no group {group} of {phase} round {step}.{number}; it has {span}."
+    )
+
+
+def _read(
+    record: Record,
+    table: Table,
+    columns: Sequence[str] | None = None,
+    phase: Phase | None = None,
+    steps: range | None = None,
+    where: str = "true",
+) -> pa.Table:
+    schema = table.schema
+    names = schema.names if columns is None else list(columns)
+    schema = pa.schema([schema.field(name) for name in names])  # KeyError
+    if phase is not None:
+        where += f" and phase = {literal(phase)}"
+    if steps is not None:
+        where += f" and step >= {steps.start:d} and step < {steps.stop:d}"
+    order = ", ".join(f'"{n}"' for n in SAMPLE_ID_COLUMNS if n in table.schema.names)
+    selected = ", ".join(f'"{name}"' for name in names)
+    query = f"select {selected} from {table.name} where {where} order by {order}"
+    return record.table(query).cast(schema)
