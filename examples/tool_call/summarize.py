@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from swift_grpo_ext.record.reader import read_rewards, read_samples
+from swift_grpo_ext.record.query import read_rewards, read_samples
 
 CALL = re.compile(r"<answer>(\d)</answer>")
 FIGURES = {

@@ -37,7 +37,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from swift_grpo_ext.record.log import SampleLog, record_files
-from swift_grpo_ext.record.reader import index_samples, read_group, read_samples
+from swift_grpo_ext.record.query import open_record, read_group, read_samples
 from swift_grpo_ext.record.tables import REWARDS, SAMPLE_ID_COLUMNS, SAMPLES, RewardRow, SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
@@ -201,7 +201,7 @@ def make_score(rng: np.random.Generator, sample_id: SampleId) -> RewardRow:
 def read(options: argparse.Namespace, run_dir: Path) -> dict[str, float]:
     last: dict[str, Any] = {"phase": "train", "step": options.rounds - 1, "number": 0, "group": 1}
     reads: dict[str, Callable[[], Any]] = {
-        "index": lambda: index_samples(run_dir),
+        "look at all files": lambda: open_record(run_dir),
         "names of all samples": lambda: read_samples(run_dir, columns=SAMPLE_ID_COLUMNS),
         "everything": lambda: read_samples(run_dir),
         "one group": lambda: read_group(run_dir, **last),

@@ -28,7 +28,6 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -62,8 +61,8 @@ MEMORY_MB = 160
 BATCH_ROWS = 1024
 """Rows in memory of a file that is checked."""
 
-DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError)
-"""pyarrow raises these where bytes, or columns, are not what was written."""
+DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, duckdb.Error)
+"""Both raise these where bytes, or columns, are not what was written."""
 
 COUNTED = """
 create or replace table counted as
@@ -161,17 +160,13 @@ class Record:
         return self._database.cursor()
 
     def table(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> pa.Table:
-        """Return what a query finds; files that have gone since `refresh` are looked for again."""
-        for _ in range(3):
-            with suppress(duckdb.IOException):
-                return self.cursor().sql(query, params=values or None).to_arrow_table()
-            with self._lock:  # files that cannot be read now
-                for known in self._rounds.values():
-                    for file in [file for file in known if not _can_be_read(file.path)]:
-                        del known[file]
-            self.refresh()
-            with self._lock:
-                self._publish()
+        """Return what a query finds. Files that have gone since `refresh`, or that DuckDB cannot
+        read, are left out."""
+        try:
+            return self.cursor().sql(query, params=values or None).to_arrow_table()
+        except duckdb.Error:
+            self._leave_out_what_fails()
+            self.refresh()  # a merged file may stand in the place of others
         return self.cursor().sql(query, params=values or None).to_arrow_table()
 
     def rows(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> list[dict[str, Any]]:
@@ -198,25 +193,45 @@ class Record:
     def _check(self, file: RecordFile, table: Table) -> bool:
         """Take a file up if it is sound; return whether it is."""
         try:
-            self._rounds[table.name][file] = rounds_of_file(file.path, table)
-        except FileNotFoundError:  # merged since, or removed by a bounded record
-            return False
+            rounds = rounds_of_file(file.path, table)
+            self.cursor().execute(f"describe from read_parquet([{literal(str(file.path))}])")
         except DAMAGE as e:
-            # Of damage, Arrow tells in words alone; what the system reports has its number.
-            is_damaged = not (isinstance(e, OSError) and e.errno)
-            why = Unread(_version_of(file.path) if is_damaged else None)
-            if self._unread.get(file) != why:
-                told = (
-                    "%s is damaged (%s): its rows are left out. Restore it from a copy."
-                    if is_damaged
-                    else "%s cannot be read now (%s): its rows are left out until another try "
-                    "succeeds."
-                )
-                logger.warning(told, file.path, e)
-            self._unread[file] = why
+            self._note(file, e)
             return False
+        self._rounds[table.name][file] = rounds
         self._unread.pop(file, None)
         return True
+
+    def _note(self, file: RecordFile, cause: Exception) -> None:
+        """Remember why a file is left out, and warn of it once."""
+        if not file.path.exists():  # merged since, or removed by a bounded record
+            return
+        # Of damage, Arrow tells in words alone; what the system reports has its number.
+        is_damaged = not (isinstance(cause, OSError) and cause.errno)
+        why = Unread(_version_of(file.path) if is_damaged else None)
+        if self._unread.get(file) != why:
+            told = (
+                "%s is damaged (%s): its rows are left out. Restore it from a copy."
+                if is_damaged
+                else "%s cannot be read now (%s): its rows are left out until another try succeeds."
+            )
+            logger.warning(told, file.path, cause)
+        self._unread[file] = why
+
+    def _leave_out_what_fails(self) -> None:
+        """Have DuckDB read each file; leave out those at which it fails."""
+        with self._lock:
+            for known in self._rounds.values():
+                for file in [*known]:
+                    path = literal(str(file.path))
+                    try:
+                        query = f"select bit_xor(hash(columns(*))) from read_parquet([{path}])"
+                        with file.path.open("rb"):  # an error of the system has its number
+                            self.cursor().execute(query).fetchall()
+                    except (OSError, duckdb.Error) as e:
+                        del known[file]
+                        self._note(file, e)
+            self._publish()
 
     def _publish(self) -> None:
         """Have the views show the rows of the sound files that count."""
@@ -289,6 +304,8 @@ def rounds_of_file(path: Path, table: Table) -> set[RoundId]:
             rows = rows.select(table.schema.names).cast(table.schema)
             names = rows.select(ROUND_COLUMNS).group_by(ROUND_COLUMNS).aggregate([])
             rounds |= {RoundId(*row.values()) for row in names.to_pylist()}
+    if not rounds:
+        raise ValueError("it has no rows")
     return rounds
 
 
@@ -298,14 +315,6 @@ def _version_of(path: Path) -> tuple[int, int]:
     except OSError:
         return (0, 0)
     return status.st_size, status.st_mtime_ns
-
-
-def _can_be_read(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return bool(file.read(1))
-    except OSError:
-        return False
 
 
 # --- whole tables ---

@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     add = command(
         "diff",
-        "diff.run",
+        "diff.run_diff",
         "the first place where two runs differ, or that they are equal to the end",
         "Exit status: 0 equal, 1 different, 2 nothing to compare.",
     )
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     add = command(
         "compare",
-        "paired.run",
+        "diff.run_compare",
         "how much better runs score than others, prompt by prompt, with intervals",
     )
     add("--baseline", nargs="+", required=True, metavar="RUN", help="output folders")

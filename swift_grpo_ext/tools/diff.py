@@ -1,15 +1,23 @@
-"""`swift-grpo-ext diff`: the first place where two runs differ, and the settings that differ.
+"""Two runs side by side: `swift-grpo-ext diff` and `swift-grpo-ext compare`.
 
-Samples are compared by their identity: phase, round, group, index, turn. Rounds come in the order
-in which a training generates them. Only the first difference is shown: later ones follow from it.
-Beside it stands the first update that differs (`updates.py`): where it comes earlier, it is why.
+`diff` names the first place where they differ, and the settings that differ. Samples are compared
+by their identity: phase, round, group, index, turn. Rounds come in the order in which a training
+generates them. Only the first difference is shown: later ones follow from it. Beside it stands the
+first update that differs (`updates.py`): where it comes earlier, it is why.
+
+`compare` says how much better candidate runs score than baselines, prompt by prompt. Runs with one
+`--seed` meet the same prompts with the same noise. What two such runs share cancels in the
+difference of each prompt's mean rewards, so that the interval is narrower than that of two means
+that are compared unpaired. Of runs of different lengths the steps that both have are compared:
+rewards rise as a run goes on. The 95% interval of the mean difference is Student's t. Several pairs
+of runs count as one value each, for prompts within a run are not independent. Of one pair the
+prompts count, which says nothing about other seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections import Counter
@@ -17,14 +25,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow.compute as pc
+from scipy import stats
 
-from swift_grpo_ext.record.reader import RunIndex
-from swift_grpo_ext.record.tables import SampleRow, to_rows
-from swift_grpo_ext.sampling.seeding import RoundId
-from swift_grpo_ext.tools.runs import find_run
+from swift_grpo_ext.record.query import Record, literal, open_record, where_round
+from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS, SampleRow, to_rows
+from swift_grpo_ext.sampling.seeding import Phase, RoundId
+from swift_grpo_ext.tools.runs import find_run, find_runs
 from swift_grpo_ext.tools.updates import Updates, compare_updates
 
 Decode = Callable[[Sequence[int]], str]
@@ -36,6 +46,16 @@ COMPARED = ("prompt", "media", "fingerprint", "seed", "weight_version", "token_i
             "finish_reason", "stop_reason", "text", "mask")  # fmt: skip
 """Columns in the order in which one decides the next. A fingerprint that differs alone says that
 the media's content, tools or boxes differ."""
+
+SAMPLE = ", ".join(f'"{name}"' for name in SAMPLE_ID_COLUMNS[:-1])
+ROUNDS_APART = {
+    "samples": f"select {SAMPLE}, turn, hash({', '.join(COMPARED)}) as content from samples",
+    "scores": f"select {SAMPLE}, hash(reward, advantage) as content from rewards",
+}
+"""What is joined of two runs, to find the first round that differs."""
+
+TURNS = "turns"
+"""In the place of a reward: how many turns a conversation has."""
 
 WHERE_ONLY = frozenset(
     ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "external_plugins",
@@ -201,38 +221,93 @@ def diff(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]) -> Diff:
         FileNotFoundError: a run has no record.
         ValueError: no round is common.
     """
-    indices = [RunIndex(run).refresh() for run in (run_a, run_b)]
-    samples, scores = zip(*indices, strict=True)
+    records = open_record(run_a), open_record(run_b)
     result = Diff(
         updates=compare_updates(run_a, run_b),
         settings=differing_settings(read_args(run_a), read_args(run_b)),
     )
-    common = samples[0].rounds.keys() & samples[1].rounds.keys()
-    if not common:
+    rounds = [{*record.rounds()} for record in records]
+    if rounds[0].isdisjoint(rounds[1]):
         raise ValueError(f"{run_a} and {run_b} have no round in common.")
-    names = samples[0].rounds.keys() | samples[1].rounds.keys()
-    # An evaluation at step s comes before the training round that begins at s.
-    for name in sorted(names, key=lambda name: (name.step, name.phase == "train", name.number)):
-        if name not in common:
-            has_round = name in samples[0].rounds, name in samples[1].rounds
+    first = _first_round_apart(records)
+    equal: list[RoundId] = []
+    for name in sorted(rounds[0] | rounds[1], key=_in_order):
+        has_round = name in rounds[0], name in rounds[1]
+        if not all(has_round):
             result.difference = Difference(what="rounds", values=has_round, **name._asdict())
-            return result
-        one, other = (index.read_rounds([name])[0] for index in samples)
-        columns = ["group", "index", "turn", *COMPARED, "logprobs"]
-        # Of equal tables no rows are made, which takes seconds a round.
-        if not one.select(columns).equals(other.select(columns)):
-            found = _compare_samples(name, to_rows(one), to_rows(other))
-            result.difference = found[0]
-            result.logprob_gap = max(result.logprob_gap, found[1])
-        if result.difference is None and all(name in index.rounds for index in scores):
-            columns = ["group", "index", "reward", "advantage"]
-            scored = [index.read_rounds([name], columns)[0].to_pylist() for index in scores]
-            result.difference = _compare_scores(name, *scored)
-        if result.difference is not None:
-            return result
-        result.num_rounds += 1
-        result.num_samples += pc.sum(pc.equal(one["turn"], 0)).as_py()
+            break
+        if name == first:
+            result.difference, result.logprob_gap = _compare_round(name, records)
+            break
+        equal.append(name)
+    result.num_rounds = len(equal)
+    result.num_samples = _num_samples(records[0], equal)
+    result.logprob_gap = max(result.logprob_gap, _largest_gap(records, equal))
     return result
+
+
+def _in_order(name: RoundId) -> tuple[int, bool, int]:
+    """Sort rounds as a training generates them: an evaluation at step s comes before the training
+    round that begins at s."""
+    return name.step, name.phase == "train", name.number
+
+
+def _first_round_apart(records: tuple[Record, Record]) -> RoundId | None:
+    """Return the first round with a sample or a score that is not the same in two runs; None where
+    there is none. Scores that one run alone has do not count."""
+    found = []
+    for what, query in ROUNDS_APART.items():
+        cursor = records[0].cursor()
+        cursor.register("other", records[1].table(query))
+        join, identity = ("full join", f"{SAMPLE}, turn") if what == "samples" else ("join", SAMPLE)
+        rows = cursor.execute(
+            f"with one as ({query}) select phase, step, number from one {join} other "
+            f"using ({identity}) where one.content is distinct from other.content "
+            "order by step, phase, number limit 1"
+        ).fetchall()
+        found += [RoundId(*row) for row in rows]
+    return min(found, key=_in_order, default=None)
+
+
+def _compare_round(
+    name: RoundId, records: tuple[Record, Record]
+) -> tuple[Difference | None, float]:
+    """Return the first difference of a round, in its samples or else in its scores, and the largest
+    gap of log-probabilities before it, in nats."""
+    query = f"from samples where {where_round(name)} order by {SAMPLE}, turn"
+    one, other = (to_rows(record.table(query)) for record in records)
+    difference, gap = _compare_samples(name, one, other)
+    if difference is None:
+        query = (
+            f'select "group", "index", reward, advantage from rewards where {where_round(name)} '
+            f"order by {SAMPLE}"
+        )
+        difference = _compare_scores(name, *(record.rows(query) for record in records))
+    return difference, gap
+
+
+def _num_samples(record: Record, rounds: Sequence[RoundId]) -> int:
+    query = "select phase, step, number, count(*) as num from samples where turn = 0 group by all"
+    counts = {RoundId(*row): num for *row, num in (row.values() for row in record.rows(query))}
+    return sum(counts[name] for name in rounds)
+
+
+def _largest_gap(records: tuple[Record, Record], rounds: Sequence[RoundId]) -> float:
+    """Return the largest difference of log-probabilities in nats, over rounds that have the same
+    tokens in two runs."""
+    if not rounds:
+        return 0.0
+    last = _in_order(rounds[-1])
+    query = (
+        f"select logprobs from samples where (step, phase = 'train', number) <= {last} "
+        f"order by {SAMPLE}, turn"
+    )
+    one, other = (record.table(query)["logprobs"].combine_chunks() for record in records)
+    are_known = pc.and_(one.is_valid(), other.is_valid())
+    values = (
+        column.filter(are_known).flatten().to_numpy(zero_copy_only=False) for column in (one, other)
+    )
+    return _greatest_gap(*values) or 0.0
 
 
 def read_args(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -346,10 +421,14 @@ def logprob_gap(
     where a side has none."""
     if one is None or other is None:
         return None
-    pairs = zip(one[:end], other[:end], strict=True)
+    return _greatest_gap(np.asarray(one[:end]), np.asarray(other[:end]))
+
+
+def _greatest_gap(one: np.ndarray, other: np.ndarray) -> float | None:
     # Two infinities of one sign do not differ; their difference would be NaN.
-    gaps = [0.0 if a == b else abs(a - b) for a, b in pairs]
-    return max(gaps, default=None) if not any(map(math.isnan, gaps)) else math.nan
+    with np.errstate(invalid="ignore"):
+        gaps = np.where(one == other, 0.0, np.abs(one - other))
+    return float(gaps.max()) if len(gaps) else None
 
 
 def _compare_scores(
@@ -364,7 +443,7 @@ def _compare_scores(
     return None
 
 
-def run(options: argparse.Namespace) -> int:
+def run_diff(options: argparse.Namespace) -> int:
     """Print what differs; return `EQUAL`, `DIFFERENT` or `INCOMPARABLE`."""
     try:
         run_a, run_b = find_run(options.run_a), find_run(options.run_b)
@@ -408,3 +487,227 @@ def _what_is_equal(updates: Updates) -> str:
     if not updates.checkpoint:
         missing.append("no checkpoint of weights is in both runs")
     return "; ".join(parts) + (f" ({' and '.join(missing)})" if missing else "")
+
+
+# --- compare ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The result, as `--json` prints it."""
+
+    num_pairs: int
+    num_prompts: int
+    """The prompts that both runs of a pair met, summed over pairs."""
+
+    num_alone: int
+    """The prompts that only one run of a pair met; they are left out."""
+
+    baseline: float
+    candidate: float
+    """Mean rewards, over pairs and their prompts."""
+
+    difference: float
+    interval: tuple[float, float]
+    """Of the difference, at 95%."""
+
+    differences: dict[str, float]
+    """The difference of each pair, by seed."""
+
+    steps: dict[str, tuple[int, int]]
+    """The first and the last step that were compared of each pair, by seed."""
+
+    num_steps: dict[str, tuple[int, int]]
+    """How many steps each run of a pair has, by seed."""
+
+
+class Pair(NamedTuple):
+    """Two runs side by side."""
+
+    means: tuple[dict[str, float], dict[str, float]]
+    """Each run's mean rewards by the prompts' hashes."""
+
+    steps: range
+    """From the first step that both runs have to the last one, which are compared."""
+
+    num_steps: tuple[int, int]
+    """How many each run has."""
+
+    @property
+    def common(self) -> dict[str, tuple[float, float]]:
+        """The mean rewards of the prompts that both runs met."""
+        one, other = self.means
+        return {prompt: (one[prompt], other[prompt]) for prompt in one if prompt in other}
+
+    def describe_lengths(self, which: str = "") -> str:
+        """Return a sentence where the runs are of different lengths, else nothing."""
+        one, other = self.num_steps
+        if one == other:
+            return ""
+        return (
+            f"Runs{which} are of different lengths ({one} and {other} steps): steps "
+            f"{self.steps[0]} to {self.steps[-1]} are compared."
+        )
+
+
+def pair_by_seed(
+    baselines: Sequence[Path], candidates: Sequence[Path]
+) -> dict[str, tuple[Path, Path]]:
+    """Return the folders of runs with one `--seed`, by it; one run on each side is a pair whatever
+    its seed.
+
+    Raises:
+        ValueError: a seed is on one side only, or twice.
+    """
+    seeds = [
+        [str(read_args(folder).get("seed", "unknown")) for folder in side]
+        for side in (baselines, candidates)
+    ]
+    if len(baselines) > 1 or len(candidates) > 1:
+        is_single = all(len(set(side_seeds)) == len(side_seeds) for side_seeds in seeds)
+        if not is_single or set(seeds[0]) != set(seeds[1]):
+            raise ValueError(
+                f"--baseline has the seeds {seeds[0]} and --candidate {seeds[1]}; expected each "
+                "seed once on both sides. Give runs that were started with equal --seed."
+            )
+        candidates = [candidates[seeds[1].index(seed)] for seed in seeds[0]]
+    return dict(zip(seeds[0], zip(baselines, candidates, strict=True), strict=True))
+
+
+def read_pair(
+    runs: tuple[Path, Path],
+    *,
+    phase: Phase = "train",
+    steps: range | None = None,
+    reward: str | None = None,
+) -> Pair:
+    """Read two runs in the steps that both have.
+
+    Args:
+        steps: count these rounds only; None for all.
+        reward: a reward function's name, or `turns`; None for the total.
+
+    Raises:
+        FileNotFoundError: a run has no record.
+        ValueError: there is no scored round, no such function, or no step in common.
+    """
+    sides = []
+    for run in runs:
+        record = open_record(run)
+        scores = _scores(run, record, reward)
+        among = f" and step between {steps[0]} and {steps[-1]}" if steps else ""
+        scores = f"{scores} where value is not null and phase = {literal(phase)}{among}"
+        [found] = record.rows(f"select min(step) as first, max(step) as last {scores}")
+        if found["first"] is None:
+            among = f" in the steps {steps[0]} to {steps[-1]}" if steps else ""
+            raise ValueError(f"{run} has no scored {phase} round{among}.")
+        sides.append((record, scores, range(found["first"], found["last"] + 1)))
+    spans = [span for _, _, span in sides]
+    common = range(max(span.start for span in spans), min(span.stop for span in spans))
+    if not common:
+        had = " and ".join(
+            f"{run} has the steps {s[0]} to {s[-1]}" for run, s in zip(runs, spans, strict=True)
+        )
+        raise ValueError(f"{had}: expected some in common.")
+    baseline, candidate = (
+        {
+            row["fingerprint"]: row["mean"]
+            for row in record.rows(
+                f"select fingerprint, favg(value) as mean {scores} "
+                f"and step between {common[0]} and {common[-1]} group by all order by all"
+            )
+        }
+        for record, scores, _ in sides
+    )
+    return Pair((baseline, candidate), common, (len(spans[0]), len(spans[1])))
+
+
+def _scores(run: Path, record: Record, reward: str | None) -> str:
+    """Return SQL for a run's scored samples, with `phase`, `step`, `fingerprint` and `value`; all
+    turns of a conversation share one score."""
+    if reward == TURNS:
+        value = "count(*)"
+    elif reward is None:
+        value = "any_value(reward)"
+    else:
+        query = "select distinct unnest(map_keys(rewards)) as name from rewards order by name"
+        functions = [row["name"] for row in record.rows(query)]
+        if reward not in functions:
+            known = ", ".join([*functions, TURNS])
+            raise ValueError(f"--reward {reward!r}: {run} has {known}.")
+        value = f"any_value(rewards[{literal(reward)}])"
+    return (
+        f"from (select {SAMPLE}, arg_min(fingerprint, turn) as fingerprint, {value} as value "
+        "from scored where fate <> 'generated' group by all)"
+    )
+
+
+def compare(pairs: Mapping[str, Pair]) -> Comparison:
+    """Compare pairs of runs by their mean rewards of each prompt.
+
+    Args:
+        pairs: by seed.
+
+    Raises:
+        ValueError: a pair has fewer than two prompts in common.
+    """
+    num_alone = num_prompts = 0
+    means = []
+    for seed, pair in pairs.items():
+        common = np.array([*pair.common.values()])
+        if len(common) < 2:
+            raise ValueError(
+                f"The runs of seed {seed} have {len(common)} prompts in common, expected 2 or "
+                "more: other data, or the same elsewhere (a prompt is known by its row, paths of "
+                "images included). Give runs on one data set in one folder."
+            )
+        num_alone += sum(len(side) - len(common) for side in pair.means)
+        num_prompts += len(common)
+        means.append(common.mean(axis=0))
+    baseline, candidate = np.array(means).T
+    gains = candidate - baseline
+    units = gains if len(pairs) > 1 else np.diff(common).ravel()
+    margin = float(stats.t.ppf(0.975, len(units) - 1) * stats.sem(units))
+    difference = float(gains.mean())
+    return Comparison(
+        num_pairs=len(pairs),
+        num_prompts=num_prompts,
+        num_alone=num_alone,
+        baseline=float(baseline.mean()),
+        candidate=float(candidate.mean()),
+        difference=difference,
+        interval=(difference - margin, difference + margin),
+        differences=dict(zip(pairs, gains.tolist(), strict=True)),
+        steps={seed: (pair.steps[0], pair.steps[-1]) for seed, pair in pairs.items()},
+        num_steps={seed: pair.num_steps for seed, pair in pairs.items()},
+    )
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """Print the comparison as a table or as JSON."""
+    sides = [
+        [run for folder in folders for run in find_runs(folder)]
+        for folders in (options.baseline, options.candidate)
+    ]
+    chosen = {"phase": options.phase, "steps": options.steps, "reward": options.reward}
+    pairs = {seed: read_pair(runs, **chosen) for seed, runs in pair_by_seed(*sides).items()}
+    result = compare(pairs)
+    if options.json:
+        print(json.dumps(asdict(result), indent=2))
+        return 0
+    low, high = result.interval
+    print(f"{result.num_pairs} pair(s) of runs, {result.num_prompts:,} prompts")
+    for seed, pair in pairs.items():
+        if told := pair.describe_lengths(f" of seed {seed}" if len(pairs) > 1 else ""):
+            print(told)
+    print(f"  baseline    {result.baseline:8.4f}")
+    print(f"  candidate   {result.candidate:8.4f}")
+    print(f"  difference  {result.difference:+8.4f}  [{low:+.4f}, {high:+.4f}] (95%)")
+    if result.num_alone:
+        print(f"{result.num_alone:,} prompts that only one run of a pair met are left out.")
+    if result.num_pairs == 1:
+        print("This is about these two runs: other seeds may differ by more.")
+    else:
+        by_seed = ", ".join(f"{seed}: {gain:+.4f}" for seed, gain in result.differences.items())
+        print(f"  by seed     {by_seed}")
+    return 0

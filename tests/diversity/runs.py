@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.record.reader import read_diversity
+from swift_grpo_ext.record.query import read_diversity
 from swift_grpo_ext.record.tables import DIVERSITY, DiversityRow, SampleRow
 from tests.diversity.samples import group_of
 from tests.record.rows import open_log

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.record.reader import read_diversity, read_samples
+from swift_grpo_ext.record.query import read_diversity, read_samples
 from swift_grpo_ext.record.tables import DiversityRow
 from swift_grpo_ext.tools.runs import find_run
 from swift_grpo_ext.tools.view.pages import write_page

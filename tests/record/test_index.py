@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from swift_grpo_ext.record.reader import read_diversity, read_group, read_samples
+from swift_grpo_ext.record.query import read_diversity, read_group, read_samples
 from swift_grpo_ext.record.tables import DIVERSITY
 from swift_grpo_ext.sampling.seeding import Phase, SampleId
 from tests.record.rows import diversity_row, open_log, row_of, sample_id, write_session
@@ -120,7 +120,7 @@ def test_diversity_comes_back_in_the_order_of_steps(tmp_path: Path) -> None:
         "alarm": "数字 <>",
     }
     first = [diversity_row(0, **rich), diversity_row(1, "eval"), diversity_row(1)]
-    batch = diversity_row(1, "eval", num_samples=2)  # an evaluation has a row for each
+    batch = first[1]  # an evaluation has a row for each
     log = open_log(tmp_path)
     for row in (*first, batch, diversity_row(2)):
         log.append([row], DIVERSITY)

@@ -23,7 +23,7 @@ from swift.rl_core.data import OnPolicySample
 from swift_grpo_ext.media.pictures import media_name
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record.log import record_files
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder, other_columns, view_command
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout.answers import answer_of

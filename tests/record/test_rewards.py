@@ -14,7 +14,7 @@ import torch
 
 from swift_grpo_ext.record import rewards
 from swift_grpo_ext.record.log import SampleLog
-from swift_grpo_ext.record.reader import read_rewards
+from swift_grpo_ext.record.query import read_rewards
 from swift_grpo_ext.record.rewards import RewardRecorder, scores_of_ranks, training_scores
 from swift_grpo_ext.record.tables import REWARDS, RewardRow
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId

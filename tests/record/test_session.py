@@ -21,7 +21,7 @@ from swift_grpo_ext.checks.finding import enforce
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record import log
 from swift_grpo_ext.record.log import check_output_dir, record_files
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.tables import SAMPLES
 from tests.arguments import ROOT, command_line_arguments

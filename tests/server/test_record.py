@@ -18,7 +18,7 @@ from swift.infer_engine.protocol import (
     UsageInfo,
 )
 
-from swift_grpo_ext.record.reader import read_diversity, read_samples
+from swift_grpo_ext.record.query import read_diversity, read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout.conversation import KEY, Turn, write_turns
 from swift_grpo_ext.rollout.wire import Completion, Prompt

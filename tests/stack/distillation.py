@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import to_rows
 from tests.stack.processes import PLUGIN, Finished, swift
 from tests.stack.rounds import digits, write_lines

@@ -41,17 +41,18 @@ def meet(step: int, turn: int) -> None:
         if is_now and str(fault.get("replica", 0)) == replica:
             if "noted" in fault:  # the file that tells when
                 Path(fault["noted"]).write_text(str(time.time()))
-            if fault["kind"] == "kill":
+            kind = fault.get("kind")
+            if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif fault["kind"] == "kill server":
+            elif kind == "kill server":
                 server = parent_process()
                 assert server is not None
                 assert server.pid is not None
                 os.kill(server.pid, signal.SIGKILL)
                 time.sleep(60)  # ends with it
-            elif fault["kind"] == "hang":
+            elif kind == "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            elif fault["kind"] == "raise":
+            elif kind == "raise":
                 raise OSError("the disk is gone")
 
 
@@ -76,7 +77,7 @@ class Fate(ORM):
 class FailingEngine(engine.RolloutEngine):
     def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = super().infer(infer_requests, *args, **kwargs)
-        if any(is_this_ranks(fault) and fault["kind"] == "forget" for fault in FAULTS):
+        if any(is_this_ranks(fault) and fault.get("kind") == "forget" for fault in FAULTS):
             answer_of(outputs[0]).completions[0].logprobs.pop()
         return outputs
 

@@ -18,7 +18,7 @@ from typing import Any
 import cv2
 import yaml
 
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.processes import PLUGIN, ROOT, Finished, free_port, swift

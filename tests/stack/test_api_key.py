@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import BATCH, client_argv, run_training, server_argv
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import to_rows
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.processes import rollout_server

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.record.reader import read_rewards, read_samples
+from swift_grpo_ext.record.query import read_rewards, read_samples
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.processes import health, rollout_server
 from tests.stack.rounds import (

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_vlm.families import Family, make_family
 
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import to_rows
 from swift_grpo_ext.tools.check.encoding import make_encoder
 from swift_grpo_ext.tools.check.settings import Run

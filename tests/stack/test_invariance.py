@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.record.reader import read_diversity
+from swift_grpo_ext.record.query import read_diversity
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.tools.cli import main
 from tests.stack.conftest import STEPS

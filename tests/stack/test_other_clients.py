@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import to_rows
 from swift_grpo_ext.server.routes import REPORTS_PATH
 from tests.stack.megatron_client import MegatronClient, Weights

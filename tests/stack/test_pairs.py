@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server.client import RolloutServers
 from tests.stack.conftest import once

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from tests.stack import rounds
 from tests.stack.policy import SAME
 from tests.stack.rounds import BATCH, PRESET, logged_steps, run_training, without_vllm

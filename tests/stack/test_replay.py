@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swift_grpo_ext.record.reader import read_group
+from swift_grpo_ext.record.query import read_group
 from swift_grpo_ext.record.tables import LOGPROB_STEPS, SampleRow
 from tests.stack.processes import COMMAND, Finished, started
 from tests.stack.rounds import BATCH, GROUP_SIZE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.record.reader import read_rewards
+from swift_grpo_ext.record.query import read_rewards
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.policy import SAME
 from tests.stack.rounds import (

@@ -12,7 +12,7 @@ import pytest
 import requests
 from PIL import Image
 
-from swift_grpo_ext.record.reader import read_diversity
+from swift_grpo_ext.record.query import read_diversity
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.stack import policy
 from tests.stack.rounds import (

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from swift_grpo_ext.record.reader import read_rewards
+from swift_grpo_ext.record.query import read_rewards
 from tests.stack.conftest import once
 from tests.stack.policy import SAME
 from tests.stack.processes import rollout_server

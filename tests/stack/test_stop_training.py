@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from transformers import AutoTokenizer
 
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from tests.stack.processes import PLUGIN, ROOT, rollout_server, swift
 from tests.stack.rounds import client_argv, digits, logged_steps, run_training

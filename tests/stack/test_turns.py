@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import BATCH, client_argv, logged_steps, run_training, server_argv

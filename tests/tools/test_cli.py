@@ -75,14 +75,14 @@ COMMANDS: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
         },
     ),
     "diff": (
-        "diff.run",
+        "diff.run_diff",
         "a b",
         {"run_a": "a", "run_b": "b", "json": False},
         "a b --json",
         {"run_a": "a", "run_b": "b", "json": True},
     ),
     "compare": (
-        "paired.run",
+        "diff.run_compare",
         "--baseline a b --candidate c",
         {
             **{"baseline": ["a", "b"], "candidate": ["c"], "phase": "train"},

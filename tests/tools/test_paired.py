@@ -6,18 +6,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from swift_grpo_ext.tools.cli import main
-from swift_grpo_ext.tools.paired import Comparison, Pair, compare, pair_by_seed, read_pair
+from swift_grpo_ext.tools.diff import Comparison, Pair, compare, pair_by_seed, read_pair
 from tests.tools.view.runs import Writer, make_conversations, make_rows, score
 
 
 def pair(one: Sequence[float], other: Sequence[float], prompts: Sequence[str] = ("abc",)) -> Pair:
     """Return two runs with these mean rewards by prompt, in three steps."""
     sides = [
-        pd.Series([*map(float, values)], list(named))
+        dict(zip(named, map(float, values), strict=True))
         for values, named in zip((one, other), (prompts[0], prompts[-1]), strict=True)
     ]
     return Pair((sides[0], sides[1]), range(3), (3, 3))
@@ -86,10 +85,10 @@ def test_turns_of_a_conversation_are_one_sample(tmp_path: Path) -> None:
     writer.write(rows, scored=False)
     writer.score([row for row in rows if not row.sample_id.turn])
     means, other = read_pair((tmp_path, tmp_path)).means
-    assert means.equals(other)
-    assert means.to_dict() == {f"{0:032x}": 0.0, f"{1:032x}": 0.5}
+    assert means == other
+    assert means == {f"{0:032x}": 0.0, f"{1:032x}": 0.5}
     turns, _ = read_pair((tmp_path, tmp_path), reward="turns").means
-    assert turns.to_dict() == {f"{0:032x}": 2.0, f"{1:032x}": 2.0}
+    assert turns == {f"{0:032x}": 2.0, f"{1:032x}": 2.0}
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from swift.rewards import ORM, orms
 from swift.utils import get_logger
 from transformers import TrainerState
 
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout import engine as engine_module
 from swift_grpo_ext.rollout import wire

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from swift_grpo_ext.record.reader import read_group
+from swift_grpo_ext.record.query import read_group
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.tools.diff import Difference, compare_sample, find_decoder, has_later_turns
 from swift_grpo_ext.tools.replay.run import (

@@ -15,19 +15,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from PIL import Image
 
 from swift_grpo_ext.checks.rows import media_content
 from swift_grpo_ext.diversity.collision import shared_prefixes
+from swift_grpo_ext.record.query import where_round
 from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.tools.diff import Decode, find_decoder
 from swift_grpo_ext.tools.replay.run import Drawn, why_not
 from swift_grpo_ext.tools.runs import find_runs, run_name
 from swift_grpo_ext.tools.view.log import Log, read_log
-from swift_grpo_ext.tools.view.runs import Follower, NotFoundError, Prompt, describe, text_of
+from swift_grpo_ext.tools.view.runs import (
+    NotFoundError,
+    Prompt,
+    Run,
+    describe,
+    text_of,
+)
 from swift_grpo_ext.upstream.upright import apply_exif_orientation
 
 SIDES = {"small": 112, "full": 2048}
@@ -52,8 +57,8 @@ class Piece(NamedTuple):
     """True where one of its tokens is not trained on."""
 
 
-class RunView(Follower):
-    """A run that is followed, with what the pages of its groups need: tokenizer and images."""
+class RunView(Run):
+    """A run with what the pages of its groups need: tokenizer and images."""
 
     _log = Log()
 
@@ -65,7 +70,7 @@ class RunView(Follower):
     def state(self) -> str:
         """Return the state of the log; `live` where samples are there before the first log."""
         state = self.log.state
-        return "live" if state == "waiting" and self.snapshot.rounds else state
+        return "live" if state == "waiting" and self.facts.rounds else state
 
     @property
     def log(self) -> Log:
@@ -73,15 +78,15 @@ class RunView(Follower):
         self._log = read_log(self.run_dir, self._log)
         return self._log
 
-    def refresh(self) -> bool:
-        """Read what is new on disk; return True if anything was. A folder that was served before
-        its training began may get the run in a folder of its own (`--add_version`)."""
-        if not self.snapshot.rounds and not self.log.steps:
+    def refresh(self, seconds: float = float("inf")) -> bool:
+        """Look for what is new on disk; return True if anything was. A folder that was served
+        before its training began may get the run in a folder of its own (`--add_version`)."""
+        if not self.facts.rounds and not self.log.steps:
             with suppress(OSError):
                 [folder] = find_runs(self.run_dir)[:1]
                 if folder != self.run_dir:
                     self.follow(folder)
-        return super().refresh()
+        return super().refresh(seconds)
 
     @cached_property
     def decode(self) -> Decode | None:
@@ -101,7 +106,7 @@ class RunView(Follower):
             NotFoundError: the record has no such group.
         """
         turns = self._turns(name, group)
-        prompt = self.snapshot.prompts[turns[0]["fingerprint"]]
+        prompt = turns[0]["asked"]
         firsts = {turn["fingerprint"] for turn in turns if not turn["turn"]}
         drawn = [
             Drawn(SampleId(**{c: t[c] for c in SAMPLE_ID_COLUMNS}), t["seed"], t["weight_version"])
@@ -151,39 +156,27 @@ class RunView(Follower):
 
     def _turns(self, name: RoundId, group: int) -> list[dict[str, Any]]:
         """Return a group's completions by index and turn, with tokens, their gaps by position, and
-        what was said before; raises NotFoundError where the record has no such group, or cannot be
-        read."""
-        snapshot = self.snapshot
-        rows = self._rows_of(name)
-        rows = rows.filter(pc.equal(rows["group"], group))
-        if not rows.num_rows or snapshot.samples is None or snapshot.scores is None:
+        what was said before; raises NotFoundError where the record has no such group."""
+        place = f'{where_round(name)} and "group" = {group:d}'
+        rows = self.record.rows(f'select * from scored where {place} order by "index", turn')
+        if not rows:
             raise NotFoundError(f"{name} has no group {group}")
-        columns = [*SAMPLE_ID_COLUMNS, "token_ids", "logprobs", "mask", "pictures"]
-        [tokens] = snapshot.samples.read_rounds([name], columns)
-        tokens = tokens.filter(pc.equal(tokens["group"], group))
-        if tokens.num_rows != rows.num_rows:  # a file that cannot be read (now), or was removed
-            raise NotFoundError(f"the tokens of {name} group {group} cannot be read: try again")
-        gaps = {}
-        if name in snapshot.scores.rounds:
-            [scores] = snapshot.scores.read_rounds([name], ["group", "index", "gaps"])
-            scores = scores.filter(pc.equal(scores["group"], group))
-            gaps = {row["index"]: dict(row["gaps"] or ()) for row in scores.to_pylist()}
         turns: list[dict[str, Any]] = []
-        for row, token_row in zip(rows.to_pylist(), tokens.to_pylist(), strict=True):
-            described, prompt = describe(snapshot, row), snapshot.prompts[row["fingerprint"]]
+        for row in rows:
+            described = describe(row)
             # Positions of gaps count over all turns of a conversation.
             start = turns[-1]["end"] if row["turn"] and turns else 0
             end = start + row["num_tokens"]
-            sample_gaps = gaps.get(row["index"], {})
+            gaps = (row["gaps"] or {}).items()
             made = {
                 "start": start,
                 "end": end,
-                "gaps": {at - start: gap for at, gap in sample_gaps.items() if start <= at < end},
-                "num_masked": sum(not is_trained for is_trained in token_row["mask"] or ()),
-                "said": said(prompt, token_row["pictures"]),
+                "gaps": {at - start: gap for at, gap in gaps if start <= at < end},
+                "num_masked": sum(not is_trained for is_trained in row["mask"] or ()),
+                "said": said(described["asked"], row["pictures"]),
                 "is_earlier": False,
             }
-            turns.append({**described, **token_row, **made})
+            turns.append({**described, **made})
         return turns
 
     def medium_name(
@@ -191,21 +184,14 @@ class RunView(Follower):
     ) -> str:
         """Return the name of one medium of a group's prompt, or of what was added for one turn;
         raises NotFoundError."""
-        rows = self._rows_of(name)
-        is_asked = pc.equal(rows["group"], group)
+        place = f'{where_round(name)} and "group" = {group:d}'
         if index is not None:
-            is_turn = pc.and_(pc.equal(rows["index"], index), pc.equal(rows["turn"], turn))
-            is_asked = pc.and_(is_asked, is_turn)
-        at = pc.index(is_asked, True).as_py()
-        media = self.snapshot.prompts[rows["fingerprint"][at].as_py()].media if at >= 0 else []
+            place += f' and "index" = {index:d} and turn = {turn:d}'
+        query = f'select media from samples where {place} order by "index", turn limit 1'
+        media = next((row["media"] for row in self.record.rows(query)), [])
         if not 0 <= number < len(media):
             raise NotFoundError(f"{name} group {group} has no medium {number}")
-        return media[number]
-
-    def _rows_of(self, name: RoundId) -> pa.Table:
-        if name not in self.snapshot.rounds:
-            raise NotFoundError(f"the record has no {name}")
-        return self.snapshot.rounds[name].rows
+        return str(media[number])
 
 
 def is_rounding(samples: Sequence[Mapping[str, Any]]) -> bool:

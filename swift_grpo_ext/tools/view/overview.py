@@ -13,16 +13,15 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from swift_grpo_ext.diversity import alarms
+from swift_grpo_ext.record.query import identifier, literal
 from swift_grpo_ext.record.tables import VERDICTS, DiversityRow
 from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
 from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.log import LAST_STEPS
-from swift_grpo_ext.tools.view.runs import NotFoundError, Snapshot
+from swift_grpo_ext.tools.view.runs import NotFoundError, Run
 
 MAX_ALARMS = 50
 MAX_GROUPS, MAX_GROUPS_OF_ROUND = 6, 2
@@ -99,6 +98,21 @@ MIN_SHARE = 0.001
 
 NUM_COLOURS = 6
 
+MEANS = """
+select phase, step, avg(case when turn = 0 then reward end) as reward,
+       sum(num_tokens) / count(*) filter (turn = 0) as length,
+       avg(case when turn = 0 then gap_mean end) as gap {functions}
+from scored group by all
+"""
+"""All turns of a conversation are one sample."""
+
+TURNS = """
+select step, count(*) / count(*) filter (turn = 0) as turns, max(turn) + 1 as most,
+       avg(engine_seconds) as engine, avg(tool_seconds) filter (turn > 0) as tool,
+       max(tool_seconds) as slowest
+from samples where phase = 'train' group by all
+"""
+
 Points = list[tuple[float, float]]
 """(step, value), by step."""
 
@@ -152,7 +166,7 @@ def list_alarms(records: Sequence[DiversityRow]) -> list[dict[str, Any]]:
 
 
 def make_panels(
-    snapshot: Snapshot,
+    run: Run,
     records: Sequence[DiversityRow],
     logs: Mapping[int, dict[str, Any]] | None = None,
 ) -> Panels:
@@ -164,30 +178,20 @@ def make_panels(
         logs: what was logged of a step, by its number (`read_steps`).
     """
     logs = logs or {}
-    table = sample_rows(snapshot) if snapshot.has_turns else snapshot.table
-    columns = {"reward": table["reward"], "length": table["num_tokens"], "gap": table["gap_mean"]}
-    for name in snapshot.functions:
-        columns[name] = pc.map_lookup(table["rewards"], name, "first")
-    names = list(columns)
-    for name in ("phase", "step"):
-        columns[name] = table[name]
-    means = (
-        table.from_arrays(list(columns.values()), list(columns))
-        .group_by(["phase", "step"])
-        .aggregate([(name, "mean") for name in names])
-        .to_pylist()
-    )
+    functions = run.facts.functions
+    means = run.record.rows(MEANS.format(functions="".join(map(_mean_of_function, functions))))
     trained_means = [(row["step"] + 1, row) for row in means if row["phase"] == "train"]
     eval_means = [(row["step"], row) for row in means if row["phase"] == "eval"]
     recorded = {
-        name: _points((step, row[f"{name}_mean"]) for step, row in trained_means) for name in names
+        name: _points((step, row[name]) for step, row in trained_means)
+        for name in ("reward", "length", "gap", *functions)
     }
     for name, key in LOGGED_MEANS.items():
         recorded[name] = recorded[name] or _points((s, log.get(key)) for s, log in logs.items())
-    evaluated = _points((step, row["reward_mean"]) for step, row in eval_means)
+    evaluated = _points((step, row["reward"]) for step, row in eval_means)
     panels: Panels = {
         "reward": {
-            **{name: recorded[name] for name in ("reward", *snapshot.functions)},
+            **{name: recorded[name] for name in ("reward", *functions)},
             "eval reward": evaluated,
         },
         "length": {"length": recorded["length"]},
@@ -195,7 +199,7 @@ def make_panels(
             key: {name: _points((step, log.get(name)) for step, log in logs.items()) for name in of}
             for key, of in LOGGED.items()
         },
-        **(turn_panels(snapshot) if snapshot.has_turns else {}),
+        **(turn_panels(run) if run.facts.has_turns else {}),
         "gap": {"gap": recorded["gap"]},
         TIME: time_layers(logs),
     }
@@ -212,39 +216,22 @@ def make_panels(
     return {key: curves for key, curves in filled.items() if curves}
 
 
-def sample_rows(snapshot: Snapshot) -> pa.Table:
-    """Return a row for each sample: its first turn's, with the tokens of all turns."""
-    names = ["phase", "step", "number", "group", "index"]
-    table = snapshot.table
-    lengths = table.group_by(names).aggregate([("num_tokens", "sum")])
-    firsts = table.filter(pc.equal(table["turn"], 0)).drop_columns(["num_tokens"])
-    # Maps cannot be joined: rows are found by their number.
-    numbers = firsts.select(names).append_column("row", pa.array(range(firsts.num_rows)))
-    joined = numbers.join(lengths, names).sort_by("row")
-    return firsts.append_column("num_tokens", joined["num_tokens_sum"])
+def _mean_of_function(name: str) -> str:
+    return f", avg(case when turn = 0 then rewards[{literal(name)}] end) as {identifier(name)}"
 
 
-def turn_panels(snapshot: Snapshot) -> Panels:
+def turn_panels(run: Run) -> Panels:
     """Return how many turns the training's conversations have, and how long a turn takes."""
-    table = snapshot.table.filter(pc.equal(snapshot.table["phase"], "train"))
-    steps = table.group_by("step").aggregate(
-        [("engine_seconds", "mean"), ("tool_seconds", "max"), ("turn", "max"), ("turn", "count")]
-    )
-    first = table.filter(pc.equal(table["turn"], 0)).group_by("step").aggregate([("turn", "count")])
-    later = table.filter(pc.greater(table["turn"], 0))
-    tools = later.group_by("step").aggregate([("tool_seconds", "mean")])
-    rows = {row["step"] + 1: row for row in steps.to_pylist()}
-    samples = {row["step"] + 1: row["turn_count"] for row in first.to_pylist()}
-    tool_means = [(row["step"] + 1, row["tool_seconds_mean"]) for row in tools.to_pylist()]
+    rows = {row["step"] + 1: row for row in run.record.rows(TURNS)}
     return {
         "turns": {
-            "turns": _points((s, rows[s]["turn_count"] / count) for s, count in samples.items()),
-            "most turns": _points((s, row["turn_max"] + 1) for s, row in rows.items()),
+            "turns": _points((step, row["turns"]) for step, row in rows.items()),
+            "most turns": _points((step, row["most"]) for step, row in rows.items()),
         },
         "turn_seconds": {
-            "engine": _points((s, row["engine_seconds_mean"]) for s, row in rows.items()),
-            "tool": _points(tool_means),
-            "slowest tool": _points((s, row["tool_seconds_max"]) for s, row in rows.items()),
+            "engine": _points((step, row["engine"]) for step, row in rows.items()),
+            "tool": _points((step, row["tool"]) for step, row in rows.items()),
+            "slowest tool": _points((step, row["slowest"]) for step, row in rows.items()),
         },
     }
 

@@ -11,18 +11,18 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from swift_grpo_ext.diversity.alarms import read_words
+from swift_grpo_ext.record.query import where_round
+from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.diff import read_args
 from swift_grpo_ext.tools.view import overview, several
 from swift_grpo_ext.tools.view.advice import advise, mean_step
@@ -31,10 +31,8 @@ from swift_grpo_ext.tools.view.overview import evenly_spaced
 from swift_grpo_ext.tools.view.runs import (
     FUNCTION,
     NotFoundError,
-    facets,
+    find_samples,
     list_groups,
-    list_samples,
-    matching,
     parse_place,
 )
 
@@ -153,8 +151,7 @@ def render(
 def state_of(runs: Sequence[RunView]) -> str:
     """Return a text that changes when what is read of the runs does."""
     return " ".join(
-        f"{run.snapshot.version}{'' if run.snapshot.is_whole else '…'} "
-        f"{run.log.version[1]} {run.state}"
+        f"{run.facts.version}{'' if run.facts.is_whole else '…'} {run.log.version[1]} {run.state}"
         for run in runs
     )
 
@@ -165,26 +162,23 @@ def state_of(runs: Sequence[RunView]) -> str:
 def samples_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of `samples.html`: one page of the samples that match, by prompt, or the
     problem."""
-    snapshot = run.snapshot
-    problem = ""
-    rows = np.arange(0)
-    offset = 0
+    problem, count, offset = "", 0, 0
+    shown: list[dict[str, Any]] = []
     try:
-        rows = matching(snapshot, query)
         offset = max(int(query.get("offset") or 0), 0)
+        count, shown = find_samples(run, query, offset=offset, limit=PAGE_ROWS)
     except ValueError as e:
         problem = str(e)
-    shown = list_samples(snapshot, rows[offset : offset + PAGE_ROWS])
     # What follows one another and has one prompt stands below it.
     blocks = groupby(shown, key=lambda row: (row["round"], row["group"], row["fingerprint"]))
     return {
         "query": query,
         "problem": problem,
-        "count": len(rows),
+        "count": count,
         "offset": offset,
-        "next_offset": offset + PAGE_ROWS if offset + PAGE_ROWS < len(rows) else None,
+        "next_offset": offset + PAGE_ROWS if offset + PAGE_ROWS < count else None,
         "blocks": [list(samples) for _, samples in blocks],
-        "facets": facets(snapshot),
+        "facets": run.facts.menus,
         "is_live": not offset,
     }
 
@@ -192,8 +186,8 @@ def samples_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
 def groups_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of `groups.html`: the groups of a round, the newest if none is named;
     raises NotFoundError where there is no such round."""
-    snapshot = run.snapshot
-    names = [".".join(map(str, name)) for name in snapshot.rounds]
+    rounds = run.facts.rounds
+    names = [".".join(map(str, name)) for name in rounds]
     shown = query.get("round") or next(iter(names), "")
     if shown and shown not in names:
         raise NotFoundError(f"the record has no {shown}")
@@ -203,7 +197,7 @@ def groups_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
         "shown": shown,
         "later": names[at - 1] if at > 0 else None,
         "earlier": names[at + 1] if at + 1 < len(names) else None,
-        "groups": list_groups(snapshot, list(snapshot.rounds)[at]) if names else [],
+        "groups": list_groups(run, rounds[at]) if names else [],
         "is_live": not query.get("round"),
     }
 
@@ -212,7 +206,8 @@ def group_values(run: RunView, query: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `group.html`; raises NotFoundError where there is no such group."""
     name, number = parse_place(query, "group")
     group = run.group(name, number)
-    numbers = run.snapshot.rounds[name].rows["group"].unique().to_pylist()
+    query = f'select distinct "group" from samples where {where_round(name)} order by all'
+    numbers = [row["group"] for row in run.record.rows(query)]
     at = numbers.index(number)
     return {
         "group": group,
@@ -224,11 +219,11 @@ def group_values(run: RunView, query: Mapping[str, Any]) -> dict[str, Any]:
 def overview_values(run: RunView) -> dict[str, Any]:
     """Return the values of `overview.html`: how the run is now, its alarms with their groups, and
     its curves, in which alarms in training are shaded."""
-    records = run.diversity.read()
+    records = run.facts.diversity
     alarms = overview.list_alarms(records)
     shaded = [alarm for alarm in alarms if alarm["phase"] == "train"]
-    log, trained = run.log, [name.step for name in run.snapshot.rounds if name.phase == "train"]
-    panels = overview.make_panels(run.snapshot, records, log.steps)
+    log, trained = run.log, [name.step for name in run.facts.rounds if name.phase == "train"]
+    panels = overview.make_panels(run, records, log.steps)
     rewards = panels.get("reward", {}).get("reward", [])
     return {
         "log": log,
@@ -264,7 +259,7 @@ def write_page(runs: Sequence[Path], output: str | os.PathLike[str], num_groups:
     views = [RunView(folder) for folder in runs]
     for run in views:
         run.refresh()
-        if not run.snapshot.rounds and not run.log.steps and not run.diversity.read():
+        if not run.facts.rounds and not run.log.steps and not run.facts.diversity:
             raise FileNotFoundError(f"{run.run_dir}: {words()['no_samples'][0]}")
     if len(views) == 1:
         page = _saved_run(views[0], num_groups)
@@ -277,13 +272,15 @@ def write_page(runs: Sequence[Path], output: str | os.PathLike[str], num_groups:
 
 
 def _saved_run(run: RunView, num_groups: int) -> str:
-    snapshot = run.snapshot
-    groups = [group for name in reversed(snapshot.rounds) for group in list_groups(snapshot, name)]
+    places = run.record.rows(
+        'select distinct phase, step, number, "group" from samples '
+        'order by step, phase desc, number, "group"'
+    )
     listed, shown = [], []
-    for group in evenly_spaced(groups, num_groups):
-        with suppress(NotFoundError):  # a file that cannot be read, which was said
-            shown.append(group_values(run, group))
-            listed.append(group)
+    for phase, step, number, group in (p.values() for p in evenly_spaced(places, num_groups)):
+        name = RoundId(phase, step, number)
+        listed += [card for card in list_groups(run, name) if card["group"] == group]
+        shown.append(group_values(run, listed[-1]))
 
     def address_inside(page: str, **values: Any) -> str:
         if page == "image":

@@ -168,11 +168,14 @@ def _follow(runs: Sequence[RunView], stop: threading.Event) -> None:
     """Read what the runs write until `stop` is set; an error is told once and tried again."""
     told: set[str] = set()
     while not stop.is_set():
+        is_behind = False
         for run in runs:
             try:
-                run.refresh()
+                run.refresh(REFRESH_SECONDS)
+                is_behind |= not run.record.is_whole
             except (OSError, ValueError) as e:  # a file that is being replaced; of Arrow, too
                 if str(e) not in told:
                     logger.warning("%s cannot be read now (%s): tried again.", run.run_dir, e)
                 told.add(str(e))
-        stop.wait(REFRESH_SECONDS)
+        if not is_behind:
+            stop.wait(REFRESH_SECONDS)

@@ -6,24 +6,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pandas as pd
-import pyarrow.compute as pc
-
 from swift_grpo_ext.tools.diff import (
     Decode,
     Difference,
+    Pair,
+    compare,
     diff,
     differing_settings,
     from_where_they_part,
     read_args,
+    read_pair,
 )
-from swift_grpo_ext.tools.paired import compare, read_pair
 from swift_grpo_ext.tools.view import overview
 from swift_grpo_ext.tools.view.group import RunView
-from swift_grpo_ext.tools.view.runs import describe
+from swift_grpo_ext.tools.view.runs import NEWEST, describe
 
 MAX_CHARACTERS = 200
 """Characters of a differing value that the page shows."""
+
+NEWEST_GROUP = f"from scored where fingerprint = ? order by {NEWEST}"
 
 MAX_PROMPTS = 20
 """Prompts that are shown of two runs: those whose rewards differ most."""
@@ -41,8 +42,8 @@ def runs_values(runs: Sequence[RunView]) -> dict[str, Any]:
     rows, panels_of_runs = [], {}
     args = [read_args(run.run_dir) for run in runs]
     for name, run in zip(names_of(runs), runs, strict=True):
-        records = run.diversity.read()
-        panels = overview.make_panels(run.snapshot, records, run.log.steps)
+        records = run.facts.diversity
+        panels = overview.make_panels(run, records, run.log.steps)
         panels_of_runs[name] = panels
         rewards = panels.get("reward", {}).get("reward", [])
         steps = [step for curves in panels.values() for p in curves.values() for step, _ in p]
@@ -50,7 +51,7 @@ def runs_values(runs: Sequence[RunView]) -> dict[str, Any]:
             {
                 "name": name,
                 "steps": max(steps, default=0),
-                "samples": run.snapshot.table.num_rows,
+                "samples": run.facts.num_rows,
                 "last_reward": overview.mean_of_last(rewards),
                 "state": run.state,
                 "verdict": overview.overall_verdict(records),
@@ -90,9 +91,9 @@ def pair_values(runs: Sequence[RunView], numbers: tuple[int, int]) -> dict[str, 
     except (OSError, ValueError) as e:
         values["problems"].append(str(e))
     else:
-        both = pd.concat(pair.means, axis=1, keys=(0, 1)).dropna()
-        values["paired"], values["num_equal"] = pair, int((both[0] == both[1]).sum())
-        values["prompts"] = _prompts_apart((one, other), both)
+        values["paired"] = pair
+        values["num_equal"] = sum(mean == other_mean for mean, other_mean in pair.common.values())
+        values["prompts"] = _prompts_apart((one, other), pair)
     return values
 
 
@@ -112,16 +113,16 @@ def _shown(found: Difference, decoders: Sequence[Decode | None]) -> list[str | N
     return shown
 
 
-def _prompts_apart(pair: Sequence[RunView], both: pd.DataFrame) -> list[dict[str, Any]]:
+def _prompts_apart(runs: Sequence[RunView], pair: Pair) -> list[dict[str, Any]]:
     """Return the prompts whose mean rewards differ most, each with its newest group in each run."""
-    gains = (both[1] - both[0]).sort_values(key=abs, ascending=False, kind="stable")
+    apart = [(prompt, means) for prompt, means in pair.common.items() if means[0] != means[1]]
+    apart.sort(key=lambda each: -abs(each[1][1] - each[1][0]))
     prompts = []
-    for fingerprint in gains[gains != 0].index[:MAX_PROMPTS]:
+    for fingerprint, means in apart[:MAX_PROMPTS]:
         groups = []
-        for run in pair:
-            at = pc.index(run.snapshot.table["fingerprint"], fingerprint).as_py()
-            rows = run.snapshot.table.slice(at, 1).to_pylist() if at >= 0 else []
-            groups.append(describe(run.snapshot, rows[0]) if rows else None)
+        for run in runs:
+            rows = run.record.rows(f"{NEWEST_GROUP} limit 1", [fingerprint])
+            groups.append(describe(rows[0]) if rows else None)
         if known := next(filter(None, groups), None):
-            prompts.append({**known, "means": both.loc[fingerprint].to_list(), "groups": groups})
+            prompts.append({**known, "means": means, "groups": groups})
     return prompts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import html
 import io
 import json
@@ -11,7 +10,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from PIL.ExifTags import Base
@@ -102,22 +100,6 @@ def test_replay_is_offered_where_the_weights_are(tmp_path: Path) -> None:
     (tmp_path / "args.json").write_text(json.dumps(settings))
     assert [obstacle(step) for step in range(3)] == ["", "replay_no_weights", ""]
     assert [obstacle(3), obstacle(0, group=1)] == ["replay_no_seed"] * 2
-
-
-def test_a_group_whose_tokens_cannot_be_read_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = RunView(make_run(tmp_path / "run"))
-    run.refresh()
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(pq, "ParquetFile", fail)
-        with pytest.raises(NotFoundError, match="group 1 cannot be read: try again"):
-            run.group(RoundId("train", 1, 0), 1)
-    assert len(run.group(RoundId("train", 1, 0), 1)["samples"]) == 2
 
 
 def test_images_in_two_sizes(tmp_path: Path) -> None:

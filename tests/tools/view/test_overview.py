@@ -21,7 +21,7 @@ from swift_grpo_ext.tools.view.overview import (
     mean_of_last,
     overall_verdict,
 )
-from swift_grpo_ext.tools.view.runs import Follower, Snapshot
+from swift_grpo_ext.tools.view.runs import Run
 from tests.diversity.runs import frozen_rounds
 from tests.diversity.runs import make_run as make_watched_run
 from tests.diversity.samples import group_of
@@ -30,14 +30,14 @@ from tests.tools.view.runs import Writer, add_logs, make_rows
 
 def test_panels_of_a_run(tmp_path: Path) -> None:
     """Group 0 has rewards 0 and 0, group 1 has 0 and 1; what is no number is left out."""
-    writer, follower = Writer(tmp_path), Follower(tmp_path)
+    writer, run = Writer(tmp_path), Run(tmp_path)
     for step, gap in enumerate((math.nan, 0.5, math.inf)):
         rows = make_rows(step)
         writer.write(rows, scored=False)
         writer.score(rows, gap_mean=gap)
     writer.write(make_rows(3, phase="eval"))
-    follower.refresh()
-    assert make_panels(follower.snapshot, []) == {
+    run.refresh()
+    assert make_panels(run, []) == {
         "reward": {
             "reward": [(1, 0.25), (2, 0.25), (3, 0.25)],
             "Accuracy": [(1, 0.25), (2, 0.25), (3, 0.25)],
@@ -51,7 +51,7 @@ def test_panels_of_a_run(tmp_path: Path) -> None:
 
 def test_panels_of_the_monitor(tmp_path: Path) -> None:
     records = make_watched_run(tmp_path, frozen_rounds())
-    panels = make_panels(Snapshot(version=0), records)
+    panels = make_panels(Run(tmp_path), records)
     expected = [(step + 1, records[step].metrics["vendi"]) for step in range(3)]
     assert panels["effective"]["vendi"] == expected
     assert panels["collision"]["-log10 p"][2] == (3, -records[2].log10_p)
@@ -90,7 +90,7 @@ def test_what_was_logged(tmp_path: Path) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write('{"loss": 1.0, "global\n')
     add_logs(tmp_path, 2.0, 2.0)
-    panels = make_panels(Snapshot(version=0), [], read_steps(tmp_path))
+    panels = make_panels(Run(tmp_path), [], read_steps(tmp_path))
     assert panels["kl"] == {"kl": [(1, 0.125), (2, 0.25)]}
     assert panels["loss"] == {"loss": [(1, 0.0), (2, 0.0)]}
     assert "grad_norm" not in panels
@@ -102,7 +102,7 @@ def test_parts_of_a_step_stand_one_on_the_other(tmp_path: Path) -> None:
     path = add_logs(tmp_path, 40.0, 4.0, 8.0)
     with path.open("a", encoding="utf-8") as file:
         file.write('{"loss": 0.0, "global_step/max_steps": "4/100"}\n')
-    panels = make_panels(Snapshot(version=0), [], read_steps(tmp_path))
+    panels = make_panels(Run(tmp_path), [], read_steps(tmp_path))
     layers = panels["time"]
     assert list(layers) == ["generate", "other rollout", "wake", "send", "batch", "logps", "loss"]
     assert layers["other rollout"][:2] == [(1, pytest.approx(2)), (2, pytest.approx(0.2))]

@@ -124,7 +124,7 @@ def test_a_folder_that_is_not_there_yet_is_followed_into_its_version(tmp_path: P
     assert run.log.state == "waiting"
     made = make_run(tmp_path / "new/v0-20261128-093000")
     run.refresh()
-    assert (run.run_dir, run.snapshot.table.num_rows) == (made, 12)
+    assert (run.run_dir, run.facts.num_rows) == (made, 12)
 
 
 def test_a_prompt_stands_once_above_its_samples(tmp_path: Path) -> None:

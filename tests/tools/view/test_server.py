@@ -222,7 +222,7 @@ def test_addresses_of_version_6_stand_in_brackets(
     host: str, name: str, remote: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(RunView, "refresh", lambda _: None)
+    monkeypatch.setattr(RunView, "refresh", lambda *_: None)
     serve_no_one(host, monkeypatch, lambda *_, **__: None)
     printed = capsys.readouterr().out
     assert printed.startswith(f"http://{name}:80/")
@@ -234,7 +234,7 @@ def test_a_file_that_cannot_be_read_now_is_tried_again(
 ) -> None:
     answers, is_read = [OSError("gone"), OSError("gone")], threading.Event()
 
-    def refresh(run: RunView) -> None:
+    def refresh(run: RunView, seconds: float) -> None:
         if answers:
             raise answers.pop()
         is_read.set()

@@ -72,7 +72,7 @@ def test_a_pair(tmp_path: Path) -> None:
     assert values["problems"] == []
     assert values["comparison"].difference == pytest.approx(1 / 3)
     assert values["num_equal"] == 1
-    assert [prompt["means"] for prompt in values["prompts"]] == [[0.0, 0.5], [0.0, 0.5]]
+    assert [prompt["means"] for prompt in values["prompts"]] == [(0.0, 0.5), (0.0, 0.5)]
     first = values["prompts"][0]
     assert (first["question"], first["columns"]) == ("Question 0?", {"solution": "s0"})
     assert [group["round"] for group in first["groups"]] == ["train.2.0", "train.1.0"]

@@ -77,10 +77,10 @@ def test_a_run_without_conversations_has_none_of_it(tmp_path: Path) -> None:
 
 
 def test_samples_count_once(run: RunView) -> None:
-    first, second = list_groups(run.snapshot, NAME)
+    first, second = list_groups(run, NAME)
     assert (first["samples"], first["distinct"], first["rewards"]) == (2, 2, [0.0, 0.0])
     assert (second["samples"], second["rewards"], second["reward"]) == (2, [0.0, 1.0], 0.5)
-    panels = make_panels(run.snapshot, [])
+    panels = make_panels(run, [])
     assert panels["reward"]["reward"] == [(1, 0.25), (2, 0.25)]
     assert panels["length"] == {"length": [(1, 4.0), (2, 4.0)]}  # 3 and 5 tokens
     assert panels["turns"] == {"turns": [(1, 2.0), (2, 2.0)], "most turns": [(1, 3), (2, 3)]}
