@@ -22,7 +22,7 @@ from swift_grpo_ext.diversity.collision import shared_prefixes
 from swift_grpo_ext.record.query import where_round
 from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
-from swift_grpo_ext.tools.diff import Decode, find_decoder
+from swift_grpo_ext.tools.diff import Decode, find_decoder, read_args
 from swift_grpo_ext.tools.replay.run import Drawn, why_not
 from swift_grpo_ext.tools.runs import find_runs, run_name
 from swift_grpo_ext.tools.view.log import Log, read_log
@@ -65,6 +65,11 @@ class RunView(Run):
     @property
     def name(self) -> str:
         return run_name(self.run_dir)
+
+    @property
+    def logdir(self) -> str:
+        """Return where `--report_to tensorboard`, ms-swift's default, writes."""
+        return shlex.quote(str(read_args(self.run_dir).get("logging_dir") or self.run_dir / "runs"))
 
     @property
     def state(self) -> str:

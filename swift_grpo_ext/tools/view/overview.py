@@ -31,15 +31,8 @@ MAX_COMPLETIONS = 16
 MAX_POINTS = 400
 """Points of a curve, evenly spaced: a chart is about as many pixels wide."""
 
-LOGGED = {
-    "loss": ("loss",),
-    "kl": ("kl",),
-    "entropy": ("entropy/mean", "entropy/max", "entropy/min"),
-    "grad_norm": ("grad_norm",),
-    "clip_ratio": ("clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean"),
-    "learning_rate": ("learning_rate",),
-}
-"""Panels of what ms-swift logs."""
+LOGGED = ("loss", "grad_norm")
+"""Panels of what ms-swift logs; `--report_to` shows the rest."""
 
 LOGGED_MEANS = {
     "reward": "reward",
@@ -61,8 +54,8 @@ DIVERSITY = {
 """Panels of the monitor's metrics."""
 
 COLLISION = "collision"
-FIRST, MORE = ("reward", "reward/reward"), ("kl", "grad_norm", "clip_ratio", "learning_rate")
-"""Panels that come first and largest, and those that are folded, as the monitor's are."""
+FIRST = ("reward", "reward/reward")
+"""Panels that come first and largest; the monitor's are folded."""
 
 SHARES = ("copies", "likeness", "ngrams", "passes")
 """Panels of values between 0 and 1: all of that range is drawn, so that noise looks small."""
@@ -71,9 +64,8 @@ TIME = "time"
 """Panel of a step's parts, which are stacked."""
 
 UNITS = {
-    **{"length": "tokens", "length_spread": "tokens", "turns": "turns", "turn_seconds": "seconds"},
-    **{"gap": "nats", "entropy": "nats", "kl": "nats", "surprisal": "nats", "reward": "reward"},
-    **{TIME: "seconds", "step_time": "seconds", "clip_ratio": "share", "effective": "samples"},
+    **{"length": "tokens", "length_spread": "tokens", "gap": "nats", "surprisal": "nats"},
+    **{TIME: "seconds", "step_time": "seconds", "reward": "reward", "effective": "samples"},
     **{"correct": "samples", COLLISION: "p", **dict.fromkeys(SHARES, "share")},
 }
 """The unit of a panel's values, by its key; others have none."""
@@ -105,13 +97,6 @@ select phase, step, avg(case when turn = 0 then reward end) as reward,
 from scored group by all
 """
 """All turns of a conversation are one sample."""
-
-TURNS = """
-select step, count(*) / count(*) filter (turn = 0) as turns, max(turn) + 1 as most,
-       avg(engine_seconds) as engine, avg(tool_seconds) filter (turn > 0) as tool,
-       max(tool_seconds) as slowest
-from samples where phase = 'train' group by all
-"""
 
 Points = list[tuple[float, float]]
 """(step, value), by step."""
@@ -196,10 +181,9 @@ def make_panels(
         },
         "length": {"length": recorded["length"]},
         **{
-            key: {name: _points((step, log.get(name)) for step, log in logs.items()) for name in of}
-            for key, of in LOGGED.items()
+            name: {name: _points((step, log.get(name)) for step, log in logs.items())}
+            for name in LOGGED
         },
-        **(turn_panels(run) if run.facts.has_turns else {}),
         "gap": {"gap": recorded["gap"]},
         TIME: time_layers(logs),
     }
@@ -210,30 +194,12 @@ def make_panels(
         }
     tested = ((r.steps_done, -r.log10_p) for r in training if r.num_pairs)
     panels[COLLISION] = {"-log10 p": _points(tested)}
-    if not any(panels["entropy"].values()):  # what the samples' log-probabilities say of it
-        panels["entropy"] = panels["surprisal"]
     filled = {key: {n: p for n, p in curves.items() if p} for key, curves in panels.items()}
     return {key: curves for key, curves in filled.items() if curves}
 
 
 def _mean_of_function(name: str) -> str:
     return f", avg(case when turn = 0 then rewards[{literal(name)}] end) as {identifier(name)}"
-
-
-def turn_panels(run: Run) -> Panels:
-    """Return how many turns the training's conversations have, and how long a turn takes."""
-    rows = {row["step"] + 1: row for row in run.record.rows(TURNS)}
-    return {
-        "turns": {
-            "turns": _points((step, row["turns"]) for step, row in rows.items()),
-            "most turns": _points((step, row["most"]) for step, row in rows.items()),
-        },
-        "turn_seconds": {
-            "engine": _points((step, row["engine"]) for step, row in rows.items()),
-            "tool": _points((step, row["tool"]) for step, row in rows.items()),
-            "slowest tool": _points((step, row["slowest"]) for step, row in rows.items()),
-        },
-    }
 
 
 def time_layers(logs: Mapping[int, dict[str, Any]]) -> dict[str, Points]:
@@ -271,7 +237,7 @@ def make_charts(
 ) -> list[dict[str, Any]]:
     """Return a chart for each panel, as `script.js` draws it: the values of its curves at `steps`,
     None where a curve has none, the `unit` of its values, and their `range` where it is not that of
-    the values. `place` says where it stands: `first`, `main`, `more` or `diversity`.
+    the values. `place` says where it stands: `first`, `main` or `diversity`.
 
     All have one axis of steps, so that what happened at the same time stands at the same place.
 
@@ -288,7 +254,7 @@ def make_charts(
         if panel in (*DIVERSITY, COLLISION):
             chart["place"] = "diversity"
         else:
-            chart["place"] = "first" if key in FIRST else "more" if panel in MORE else "main"
+            chart["place"] = "first" if key in FIRST else "main"
         chart["unit"] = UNITS.get(panel, "")
         chart["steps"] = sorted({step for points in curves.values() for step, _ in points})
         chart["curves"] = []

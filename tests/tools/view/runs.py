@@ -134,7 +134,12 @@ def add_logs(run_dir: Path, *seconds: float) -> Path:
     with (run_dir / LOGS).open("a", encoding="utf-8") as file:
         for step, value in enumerate(seconds, 1):
             log = {f"time/{part}": share * value for part, share in shares.items()}
-            log |= {"loss": 0.0, "kl": step / 8, "global_step/max_steps": f"{step}/100"}
+            log |= {
+                "loss": 0.0,
+                "grad_norm": step / 8,
+                "kl": 0.0,
+                "global_step/max_steps": f"{step}/100",
+            }
             file.write(json.dumps(log) + "\n")
         file.write('{"train_runtime": 9.0, "global_step/max_steps": "9/100"}\n')
     return run_dir / LOGS

@@ -70,16 +70,16 @@ def test_long_curves_are_thinned() -> None:
 
 def test_charts_share_one_axis_of_steps() -> None:
     line, dot = [(1, 0.0), (9, 1.0)], [(4, 0.123456789)]
-    panels = {"kl": {"kl": line, "other": dot}, "copies": {"other": dot}}
-    kl, copies = make_charts(panels, [{"first_step": 10, "last_step": 11}])
-    assert (kl["key"], copies["key"]) == ("kl", "copies")
-    assert kl["axis"] == copies["axis"] == [0.5, 11.5]
-    assert (copies["range"], kl["range"]) == ([-0.03, 1.03], None)
-    assert (kl["place"], kl["unit"]) == ("more", "nats")
+    panels = {"gap": {"gap": line, "other": dot}, "copies": {"other": dot}}
+    gap, copies = make_charts(panels, [{"first_step": 10, "last_step": 11}])
+    assert (gap["key"], copies["key"]) == ("gap", "copies")
+    assert gap["axis"] == copies["axis"] == [0.5, 11.5]
+    assert (copies["range"], gap["range"]) == ([-0.03, 1.03], None)
+    assert (gap["place"], gap["unit"]) == ("main", "nats")
     assert (copies["place"], copies["unit"]) == ("diversity", "share")
-    assert kl["steps"] == [1, 4, 9]
-    assert kl["curves"] == [
-        {"name": "kl", "colour": "c0", "values": [0.0, None, 1.0]},
+    assert gap["steps"] == [1, 4, 9]
+    assert gap["curves"] == [
+        {"name": "gap", "colour": "c0", "values": [0.0, None, 1.0]},
         {"name": "other", "colour": "c1", "values": [None, 0.12346, None]},
     ]
 
@@ -91,9 +91,9 @@ def test_what_was_logged(tmp_path: Path) -> None:
         file.write('{"loss": 1.0, "global\n')
     add_logs(tmp_path, 2.0, 2.0)
     panels = make_panels(Run(tmp_path), [], read_steps(tmp_path))
-    assert panels["kl"] == {"kl": [(1, 0.125), (2, 0.25)]}
+    assert panels["grad_norm"] == {"grad_norm": [(1, 0.125), (2, 0.25)]}
     assert panels["loss"] == {"loss": [(1, 0.0), (2, 0.0)]}
-    assert "grad_norm" not in panels
+    assert "kl" not in panels
 
 
 def test_parts_of_a_step_stand_one_on_the_other(tmp_path: Path) -> None:
@@ -112,12 +112,13 @@ def test_parts_of_a_step_stand_one_on_the_other(tmp_path: Path) -> None:
     assert chart["range"] == pytest.approx([0, 8.4])
     assert chart["cut"] == [1, pytest.approx(40)]
     assert [chart["curves"][at]["colour"] for at in (0, -1)] == ["c0", "c1"]
-    compared = compare_curves({"one": panels, "two": {"kl": {"kl": [(7, 1.0)]}}})
+    compared = compare_curves({"one": panels, "two": {"grad_norm": {"grad_norm": [(7, 1.0)]}}})
     assert compared["step_time"] == {"one": [(1, 40.0), (2, 4.0), (3, 8.0)]}
-    assert compared["kl"] == {"one": [(1, 0.125), (2, 0.25), (3, 0.375)], "two": [(7, 1.0)]}
-    assert list(compared)[:2] == ["loss", "kl"]
+    assert compared["grad_norm"]["one"] == [(1, 0.125), (2, 0.25), (3, 0.375)]
+    assert compared["grad_norm"]["two"] == [(7, 1.0)]
+    assert list(compared)[:2] == ["loss", "grad_norm"]
     charts = {chart["key"]: chart for chart in make_charts(compared, runs=["two", "one"])}
-    colours = [curve["colour"] for curve in charts["kl"]["curves"]]
+    colours = [curve["colour"] for curve in charts["grad_norm"]["curves"]]
     assert colours == ["c1", "c0"]
     assert charts["loss"]["curves"][0]["colour"] == "c1"  # of a run without the other
 

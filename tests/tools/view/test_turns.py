@@ -83,10 +83,6 @@ def test_samples_count_once(run: RunView) -> None:
     panels = make_panels(run, [])
     assert panels["reward"]["reward"] == [(1, 0.25), (2, 0.25)]
     assert panels["length"] == {"length": [(1, 4.0), (2, 4.0)]}  # 3 and 5 tokens
-    assert panels["turns"] == {"turns": [(1, 2.0), (2, 2.0)], "most turns": [(1, 3), (2, 3)]}
-    seconds = panels["turn_seconds"]
-    assert seconds["engine"][0] == (1, 10 / 8)
-    assert (seconds["tool"][0], seconds["slowest tool"][0]) == ((1, 2.0), (1, 3.0))
     page = render("samples", run, **samples_values(run, {"text": "第二"}))
     assert '4 <span lang="en">of</span><span lang="zh">/</span> 16 <span lang="en">turns' in page
 

@@ -53,7 +53,7 @@ document.addEventListener("submit", (event) => {
 
 // --- charts, drawn by uPlot ---
 
-let charts = [], smoothing = Number(chosen("smoothing"));
+let charts = [];
 
 function colour(name, alpha = 1) {
   const probe = document.body.appendChild(document.createElement("i"));
@@ -69,17 +69,6 @@ function readable(value) {
   return rounded && Math.abs(rounded) < 1e-3 ? rounded.toExponential() : String(rounded);
 }
 
-// The exponential mean of TensorBoard: without its bias towards 0 at the start.
-function smooth(values, weight) {
-  let mean = 0, count = 0;
-  return values.map((value) => {
-    if (value === null) return null;
-    mean = mean * weight + value * (1 - weight);
-    count += 1;
-    return mean / (1 - weight ** count);
-  });
-}
-
 // A legend has the values of the step that is pointed at, and else the last ones, with their step
 // where it is not the last.
 function last(values, steps) {
@@ -87,24 +76,14 @@ function last(values, steps) {
   return readable(values[at]) + (at < steps.length - 1 ? ` (${steps[at]})` : "");
 }
 
-// Each curve as it is, and, where it is smoothed, that in front of it. Later curves are dashed, so
-// that those below show through where they coincide.
-function lines(curves, steps, weight) {
-  const series = [], data = [];
-  curves.forEach(({name, colour: own, values}) => {
-    const number = Number(own[1]);
-    const dash = [[], [8, 6], [2, 4], [12, 4, 2, 4]][number % 4];
-    const shown = weight ? smooth(values, weight) : values;
-    const value = (u, pointed, index, at) => at === null ? last(shown, steps) : readable(pointed);
-    const line = {label: name, stroke: colour(own), width: number ? 1.6 : 2, dash, spanGaps: true, value};
-    if (weight) {
-      series.push({...line, stroke: colour(own, 0.25), width: 1, class: "u-raw", points: {show: false}});
-      data.push(values);
-    }
-    series.push(line);
-    data.push(shown);
+// Later curves are dashed, so that those below show through where they coincide.
+function lines(curves, steps) {
+  const series = curves.map(({name, colour: own, values}) => {
+    const number = Number(own[1]), dash = [[], [8, 6], [2, 4], [12, 4, 2, 4]][number % 4];
+    const value = (u, pointed, index, at) => at === null ? last(values, steps) : readable(pointed);
+    return {label: name, stroke: colour(own), width: number ? 1.6 : 2, dash, spanGaps: true, value};
   });
-  return {series, data, bands: []};
+  return {series, data: curves.map(({values}) => values), bands: []};
 }
 
 // Curves that stand one on the other. A value fills the chart from the step before it to its own.
@@ -134,7 +113,7 @@ function drawChart(figure) {
   const {axis: [low, high], range, steps, curves, unit, is_stacked: isStacked} = JSON.parse(figure.dataset.chart);
   const {alarms, step: names} = figure.parentElement.dataset, spoken = root.lang === "zh" ? 1 : 0;
   const [step, unitName] = [JSON.parse(names)[spoken], JSON.parse(figure.dataset.unit)[spoken]];
-  const {series, data, bands} = isStacked ? areas(curves, steps) : lines(curves, steps, smoothing);
+  const {series, data, bands} = isStacked ? areas(curves, steps) : lines(curves, steps);
   const plot = figure.querySelector(".plot");
   const shade = (u) => JSON.parse(alarms).forEach(({kind, first_step: first, last_step: last}) => {
     const [start, end] = [first - 0.5, last + 0.5].map((step) => Math.min(Math.max(
@@ -166,18 +145,10 @@ function drawCharts() {
   charts.forEach(({chart, watcher}) => { watcher.disconnect(); chart.destroy(); });
   charts = [];
   document.querySelectorAll("[data-chart]").forEach(drawChart);
-  const slider = document.getElementById("smoothing");
-  if (slider) slider.value = smoothing;
 }
 
 const isZoomed = ({chart, low, high}) => chart.scales.x.min > low + 1 || chart.scales.x.max < high - 1;
 
-document.addEventListener("input", ({target}) => {
-  if (target.id !== "smoothing") return;
-  smoothing = Number(target.value);
-  chosen("smoothing", smoothing);
-  drawCharts();
-});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
 show();
 
