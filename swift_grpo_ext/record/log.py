@@ -86,8 +86,7 @@ BOUNDED = (SAMPLES, REWARDS)
 """`--sample_log_gb` bounds these; a round's diversity takes 2 KB."""
 
 FILE_NAME = re.compile(
-    r"session-(\d+)-step-(\d+)-"
-    r"(?:file-(\d+)-(train|eval)-(\d+)-(\d+)|files-(\d+)-(\d+))\.parquet"
+    r"session-(\d+)-step-(\d+)-(?:files-(\d+)-(\d+)|file-(\d+)-(?:train|eval)-\d+-\d+)\.parquet"
 )
 
 LOCK_NAME = re.compile(r"\.session-(\d+)\.lock")
@@ -109,8 +108,6 @@ class RecordFile(NamedTuple):
     """Numbers of the files that it holds, both its own where it was not merged."""
 
     path: Path
-    round: RoundId | None
-    """None where it may hold several."""
 
     def holds(self, other: RecordFile) -> bool:
         """Return whether the file was merged of another, or of one that it holds."""
@@ -123,12 +120,9 @@ def parse_name(path: Path) -> RecordFile | None:
     match = FILE_NAME.fullmatch(path.name)
     if match is None:
         return None
-    session, start_step = map(int, match.groups()[:2])
-    number, phase, step, number_in_step, first, last = match.groups()[2:]
-    if number is None:
-        return RecordFile(session, start_step, int(first), int(last), path, None)
-    round_ = RoundId("eval" if phase == "eval" else "train", int(step), int(number_in_step))
-    return RecordFile(session, start_step, int(number), int(number), path, round_)
+    session, start_step, first, last, number = match.groups()
+    numbers = int(first or number), int(last or number)
+    return RecordFile(int(session), int(start_step), *numbers, path)
 
 
 def without_merged(files: Iterable[RecordFile]) -> list[RecordFile]:
@@ -376,8 +370,8 @@ class SampleLog:
             self._warn("arrow", f"{path}: a round of the run's record is lost ({e}).")
         else:
             written.number += 1
-            place = self._session, self._start_step, number, number
-            written.unmerged[RecordFile(*place, path, round_)] = size
+            file = RecordFile(self._session, self._start_step, number, number, path)
+            written.unmerged[file] = size
         del written.waiting[0]
 
     # --- few files, and not too many bytes ---

@@ -28,7 +28,6 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -83,14 +82,6 @@ from samples left join rewards using (session, phase, step, number, "group", "in
 """
 
 
-@dataclass(frozen=True)
-class Unread:
-    """Why a file is left out."""
-
-    version: tuple[int, int] | None
-    """The size and time in ns of a damaged one; None where the next try may succeed."""
-
-
 class Record:
     """A run's record, again and again while it goes on: `refresh` looks for files that are new, and
     several threads may ask meanwhile."""
@@ -107,7 +98,10 @@ class Record:
         self._rounds: dict[str, dict[RecordFile, set[RoundId]]] = {t.name: {} for t in TABLES}
         """The rounds of each sound file, by table."""
 
-        self._unread: dict[RecordFile, Unread] = {}
+        self._unread: dict[RecordFile, tuple[int, int] | None] = {}
+        """Files that are left out: the size and time in ns of a damaged one, None where the next
+        try may succeed."""
+
         self._spill = tempfile.TemporaryDirectory(prefix="swift-grpo-ext-")
         self._database = duckdb.connect(
             config={
@@ -136,7 +130,8 @@ class Record:
                 for gone in known.keys() - listed:  # merged, or removed by a bounded record
                     del known[gone]
                     has_changed = True
-            self._unread = {file: why for file, why in self._unread.items() if file in listed}
+            for gone in self._unread.keys() - listed:
+                del self._unread[gone]
             new = [
                 (file, table)
                 for table in TABLES
@@ -187,8 +182,8 @@ class Record:
 
     def _may_be_read(self, file: RecordFile) -> bool:
         """Return whether a file may have become sound since it was left out."""
-        known = self._unread.get(file)
-        return known is None or known.version is None or known.version != _version_of(file.path)
+        version = self._unread.get(file)
+        return version is None or version != _version_of(file.path)
 
     def _check(self, file: RecordFile, table: Table) -> bool:
         """Take a file up if it is sound; return whether it is."""
@@ -208,15 +203,15 @@ class Record:
             return
         # Of damage, Arrow tells in words alone; what the system reports has its number.
         is_damaged = not (isinstance(cause, OSError) and cause.errno)
-        why = Unread(_version_of(file.path) if is_damaged else None)
-        if self._unread.get(file) != why:
+        version = _version_of(file.path) if is_damaged else None
+        if file not in self._unread or self._unread[file] != version:
             told = (
                 "%s is damaged (%s): its rows are left out. Restore it from a copy."
                 if is_damaged
                 else "%s cannot be read now (%s): its rows are left out until another try succeeds."
             )
             logger.warning(told, file.path, cause)
-        self._unread[file] = why
+        self._unread[file] = version
 
     def _leave_out_what_fails(self) -> None:
         """Have DuckDB read each file; leave out those at which it fails."""

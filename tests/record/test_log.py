@@ -393,7 +393,8 @@ def test_what_a_full_disk_did_not_take_is_written_in_its_order(
     write(9, 10, 11)
     assert steps_of(tmp_path) == list(range(12))
     assert read_rewards(tmp_path, columns=["step"])["step"].to_pylist() == list(range(12))
-    assert [f.round.step for f in record_files(SAMPLES.folder(tmp_path)) if f.round] == [*range(12)]
+    names = [f"file-{step:06d}-train-{step:06d}-00" for step in range(12)]
+    assert names_of(tmp_path) == names
     assert not [*tmp_path.rglob(".*.tmp")]  # nothing half-written is left
     with full_disk():
         write(12)
@@ -428,7 +429,7 @@ def test_what_fails_behind_a_files_name_doubles_no_round(
         patched.setattr(owner, call, fail_once)
         write_steps(log, 1, 2)
     assert num_failed == (call == "fsync")  # the file's bytes are known without a question
-    assert [f.round.step for f in record_files(SAMPLES.folder(tmp_path)) if f.round] == [0, 1, 2]
+    assert names_of(tmp_path) == [f"file-{step:06d}-train-{step:06d}-00" for step in range(3)]
     log.finish()
     assert steps_of(tmp_path) == [0, 1, 2]
 

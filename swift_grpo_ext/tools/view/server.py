@@ -19,6 +19,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -173,7 +174,7 @@ def _follow(runs: Sequence[RunView], stop: threading.Event) -> None:
             try:
                 run.refresh(REFRESH_SECONDS)
                 is_behind |= not run.record.is_whole
-            except (OSError, ValueError) as e:  # a file that is being replaced; of Arrow, too
+            except (OSError, ValueError, duckdb.Error) as e:  # a file that is being replaced
                 if str(e) not in told:
                     logger.warning("%s cannot be read now (%s): tried again.", run.run_dir, e)
                 told.add(str(e))
