@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow.compute as pc
@@ -214,21 +214,30 @@ class Diff:
         return self.difference is None and self.updates.difference is None
 
 
-def diff(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]) -> Diff:
+Run: TypeAlias = "str | os.PathLike[str] | Record"
+"""A run's folder, or its record where that is open."""
+
+
+def _opened(run: Run) -> Record:
+    return run if isinstance(run, Record) else open_record(run)
+
+
+def diff(run_a: Run, run_b: Run) -> Diff:
     """Compare two runs round by round, up to the first difference.
 
     Raises:
         FileNotFoundError: a run has no record.
         ValueError: no round is common.
     """
-    records = open_record(run_a), open_record(run_b)
+    records = _opened(run_a), _opened(run_b)
+    one, other = (record.run_dir for record in records)
     result = Diff(
-        updates=compare_updates(run_a, run_b),
-        settings=differing_settings(read_args(run_a), read_args(run_b)),
+        updates=compare_updates(one, other),
+        settings=differing_settings(read_args(one), read_args(other)),
     )
     rounds = [{*record.rounds()} for record in records]
     if rounds[0].isdisjoint(rounds[1]):
-        raise ValueError(f"{run_a} and {run_b} have no round in common.")
+        raise ValueError(f"{one} and {other} have no round in common.")
     first = _first_round_apart(records)
     equal: list[RoundId] = []
     for name in sorted(rounds[0] | rounds[1], key=_in_order):
@@ -238,6 +247,7 @@ def diff(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]) -> Diff:
             break
         if name == first:
             result.difference, result.logprob_gap = _compare_round(name, records)
+        if result.difference is not None:
             break
         equal.append(name)
     result.num_rounds = len(equal)
@@ -575,7 +585,7 @@ def pair_by_seed(
 
 
 def read_pair(
-    runs: tuple[Path, Path],
+    runs: tuple[Run, Run],
     *,
     phase: Phase = "train",
     steps: range | None = None,
@@ -592,21 +602,20 @@ def read_pair(
         ValueError: there is no scored round, no such function, or no step in common.
     """
     sides = []
-    for run in runs:
-        record = open_record(run)
-        scores = _scores(run, record, reward)
+    for record in map(_opened, runs):
+        scores = _scores(record, reward)
         among = f" and step between {steps[0]} and {steps[-1]}" if steps else ""
         scores = f"{scores} where value is not null and phase = {literal(phase)}{among}"
         [found] = record.rows(f"select min(step) as first, max(step) as last {scores}")
         if found["first"] is None:
             among = f" in the steps {steps[0]} to {steps[-1]}" if steps else ""
-            raise ValueError(f"{run} has no scored {phase} round{among}.")
+            raise ValueError(f"{record.run_dir} has no scored {phase} round{among}.")
         sides.append((record, scores, range(found["first"], found["last"] + 1)))
     spans = [span for _, _, span in sides]
     common = range(max(span.start for span in spans), min(span.stop for span in spans))
     if not common:
         had = " and ".join(
-            f"{run} has the steps {s[0]} to {s[-1]}" for run, s in zip(runs, spans, strict=True)
+            f"{record.run_dir} has the steps {span[0]} to {span[-1]}" for record, _, span in sides
         )
         raise ValueError(f"{had}: expected some in common.")
     baseline, candidate = (
@@ -622,7 +631,7 @@ def read_pair(
     return Pair((baseline, candidate), common, (len(spans[0]), len(spans[1])))
 
 
-def _scores(run: Path, record: Record, reward: str | None) -> str:
+def _scores(record: Record, reward: str | None) -> str:
     """Return SQL for a run's scored samples, with `phase`, `step`, `fingerprint` and `value`; all
     turns of a conversation share one score."""
     if reward == TURNS:
@@ -634,7 +643,7 @@ def _scores(run: Path, record: Record, reward: str | None) -> str:
         functions = [row["name"] for row in record.rows(query)]
         if reward not in functions:
             known = ", ".join([*functions, TURNS])
-            raise ValueError(f"--reward {reward!r}: {run} has {known}.")
+            raise ValueError(f"--reward {reward!r}: {record.run_dir} has {known}.")
         value = f"any_value(rewards[{literal(reward)}])"
     return (
         f"from (select {SAMPLE}, arg_min(fingerprint, turn) as fingerprint, {value} as value "

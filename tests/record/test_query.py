@@ -135,8 +135,8 @@ def test_each_row_counts_once(
 
 
 def write(folder: Path, *steps: int) -> None:
-    log = open_log(folder)
-    log._tables["samples"].number = len(files_of(folder))
+    """Write a session with a round for each step, each in a file of its own."""
+    log = open_log(folder, session=len(files_of(folder)), start_step=min(steps, default=0))
     for step in steps:
         log.append([row_of(sample_id(step))])
     log.flush()

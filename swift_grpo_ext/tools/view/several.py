@@ -78,14 +78,14 @@ def pair_values(runs: Sequence[RunView], numbers: tuple[int, int]) -> dict[str, 
     names = [names_of(runs)[number] for number in numbers]
     values: dict[str, Any] = {"names": names, "numbers": numbers, "problems": []}
     try:
-        found = diff(one.run_dir, other.run_dir)
+        found = diff(one.record, other.record)
     except (OSError, ValueError) as e:
         values["problems"].append(str(e))
     else:
         values["diff"], part = found, found.difference
         values["parted"] = part and _shown(part, (one.decode, other.decode))
     try:
-        pair = read_pair((one.run_dir, other.run_dir))
+        pair = read_pair((one.record, other.record))
         seeds = dict.fromkeys(str(read_args(run.run_dir).get("seed")) for run in (one, other))
         values["comparison"] = compare({" and ".join(seeds): pair})
     except (OSError, ValueError) as e:
