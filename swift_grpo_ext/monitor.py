@@ -98,8 +98,8 @@ class DiversityMonitor(TrainerCallback):
     # --- results out ---
 
     def _begin_analysis(self, rows: Sequence[RewardRow] = ()) -> None:
-        """Have rank 0's thread analyze the samples that arrived since the last call, with the scores
-        of all ranks; every rank calls it together."""
+        """Have rank 0's thread analyze the samples that arrived since the last call, with the
+        scores of all ranks; every rank calls it together."""
         # As many as are there now: the thread that generates may append meanwhile.
         arrived = [s for _ in range(len(self._pending)) for s in self._pending.popleft()]
         gathered = self.trainer.ranks.gather(arrived)  # on rank 0 alone

@@ -193,7 +193,7 @@ class RunView(Run):
         if index is not None:
             place += f' and "index" = {index:d} and turn = {turn:d}'
         query = f'select media from samples where {place} order by "index", turn limit 1'
-        media = next((row["media"] for row in self.record.rows(query)), [])
+        media: list[str] = next((row["media"] for row in self.record.rows(query)), [])
         if not 0 <= number < len(media):
             raise NotFoundError(f"{name} group {group} has no medium {number}")
         return str(media[number])

@@ -206,8 +206,8 @@ def group_values(run: RunView, query: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `group.html`; raises NotFoundError where there is no such group."""
     name, number = parse_place(query, "group")
     group = run.group(name, number)
-    query = f'select distinct "group" from samples where {where_round(name)} order by all'
-    numbers = [row["group"] for row in run.record.rows(query)]
+    groups = f'select distinct "group" from samples where {where_round(name)} order by all'
+    numbers = [row["group"] for row in run.record.rows(groups)]
     at = numbers.index(number)
     return {
         "group": group,
