@@ -54,9 +54,6 @@ from swift_grpo_ext.sampling.seeding import Phase, RoundId
 
 logger = logging.getLogger(__name__)
 
-MEMORY_MB = 160
-"""DuckDB writes to a temporary folder what takes more."""
-
 BATCH_ROWS = 1024
 """Rows in memory of a file that is checked."""
 
@@ -86,7 +83,12 @@ class Record:
     """A run's record, again and again while it goes on: `refresh` looks for files that are new, and
     several threads may ask meanwhile."""
 
-    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], *, max_mb: int = 2000) -> None:
+        """Begin with a folder.
+
+        Args:
+            max_mb: memory of DuckDB; what takes more goes to a temporary folder.
+        """
         self.run_dir = Path(run_dir)
         self.version = -1
         """Grows when what the views show has changed, from 0."""
@@ -105,7 +107,7 @@ class Record:
         self._spill = tempfile.TemporaryDirectory(prefix="swift-grpo-ext-")
         self._database = duckdb.connect(
             config={
-                "memory_limit": f"{MEMORY_MB}MB",
+                "memory_limit": f"{max_mb}MB",
                 "temp_directory": self._spill.name,
                 "preserve_insertion_order": False,
             }
@@ -140,14 +142,15 @@ class Record:
             ]
             new.sort(key=lambda each: (each[0].session, each[0].last), reverse=True)
             deadline = time.monotonic() + seconds
-            self.is_whole = True
-            for number, (file, table) in enumerate(new, 1):
+            num_checked = 0
+            for file, table in new:
                 has_changed |= self._check(file, table)
+                num_checked += 1
                 if time.monotonic() > deadline:
-                    self.is_whole = number == len(new)
                     break
             if has_changed:
                 self._publish()
+            self.is_whole = num_checked == len(new)
             return has_changed
 
     def cursor(self) -> duckdb.DuckDBPyConnection:
@@ -159,6 +162,8 @@ class Record:
         read, are left out."""
         try:
             return self.cursor().sql(query, params=values or None).to_arrow_table()
+        except duckdb.OutOfMemoryException:
+            raise
         except duckdb.Error:
             self._leave_out_what_fails()
             self.refresh()  # a merged file may stand in the place of others
@@ -230,18 +235,17 @@ class Record:
 
     def _publish(self) -> None:
         """Have the views show the rows of the sound files that count."""
-        columns = ("of", "session", "start_step", *ROUND_COLUMNS)
+        kinds = {"of": pa.utf8(), "session": pa.int32(), "start_step": pa.int64()}
+        kinds |= {name: SAMPLES.schema.field(name).type for name in ROUND_COLUMNS}
         held = [
             (name, file.session, file.start_step, *round_)
             for name, known in self._rounds.items()
             for file, rounds in known.items()
             for round_ in rounds
         ]
-        values = zip(*held, strict=True) if held else [()] * len(columns)
-        kinds = (pa.utf8(), pa.int32(), pa.int64(), pa.utf8(), pa.int64(), pa.int64())
-        arrays = [pa.array(own, kind) for own, kind in zip(values, kinds, strict=True)]
+        rows = [dict(zip(kinds, values, strict=True)) for values in held]
         cursor = self._database.cursor()
-        cursor.register("held", pa.table(arrays, names=columns))
+        cursor.register("held", pa.Table.from_pylist(rows, pa.schema(kinds)))
         cursor.begin()
         cursor.execute("create or replace table rounds as from held")
         cursor.execute(COUNTED)
@@ -293,7 +297,7 @@ def rounds_of_file(path: Path, table: Table) -> set[RoundId]:
     """Read a whole file, and return its rounds; raises one of `DAMAGE` where it is not sound."""
     rounds = set[RoundId]()
     with pq.ParquetFile(path, page_checksum_verification=True) as source:
-        for batch in source.iter_batches(BATCH_ROWS):
+        for batch in source.iter_batches(BATCH_ROWS, use_threads=False):
             rows = pa.Table.from_batches([batch])
             rows.validate(full=True)  # checksums cover pages, and neither their headers nor footers
             rows = rows.select(table.schema.names).cast(table.schema)

@@ -20,6 +20,9 @@ from swift_grpo_ext.record.query import Record, diversity_of, literal, where_rou
 from swift_grpo_ext.record.tables import REWARDS, SAMPLE_ID_COLUMNS, DiversityRow
 from swift_grpo_ext.sampling.seeding import PHASES, RoundId
 
+MAX_MB = 64
+"""Memory of DuckDB for a page: a million samples need no more, and 300 MB are for all."""
+
 RANGES = ("reward", "advantage", "num_tokens", "gap_max")
 """Columns that a least and a greatest value bound, beside those of the reward functions; a sample
 without a value is out of all."""
@@ -151,7 +154,7 @@ class Run:
     def follow(self, run_dir: str | os.PathLike[str]) -> None:
         """Begin with a folder."""
         self.run_dir = Path(run_dir)
-        self.record = Record(run_dir)
+        self.record = Record(run_dir, max_mb=MAX_MB)
         self._facts = Facts(self.record)
 
     def refresh(self, seconds: float = float("inf")) -> bool:
