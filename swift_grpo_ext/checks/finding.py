@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -71,14 +72,35 @@ def hide_tracebacks() -> None:
     sys.excepthook = show_alone
 
 
+_listeners: list[Callable[[Finding], None]] = []
+
+
+@contextmanager
+def collected(tell: Callable[[Finding], None]) -> Iterator[None]:
+    """Have `enforce` hand each finding to `tell` within the block, and raise none: a start that is
+    only looked at goes on."""
+    _listeners.append(tell)
+    try:
+        yield
+    finally:
+        _listeners.remove(tell)
+
+
+def is_collecting() -> bool:
+    """Return whether this start is only looked at."""
+    return bool(_listeners)
+
+
 def enforce(findings: Iterable[Finding]) -> None:
     """Raise `SettingsError` for the first error; log warnings on the way."""
     from swift.utils import get_logger
 
     for finding in findings:
-        if finding.level == "error":
+        if _listeners:
+            _listeners[-1](finding)
+        elif finding.level == "error":
             raise SettingsError(finding.sentence)
-        if finding.level == "warning":
+        elif finding.level == "warning":
             get_logger().warning(finding.sentence)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from swift.utils import get_logger, is_local_master
 
 from swift_grpo_ext.checks import rules
-from swift_grpo_ext.checks.finding import Finding, Findings, did_you_mean, error
+from swift_grpo_ext.checks.finding import Finding, Findings, did_you_mean, error, is_collecting
 from swift_grpo_ext.checks.rewards import COMPLETIONS, check_rewards, leads_conversations
 from swift_grpo_ext.checks.rows import check_rows
 
@@ -130,6 +130,13 @@ def round_of(args: RLHFArguments | SimpleNamespace, num_ranks: int) -> SimpleNam
 def check_round(args: RLHFArguments | SimpleNamespace, num_ranks: int) -> Findings:
     """Refuse a round that groups do not fill, and say what would be one; ms-swift says it once it
     has loaded the data set, in its own words."""
+    parallel = args.vllm_tensor_parallel_size
+    if args.vllm_mode == "colocate" and num_ranks % parallel:
+        yield error(
+            f"vllm_tensor_parallel_size {parallel}",
+            f"does not divide the {num_ranks} training ranks, over which an engine is spread.",
+            "Change it, or the number of ranks (NPROC_PER_NODE x NNODES).",
+        )
     try:
         round_of(args, num_ranks)
         return
@@ -196,6 +203,7 @@ def check_datasets(
     # Media may be on the disk of each machine. The launcher ends the other ranks with this one.
     if not is_local_master():
         return
+    yield from check_rewarded(args, train_dataset)
     template, is_led = _template(args), leads_conversations(args)
     for setting, dataset in (("dataset", train_dataset), ("val_dataset", eval_dataset)):
         if dataset is not None:
@@ -217,7 +225,20 @@ def check_datasets(
                 knows_all_columns=not is_led,
                 # Once is enough: functions are the same for both.
                 calls=dataset is train_dataset and not is_led,
+                makes_all=is_collecting(),
             )
+
+
+def check_rewarded(args: RLHFArguments, dataset: Dataset) -> Findings:
+    """Refuse a training in which nothing rewards: ms-swift 4.6 takes a view for a teacher that no
+    row has (grpo_trainer.py, `_has_teacher`), and trains on zeros."""
+    names = ("reward_funcs", "reward_model", "teacher_model", "teacher_model_server")
+    is_rewarded = any(getattr(args, name, None) for name in (*names, "use_gym_env", "gym_env"))
+    client = getattr(args, "vllm_client", None)  # of the first rank
+    may_have_gym = args.vllm_mode == "server" and (client is None or client.use_gym_env)
+    has_views = "teacher_prompt" in next(iter(dataset), {})
+    if args.rlhf_type == "grpo" and not (is_rewarded or may_have_gym or has_views):
+        yield error("reward_funcs", "is missing: name at least one reward function.")
 
 
 def _template(args: RLHFArguments) -> Template | None:

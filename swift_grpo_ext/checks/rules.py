@@ -13,7 +13,7 @@ import peft
 from packaging.version import Version
 from swift.utils import HfConfigFactory, json_parse_to_dict
 
-from swift_grpo_ext.checks.finding import Finding, Findings, Level, warning
+from swift_grpo_ext.checks.finding import Finding, Findings, Level, did_you_mean, error, warning
 from swift_grpo_ext.checks.resume import TRAINER_STATE, is_whole, last_whole
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.upstream.accelerator import has_accelerator
@@ -81,6 +81,7 @@ def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
         yield from broken(rules_of_router_replay(args))
         if args.full_determinism:
             yield from broken(rules_of_determinism(args))
+    yield from check_names(args)
     yield from check_ignored_flags(args, given)
 
 
@@ -314,6 +315,26 @@ def _adapter_settings(args: RLHFArguments) -> tuple[bool, list[str], str, bool |
     if args.tuner_type == "lora":
         return args.use_dora, args.modules_to_save, args.lora_bias, args.init_weights, ""
     return False, [], "none", True, ""  # `lora_llm` reads none of these
+
+
+def check_names(args: Arguments) -> Findings:
+    """Refuse names that neither ms-swift nor a plugin registered; ms-swift looks them up once the
+    model is loaded. `check_rewards` has those of reward functions."""
+    from swift.callbacks import callbacks_map
+    from swift.rewards import rm_plugins
+    from swift.rollout import multi_turns
+
+    scheduler = args.multi_turn_scheduler
+    for setting, names, registered in (
+        ("reward_model_plugin", getattr(args, "reward_model_plugin", None), rm_plugins),
+        ("callbacks", getattr(args, "callbacks", None), {*callbacks_map, "diversity"}),
+        ("multi_turn_scheduler", [scheduler] if scheduler else (), multi_turns),
+    ):
+        for name in names or ():
+            if name not in registered:
+                hint = did_you_mean(name, registered) or f"known: {', '.join(sorted(registered))}."
+                text = "is registered by neither ms-swift nor a file of external_plugins;"
+                yield error(f"{setting} {name}", text, hint)
 
 
 def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:

@@ -161,6 +161,14 @@ def test_the_first_error_is_raised_after_the_warnings(
             "error: --router_replay_mode R3: does not go with --use_vllm false, whose rollouts",
         ),
         ({"streaming": True}, "error: --streaming true: expected false. A stream cannot repeat"),
+        ({"callbacks": ["diversity"]}, None),
+        ({"callbacks": ["diversty"]}, "error: --callbacks diversty: ...did you mean diversity?"),
+        ({"callbacks": ["zzz"]}, "error: --callbacks zzz: is registered by...known: ...perf_log"),
+        ({"reward_model_plugin": ["defualt"]}, "error: --reward_model_plugin ...mean default?"),
+        (
+            {**SERVER, "multi_turn_scheduler": "gym_schedular"},
+            "error: --multi_turn_scheduler gym_schedular: ...mean gym_scheduler?",
+        ),
         ({"temperature": 0.9}, None),
         (
             {**TEACHER, "temperature": 0.9},
@@ -455,6 +463,20 @@ def test_groups_that_do_not_fill_a_round(
     assert_says(preflight.check_round(arguments(**sizes), ranks), sentence)
 
 
+def test_an_engine_that_ranks_cannot_share() -> None:
+    """ms-swift's trainer says so, once it has loaded the model."""
+    sizes = {"steps_per_generation": None, "generation_batch_size": None}
+    args = arguments(vllm_tensor_parallel_size=2, per_device_train_batch_size=8, **sizes)
+    expected = "error: --vllm_tensor_parallel_size 2: does not divide the 7 training ranks"
+    for ranks, mode, refused in (
+        (7, "colocate", expected),
+        (8, "colocate", None),
+        (7, "server", None),
+    ):
+        args.vllm_mode = mode
+        assert_says(preflight.check_round(args, ranks), refused)
+
+
 def test_types_that_ms_swift_cannot_match(assets: Path) -> None:
     """ms-swift's own errors, of its own functions."""
     from swift.model import get_model_info_meta
@@ -528,6 +550,11 @@ TEXT = [{"messages": QUESTION}, {"messages": []}]
         (TEXT, None, {}, "warning: --dataset: no row holds `images`"),
         (TEXT, None, {"model_meta": SimpleNamespace(is_multimodal=False)}, None),
         (GOOD[:1] * 2, None, {}, "warning: --dataset: 1 of 2 rows repeat a prompt"),
+        (GOOD, None, {"reward_funcs": []}, "error: --reward_funcs: is missing"),
+        (GOOD, None, {"reward_funcs": [], "gym_env": "maze"}, None),
+        (GOOD, None, {"reward_funcs": [], "teacher_model": "org/teacher"}, None),
+        (GOOD, None, {"reward_funcs": [], "vllm_mode": "server"}, None),  # with a gym, perhaps
+        ([{**GOOD[0], "teacher_prompt": "?"}, GOOD[1]], None, {"reward_funcs": []}, None),
     ],
 )
 def test_data_sets(rows: Any, eval_rows: Any, changes: dict[str, Any], expected: str) -> None:
