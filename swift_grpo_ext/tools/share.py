@@ -8,6 +8,7 @@ two templates, which it fills.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,19 @@ SHARE = Path(__file__).resolve().parents[1] / "share"
 PLUGIN_FILE = SHARE / "plugins" / "grpo_ext.py"
 PRESETS = SHARE / "presets"
 LAUNCH_SCRIPT = SHARE / "scripts" / "launch.sh"
+
+DEFAULTS: Mapping[str, Any] = {
+    "rlhf_type": "grpo",
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.4,
+    "num_generations": 8,
+    "per_device_train_batch_size": 8,
+    "reward_funcs": ["format"],
+    "lazy_tokenize": True,
+    "external_plugins": [str(PLUGIN_FILE)],
+}
+"""Settings of `check` and `selftest` where only a model and a data set are given."""
 
 
 def plugin_path(options: argparse.Namespace) -> None:

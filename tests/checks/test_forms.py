@@ -21,10 +21,9 @@ from swift.infer_engine.protocol import RequestConfig
 from swift.rl_core.data import GRPOSample
 
 from swift_grpo_ext.checks.rows import RowError, prompt_of, question_of, row_fault
-from swift_grpo_ext.tools.check.encoding import RowEncoder, make_encoder
-from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.training.prompts import named_request
 from swift_grpo_ext.upstream.rows import read_row
+from tests.encoders import BothSides
 from tests.stack.rounds import write_video
 
 Rows = list[dict[str, Any]]
@@ -72,12 +71,10 @@ def url(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def encoder(assets: Path) -> RowEncoder:
+def encoder(assets: Path) -> BothSides:
     names = {"model_type": "qwen2_5_vl", "template": "qwen2_5_vl"}
     lengths = {"max_length": 800, "vllm_max_model_len": TOKENS, "truncation_strategy": "delete"}
-    made = make_encoder(Run(training={"model": str(assets / "tiny_vlm"), **names, **lengths}))
-    assert made is not None
-    return made
+    return BothSides(model=str(assets / "tiny_vlm"), **names, **lengths)
 
 
 def asks(text: str = "<image>Which?", **columns: Any) -> Rows:
@@ -272,7 +269,7 @@ def loaded(rows: Rows, path: Path) -> Rows:
     return list(data)
 
 
-def in_a_round(encoder: RowEncoder, row: dict[str, Any]) -> None:
+def in_a_round(encoder: BothSides, row: dict[str, Any]) -> None:
     """What a round makes of a row, up to vLLM's core: raises `RowError`, and nothing else."""
     sample = GRPOSample.from_row(prompt_of(row))
     request = named_request(
@@ -298,13 +295,13 @@ def wrong(
     return found
 
 
-def fault_in_a_round(encoder: RowEncoder, row: dict[str, Any]) -> str:
+def fault_in_a_round(encoder: BothSides, row: dict[str, Any]) -> str:
     with pytest.raises(RowError) as raised:
         in_a_round(encoder, row)
     return raised.value.fault
 
 
-def test_forms_that_are_read(encoder: RowEncoder, folder: Path, url: str, tmp_path: Path) -> None:
+def test_forms_that_are_read(encoder: BothSides, folder: Path, url: str, tmp_path: Path) -> None:
     def check(rows: Rows, counts: list[int]) -> None:
         for row, count in zip(rows, counts, strict=True):
             assert row_fault(row, encoder.placeholder_texts) is None
@@ -312,13 +309,13 @@ def test_forms_that_are_read(encoder: RowEncoder, folder: Path, url: str, tmp_pa
             assert encoder.refusal(row) is None
             in_a_round(encoder, row)
             encoded = encoder.encode(row)
-            assert len(encoded.media) == count
-            assert encoded.differences == []
+            assert len(encoded.rollout.starts) == count
+            assert encoded.fault == ""
 
     assert wrong(good(folder, url), tmp_path, check) == {}
 
 
-def test_faults_that_headers_show(encoder: RowEncoder, folder: Path, tmp_path: Path) -> None:
+def test_faults_that_headers_show(encoder: BothSides, folder: Path, tmp_path: Path) -> None:
     def check(rows: Rows, expected: str) -> None:
         fault = row_fault(rows[0], encoder.placeholder_texts)
         assert expected in str(fault)
@@ -329,7 +326,7 @@ def test_faults_that_headers_show(encoder: RowEncoder, folder: Path, tmp_path: P
 
 
 def test_faults_that_show_when_a_row_is_met(
-    encoder: RowEncoder, folder: Path, url: str, tmp_path: Path
+    encoder: BothSides, folder: Path, url: str, tmp_path: Path
 ) -> None:
     def check(rows: Rows, expected: str) -> None:
         assert row_fault(rows[0], encoder.placeholder_texts) is None
@@ -353,7 +350,7 @@ def test_a_row_of_any_form_is_named_by_its_question() -> None:
     assert question_of(unreadable) == "Which?"
 
 
-def test_content_in_a_file_of_rows(encoder: RowEncoder, folder: Path, tmp_path: Path) -> None:
+def test_content_in_a_file_of_rows(encoder: BothSides, folder: Path, tmp_path: Path) -> None:
     """Parquet holds bytes; CSV holds texts, of which an answer is not the question."""
     png, cut = ((folder / name).read_bytes() for name in ("1.png", "cut.jpg"))
     for name, content, expected in (

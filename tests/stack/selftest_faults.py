@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from swift_grpo_ext.tools.harness import with_trainer
 from swift_grpo_ext.tools.selftest.outcome import SAME_TOKENS
-from swift_grpo_ext.tools.selftest.worker import attempt, run_with_trainer
+from swift_grpo_ext.tools.selftest.worker import attempt
 
 SAMPLES = 64
 """The collision test takes so many; a user gets more."""
@@ -132,7 +133,7 @@ def main(output: Path, argv: list[str]) -> None:
         found["again"] = {"weights": tried("weights")}
         output.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
 
-    run_with_trainer(argv, use)
+    with_trainer(argv, use)
 
 
 if __name__ == "__main__":

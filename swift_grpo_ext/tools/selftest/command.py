@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import signal
 import socket
 import subprocess
@@ -19,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,21 +25,13 @@ from typing import Any
 import psutil
 import torch
 
-from swift_grpo_ext.tools.check.command import quietly
-from swift_grpo_ext.tools.check.data import read_data
-from swift_grpo_ext.tools.check.glance import by_flag, check_files
+from swift_grpo_ext.tools.check.glance import check_files, check_names
 from swift_grpo_ext.tools.check.machine import SHOWN, installed_versions
-from swift_grpo_ext.tools.check.settings import (
-    Run,
-    devices_of,
-    environment,
-    parse,
-    read_settings,
-    to_argv,
-)
+from swift_grpo_ext.tools.harness import last_error
 from swift_grpo_ext.tools.selftest.outcome import ALL, PROMISES, SAME_TOKENS, Result
 from swift_grpo_ext.tools.selftest.worker import Job
-from swift_grpo_ext.tools.share import PLUGIN_FILE
+from swift_grpo_ext.tools.share import DEFAULTS
+from swift_grpo_ext.tools.sources import by_flag, environment, read_settings, to_argv
 from swift_grpo_ext.version import __version__
 
 MOST_SECONDS = 1800.0
@@ -49,18 +39,6 @@ MOST_SECONDS = 1800.0
 
 SECONDS_BETWEEN_LOOKS = 0.5
 STARTED = time.monotonic()
-
-DEFAULTS: Mapping[str, Any] = {
-    "rlhf_type": "grpo",
-    "use_vllm": True,
-    "vllm_mode": "colocate",
-    "vllm_gpu_memory_utilization": 0.4,
-    "num_generations": 8,
-    "reward_funcs": ["format"],
-    "lazy_tokenize": True,
-    "external_plugins": [str(PLUGIN_FILE)],
-}
-"""Settings where only a model and a data set are given."""
 
 CHANGED: Mapping[str, Any] = {
     "add_version": False,
@@ -84,10 +62,6 @@ LEFT_OUT = (
 SERVER_SETTINGS = ("vllm_server_host", "vllm_server_port", "vllm_server_base_url")
 LAUNCHER_VARIABLES = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:error|[\w.]*(?:Error|Exception)): .+)", re.MULTILINE)
-"""The end of a traceback in Python, also of a rank's, and a mistake of the user's, which has none;
-torchrun's own errors have no text."""
-
 
 def run(options: argparse.Namespace) -> int:
     """Check, print, and write `selftest.json`.
@@ -96,15 +70,14 @@ def run(options: argparse.Namespace) -> int:
         1 where a promise does not hold, 2 where none could be tried, else 0.
     """
     settings, folder = read_training(options), options.output
-    files = check_files(by_flag(to_argv(settings)))
-    rows = quietly(partial(read_data, Run(training=settings), {}))
-    for finding in chain(files, rows):
-        if finding.level == "error":
-            raise ValueError(finding.sentence)
+    flags = by_flag(to_argv(settings))
+    for finding in chain(check_names("training", flags), check_files(flags)):
+        raise ValueError(finding.sentence)
     folder.mkdir(parents=True, exist_ok=True)
     if torch.accelerator.is_available():
         device = str(torch.accelerator.current_accelerator())
-        num_devices = len(devices_of(settings)) or torch.accelerator.device_count()
+        named = str(environment(settings).get("CUDA_VISIBLE_DEVICES", ""))
+        num_devices = len([*filter(None, named.split(","))]) or torch.accelerator.device_count()
     else:
         device, num_devices = "cpu", len(os.sched_getaffinity(0))  # each core holds a rank
     given = environment(settings)
@@ -160,7 +133,11 @@ def read_training(options: argparse.Namespace) -> dict[str, Any]:
     overrides = ["--model", options.model] if options.model else []
     overrides += ["--dataset", *options.dataset] if options.dataset else []
     from_file = read_settings(options.config) if options.config else DEFAULTS
-    settings = parse("training", from_file, [*overrides, *options.rest])
+    won: dict[str, Any] = {
+        name: values[0] if len(values) == 1 else values
+        for name, values in by_flag([*overrides, *options.rest]).items()
+    }
+    settings = {**from_file, **won}
     if not (settings.get("model") and settings.get("dataset")):
         raise ValueError("selftest: give a YAML file of `swift rlhf`, or --model and --dataset.")
     algorithm = settings.get("rlhf_type")
@@ -265,14 +242,6 @@ def tell(text: str) -> None:
     """Print a line of progress, with the time since the start."""
     minutes, seconds = divmod(int(time.monotonic() - STARTED), 60)
     print(f"{minutes}:{seconds:02} {text}", file=sys.stderr, flush=True)
-
-
-def last_error(log: Path) -> str:
-    """Return the last exception that a log names, or its last lines."""
-    text = log.read_text(encoding="utf-8", errors="replace")
-    errors = [match[1].strip() for match in ERROR.finditer(text)]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return errors[-1] if errors else " | ".join(lines[-3:])
 
 
 def show(results: list[Result]) -> None:

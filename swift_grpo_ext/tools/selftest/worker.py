@@ -2,8 +2,8 @@
 
     python -m swift_grpo_ext.tools.selftest.worker JOB_AS_JSON
 
-`run_with_trainer` is `swift rlhf` up to where it would train. Each result is a line of JSON,
-written as soon as it is known: a process that is ended leaves what it has.
+Each result is a line of JSON, written as soon as it is known: a process that is ended leaves what
+it has.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swift_grpo_ext.tools.harness import with_trainer
 from swift_grpo_ext.tools.selftest.outcome import (
     ALL,
     REMEDIES,
@@ -50,27 +50,6 @@ class Job:
     """The file with round 0: the first topology saves it, others compare theirs with it."""
 
     ranks: int = 1
-
-
-def run_with_trainer(argv: Sequence[str], use: Callable[[RolloutGRPOTrainer], None]) -> None:
-    """Run `swift rlhf ARGV`; `use` is given the trainer instead of training."""
-    from swift.cli.main import parse_yaml_args
-    from swift.cli.utils import try_use_single_device_mode
-
-    import swift_grpo_ext
-
-    given = list(argv)
-    parse_yaml_args(given)
-    try_use_single_device_mode()
-    swift_grpo_ext.register()
-    from swift.pipelines.train.rlhf import SwiftRLHF
-
-    class Selftest(SwiftRLHF):
-        def train(self, trainer: RolloutGRPOTrainer) -> dict[str, Any]:
-            use(trainer)
-            return {}
-
-    Selftest(given).main()
 
 
 def check_all(job: Job, trainer: RolloutGRPOTrainer) -> None:
@@ -123,4 +102,4 @@ def attempt(rig: Rig, name: str, check: Check) -> Result:
 
 if __name__ == "__main__":
     job = Job(**json.loads(sys.argv[1]))
-    run_with_trainer(job.argv, partial(check_all, job))
+    with_trainer(job.argv, partial(check_all, job))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,18 +11,9 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from swift.dataset import load_dataset
 
-from swift_grpo_ext.checks.rows import Row
-from swift_grpo_ext.tools.check.data import check_data
-from swift_grpo_ext.tools.check.encoding import (
-    Difference,
-    RowEncoder,
-    check_encoding,
-    differences,
-    make_encoder,
-)
-from swift_grpo_ext.tools.check.lookup import check_template
-from swift_grpo_ext.tools.check.settings import Run
+from tests.encoders import BothSides
 from tests.stack import rounds
 from tests.stack.processes import ROOT
 
@@ -33,26 +23,16 @@ from tiny_vlm.families import FAMILIES, make_config, make_processor, make_tokeni
 LONG = "Many words come first. " * 20
 
 
-def write_rows(folder: Path, *rows: tuple[str, dict[str, Sequence[str]]]) -> str:
-    """Write rows of a question and its media; return the path."""
+def write_rows(folder: Path, *rows: tuple[str, dict[str, Sequence[str]]]) -> tuple[str, Any]:
+    """Write rows of a question and its media; return the path, and the rows as ms-swift reads
+    them."""
     path = folder / "rows.jsonl"
     lines = [
         json.dumps({"messages": [{"role": "user", "content": question}], **media})
         for question, media in rows
     ]
     path.write_text("\n".join(lines), encoding="utf-8")
-    return str(path)
-
-
-def said(run: Run) -> list[str]:
-    """Return what the check says of the data set behind the number of its media, without its
-    name."""
-    loaded: dict[str, list[Row]] = {}
-    list(check_template(run))
-    findings = [*check_data(run, loaded), *check_encoding(run, loaded)]
-    names = [f"{f.level}: {f.sentence}" for f in findings]
-    names = names[1 + next(i for i, name in enumerate(names) if "hold images" in name) :]
-    return [name.replace(f"--dataset {(run.training or {})['dataset'][0]}: ", "") for name in names]
+    return str(path), load_dataset([str(path)], remove_unused_columns=False)[0]
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +50,13 @@ def settings(assets: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def test_rows_that_are_right(settings: dict[str, Any], image: str, tmp_path: Path) -> None:
-    rows = write_rows(
+    _, rows = write_rows(
         tmp_path,
         ("<image>Which digit?", {"images": [image]}),
         ("Here:\n<image>\n and <image>?", {"images": [image] * 2}),
         *(("Which digit?", {}) for _ in range(38)),  # 16 in all, and 16 of the others
     )
-    assert said(Run(training={**settings, "dataset": [rows]})) == [
+    assert BothSides(**settings).said(rows) == [
         "ok: 32 rows with 3 media are equal in rollout and training, in tokens and positions.",
         "note: prompts have 22 to 61 tokens (--max_length 64 counts a medium as one); with "
         "--max_completion_length 100 a sample takes up to 161 of 256 (--vllm_max_model_len).",
@@ -93,15 +73,15 @@ def test_positions_behind_long_videos(
     for name, count in (("long", 12), ("short", 4)):
         rounds.write_video([image] * count, tmp_path / f"{name}.mp4")
     long, short = str(tmp_path / "long.mp4"), str(tmp_path / "short.mp4")
-    rows = write_rows(
+    path, rows = write_rows(
         tmp_path,
         ("<video>What is seen?", {"videos": [long]}),
         ("<video> or <image> and <video>?", {"videos": [long, short], "images": [image]}),
         ("Which digit?", {}),
     )
     settings["vllm_max_model_len"] = 4096
-    run = Run(training={**settings, "dataset": [rows]})
-    assert said(run)[0] == "ok: 3 rows with 4 media are equal in rollout and training, " + (
+    sides = BothSides(**settings)
+    assert sides.said(rows)[0] == "ok: 3 rows with 4 media are equal in rollout and training, " + (
         "in tokens and positions."
     )
     count = Qwen2_5_VLModel.get_rope_index
@@ -111,41 +91,15 @@ def test_positions_behind_long_videos(
         return positions - (positions > 20).long(), deltas
 
     monkeypatch.setattr(Qwen2_5_VLModel, "get_rope_index", elsewhere)
-    first, second, *_ = said(run)
+    first, second, *_ = sides.said(rows)
     for text, number in ((first, 1), (second, 2)):
-        assert text.startswith(f"error: row {number} of {rows} (which asks '<video>")
-        assert ") has the same tokens at other positions, from token " in text
+        assert text.startswith(f"error: row {number} of {path} (which asks '<video>")
+        assert "): the same tokens stand at other positions, from token " in text
         assert "in time, height and width). vLLM's model and transformers' count" in text
 
 
-def test_a_model_that_is_not_here(assets: Path, tmp_path: Path) -> None:
-    """The check of the template says it, as of a type that is open."""
-    rows = write_rows(tmp_path, ("Which digit?", {}))
-    for model in ("No-Such/Model", "./none", str(assets / "tiny_vlm"), None):
-        assert said(Run(training={"model": model, "dataset": [rows]})) == []
-
-
-def test_a_model_of_the_hub_needs_no_names(
-    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its id tells the template; the folder of a cache, which has a number for its name, does
-    not."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    cached = tmp_path / "models--Qwen--Qwen2.5-VL-3B-Instruct"
-    shutil.copytree(assets / "tiny_vlm", cached / "snapshots/abc")
-    (cached / "refs").mkdir()
-    (cached / "refs/main").write_text("abc")
-    model = {"model": "Qwen/Qwen2.5-VL-3B-Instruct", "vllm_max_model_len": 1024}
-    rows = write_rows(tmp_path, ("Which digit?", {}))
-    first, *_ = said(Run(training={**model, "dataset": [rows]}))
-    assert (
-        first
-        == "ok: 1 rows with 0 media are equal in rollout and training, in tokens and positions."
-    )
-
-
 def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Path) -> None:
-    rows = write_rows(
+    path, rows = write_rows(
         tmp_path,
         (f"<image>{LONG}Which?", {"images": [image]}),
         (f"<image> or <image>{LONG}Both?", {"images": [image] * 2}),
@@ -153,20 +107,16 @@ def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Pat
         (f"Three: {'<image>' * 15}", {"images": [image] * 15}),
     )
     settings["max_completion_length"] = 200
-    too_long, differs, behind, both_behind, room = said(
-        Run(training={**settings, "dataset": [rows]})
-    )
-    assert too_long.startswith(f"error: row 4 of {rows} (which asks 'Three: <image>")
+    too_long, differs, behind, both_behind, room = BothSides(**settings).said(rows)
+    assert too_long.startswith(f"error: row 4 of {path} (which asks 'Three: <image>")
     assert ") cannot be encoded for a rollout (VLLMValidationError: The" in too_long
     assert "(length 289) is longer than the maximum model length of 256" in too_long
     assert differs.startswith(
-        f"error: row 2 of {rows} (which asks {f'<image> or <image>{LONG}'[:60]!r}) has a prompt "
-        "of 94 tokens in the rollout (image 1 of 112x112 (16 tokens from token 0 on), image 2 of "
-        "112x112 (16 tokens from token 16 on)) and of 159 in training: from token 0 on the rollout "
-        "has "
-        "'<|image_pad|>' (151655 x 32) where training has '<|im_start|>system\\nYou are' (151644, "
-        "8948, 198, 2610, 525, ... 97 tokens in all). Give `swift rollout`"
+        f"error: row 2 of {path} (which asks {f'<image> or <image>{LONG}'[:60]!r}): the rollout "
+        "saw a prompt of 94 tokens that training does not begin with; they differ from token 0 on "
+        "([151655, 151655, 151655, 151655, 151655] against [151644, 8948, 198, 2610, 525], "
     )
+    assert " Give `swift rollout` the settings of the training" in differs
     cut = " is truncated to --max_length 64: {0} of its {0} media lost the text around them."
     assert cut.format(1) in behind
     assert cut.format(2) in both_behind
@@ -175,8 +125,8 @@ def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Pat
         " end after 162 tokens. Raise --vllm_max_model_len, or lower --max_length."
     )
     settings |= {"truncation_strategy": "delete", "rollout_mismatch": "warn"}
-    assert said(Run(training={**settings, "dataset": [rows]})) == [
-        f"warning: row 1 of {rows} (which asks {f'<image>{LONG}'[:60]!r}), like 2 more, cannot be "
+    assert BothSides(**settings).said(rows) == [
+        f"warning: row 1 of {path} (which asks {f'<image>{LONG}'[:60]!r}), like 2 more, cannot be "
         "encoded for training (MaxLengthError: Current length of row(139) is larger than the "
         "max_length(64).). Others take its place (--truncation_strategy delete)."
     ]
@@ -196,42 +146,36 @@ def test_sides_that_differ(image: str, tmp_path: Path) -> None:
     """The sides have other system prompts and sizes of images; no weights are there."""
     write_without_weights("glm4v", "Glm4vForConditionalGeneration", tmp_path)
     video = rounds.write_video([image] * 4, tmp_path / "digits.mp4")
-    rows = write_rows(
+    path, rows = write_rows(
         tmp_path,
         ("<image>Which digit?", {"images": [image]}),
         ("<video>Which digits?", {"videos": [str(video)]}),
     )
     names = {"model": str(tmp_path), "model_type": "glm4v", "template": "glm4v"}
-    run = Run(
-        training={**names, "vllm_mode": "server", "dataset": [rows]},
-        rollout={**names, "system": "Be brief.", "max_pixels": 784, "vllm_max_model_len": 512},
-    )
-    no_video, differs, room = said(run)
+    rollout = {**names, "system": "Be brief.", "max_pixels": 784, "vllm_max_model_len": 512}
+    no_video, differs, room = BothSides(rollout=rollout, **names).said(rows)
     assert no_video.startswith(
-        f"error: row 2 of {rows} (which asks '<video>Which digits?') cannot be encoded for "
+        f"error: row 2 of {path} (which asks '<video>Which digits?') cannot be encoded for "
         "training (AssertionError: glm.py, line "
     )
     assert differs.startswith(
-        f"error: row 1 of {rows} (which asks '<image>Which digit?') has a prompt of 25 tokens in "
-        "the rollout (image 1 of 28x28 (9 tokens from token 10 on)) and of 27 in training: from "
-        "token 2 on the rollout has "
-        "'<|system|>\\nBe brief.' (151335, 198, 3430, 9814, 13) where training has "
-        "nothing; from token 10 on the rollout has '<|image|>' (151343 x 9) where training has "
-        "'<|image|>' (151343 x 16). Give `swift rollout` the settings of the training"
+        f"error: row 1 of {path} (which asks '<image>Which digit?'): the rollout saw a prompt of "
+        "25 tokens that training does not begin with; they differ from token 2 on ([151335, 198, "
     )
+    assert "<|system|>\\nBe brief." in differs
     assert " end after 487 tokens." in room
 
 
 def seen(
-    encoder: RowEncoder, row: dict[str, Any], known: dict[str, torch.Tensor]
+    encoder: BothSides, row: dict[str, Any], known: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pixels that vLLM and training make of a row, in the row's order.
 
     Args:
         known: of media that vLLM was shown before, which it sends its core but once.
     """
-    assert encoder.encode(row).differences == []
-    features = encoder.core.add_request.call_args.args[0].mm_features
+    assert encoder.encode(row).fault == ""
+    features = encoder.core.add_request.call_args.args[0].mm_features or []
     for feature in features:
         if feature.data is not None:
             [known[feature.identifier]] = (
@@ -248,8 +192,7 @@ def test_videos_and_images_of_unequal_sizes(image: str, tmp_path: Path) -> None:
     write_without_weights("internvl", "InternVLForConditionalGeneration", tmp_path)
     settings = {"model": str(tmp_path), "model_type": "internvl", "template": "internvl_hf"}
     settings |= {"torch_dtype": "float32", "vllm_max_model_len": 2048}
-    encoder = make_encoder(Run(training=settings))
-    assert encoder is not None
+    encoder = BothSides(**settings)
     short, long = (
         str(rounds.write_video([image] * frames, tmp_path / f"{frames}.mp4")) for frames in (2, 5)
     )
@@ -267,21 +210,3 @@ def test_videos_and_images_of_unequal_sizes(image: str, tmp_path: Path) -> None:
         of_vllm, of_training = seen(encoder, row, known)
         assert len(of_training) == num_tiles
         assert torch.equal(of_vllm, of_training.to(of_vllm.dtype))
-
-
-@pytest.mark.parametrize(
-    ("rollout", "training", "expected"),
-    [
-        ([1, 9, 9, 2], [1, 9, 9, 2], []),
-        ([1, 9, 9, 2], [1, -5, 2], []),  # a medium of unknown size
-        ([1, 8, 8, 2], [1, 9, 9, 2], []),  # frames of InternVL
-        ([1, 9, 9, 2], [1, 9, 2], [Difference(1, [9, 9], [9])]),
-        ([1, 8, 9, 2], [1, 9, 8, 2], [Difference(1, [8, 9], [9, 8])]),
-        ([1, 9, 9, 2, 3], [2, 3, 4], [Difference(0, [1, 9, 9], []), Difference(5, [], [4])]),
-        ([9, 1, 9, 9], [1, 9, 1, 9, 9], [Difference(0, [], [1])]),
-        ([], [1], [Difference(0, [], [1])]),
-        ([1, 2, 4], [1, 3, 4], [Difference(1, [2], [3])]),
-    ],
-)
-def test_differences(rollout: list[int], training: list[int], expected: list[Difference]) -> None:
-    assert list(differences(rollout, training, {8, 9})) == expected

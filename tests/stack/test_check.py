@@ -1,0 +1,324 @@
+"""`check` starts the real thing: what a training or a server refuses, it refuses, and no more.
+
+    python -m tests.stack.test_check CASES.json FOUND.json
+
+begins each case in a process of its own, forked from this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_grpo_ext.checks.finding import Finding
+from swift_grpo_ext.tools.check.command import glance
+from swift_grpo_ext.tools.check.start import Job
+from swift_grpo_ext.tools.harness import begin
+from swift_grpo_ext.tools.sources import Side, Source, read_sources
+from tests.stack.processes import COMMAND, PLUGIN, started
+from tests.stack.rounds import PRESET, server_argv, write_lines
+
+pytestmark = pytest.mark.stack
+
+LORA = ("--tuner_type", "lora", "--vllm_enable_lora", "true")
+URL = "http://me:secret@127.0.0.1:8000"
+SERVED = ("--vllm_mode", "server", "--vllm_server_host", "127.0.0.1", "--vllm_server_port", "8000")
+REWARDS = """
+from swift.rewards import ORM, orms
+
+class One(ORM):
+    def __call__(self, completions, **kwargs):
+        return 1.0
+
+class Narrow(ORM):
+    def __call__(self, completions):
+        return [1.0] * len(completions)
+
+class Odd(ORM):
+    def __init__(self):
+        pass
+
+orms.update(one=One, narrow=Narrow, odd=Odd)
+"""
+
+TRAININGS: dict[str, tuple[str, ...]] = {
+    # Ranges and what does not go together
+    "--rollout_timeout 0.5: expected": ("--rollout_timeout", "0.5"),
+    "--tool_timeout 0.0: expected": ("--tool_timeout", "0"),
+    "--sample_log_gb -1.0: expected": ("--sample_log_gb", "-1"),
+    "--seed -1: expected": ("--seed", "-1"),
+    "--streaming true: expected": ("--streaming", "true", "--max_steps", "9"),
+    "--sleep_level 1: needs accelerators": ("--sleep_level", "1"),
+    "--deepspeed zero3: needs accelerators": ("--deepspeed", "zero3"),
+    "--fsdp fsdp2: needs accelerators": ("--fsdp", "fsdp2"),
+    "--tuner_type adapter: adds parts": ("--tuner_type", "adapter"),
+    "--tuner_type longlora: needs": ("--tuner_type", "longlora"),
+    "--use_dora true: does not go": (*LORA, "--use_dora", "true"),
+    "--lora_bias all: does not go": (*LORA, "--lora_bias", "all"),
+    "--modules_to_save lm_head: does not go": (*LORA, "--modules_to_save", "lm_head"),
+    "--init_weights pissa: does not go": (*LORA, "--init_weights", "pissa"),
+    "--resume_from_checkpoint {folder}: is no whole": ("--resume_from_checkpoint", "{folder}"),
+    "--router_replay_mode R3: does not go with --torch_compile": (
+        *("--router_replay_mode", "R3", "--torch_compile", "true"),
+    ),
+    "--router_replay_mode R3: expected a mixture": ("--router_replay_mode", "R3"),
+    "`swift rlhf`: --vllm_server_base_url holds a password": (
+        *("--vllm_mode", "server", "--vllm_server_base_url", URL),
+    ),
+    # Names
+    "--callbacks diversty: is registered": ("--callbacks", "diversty"),
+    "--multi_turn_scheduler gym: is registered": ("--multi_turn_scheduler", "gym"),
+    "--reward_model_plugin zzz: is registered": ("--reward_model_plugin", "zzz"),
+    "--reward_funcs acuracy: is registered": ("--reward_funcs", "acuracy"),
+    "--template qwen2_5_v: ms-swift has no such": ("--template", "qwen2_5_v"),
+    "--model_type qwen9: ms-swift has no such": ("--model_type", "qwen9"),
+    # Rounds
+    "--num_generations 7: does not divide": ("--num_generations", "7"),
+    "--dataset {rows}: 512 rows are fewer": ("--gradient_accumulation_steps", "1000"),
+    "--val_dataset: 512 rows make no batch": (
+        *("--val_dataset", "{rows}", "--eval_strategy", "steps"),
+        *("--per_device_eval_batch_size", "8000"),
+    ),
+    # Stops, tokens and the model
+    "--stop_words holds an empty string": ("--stop_words", ""),
+    "--stop_token_ids 151936: 151936 is no token": ("--stop_token_ids", "151936"),
+    "--new_special_tokens": ("--new_special_tokens", *(f"<new{i}>" for i in range(500))),
+    "--vllm_speculative_config": ("--vllm_engine_kwargs", '{{"speculative_config": {{"a": 1}}}}'),
+    "--target_modules all-linear: does not go": ("--tuner_type", "vera"),
+    # Rows and rewards
+    "--dataset: row 1 of {folder}/missing.jsonl": ("--dataset", "{folder}/missing.jsonl"),
+    "--dataset {folder}/boxes.jsonl: no row is left": ("--dataset", "{folder}/boxes.jsonl"),
+    "--reward_funcs digit_accuracy: asks for `solution`": ("--dataset", "{folder}/renamed.jsonl"),
+    "--reward_funcs: is missing": ("-reward_funcs",),  # which is left out
+    "--reward_funcs accuracy: needs the package": ("--reward_funcs", "accuracy"),
+    "--reward_funcs one: returned": ("--reward_funcs", "one"),
+    "--reward_funcs narrow: does not take all": ("--reward_funcs", "narrow"),
+    "--reward_funcs odd: cannot be made": ("--reward_funcs", "odd"),
+    # ms-swift's own
+    "`swift rlhf`: ends with ValueError: num_generations must be": ("--num_generations", "1"),
+    "`swift rlhf`: ends with ValueError: GRPO requires": ("--truncation_strategy", "split"),
+    "`swift rlhf`: ends with AssertionError: async generate": ("--async_generate", "true"),
+    "`swift rlhf`: ends with ModuleNotFoundError: No module named 'no_such'": (
+        *("--external_plugins", PLUGIN, "{folder}/broken.py"),
+    ),
+    "Unknown argument --logit_shim": ("--logit_shim", "off"),
+    "Settings: argument --learning_rate": ("--learning_rate", "fast"),
+    "Settings: argument --reward_funcs": ("--reward_funcs",),
+}
+"""What a refusal says, and the arguments that it is for."""
+
+SERVERS: dict[str, tuple[str, ...]] = {
+    "--port {taken}: is in use": ("--port", "{taken}"),
+    "--rollout_timeout 0.5: expected": ("--rollout_timeout", "0.5"),
+    "--seed -1: expected": ("--seed", "-1"),
+    "`swift rollout`: --api_key stands in the command line": ("--api_key", "secret"),
+    "--multi_turn_scheduler gym: is registered": (
+        *("--multi_turn_scheduler", "gym", "--vllm_use_async_engine", "true"),
+    ),
+    "--template qwen2_5_v: ms-swift has no such": ("--template", "qwen2_5_v"),
+    "--vllm_speculative_config": ("--vllm_speculative_config", '{{"a": 1}}'),
+    "`swift rollout`: ends with ValueError: RolloutArguments does not support": (
+        *("--vllm_pipeline_parallel_size", "2"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows and plugins that are right, and wrong in each way."""
+    folder = tmp_path_factory.mktemp("check")
+    question = [{"role": "user", "content": "<image>Which digit is this?"}]
+    row = {"messages": question, "solution": "7", "images": [str(folder / "none.png")]}
+    write_lines(folder / "missing.jsonl", [row] * 8)
+    boxes = {"ref": ["digit"], "bbox": [1, 2, 3, 4]}
+    write_lines(folder / "boxes.jsonl", [{**row, "objects": boxes}] * 8)
+    rows = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(rows)
+    (folder / "rows.jsonl").write_text(text)
+    (folder / "renamed.jsonl").write_text(text.replace('"solution"', '"answer"'))
+    (folder / "broken.py").write_text("import no_such")
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def training(assets: Path, folder: Path, *argv: str) -> Source:
+    own = ["--model", str(assets / "tiny_vlm"), "--dataset", str(folder / "rows.jsonl")]
+    own += ["--external_plugins", PLUGIN, "examples/digits/rewards.py", str(folder / "rewards.py")]
+    own += ["--output_dir", str(folder / "run")]
+    more = [word for word in argv if not re.match(r"-\w+_", word)]
+    source = read_sources(PRESET, overrides=[*own, *more])["training"]
+    for name in (word.removeprefix("-") for word in argv if word not in more):
+        start = source.argv.index(f"--{name}")
+        del source.argv[start : start + 1 + len(source.given[name])]
+    return source
+
+
+@contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        yield int(taken.getsockname()[1])
+
+
+def begun(sources: dict[str, Source], folder: Path) -> dict[str, list[Finding]]:
+    """Return what the start of each case says."""
+    (folder / "cases.json").write_text(json.dumps(sources))
+    files = (str(folder / "cases.json"), str(folder / "found.json"))
+    command = [sys.executable, "-m", "tests.stack.test_check", *files]
+    with started(command, folder / "log") as running:
+        finished = running.wait(900)
+    assert finished.returncode == 0, finished.cause
+    found = json.loads((folder / "found.json").read_text())
+    return {name: [Finding(**each) for each in findings] for name, findings in found.items()}
+
+
+def unsaid(cases: dict[str, list[Finding]]) -> dict[str, list[str]]:
+    """Return the refusals that are not the first error of their case, with what was said."""
+    wrong = {}
+    for expected, findings in cases.items():
+        errors = [finding.sentence for finding in findings if finding.level == "error"]
+        if not (errors and errors[0].startswith(expected)):
+            wrong[expected] = [f"{finding.level}: {finding.sentence}" for finding in findings]
+    return wrong
+
+
+def test_each_refusal_of_a_training(assets: Path, folder: Path) -> None:
+    names = {"folder": str(folder), "rows": str(folder / "rows.jsonl")}
+    cases = {
+        expected.format(**names): training(assets, folder, *(word.format(**names) for word in argv))
+        for expected, argv in TRAININGS.items()
+    }
+    found = begun({**cases, "": training(assets, folder)}, folder)
+    assert [finding.level for finding in found.pop("")] == []  # a training that starts
+    assert unsaid(found) == {}
+    assert not (folder / "run").exists()
+
+
+def test_each_refusal_of_a_server(assets: Path, folder: Path) -> None:
+    with taken_port() as port:
+        cases = {
+            expected.format(taken=port): Source(
+                "rollout",
+                server_argv(assets, "--port", "0", *(word.format(taken=port) for word in argv)),
+                {},
+            )
+            for expected, argv in SERVERS.items()
+        }
+        found = begun(cases, folder)
+    assert unsaid(found) == {}
+
+
+def test_a_run_that_starts(assets: Path, folder: Path, tmp_path: Path) -> None:
+    """The quickstart's command, pasted whole: ranks come from its environment."""
+    argv = [*training(assets, folder, "--stop_words", "</answer>").argv]
+    command = [*COMMAND, "check", "--", "NPROC_PER_NODE=2", "swift", "rlhf", *argv]
+    with started(command, tmp_path / "log", out=tmp_path / "out") as running:
+        finished = running.wait(900)
+    said = (tmp_path / "out").read_text(encoding="utf-8")
+    assert finished.returncode == 0, said
+    assert "warning: " not in said
+    for line in (
+        "ok: Versions: ",
+        "a round is 128 samples (2 ranks x per_device_train_batch_size 64 x 1",
+        "ok: --template: qwen2_5_vl: a turn ends with <|im_end|>; stop words: '</answer>'.",
+        "ok: --dataset: 32 rows with 32 media are equal in rollout and training, in tokens and pos",
+    ):
+        assert line in said
+    assert said.endswith("Ready. Not looked at: weights, and the memory that they need.\n")
+
+
+def said_of(folder: Path, *sources: Source) -> str:
+    """Return what the start of a run says, a line each."""
+    job = asdict(Job(sources={source.side: source for source in sources}))
+    command = [sys.executable, "-m", "swift_grpo_ext.tools.check.start", json.dumps(job)]
+    (folder / "out").unlink(missing_ok=True)
+    with started(command, folder / "log", out=folder / "out") as running:
+        finished = running.wait(900)
+    assert finished.returncode == 0, finished.cause
+    lines = (folder / "out").read_text(encoding="utf-8").splitlines()
+    found = [Finding(**json.loads(line)) for line in lines]
+    return "\n".join(f"{finding.level}: {finding.sentence}" for finding in found)
+
+
+def test_both_sides(assets: Path, folder: Path, tmp_path: Path) -> None:
+    """One look finds more than one error; rows are encoded by each side with its own settings."""
+    trains = training(assets, folder, *SERVED, "--callbacks", "diversty", "--tool_timeout", "0")
+    served = server_argv(assets, "--seed", "-1")
+    said = said_of(tmp_path, trains, Source("rollout", served, {}))
+    for line in (
+        "error: --callbacks diversty: is registered by neither",
+        "error: --tool_timeout 0.0: expected",
+        "error: --seed -1: expected 0 or more",
+        "32 rows with 32 media are equal in rollout and training",
+    ):
+        assert line in said
+    other = Source("rollout", server_argv(assets, "--max_pixels", "784"), {})
+    said = said_of(tmp_path, training(assets, folder, *SERVED), other)
+    assert re.search(r"error: --dataset: row \d+ of .*: the rollout saw a prompt of", said), said
+
+
+def test_what_is_not_here_is_not_looked_at(assets: Path, folder: Path, tmp_path: Path) -> None:
+    said = said_of(tmp_path, training(assets, folder, "--model", "No-Such/Model"))
+    assert "error: " not in said
+    assert "skipped: --model No-Such/Model: is not on this machine" in said
+    said = said_of(tmp_path, training(assets, folder, "--dataset", "Org/rows"))
+    assert "error: " not in said
+    assert "skipped: --dataset Org/rows: is on a hub" in said
+    assert "ok: --template: qwen2_5_vl" in said
+
+
+def test_a_model_and_rows_alone(assets: Path, folder: Path, tmp_path: Path) -> None:
+    named = ["--template", "qwen2_5_vl", "--model_type", "qwen2_5_vl"]
+    rows = [str(folder / "rows.jsonl")]
+    for dataset, rest, expected in (
+        (rows, [], "error: --template: is missing, and several fit this model: qwen2_5_vl, mimo"),
+        (rows, named, "32 rows with 32 media are equal in rollout and training"),
+        ([], named, "ok: --template: qwen2_5_vl: a turn ends with <|im_end|>; stop words: none."),
+    ):
+        options = Namespace(config=None, model=str(assets / "tiny_vlm"), dataset=dataset, rest=rest)
+        options.settings_only = False
+        sources: dict[Side, Source] = {}
+        assert [*glance(options, sources)] == []
+        said = said_of(tmp_path, *sources.values())
+        assert expected in said
+        assert ("error: " in said) == expected.startswith("error: ")
+
+
+def main(cases: Path, found: Path) -> None:
+    said: dict[str, list[dict[str, Any]]] = {}
+    for name, (side, argv, env) in json.loads(cases.read_text()).items():
+        one = found.with_suffix(".one")
+        if not (child := os.fork()):
+            findings: list[Finding] = []
+            try:
+                begin(Source(_side(side), argv, env), findings.append)
+                one.write_text(json.dumps([asdict(finding) for finding in findings]))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        said[name] = json.loads(one.read_text())
+        one.unlink()
+    found.write_text(json.dumps(said))
+
+
+def _side(name: str) -> Side:
+    return "training" if name == "training" else "rollout"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
