@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from swift_grpo_ext.checks.finding import Finding
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
@@ -70,7 +72,7 @@ class Replay:
     def run(self, *flags: str) -> int:
         return main(["replay", str(self.folder), "--round", "0.0", "--group", "0", *flags])
 
-    def generate(self, _: Any, __: Any, asked: Any) -> list[Completion]:
+    def generate(self, _: Any, asked: Any) -> list[Completion]:
         self.asked = asked
         ids = self.draws or [row.token_ids for row, _ in asked]
         logprobs = np.array([-0.5, -1.5])
@@ -80,8 +82,13 @@ class Replay:
 
 @pytest.fixture
 def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Replay:
-    made, loaded = Replay(tmp_path / "run"), Mock(load_dataset=lambda: ([], None))
-    monkeypatch.setattr(engine, "base_arguments", lambda *_: loaded)
+    made, trainer = Replay(tmp_path / "run"), Mock(train_dataset=[])
+
+    def with_trainer_of(_: Run, __: list[str], use: Callable[[Any], None]) -> list[Finding]:
+        use(trainer)
+        return []
+
+    monkeypatch.setattr(engine, "with_trainer_of", with_trainer_of)
     monkeypatch.setattr(engine, "generate_again", made.generate)
     monkeypatch.setattr(engine, "request_columns", dict)
     monkeypatch.setattr(command, "find_prompt", lambda *_: made.columns)
@@ -129,6 +136,8 @@ def test_settings_of_a_run(tmp_path: Path) -> None:
         read_run(tmp_path, {})
     args.write_text(json.dumps(SETTINGS))
     assert read_run(tmp_path, {"seed": 7}) == (tmp_path, {**SETTINGS, "seed": 7})
+    args.write_text(json.dumps({**SETTINGS, "vllm_mode": "server"}))  # an engine of its own size
+    assert read_run(tmp_path, {}).settings["vllm_gpu_memory_utilization"] == 0.4
     with pytest.raises(ReplayError, match=r"--set sed: .*did you mean seed\?"):
         read_run(tmp_path, {"sed": 7})
     for name, value in (("tuner_type", "llamapro"), ("quant_method", "bnb")):

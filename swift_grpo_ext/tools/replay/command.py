@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swift_grpo_ext.record.query import read_group
 from swift_grpo_ext.record.tables import SampleRow
@@ -27,6 +27,10 @@ from swift_grpo_ext.tools.replay.run import (
 )
 from swift_grpo_ext.tools.runs import find_run
 from swift_grpo_ext.tools.streams import redirected
+
+if TYPE_CHECKING:
+    from swift_grpo_ext.rollout.wire import Completion
+    from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
 DIFFERENT = (
     "Tokens differ. Where the log-probabilities before them agree "
@@ -96,46 +100,57 @@ def _replay(options: argparse.Namespace) -> Replay:
     check_samples(drawn, run.settings)
     weights = weights_of(run, logged[0].weight_version)
 
-    # They load vLLM.
-    from swift_grpo_ext.tools.replay.engine import base_arguments, generate_again, request_columns
+    # They load ms-swift.
+    from swift_grpo_ext.tools.replay.engine import (
+        generate_again,
+        request_columns,
+        with_trainer_of,
+    )
 
-    train, evaluated = base_arguments(run.settings, run.settings["model"]).load_dataset()
-    data = train if options.phase == "train" else evaluated
-    prompts = {
-        row.fingerprint: find_prompt(row, data or (), run.settings)
-        for row in {row.fingerprint: row for row in logged if row.sample_id.turn == 0}.values()
-    }
-    asked, left_out = _later_prompts(logged, prompts, request_columns)
     has_turns = has_later_turns(logged)
-    rows = [row for row, _ in asked]
-    samples = []
-    for row, completion in zip(rows, generate_again(run, weights, asked), strict=True):
-        again = replace(
-            row,
-            token_ids=[int(token_id) for token_id in completion.token_ids],
-            logprobs=None
-            if completion.logprobs is None
-            else [float(logprob) for logprob in completion.logprobs],
-        )
-        difference, gap = compare_sample(row, again, has_turns=has_turns)
-        turn = f" turn {row.sample_id.turn + 1}" if has_turns else ""
-        samples.append(
-            Replayed(
-                name=f"{row.sample_id.request_id}{turn}",
-                num_tokens=len(row.token_ids),
-                logprob_gap=gap,
-                difference=difference,
-            )
-        )
+    samples, notes = list[Replayed](), list[str]()
+
+    def use(trainer: RolloutGRPOTrainer) -> None:
+        data = trainer.train_dataset if options.phase == "train" else trainer.eval_dataset
+        firsts = {row.fingerprint: row for row in logged if row.sample_id.turn == 0}
+        prompts = {
+            fingerprint: find_prompt(row, data or (), run.settings)
+            for fingerprint, row in firsts.items()
+        }
+        asked, left_out = _later_prompts(logged, prompts, request_columns)
+        notes.extend(left_out)
+        completions = generate_again(trainer, asked)
+        for (row, _), completion in zip(asked, completions, strict=True):
+            samples.append(_replayed(row, completion, has_turns=has_turns))
+
+    found = with_trainer_of(run, weights, use)
     equal = all(sample.difference is None for sample in samples)
-    notes = [*([] if equal else [DIFFERENT]), *left_out]
+    said = [finding.sentence for finding in found if finding.level == "error"]
     return Replay(
         run_dir=str(run.folder),
         weights=" + ".join(weights),
-        weight_version=rows[0].weight_version,
+        weight_version=logged[0].weight_version,
         equal=equal,
         samples=samples,
-        notes=notes,
+        notes=[*([] if equal else [DIFFERENT]), *notes, *said],
+    )
+
+
+def _replayed(row: SampleRow, completion: Completion, *, has_turns: bool) -> Replayed:
+    """Hold what was generated again against a sample."""
+    logprobs = completion.logprobs
+    again = replace(
+        row,
+        token_ids=[int(token_id) for token_id in completion.token_ids],
+        logprobs=None if logprobs is None else [float(logprob) for logprob in logprobs],
+    )
+    difference, gap = compare_sample(row, again, has_turns=has_turns)
+    turn = f" turn {row.sample_id.turn + 1}" if has_turns else ""
+    return Replayed(
+        name=f"{row.sample_id.request_id}{turn}",
+        num_tokens=len(row.token_ids),
+        logprob_gap=gap,
+        difference=difference,
     )
 
 

@@ -19,6 +19,9 @@ from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.upstream.rows import KINDS
 
+BESIDE_MODEL = 0.4
+"""The share of a GPU's memory for an engine that stands beside the trainer's model."""
+
 
 class ReplayError(ValueError):
     """A group cannot be generated again; the message says why, and what would help."""
@@ -72,7 +75,9 @@ def read_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> Run:
         if name not in settings:
             hint = did_you_mean(name, settings) or "it is an argument of `swift rlhf`."
             raise ReplayError(f"--set {name}: {path} has no such setting; {hint}")
-    settings = {**settings, **changes}
+    if settings.get("vllm_mode") == "server":  # its engine had what the servers were given
+        settings["vllm_gpu_memory_utilization"] = BESIDE_MODEL
+    settings |= changes
     for name, allowed in (("tuner_type", ("full", "lora")), ("quant_method", (None,))):
         if settings.get(name) not in allowed:
             raise ReplayError(
