@@ -137,12 +137,12 @@ def check_values(side: Side, source: Source, ranks: int | None) -> Findings:
 
 def about(begun: Begun) -> Findings:
     """Say what a round is, and what ends a completion."""
-    from swift_grpo_ext.stops.templates import check_template_stops
+    from swift_grpo_ext.stops.templates import check_stop_settings
 
     args: Any = begun.args
     yield of_round(args.training_args)
     try:
-        check_template_stops(args, begun.template)  # as its trainer would
+        check_stop_settings(args, begun.template)  # as its trainer would
     except ValueError as e:
         yield error("template", str(e), "Change --stop_words.")
         return
