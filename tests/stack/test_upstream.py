@@ -81,6 +81,10 @@ def test_losses_are_ms_swifts(way: str, assets: Path, tmp_path: Path) -> None:
         logs[side] = logged_steps(tmp_path / side)
     assert len(logs["own"]) == 3
     assert logs["own"][0]["grad_norm"] > 1e-2
+    # Advantages of a group of equal rewards are rounding alone, divided by ms-swift's 1e-4: where
+    # the reward holds a KL divergence, the last bit of one (2^-24) is an advantage of 6e-4.
+    rounding = 2**-24 / 1e-4 if way == "kl in the reward" else 2e-6
     for found, expected in zip(logs["ours"], logs["own"], strict=True):
         for name in {"loss", "grad_norm", "reward", "reward_std", "kl"} & expected.keys():
-            assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
+            bound = rounding if name == "loss" else 2e-6
+            assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=bound), name

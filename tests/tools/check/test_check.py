@@ -60,8 +60,10 @@ def test_a_build_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Monke
 def test_versions_that_nobody_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"ms-swift": "4.6.0", "vllm": "0.32.0+cpu", "tqdm": "4"}
     monkeypatch.setattr(machine, "installed_versions", lambda: installed)
+    tried = {"ms-swift": "4.6.0", "vllm": "0.32.0+cpu"}
+    monkeypatch.setattr(machine, "tried_packages", lambda: tried)
     assert_says(machine.check_versions(), "ok: Versions: ms-swift 4.6.0, vllm 0.32.0+cpu")
-    installed["vllm"] = "0.32.1"
+    tried["vllm"] = "0.32.1"
     assert_says(machine.check_versions(), "note: Versions: not tried: vllm 0.32.1... selftest")
 
 
