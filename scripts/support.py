@@ -31,7 +31,7 @@ from tiny_vlm.families import FAMILIES, Family
 # --- options ---
 
 PRESET = ROOT / "examples/digits/grpo.yaml"
-NO_TRAININGS = ("refusals", "preset_arguments", "distribution", "launch")
+NO_TRAININGS = ("check", "refusals", "preset_arguments", "distribution", "launch")
 """Stack tests that give flags to something else, or to all at once."""
 
 PREFLIGHT = "tests/checks/test_preflight.py"
