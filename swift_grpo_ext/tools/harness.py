@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
-from unittest.mock import patch
+from unittest.mock import create_autospec, patch
 
 from swift_grpo_ext.checks.finding import (
     Finding,
@@ -273,11 +273,10 @@ def _leave_servers(stack: ExitStack, servers: Source | None) -> None:
     def get_engine_type(self: Any) -> None:
         self.enable_lora, self.use_gym_env = is_apart, has_gym
 
-    def do_nothing(*_: object, **__: object) -> None:
-        return None
-
     for method in ("check_server", "init_communicator", "close_communicator"):
-        stack.enter_context(patch.object(client, method, do_nothing))
+        # `upstream/pins.py` looks at the parameters of one.
+        stand_in = create_autospec(getattr(client, method), return_value=None)
+        stack.enter_context(patch.object(client, method, stand_in))
     stack.enter_context(patch.object(client, "get_engine_type", get_engine_type))
 
 
