@@ -26,7 +26,8 @@ def replay(run: Path, folder: Path, step: int, group: int) -> tuple[Finished, di
     """The command's end, and what it wrote to standard output."""
     out = folder / "out"
     argv = ("replay", str(run), "--round", str(step), "--group", str(group), "--json")
-    with started([*COMMAND, *argv], folder / "log", out=out) as running:
+    env = {"RECORD_DIR": str(folder)}  # for the run's own plugin (`recorder.py`)
+    with started([*COMMAND, *argv], folder / "log", env, out=out) as running:
         finished = running.wait(900)
     return finished, json.loads(out.read_text(encoding="utf-8"))
 
