@@ -258,6 +258,9 @@ def _take_ranks(ranks: int | None) -> None:
     # Where nothing is known of the nodes, a rank has the devices that a launcher gives it.
     local = size if ranks else per_node
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(local))
+    # The launcher of several nodes sets these; nothing listens there, or connects.
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "1")
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
 
 
