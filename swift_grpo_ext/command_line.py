@@ -94,8 +94,8 @@ class RolloutExtArguments(_NamedTypes, ExtFlags, RolloutArguments):
     """A training with the plugin records the samples already."""
 
     watches_weights: ClassVar[bool] = True
-    """Whether weights are looked at after each update. On GPUs, where none has done so yet, any
-    `--rollout_mismatch` asks for it."""
+    """The watch looks at weights after each update where this is True. No GPU has run it yet; on
+    GPUs, any given `--rollout_mismatch` asks for it."""
 
     def _check_device_count(self) -> None:
         # ms-swift calls it once it knows the model; a server has no hook of its own for checks.

@@ -53,7 +53,7 @@ INITS_OF_VLLM = ("true", "false", "gaussian", "eva", "orthogonal", "mica", "lora
 
 
 class Rule(NamedTuple):
-    """What `Finding` has, and whether it is to be said."""
+    """A finding, which is yielded where `is_broken` holds."""
 
     setting: str
     is_broken: object

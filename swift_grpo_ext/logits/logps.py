@@ -143,7 +143,7 @@ class CompletionLogps:
 
     @property
     def sharing_failed(self) -> bool:
-        """Whether a packed pass has changed log-probabilities on this rank."""
+        """This is True once a packed pass has changed log-probabilities on this rank."""
         return any(shared.has_failed for shared in self._shared_prompts.values())
 
     def end_round(self, sharing_failed: bool) -> None:

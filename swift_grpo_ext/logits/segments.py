@@ -344,15 +344,15 @@ def delta_net_by_segments(
         prompts_PT, samples_ST, prompts_S, stands_L = Segments.of(mask).batches
         padded = nn.functional.pad(hidden_states[0], (0, 0, 0, 1))  # [L + 1, H]
         states = States(module.conv_kernel_size)
-        of_prompts = forward(padded[prompts_PT], cache_params=states)
+        prompts_out = forward(padded[prompts_PT], cache_params=states)
         # Values would be right without it, so that the proof of the first batch cannot see this.
-        if of_prompts.requires_grad and not states.recurrent_states[0].requires_grad:
+        if prompts_out.requires_grad and not states.recurrent_states[0].requires_grad:
             raise ValueError(
                 f"--logps_shared_prompt: {type(module).__name__} gives the state at the end of a "
                 "prompt without its gradient. Use --logps_shared_prompt false."
             )
-        of_samples = forward(padded[samples_ST], cache_params=states.select(prompts_S))
-        return torch.cat([of_prompts.flatten(0, 1), of_samples.flatten(0, 1)])[None, stands_L]
+        samples_out = forward(padded[samples_ST], cache_params=states.select(prompts_S))
+        return torch.cat([prompts_out.flatten(0, 1), samples_out.flatten(0, 1)])[None, stands_L]
 
     read.reads_segments = True  # type: ignore[attr-defined]
     return read

@@ -22,6 +22,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict
 from functools import partial, wraps
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -142,7 +143,10 @@ def _fetched(text: str, kind: str, folder: str) -> str:
     if text.startswith(URLS):
         medium = SwiftDeploy._materialize_media(text, kind.removesuffix("s"), folder)
     with suppress(Exception):  # its loader will say why it cannot be read
-        start = vision_utils.load_file(medium).read(PROBED_BYTES)
+        path = vision_utils._check_path(medium)
+        # Not by `load_file`, which reads a file of any size whole.
+        with Path(path).open("rb") if path else vision_utils.load_file(medium) as file:
+            start = file.read(PROBED_BYTES)
     # Playlists are text: behind a zero byte, the same words are pixels.
     if found := _PLAYLIST.search(start.partition(b"\0")[0]):
         raise ValueError(

@@ -74,7 +74,7 @@ TOO_LONG = re.compile(r"max(imum|_| )+model[_ ]len|maximum context length|max_le
 
 @dataclass
 class RequestState:
-    """What the engine knows of one request beside its encoding."""
+    """Holds what the engine knows of a request beside its encoding."""
 
     metadata: RequestMetadata | None = None
     request: object = None  # ms-swift's, an object or a dictionary

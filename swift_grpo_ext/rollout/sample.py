@@ -16,7 +16,7 @@ from swift_grpo_ext.upstream.rows import TEACHER_IMAGES
 
 
 class RolloutFields(OnPolicySample):
-    """What we add to a sample. A read before the value is known raises AttributeError.
+    """These fields are added to ms-swift's sample. One without a value yet raises AttributeError.
 
     These are no fields of the dataclass: ms-swift would fill them from columns of these names, and
     reward functions would miss the columns.

@@ -90,7 +90,7 @@ def last_error(log: Path) -> str:
 
 @contextmanager
 def told() -> Iterator[Tell]:
-    """Give what writes findings to standard output; whatever else is printed goes to the log."""
+    """Give what writes findings to standard output; other output goes to the log."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)
         yield lambda finding: print(json.dumps(asdict(finding)), file=out, flush=True)
@@ -247,7 +247,7 @@ def _use_local_hubs(stack: ExitStack) -> None:
 
 
 def _take_ranks(ranks: int | None) -> None:
-    """Be the first of so many ranks: the others are torch's fake group."""
+    """Be the first of `ranks` ranks; the others are torch's fake group."""
     per_node, nodes = (int(os.environ.get(name, 1)) for name in ("NPROC_PER_NODE", "NNODES"))
     size = ranks or per_node * nodes
     if size == 1:

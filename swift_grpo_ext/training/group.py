@@ -92,7 +92,7 @@ class GroupPrompt:
 
 
 def has_values(values: Any, num_tokens: int) -> bool:
-    """Return whether an entry has a value for each of so many tokens."""
+    """Return whether an entry has a value for each of `num_tokens` tokens."""
     if isinstance(values, torch.Tensor):
         return values.shape[-1] == num_tokens
     return values is not None and len(values) == num_tokens

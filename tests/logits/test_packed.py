@@ -26,6 +26,8 @@ from tests.logits.groups import ROWS, Group, positions_of
 from tests.logits.models import IMAGE, IMAGES, build
 from tests.logits.test_logps import Ours, Upstream, config_of, run
 
+pytestmark = pytest.mark.usefixtures("packs_what_saves_little")
+
 PAD = -100
 
 
@@ -127,18 +129,6 @@ def test_what_is_expected_to_be_saved() -> None:
 
 
 # --- real models ---
-
-
-@pytest.fixture(autouse=True)
-def packs_what_saves_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "WORTH", 0.0)
-
-
-@pytest.fixture
-def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    told: list[str] = []
-    monkeypatch.setattr(proof.logger, "warning", told.append)
-    return told
 
 
 @pytest.mark.parametrize(

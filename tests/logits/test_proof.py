@@ -16,12 +16,8 @@ from tests.logits.models import IMAGE, IMAGES, add_lora, build, qwen2
 from tests.logits.test_logps import Ours, config_of
 from tests.ranks import ThreadRanks, run_rank_groups
 
+pytestmark = pytest.mark.usefixtures("packs_what_saves_little")
 WORTH = proof.WORTH
-
-
-@pytest.fixture(autouse=True)
-def packs_what_saves_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "WORTH", 0.0)
 
 
 @pytest.fixture
@@ -29,13 +25,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(proof.logger, "info", lines.append)
     return lines
-
-
-@pytest.fixture
-def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    told: list[str] = []
-    monkeypatch.setattr(proof.logger, "warning", told.append)
-    return told
 
 
 def blind_to_masks(model: Any) -> None:

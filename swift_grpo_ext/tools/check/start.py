@@ -110,7 +110,7 @@ def serve(source: Source, requests: str, tell: Tell) -> None:
     if begun is None:
         return
     if not requests:
-        tell(of_template(begun.template))
+        tell(describe_template(begun.template))
         return
     from swift_grpo_ext.tools.check.encoding import EngineEncoder
 
@@ -132,7 +132,7 @@ def check_values(side: Side, source: Source, ranks: int | None) -> Findings:
         env = {**source.env, **os.environ}  # the shell wins in ms-swift
         size = ranks or int(env.get("NPROC_PER_NODE", 1)) * int(env.get("NNODES", 1))
         problems = [*check_round(args, size)]
-        yield from problems or [of_round(round_of(args, size))]
+        yield from problems or [describe_round(round_of(args, size))]
 
 
 def about(begun: Begun) -> Findings:
@@ -140,16 +140,16 @@ def about(begun: Begun) -> Findings:
     from swift_grpo_ext.stops.templates import check_stop_settings
 
     args: Any = begun.args
-    yield of_round(args.training_args)
+    yield describe_round(args.training_args)
     try:
         check_stop_settings(args, begun.template)  # as its trainer would
     except ValueError as e:
         yield error("template", str(e), "Change --stop_words.")
         return
-    yield of_template(begun.template, args.stop_words)
+    yield describe_template(begun.template, args.stop_words)
 
 
-def of_round(sizes: RolloutGRPOConfig | SimpleNamespace) -> Finding:
+def describe_round(sizes: RolloutGRPOConfig | SimpleNamespace) -> Finding:
     group = getattr(sizes, "num_generations", 1)
     return note(
         "num_generations",
@@ -160,7 +160,7 @@ def of_round(sizes: RolloutGRPOConfig | SimpleNamespace) -> Finding:
     )
 
 
-def of_template(template: Template, words: Sequence[str] = ()) -> Finding:
+def describe_template(template: Template, words: Sequence[str] = ()) -> Finding:
     from swift_grpo_ext.stops.templates import TemplateStops
 
     ends = template.tokenizer.convert_ids_to_tokens(sorted(TemplateStops(template).end_ids))
