@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -161,7 +162,10 @@ class RolloutTraining(RolloutTrainerMixin):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._summary.begin()
         try:
-            return super().train(*args, **kwargs)
+            result = super().train(*args, **kwargs)
+            # With `--async_generate` a batch is still being generated that no step will use.
+            wait(self._async_futures.values())
+            return result
         except BaseException:
             self.ranks.end()
             raise
