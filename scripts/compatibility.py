@@ -223,8 +223,10 @@ class Environment:
 
     def install(self, *argv: str) -> None:
         """Let uv install these requirements; it resolves such a set in seconds."""
+        # pip looks a release up in all indexes, too.
+        options = ("--index-strategy", "unsafe-best-match", "-p", self.python)
         overrides = ("--overrides", self.folder / "overrides.txt")
-        self.run(*UV, "pip", "install", "-p", self.python, *overrides, *argv)
+        self.run(*UV, "pip", "install", *options, *overrides, *argv)
 
     def would_install(self, wheel: Path) -> list[str]:
         """Return what `pip install` of a wheel would install beside it, as `name-version`."""
