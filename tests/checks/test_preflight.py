@@ -23,6 +23,7 @@ from swift_grpo_ext.checks.finding import Finding, did_you_mean, enforce, error,
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.upstream.contract import TRIED, tried_packages
 from tests.arguments import command_line_arguments, training_arguments
+from tests.releases import needs_adapters_on_cpu
 
 QUESTION = [{"role": "user", "content": "Which digit?"}]
 GIVEN: dict[str, Any] = {
@@ -242,6 +243,7 @@ def test_what_adapters_in_the_engine_need(
     assert_says(rules.check_arguments(arguments(), []), None)
 
 
+@needs_adapters_on_cpu
 def test_initializations_that_vllm_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """ms-swift's and PEFT's, as the installed vLLM judges them. It said so after two minutes."""
     from vllm.lora.peft_helper import PEFTHelper

@@ -13,6 +13,7 @@ import torch
 
 from swift_grpo_ext.cpu import engines
 from swift_grpo_ext.upstream.patches import make
+from tests.releases import needs_packed_convolutions
 from tests.stack.processes import ROOT
 
 
@@ -43,6 +44,7 @@ def test_shared_memory_neither_meets_nor_leaves_any_of_its_name(tmp_path: Path) 
     assert finished.returncode == 0, finished.stderr[-3000:]
 
 
+@needs_packed_convolutions
 def test_packed_convolutions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """ms-swift has layers processed once more, behind the update that brought their weights."""
     from vllm.model_executor.layers import utils

@@ -1,0 +1,20 @@
+"""What older releases of vLLM do otherwise (docs/support.md)."""
+
+from __future__ import annotations
+
+import pytest
+from packaging.version import Version
+
+from swift_grpo_ext.upstream.contract import tried_packages
+
+IS_BEFORE_0_28 = Version(tried_packages()["vllm"]) < Version("0.28")
+
+needs_rates_of_videos = pytest.mark.skipif(
+    IS_BEFORE_0_28, reason="vLLM gives Qwen2.5-VL's videos 24 frames a second, whatever they have"
+)
+needs_packed_convolutions = pytest.mark.skipif(
+    IS_BEFORE_0_28, reason="vLLM packs no convolution for the CPU"
+)
+needs_adapters_on_cpu = pytest.mark.skipif(
+    IS_BEFORE_0_28, reason="vLLM takes no --vllm_enable_lora without an accelerator"
+)
