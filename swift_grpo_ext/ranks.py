@@ -55,10 +55,6 @@ class RankGroup:
                 raise RolloutError(f"The rollout failed on rank {rank}: {text}")
         return [*values]
 
-    def agree(self, holds: bool) -> bool:
-        """Return, on every rank, whether something holds on all ranks."""
-        return all(self.all_gather(holds))
-
     def gather(self, value: T) -> list[T]:
         """Return each rank's value on ranks that drive an engine; [] on others."""
         return self.all_gather(value)

@@ -50,7 +50,7 @@ def complete_teacher_views(
     # (gkd_helpers.py, `encode_gkd_samples`; grpo_trainer.py, `_collate_teacher_opsd_batch`): a
     # TypeError for the others, and a pass that ranks without a view do not make.
     views = [sample.build_teacher_view() for sample in samples]
-    if ranks.agree(not any(views)):
+    if not any(ranks.all_gather(any(views))):
         return False
     for sample in samples:
         if sample.teacher_messages is None:
@@ -135,15 +135,11 @@ def check_tokens(samples: Sequence[RolloutSample], batch: GRPOBatch) -> None:
             )
         # ms-swift cuts the last off where there is one too many.
         if are_dropped and number not in (num_trained, num_trained + 1):
-            kept = "The template has to keep a completion's tokens as they are."
-            if len(rollout_prompts(sample)) > 1:
-                kept = (
-                    "The scheduler has to leave each answer in the messages, and to return "
-                    "`response_token_ids` and `response_loss_mask` where it changes one."
-                )
             raise DisagreementError(
-                f"{sample.sample_id}: {number} tokens were sampled, and {num_trained} would "
-                f"be trained on. {kept}"
+                f"{sample.sample_id}: {number} tokens were sampled, and {num_trained} would be "
+                "trained on. The template has to keep a completion's tokens as they are. A "
+                "scheduler has to leave each answer in the messages, and to return "
+                "`response_token_ids` and `response_loss_mask` where it changes one."
             )
 
 
