@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 
 from swift.callbacks import TrainerCallback
 from swift.utils import get_logger
-from transformers import TrainerControl
+from transformers import TrainerControl, TrainerState
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
 from swift_grpo_ext.diversity.collision import compact
-from swift_grpo_ext.record.recorder import view_command
 from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.sampling.seeding import Phase
 
@@ -55,8 +54,8 @@ class DiversityMonitor(TrainerCallback):
             )
         trainer.recorder.listeners.append(self._receive)
         trainer.score_listeners.append(self._begin_analysis)
-        is_greedy = args.temperature < GREEDY_TEMPERATURE
-        self._analyzer = RoundAnalyzer(is_greedy=is_greedy, seed_mode=args.rollout_seed_mode)
+        self._is_greedy = args.temperature < GREEDY_TEMPERATURE
+        self._analyzer = RoundAnalyzer(is_greedy=self._is_greedy, seed_mode=args.rollout_seed_mode)
         self._pending: deque[list[SampleRow]] = deque()  # appended to by the thread that generates
         # On rank 0: samples whose rounds may not be whole yet (`--async_generate`), and analyses.
         self._unscored: list[SampleRow] = []
@@ -64,6 +63,21 @@ class DiversityMonitor(TrainerCallback):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="diversity")
         self._last_alarm: dict[str, str] = {}
         """Verdict of the last round by phase; empty without an alarm."""
+
+    def on_train_begin(
+        self, args: object, state: TrainerState, control: object, **kwargs: object
+    ) -> None:
+        if self._is_greedy:
+            reason = f"--temperature {self.args.temperature} decodes greedily"
+        elif not self.args.use_vllm:
+            reason = "--use_vllm false gives no log-probabilities"
+        else:
+            return
+        if state.is_world_process_zero:
+            logger.warning(
+                f"--callbacks diversity: {reason}, so that broken randomness looks like a "
+                "collapsed policy; metrics are logged."
+            )
 
     # --- samples in ---
 
@@ -144,8 +158,10 @@ class DiversityMonitor(TrainerCallback):
             scalars.append((phase, row.scalars()))
             # When an alarm begins, not in each of its rounds.
             if row.alarm and action != "log" and self._last_alarm.get(phase) != row.verdict:
-                view = view_command(self.args.output_dir)
-                logger.warning(f"{row.alarm} `{view}` shows its samples.")
+                logger.warning(
+                    f"{row.alarm} (Said once; `swift-grpo-ext view "
+                    f"{self.args.output_dir}` shows all of them.)"
+                )
             stops |= bool(row.alarm) and action == "stop"
             self._last_alarm[phase] = row.verdict if row.alarm else ""
         return scalars, stops
