@@ -14,10 +14,9 @@ import os
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, get_args, get_type_hints
 
 from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
-from swift.template import get_template_meta
 from swift.utils import get_dist_setting, get_logger, set_default_ddp_config
 from swift.utils.utils import _patch_get_type_hints
 from transformers import HfArgumentParser
@@ -38,29 +37,13 @@ from swift_grpo_ext.upstream.local_names import being_parsed
 from swift_grpo_ext.upstream.patches import Moment, apply, patch, repair
 
 if TYPE_CHECKING:
-    import torch
     from datasets import Dataset
 
 logger = get_logger()
 
 
-class _NamedTypes:
-    """Names what to give where ms-swift cannot tell the model's type or template."""
-
-    def _init_model_info(self) -> torch.dtype:
-        args: Any = self
-        try:
-            dtype: torch.dtype = super()._init_model_info()  # type: ignore[misc]
-            get_template_meta(args.model_info, args.model_meta, template_type=args.template)
-        except ValueError as e:
-            if finding := preflight.unmatched(e):
-                raise SettingsError(finding.sentence) from e
-            raise
-        return dtype
-
-
 @dataclass
-class RLHFExtArguments(_NamedTypes, ExtFlags, RLHFArguments):
+class RLHFExtArguments(ExtFlags, RLHFArguments):
     """`swift rlhf`'s arguments with our flags."""
 
     def _check_grpo(self) -> None:
@@ -87,7 +70,7 @@ class RLHFExtArguments(_NamedTypes, ExtFlags, RLHFArguments):
 
 
 @dataclass
-class RolloutExtArguments(_NamedTypes, ExtFlags, RolloutArguments):
+class RolloutExtArguments(ExtFlags, RolloutArguments):
     """`swift rollout`'s arguments with our flags."""
 
     sample_log: Literal["all", "tokens", "none"] = "none"
@@ -131,11 +114,10 @@ def extend_arguments() -> None:
             _check(self, given)
         elif getattr(self, "rlhf_type", None) in TRAINERS:
             logger.warning(
-                f"swift-grpo-ext does not act in the training of {type(self).__name__}: Megatron "
-                "and ms-swift's Ray pipelines have trainers of their own, whose noise may freeze "
-                "where they are colocated (docs/seeds.md). It acts in `swift rollout "
-                "--external_plugins ...`, which they ask with --vllm_mode server "
-                "(docs/launching.md). Leave --external_plugins out of the training."
+                f"swift-grpo-ext does not act in {type(self).__name__}: Megatron and Ray have "
+                "trainers of their own. It acts in `swift rollout --external_plugins ...`, which "
+                "they ask with --vllm_mode server (docs/launching.md). Leave --external_plugins "
+                "out of the training."
             )
         original(self)
 
