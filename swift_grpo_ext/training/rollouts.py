@@ -1,6 +1,5 @@
-"""The hooks of ms-swift that GRPO and distillation (GKD) share, in the order of a round: names and
-seeds, engines, requests, the training batch, weights. Each rule stands in the collaborator that a
-hook calls. `trainer.py` and `distillation.py` have the hooks of one of them.
+"""The hooks of ms-swift's trainers that GRPO and distillation (GKD) share, in the order of a round:
+names and seeds, engines, requests, the training batch, weights.
 """
 
 from __future__ import annotations
@@ -97,9 +96,7 @@ class RoundReport(NamedTuple):
     prompt_hashes: list[str]  # of groups that begin on this rank
     scores: list[RewardRow]  # of this rank's samples
     sharing_failed: bool  # a packed pass has changed log-probabilities (`logits/proof.py`)
-    # How many of the replayed choices of experts training would have made too, and how many there
-    # were (`--router_replay_mode R3`).
-    num_replayed: tuple[float, float]
+    num_replayed: tuple[float, float]  # choices of experts that training shares, and all
 
 
 class RolloutTraining(RolloutTrainerMixin):
@@ -208,10 +205,10 @@ class RolloutTraining(RolloutTrainerMixin):
     # --- a round begins: its name, its prompts ---
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSampler:
-        def epoch() -> int:
-            return self._rounds.clock.epoch_of_step(self.state.global_step)
-
-        return EpochSampler(super()._get_train_sampler(train_dataset), epoch)
+        return EpochSampler(
+            super()._get_train_sampler(train_dataset),
+            lambda: self._rounds.clock.epoch_of_step(self.state.global_step),
+        )
 
     def _prepare_inputs(self, inputs: list[dict[str, Any]]) -> Any:
         if self.model.training:
