@@ -2,9 +2,8 @@
 
 ms-swift imports `--external_plugins` inside `BaseArguments.__post_init__`, after argparse, and
 hands on declared dataclass fields only. `BaseArguments._init_model_kwargs`, the first call after
-the import, therefore turns the object into our subclass of its own class, which declares our flags
-as fields, with the values of what ms-swift is parsing: the command line, or a script's list. It is
-the same where a script has called `register()` before.
+the import, therefore turns the object into our subclass of its own class, which has our flags as
+fields, with the values of what ms-swift is parsing: the command line, or a script's list.
 """
 
 from __future__ import annotations
@@ -125,8 +124,8 @@ def extend_arguments() -> None:
 
 
 def _check(args: BaseArguments, given: list[str]) -> None:
-    """Check the process and the arguments, and prepare the process for them, in the middle of
-    `__post_init__`: of the model only the name is known."""
+    """Check the process and the arguments, and prepare the process for them. The model is known by
+    name alone."""
     ours = [name for name in given if name in flag_names()]
     if isinstance(args, RLHFArguments) and args.rlhf_type not in TRAINERS:
         if ours:

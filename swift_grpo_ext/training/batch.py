@@ -44,8 +44,8 @@ POSITIONS_REMEDY = (
 def complete_teacher_views(
     samples: Sequence[RolloutSample | RolloutGKDSample], ranks: RankGroup
 ) -> bool:
-    """Show a teacher the sample's own prompt where it has no `teacher_prompt` and no
-    `teacher_images`, and return whether any sample of the round has; every rank calls it."""
+    """Return whether any sample of the round has a `teacher_prompt` or `teacher_images`, and then
+    show a teacher the own prompts of the others; every rank calls it."""
     # ms-swift 4.6 encodes the views of a whole micro-batch where one sample has a view
     # (gkd_helpers.py, `encode_gkd_samples`; grpo_trainer.py, `_collate_teacher_opsd_batch`): a
     # TypeError for the others, and a pass that ranks without a view do not make.
@@ -106,8 +106,7 @@ def check_batches(
     fault: str = "",
 ) -> None:
     """Raise `DisagreementError` on every rank where one trains on other prompts or tokens than its
-    rollouts had (M3, M6); all ranks call it together, once a round. `fault` names the first prompt
-    of this rank that differs (`GroupEncoder.fault`)."""
+    rollouts had (M3, M6); every rank calls it once a round, with its `GroupEncoder.fault`."""
     try:
         for samples, batch, inputs in micro_batches:
             check_tokens(samples, batch)
@@ -200,8 +199,8 @@ def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> s
 
 def switch_off_dropout(model: torch.nn.Module) -> int:
     """Set every dropout of a model to 0, and return how many there were."""
-    # Ratios of importance sampling compare two passes over the same tokens. Dropout draws a mask
-    # for each, so that they differ at equal weights (PPO's ratio, arXiv:1707.06347, is 1 there).
+    # Dropout draws a mask for each pass: ratios of two passes would differ at equal weights, where
+    # PPO's (arXiv:1707.06347) is 1.
     count = 0
     for module in model.modules():
         is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)

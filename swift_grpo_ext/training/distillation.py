@@ -1,7 +1,6 @@
 """On-policy distillation (GKD): the hooks of `rollouts.py`, a teacher, and the loss.
 
-ms-swift draws for each round whether the student generates it (`--lmbda`), from `--seed` and the
-optimizer step, so that all ranks and a resumed run agree. A group has one sample.
+ms-swift draws for each round whether the student generates it (`--lmbda`). A group has one sample.
 
 Letters in names are shapes: B rows, T positions of a row, N positions that predict a token of a
 completion, K tokens of a teacher's top, V vocabulary.
@@ -55,8 +54,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     # --- the rollout ---
 
     def _generate_completions(self, samples: list[RolloutGKDSample]) -> list[RolloutGKDSample]:
-        # Not in training, unlike GRPO: the loss compares whole distributions, and a teacher's may
-        # hold such tokens among its top.
+        # Not in training, unlike GRPO: the loss compares whole distributions.
         masks = None if self.args.use_vllm else mask_placeholders(self.model, self._placeholders)
         with masks or nullcontext():  # a handle takes its hook away
             return super()._generate_completions(samples)
@@ -103,8 +101,8 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """Return ms-swift's loss (4.6, gkd_trainer.py), of the logits of completions alone: the
-        mean over positions of the generalized Jensen-Shannon divergence (arXiv:2306.13649)."""
+        """Return ms-swift's loss, of the logits of completions alone: the mean over positions of
+        the generalized Jensen-Shannon divergence (arXiv:2306.13649)."""
         if self._computes_upstreams_loss:
             return super().compute_loss(model, inputs, return_outputs, **kwargs)
         columns = self._teachers_logits(model, inputs)
@@ -215,9 +213,9 @@ def predictions(encoded: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor, Ten
 def divergence(
     logits_NV: Tensor, teacher: Sequence[Tensor], beta: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the divergence of student and teacher, summed over positions, in nats, and the number
-    of positions, as ms-swift computes them (4.6, gkd_loss.py, `gkd_loss`). `teacher` has logits
-    [N, V], perhaps of another vocabulary; or top ones [N, K] and tokens [N, K]."""
+    """Return the sum over positions of the divergence of student and teacher, in nats, and the
+    number of positions, as ms-swift's `gkd_loss` does. `teacher` has logits [N, V], perhaps of
+    another vocabulary; or top ones [N, K] and tokens [N, K]."""
     if len(teacher) == 2:  # a server may leave positions out, which then do not count
         teachers, tokens_NK = teacher
         known_N = ~teachers.isinf().all(-1)

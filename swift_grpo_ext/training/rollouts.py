@@ -127,8 +127,7 @@ class RolloutTraining(RolloutTrainerMixin):
         )
         self.score_listeners = []
 
-        # ms-swift's own makes engines and callbacks, which ask for what was made so far. It also
-        # adjusts `config`: steps and batches of a round are final only behind it.
+        # Makes engines and callbacks, which ask for what was made so far, and adjusts `config`.
         super().__init__(*args, **kwargs)
 
         # Here model, reward functions and data set are known, and no round has begun.
@@ -187,8 +186,8 @@ class RolloutTraining(RolloutTrainerMixin):
 
             self._servers = connect_servers(self.vllm_client, self.args)
         self._weights = WeightSync(self.ranks, self._servers, self.args.rollout_mismatch)
-        # Rank 0 alone knows the servers' lengths, and all ranks judge rows by the smallest: which
-        # engine will draw a group is not known when its row is encoded.
+        # Rank 0 alone knows the servers' lengths. All ranks judge rows by the smallest: any engine
+        # may draw a group.
         engine = self._servers or getattr(self, "engine", None)
         facts = [getattr(engine, name, None) for name in ("max_model_len", "number_bits")]
         lengths, bits = zip(*self.ranks.all_gather(facts), strict=True)
@@ -212,8 +211,8 @@ class RolloutTraining(RolloutTrainerMixin):
 
     def _prepare_inputs(self, inputs: list[dict[str, Any]]) -> Any:
         if self.model.training:
-            # ms-swift counts batches from 0 in a resumed run too. It generates at multiples of a
-            # round's batches, and would do so elsewhere than the run that was not interrupted.
+            # ms-swift counts batches from 0 in a resumed run too, and would begin rounds elsewhere
+            # than the run that was not interrupted.
             self._step: int = self._step or self._rounds.clock.batches_at(self.state.global_step)
             self._rounds.begin_training(self._step, ahead=self.args.async_generate)
         return super()._prepare_inputs(inputs)
@@ -327,8 +326,8 @@ class RolloutTraining(RolloutTrainerMixin):
         request_config: RequestConfig,
         is_global_inputs: bool = False,
     ) -> list[RolloutSample]:
-        # With `--async_generate` rank 0 generates for all, in a thread. Else all ranks meet before
-        # NCCL, where they would wait for a rank that has failed.
+        # All ranks meet before NCCL, where they would wait for a rank that has failed; not in the
+        # thread of `--async_generate`, where rank 0 generates for all.
         meets = self.ranks.size > 1 and not is_global_inputs
         began = time.monotonic()
         failure: Exception | None = None
@@ -378,8 +377,7 @@ class RolloutTraining(RolloutTrainerMixin):
         request_config: RequestConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        # `_call_engine` gives servers single turns; here ms-swift asks for whole conversations of
-        # their own schedulers (`_server_rollout`).
+        # ms-swift asks for conversations that servers lead (`_server_rollout`).
         if self._servers is not None and request_config is not None:
             with profiling_context(self, "generate"), self._disable_sp_context():
                 return self._servers.converse(infer_requests, request_config)
@@ -421,8 +419,8 @@ class RolloutTraining(RolloutTrainerMixin):
         return self._encoder.encode(sample)
 
     def split_by_mini_batches(self, samples: list[RolloutSample]) -> list[list[RolloutSample]]:
-        # With sequence parallelism ms-swift gathers samples of several ranks there, as copies: what
-        # it encodes and trains on is known from its own call alone.
+        # With sequence parallelism ms-swift gathers several ranks' samples there, as copies that it
+        # encodes and trains on.
         self._chunks: list[list[RolloutSample]] = super().split_by_mini_batches(samples)
         return self._chunks
 
@@ -473,8 +471,8 @@ class RolloutTraining(RolloutTrainerMixin):
         upstream = super()._move_model_to_vllm
 
         def move(group_recreated: bool) -> None:
-            # An adapter alone would find no base to go with, or leave behind what is trained beside
-            # it, such as the tower of `lora_llm`.
+            # An adapter alone would find no base, or leave behind what is trained beside it, such
+            # as the tower of `lora_llm`.
             trained = (name for name, p in self.model.named_parameters() if p.requires_grad)
             if group_recreated or any(".lora_" not in name for name in trained):
                 self.base_sync_done = False
@@ -485,8 +483,7 @@ class RolloutTraining(RolloutTrainerMixin):
         self._weights.update(move)
 
     def _load_state_dict_to_vllm(self, state_dict: StateDict) -> None:
-        # Called for each group of layers (`--move_model_batches`); buffers, which are small, come
-        # with each.
+        # Called for each group of layers (`--move_model_batches`); each has all buffers.
         load = super()._load_state_dict_to_vllm
         state_dict = checkpoint_layout(self.model, state_dict)
         state_dict = checkpoint_buffers(self.model) | state_dict
