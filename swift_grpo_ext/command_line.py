@@ -113,10 +113,10 @@ def extend_arguments() -> None:
             _check(self, given)
         elif getattr(self, "rlhf_type", None) in TRAINERS:
             logger.warning(
-                f"swift-grpo-ext does not act in {type(self).__name__}: Megatron and Ray have "
-                "trainers of their own. It acts in `swift rollout --external_plugins ...`, which "
-                "they ask with --vllm_mode server (docs/launching.md). Leave --external_plugins "
-                "out of the training."
+                f"swift-grpo-ext does not act in the training of {type(self).__name__}: Megatron "
+                "and Ray have trainers of their own. It acts in `swift rollout --external_plugins "
+                "...`, which they ask with --vllm_mode server (docs/launching.md). Leave "
+                "--external_plugins out of the training."
             )
         original(self)
 
