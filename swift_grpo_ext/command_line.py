@@ -2,9 +2,8 @@
 
 ms-swift imports `--external_plugins` inside `BaseArguments.__post_init__`, after argparse, and
 hands on declared dataclass fields only. `BaseArguments._init_model_kwargs`, the first call after
-the import, therefore turns the object into our subclass of its own class, which declares our flags
-as fields, with the values of what ms-swift is parsing: the command line, or a script's list. It is
-the same where a script has called `register()` before.
+the import, therefore turns the object into our subclass of its own class, which has our flags as
+fields, with the values of what ms-swift is parsing: the command line, or a script's list.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import os
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, get_args, get_type_hints
 
 from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
-from swift.template import get_template_meta
 from swift.utils import get_dist_setting, get_logger, set_default_ddp_config
 from swift.utils.utils import _patch_get_type_hints
 from transformers import HfArgumentParser
@@ -38,29 +36,13 @@ from swift_grpo_ext.upstream.local_names import being_parsed
 from swift_grpo_ext.upstream.patches import Moment, apply, patch, repair
 
 if TYPE_CHECKING:
-    import torch
     from datasets import Dataset
 
 logger = get_logger()
 
 
-class _NamedTypes:
-    """Names what to give where ms-swift cannot tell the model's type or template."""
-
-    def _init_model_info(self) -> torch.dtype:
-        args: Any = self
-        try:
-            dtype: torch.dtype = super()._init_model_info()  # type: ignore[misc]
-            get_template_meta(args.model_info, args.model_meta, template_type=args.template)
-        except ValueError as e:
-            if finding := preflight.unmatched(e):
-                raise SettingsError(finding.sentence) from e
-            raise
-        return dtype
-
-
 @dataclass
-class RLHFExtArguments(_NamedTypes, ExtFlags, RLHFArguments):
+class RLHFExtArguments(ExtFlags, RLHFArguments):
     """`swift rlhf`'s arguments with our flags."""
 
     def _check_grpo(self) -> None:
@@ -87,7 +69,7 @@ class RLHFExtArguments(_NamedTypes, ExtFlags, RLHFArguments):
 
 
 @dataclass
-class RolloutExtArguments(_NamedTypes, ExtFlags, RolloutArguments):
+class RolloutExtArguments(ExtFlags, RolloutArguments):
     """`swift rollout`'s arguments with our flags."""
 
     sample_log: Literal["all", "tokens", "none"] = "none"
@@ -132,10 +114,9 @@ def extend_arguments() -> None:
         elif getattr(self, "rlhf_type", None) in TRAINERS:
             logger.warning(
                 f"swift-grpo-ext does not act in the training of {type(self).__name__}: Megatron "
-                "and ms-swift's Ray pipelines have trainers of their own, whose noise may freeze "
-                "where they are colocated (docs/seeds.md). It acts in `swift rollout "
-                "--external_plugins ...`, which they ask with --vllm_mode server "
-                "(docs/launching.md). Leave --external_plugins out of the training."
+                "and Ray have trainers of their own. It acts in `swift rollout --external_plugins "
+                "...`, which they ask with --vllm_mode server (docs/launching.md). Leave "
+                "--external_plugins out of the training."
             )
         original(self)
 
@@ -143,8 +124,8 @@ def extend_arguments() -> None:
 
 
 def _check(args: BaseArguments, given: list[str]) -> None:
-    """Check the process and the arguments, and prepare the process for them, in the middle of
-    `__post_init__`: of the model only the name is known."""
+    """Check the process and the arguments, and prepare the process for them. The model is known by
+    name alone."""
     ours = [name for name in given if name in flag_names()]
     if isinstance(args, RLHFArguments) and args.rlhf_type not in TRAINERS:
         if ours:

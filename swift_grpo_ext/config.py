@@ -23,9 +23,8 @@ class RolloutGKDConfig(ExtFlags, GKDConfig):
     """ms-swift's training arguments for distillation (GKD) with our flags."""
 
     new_special_tokens: list[str] = field(default_factory=list)
-    """ms-swift's own flag; servers must have been given the same tokens."""
 
-    # Of GRPO's arguments: what distillation always does.
+    # GRPO's arguments, for what distillation always does.
     num_generations: ClassVar[int] = 1
     num_iterations: ClassVar[int] = 1
     dynamic_sample: ClassVar[bool] = False

@@ -1,8 +1,5 @@
-"""Collectives of the ranks that share an engine: rows to the engine, samples back to their ranks.
-
-A request's row, with its images, travels only to the ranks that drive an engine. A sample travels
-only to its own rank.
-"""
+"""Collectives of the ranks that share an engine. A request's row, with its images, travels only to
+the ranks that drive the engine, and a sample only to its own rank."""
 
 from __future__ import annotations
 
@@ -28,24 +25,19 @@ class RolloutError(RuntimeError):
 
 
 class RankGroup:
-    """The ranks that share an engine; here, a process that has one by itself."""
+    """The ranks that share an engine; here, a process that has one alone."""
 
     rank = 0
     size = 1
-    drives_engine = True
-    """Whether this process calls the engine."""
+    drives_engine = True  # whether this process calls the engine
 
     def all_gather(self, value: T) -> list[T]:
         """Return each rank's value, in the order of ranks, on every rank."""
         return [value]
 
     def all_gather_or_raise(self, value: T, failure: Exception | None) -> list[T]:
-        """Return each rank's value on every rank, if the rollout failed on none.
-
-        Raises:
-            RolloutError: it failed on another rank; names the first one. This rank's own `failure`
-                is raised as it is.
-        """
+        """Return each rank's value on every rank. Raise this rank's own `failure`, or
+        `RolloutError`, which names the first other rank with one."""
         text = f"{type(failure).__name__}: {failure}" if failure else ""
         values, texts = zip(*self.all_gather((value, text)), strict=True)
         if failure is not None:
@@ -54,10 +46,6 @@ class RankGroup:
             if text:
                 raise RolloutError(f"The rollout failed on rank {rank}: {text}")
         return [*values]
-
-    def agree(self, holds: bool) -> bool:
-        """Return, on every rank, whether something holds on all ranks."""
-        return all(self.all_gather(holds))
 
     def gather(self, value: T) -> list[T]:
         """Return each rank's value on ranks that drive an engine; [] on others."""
@@ -68,10 +56,7 @@ class RankGroup:
 
     def scatter(self, values: list[Any] | Exception | None) -> Any:
         """Return this rank's share of the values that the driving rank holds, one for each rank.
-
-        Raises:
-            RolloutError: the driving rank scattered an exception, which itself raises as it is.
-        """
+        Where it holds an exception, it raises that, and the others `RolloutError`."""
         if isinstance(values, Exception):
             raise values
         assert values is not None
@@ -124,11 +109,8 @@ class MainRankGroup(TensorParallelGroup):
 
 def training_ranks(timeout_seconds: float) -> RankGroup:
     """Return all training ranks, which exchange Python objects over gloo within `timeout_seconds`
-    (`--ddp_timeout`); every rank calls it.
-
-    Raises:
-        ConnectionError: the ranks do not reach one another; names the setting.
-    """
+    (`--ddp_timeout`); every rank calls it. Raise ConnectionError where they do not reach one
+    another."""
     if not dist.is_initialized():
         return RankGroup()
     seconds = min(SECONDS_TO_CONNECT, timeout_seconds)

@@ -46,7 +46,7 @@ def register() -> None:
 
         cpu.register()  # before the first moment comes
     apply(Moment.REGISTRATION)
-    # By name: ms-swift imports the class when it makes a trainer, and a server never does.
+    # By name, which a server never imports.
     TrainerFactory.TRAINER_MAPPING.update(TRAINERS)
     TrainerFactory.TRAINING_ARGS_MAPPING.update(TRAINING_ARGUMENTS)
     callbacks_map["diversity"] = DiversityMonitor

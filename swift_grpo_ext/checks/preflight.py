@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
 from itertools import count
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from swift.utils import get_logger, is_local_master
 
 from swift_grpo_ext.checks import rules
-from swift_grpo_ext.checks.finding import Finding, Findings, did_you_mean, error, is_collecting
+from swift_grpo_ext.checks.finding import Findings, error, is_collecting
 from swift_grpo_ext.checks.rewards import COMPLETIONS, check_rewards, leads_conversations
 from swift_grpo_ext.checks.rows import check_rows
 
@@ -164,22 +163,6 @@ def check_round(args: RLHFArguments | SimpleNamespace, num_ranks: int) -> Findin
 
 
 # --- once the model is known, and the data loaded ---
-
-
-def unmatched(problem: Exception) -> Finding | None:
-    """Return which flag a user has to give where ms-swift cannot tell a model's type or template;
-    None for other errors."""
-    named = re.match(r"(?:Failed to automatically match `)?(model|template)_type", str(problem))
-    if not named:
-        return None
-    flag = {"model": "model_type", "template": "template"}[named[1]]
-    begins, _, listed = str(problem).partition("[")
-    types = re.findall(r"'([\w.-]+)'", listed)
-    if given := re.search(r"_type: '(.*)' not in", begins):
-        text = "ms-swift has no such type."
-        return error(f"{flag} {given[1]}", text, did_you_mean(given[1], types) or "Leave it out.")
-    fitting = f"several fit this model: {', '.join(types)}" if types else "none fits this model"
-    return error(flag, f"is missing, and {fitting}.", f"Give --{flag} {[*types, 'NAME'][0]}.")
 
 
 def check_model(args: Arguments) -> Findings:

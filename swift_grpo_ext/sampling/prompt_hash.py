@@ -1,7 +1,7 @@
-"""What a prompt is: one hash of its words, its media and what its template makes of them. Pure.
+"""One hash of a prompt's words, its media and its template's settings (docs/promises.md, G7).
 
-Two rows with the same hash are the same prompt (docs/promises.md, G7). Groups never come from it
-(G1): it keeps rows that differ out of one request (G3), and counts duplicates (G4).
+Groups never come from it (G1): it keeps rows that differ out of one request (G3), and counts
+duplicates (G4).
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ def prompt_hash(row: object) -> str:
 
     `row` is a data set's row, or an object with its columns as attributes or in `extra` (ms-swift's
     samples and requests). A path counts by its name, bytes and base64 by their content, a decoded
-    image by its pixels.
-
-    Raises:
-        ValueError: a field holds what has no form as JSON; names it.
+    image by its pixels. Raises ValueError, with the fields, where one has no form as JSON.
     """
     # A row without images has None, [] or no such column, by the way it came.
     fields = {
@@ -59,8 +56,7 @@ def prompt_hash(row: object) -> str:
 
 
 def _prompt_columns(row: object) -> dict[str, Any]:
-    """Return the columns that make a prompt. Media that stand in parts of `content` come in
-    columns, so that a prompt is one in either form."""
+    """Return the columns that make a prompt. Media in parts of `content` come in columns."""
     extra = getattr(row, "extra", None) or {}  # columns for which ms-swift's sample has no field
     columns = {name: extra.get(name, column_of(row, name)) for name in PROMPT_FIELDS}
     contents = [column_of(message, "content") for message in columns["messages"] or ()]

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 def sample_ids_at(
     round_: RoundId, positions: Iterable[int], group_size: int, *, first_group: int = 0
 ) -> list[SampleId]:
-    """Return the ids of samples from their positions in the generation batch, over all ranks.
-
-    Groups are positional (docs/promises.md, G1). `first_group` is the batch's first: the batches of
-    an evaluation count on, so that seeds do not depend on their size.
-    """
+    """Return the ids of samples from their positions in the generation batch, over all ranks
+    (docs/promises.md, G1). `first_group` is the batch's first: batches of an evaluation count on,
+    so that seeds do not depend on their size."""
     return [
         SampleId(**round_._asdict(), group=first_group + p // group_size, index=p % group_size)
         for p in positions
@@ -32,7 +30,7 @@ def sample_ids_at(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundClock:
-    """Turns counts of training batches into names of rounds, and back."""
+    """Turns counts of training batches into names of rounds, and optimizer steps into counts."""
 
     batches_per_step: int  # `gradient_accumulation_steps`
     batches_per_round: int  # `steps_per_generation * num_iterations`: one round serves them
@@ -41,8 +39,7 @@ class RoundClock:
 
     @classmethod
     def of(cls, args: GRPOConfig, num_rows: int, sequence_parallel_size: int) -> RoundClock:
-        """Return the clock of a training with `num_rows` rows; ms-swift's trainer has adjusted
-        `args` before."""
+        """Return the clock of a training; ms-swift's trainer has adjusted `args` before."""
         # As ms-swift counts (4.6, grpo_trainer.py, `_prepare_inputs`): ranks that share sequences
         # take the samples of all of them one after the other.
         per_round = args.steps_per_generation * sequence_parallel_size * args.num_iterations
@@ -62,7 +59,6 @@ class RoundClock:
         return epochs * self.batches_per_epoch + steps * self.batches_per_step
 
     def epoch_of_step(self, step: int) -> int:
-        """Return the epoch, from 0, of optimizer step `step`."""
         return step // self._steps_per_epoch
 
     def generation_batch_before(self, batch: int) -> tuple[int, int]:
@@ -107,8 +103,8 @@ class RoundNames:
         """Begin a round of dynamic sampling; return the number of its batch in the resampling
         order, which is its own."""
         clock, step = self.clock, self._regular.step
-        # Each regular round has as many numbers as it may need, behind all regular ones: names do
-        # not depend on how often earlier rounds were resampled, which a resumed run cannot know.
+        # Each regular round has as many numbers as it may need, behind all regular ones: a resumed
+        # run cannot know how often earlier rounds were resampled.
         regular_rounds = -(-clock.batches_per_step // clock.batches_per_round)  # of a step, at most
         added = self._regular.number * clock.max_resamples + self._resamples
         self.current = RoundId("train", step, regular_rounds + added)
@@ -116,8 +112,7 @@ class RoundNames:
         return step * regular_rounds * clock.max_resamples + added
 
     def begin_evaluation(self, step: int) -> None:
-        """Begin the evaluation loop over one data set."""
-        # One step may have several data sets, and an evaluation on demand.
+        """Begin an evaluation of one data set; a step may have several."""
         number = self._evaluation.number + 1 if step == self._evaluation.step else 0
         self._evaluation, self._first_group = RoundId("eval", step, number), 0
 

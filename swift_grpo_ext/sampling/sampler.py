@@ -24,7 +24,7 @@ class EpochSampler(Sampler[int]):
         self._num_rows = upstream.num_samples
         self._group_size = upstream.mini_repeat_count
         self._prompts = upstream.batch_size
-        # A round serves so many training batches; the loader yields its rows for each of them.
+        # The loader yields a round's rows for each training batch that it serves.
         self._repeats = upstream.repeat_count
         self._seed = (upstream.seed or 0) if upstream.shuffle else None
         self._epoch = epoch

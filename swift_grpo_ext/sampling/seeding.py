@@ -12,13 +12,12 @@ function, `key = (phase, step, number, turn)` and phase 0 for train, 1 for eval:
     high = first 32 bits of SeedSequence(run_seed, spawn_key=(*key, group)), shifted right by 2
     seed = high * 2**32 + (low + group * 2**14) mod 2**32 + index
 
-- Child k of a vLLM request for n samples with seed s draws with s + k (vllm/v1/engine/
-  parallel_sampling.py), so samples of a group have consecutive seeds, in one request or in several.
+- Child k of a vLLM request with seed s draws with s + k (vllm/v1/engine/parallel_sampling.py), so
+  samples of a group have consecutive seeds, in one request or in several.
 - Where only the low 32 bits of a seed count (torch's generator on CPU), noise is still distinct
   within a round, for up to 2**14 samples a group and 2**18 groups.
-- Over a run, the 62 bits of a group's base keep groups apart: with a million groups of 64, the
-  probability that any two samples share a seed is about 3e-5. Low 32 bits coincide as often as
-  those of independent draws would: two samples of different rounds with probability 2**-32.
+- Over a run, the 62 bits of a group's base keep groups apart: with a million groups of 64, any two
+  samples share a seed with probability 3e-5.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class RoundId(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        """Return the name that errors, logs and pages use."""
         return f"{self.phase} round {self.step}.{self.number}"
 
 
@@ -80,7 +78,7 @@ class SampleId:
 
     @classmethod
     def parse(cls, request_id: str) -> SampleId:
-        """Return the id that a `request_id` names; raise ValueError if it names none."""
+        """Return the id that a `request_id` names; raise ValueError if there is none."""
         match = re.fullmatch(r"(train|eval)-(\d+)\.(\d+)-(\d+)-(\d+)", request_id)
         if match is None:
             raise ValueError(f"{request_id!r} is no name of a sample, such as train-12.0-5-3.")
@@ -89,17 +87,13 @@ class SampleId:
         return cls(phase=phase, step=step, number=number, group=group, index=index)
 
     def __str__(self) -> str:
-        """Return the name that errors and logs use."""
         turn = f", turn {self.turn}" if self.turn else ""
         return f"{self.round}, group {self.group}, sample {self.index}{turn}"
 
 
 def sample_seed(run_seed: int, sample_id: SampleId) -> int:
-    """Return the seed of one sample, in [0, 2**62 + 2**14).
-
-    Raises:
-        ValueError: the group is too large, or (numpy's) a number is negative.
-    """
+    """Return the seed of one sample, in [0, 2**62 + 2**14); raise ValueError where the group is too
+    large."""
     if not 0 <= sample_id.index < MAX_GROUP_SIZE:
         raise ValueError(
             f"index {sample_id.index} in a group: expected 0 to {MAX_GROUP_SIZE - 1}; use a "

@@ -1,9 +1,8 @@
 """Times each part of a step, for its log (promise V5); with any trainer of ms-swift that rolls out.
 
-The clock wraps methods of the trainer. Time belongs to the innermost part that runs. A step lasts
-from the end of one to the end of the next: log, checkpoint and evaluation follow a step's end, and
-belong to the `rest` of the next. The clock never waits for a device: an accelerator's seconds count
-in the part in which the host waits for the result.
+The clock wraps methods of the trainer. Time belongs to the innermost part that runs. Log,
+checkpoint and evaluation follow a step's end, and belong to the `rest` of the next. The clock never
+waits for a device: an accelerator's seconds count in the part in which the host waits for it.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ class StepClock(TrainerCallback):
 
     def _wrap(self, owner: object, name: str, part: str) -> None:
         def timed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # With `--async_generate` another thread generates, beside the step. An evaluation
-            # calls methods that are timed, and counts as a whole.
+            # With `--async_generate` another thread generates. An evaluation counts as a whole.
             if self._is_evaluating or threading.get_ident() != self._thread:
                 return method(*args, **kwargs)
             stack, begun = self._stack, part

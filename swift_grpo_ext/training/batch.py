@@ -44,13 +44,13 @@ POSITIONS_REMEDY = (
 def complete_teacher_views(
     samples: Sequence[RolloutSample | RolloutGKDSample], ranks: RankGroup
 ) -> bool:
-    """Show a teacher the sample's own prompt where it has no `teacher_prompt` and no
-    `teacher_images`, and return whether any sample of the round has; every rank calls it."""
+    """Return whether any sample of the round has a `teacher_prompt` or `teacher_images`, and then
+    show a teacher the own prompts of the others; every rank calls it."""
     # ms-swift 4.6 encodes the views of a whole micro-batch where one sample has a view
     # (gkd_helpers.py, `encode_gkd_samples`; grpo_trainer.py, `_collate_teacher_opsd_batch`): a
     # TypeError for the others, and a pass that ranks without a view do not make.
     views = [sample.build_teacher_view() for sample in samples]
-    if ranks.agree(not any(views)):
+    if not any(ranks.all_gather(any(views))):
         return False
     for sample in samples:
         if sample.teacher_messages is None:
@@ -106,8 +106,7 @@ def check_batches(
     fault: str = "",
 ) -> None:
     """Raise `DisagreementError` on every rank where one trains on other prompts or tokens than its
-    rollouts had (M3, M6); all ranks call it together, once a round. `fault` names the first prompt
-    of this rank that differs (`GroupEncoder.fault`)."""
+    rollouts had (M3, M6); every rank calls it once a round, with its `GroupEncoder.fault`."""
     try:
         for samples, batch, inputs in micro_batches:
             check_tokens(samples, batch)
@@ -135,15 +134,11 @@ def check_tokens(samples: Sequence[RolloutSample], batch: GRPOBatch) -> None:
             )
         # ms-swift cuts the last off where there is one too many.
         if are_dropped and number not in (num_trained, num_trained + 1):
-            kept = "The template has to keep a completion's tokens as they are."
-            if len(rollout_prompts(sample)) > 1:
-                kept = (
-                    "The scheduler has to leave each answer in the messages, and to return "
-                    "`response_token_ids` and `response_loss_mask` where it changes one."
-                )
             raise DisagreementError(
-                f"{sample.sample_id}: {number} tokens were sampled, and {num_trained} would "
-                f"be trained on. {kept}"
+                f"{sample.sample_id}: {number} tokens were sampled, and {num_trained} would be "
+                "trained on. The template has to keep a completion's tokens as they are. A "
+                "scheduler has to leave each answer in the messages, and to return "
+                "`response_token_ids` and `response_loss_mask` where it changes one."
             )
 
 
@@ -204,8 +199,8 @@ def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> s
 
 def switch_off_dropout(model: torch.nn.Module) -> int:
     """Set every dropout of a model to 0, and return how many there were."""
-    # Ratios of importance sampling compare two passes over the same tokens. Dropout draws a mask
-    # for each, so that they differ at equal weights (PPO's ratio, arXiv:1707.06347, is 1 there).
+    # Dropout draws a mask for each pass: ratios of two passes would differ at equal weights, where
+    # PPO's (arXiv:1707.06347) is 1.
     count = 0
     for module in model.modules():
         is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)

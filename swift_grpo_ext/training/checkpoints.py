@@ -2,10 +2,9 @@
 
 Symptom: a resumed run trains on from the base model's weights, with the checkpoint's optimizer and
 step; two warnings about keys are all it says (transformers issue 43701, ms-swift issue 7947).
-Upstream: `transformers/trainer.py` 5.19, `_load_from_checkpoint` and `_load_best_model`. A model
-whose parameters have other names in files than in memory (Qwen2.5-VL: `visual.*` and
-`model.visual.*`) is saved under those of files; these two read files without translating names, and
-not strictly.
+Upstream: `transformers/trainer.py` 5.19, `_load_from_checkpoint` and `_load_best_model` read files
+without translating names, and not strictly. Qwen2.5-VL has `visual.*` in files, and
+`model.visual.*` in memory.
 Here: files are read as `from_pretrained` reads them, and every parameter must have come. DeepSpeed
 and FSDP keep the names of memory in files of their own, adapters are PEFT's: upstream reads both.
 Can go when: those two methods translate names (transformers pull request 48822 is open).
@@ -19,18 +18,9 @@ from typing import Any
 from swift.utils import get_logger
 from torch import nn
 from transformers import Trainer
-from transformers.utils import (
-    CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers.utils import CONFIG_NAME
 
 logger = get_logger()
-
-# Files of which a checkpoint of a whole model has one.
-WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
 class WholeCheckpoints(Trainer):
@@ -50,22 +40,21 @@ class WholeCheckpoints(Trainer):
     def _has_loaded(self, checkpoint: str, model: nn.Module | None = None, note: str = "") -> bool:
         """Load the checkpoint of a whole model; return False where upstream has to load it."""
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        if is_sharded or not holds_whole_model(Path(checkpoint)):
+        if is_sharded or not holds_whole_model(checkpoint):
             return False
-        load_whole_model(self.model if model is None else model, Path(checkpoint))
+        load_whole_model(self.model if model is None else model, checkpoint)
         logger.info(f"The weights of {checkpoint} are loaded{note}.")
         return True
 
 
-def holds_whole_model(checkpoint: Path) -> bool:
-    """Return whether a checkpoint is one of full tuning, as `save_pretrained` writes it."""
-    has_weights = any((checkpoint / name).is_file() for name in WHOLE_MODEL)
-    return has_weights and (checkpoint / CONFIG_NAME).is_file()
+def holds_whole_model(checkpoint: str | Path) -> bool:
+    """Return whether full tuning has saved the checkpoint: adapters have no such file."""
+    return Path(checkpoint, CONFIG_NAME).is_file()
 
 
-def load_whole_model(model: nn.Module, checkpoint: Path) -> None:
-    """Load the weights of a checkpoint into `model`, by the names that `from_pretrained` reads;
-    raise ValueError where a parameter is missing or of another shape."""
+def load_whole_model(model: nn.Module, checkpoint: str | Path) -> None:
+    """Load the weights of a checkpoint into `model`; raise ValueError where a parameter is missing
+    or of another shape."""
     try:
         model_class: Any = type(model)
         # On the CPU, which needs the checkpoint's size once more.

@@ -1,7 +1,6 @@
 """On-policy distillation (GKD): the hooks of `rollouts.py`, a teacher, and the loss.
 
-ms-swift draws for each round whether the student generates it (`--lmbda`), from `--seed` and the
-optimizer step, so that all ranks and a resumed run agree. A group has one sample.
+ms-swift draws for each round whether the student generates it (`--lmbda`). A group has one sample.
 
 Letters in names are shapes: B rows, T positions of a row, N positions that predict a token of a
 completion, K tokens of a teacher's top, V vocabulary.
@@ -9,7 +8,7 @@ completion, K tokens of a teacher's top, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +30,13 @@ from swift_grpo_ext.training.batch import check_batches, complete_teacher_views
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
 from swift_grpo_ext.training.group import DisagreementError
 from swift_grpo_ext.training.rollouts import RolloutTraining, Round
-from swift_grpo_ext.upstream.patches import wrapped
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 if TYPE_CHECKING:
-    from swift.rlhf_trainers.vllm_client import VLLMInferClient
     from swift.template import Template
 
-# Key in a teacher's request: the tokens of its sample, negative ones for media.
-EXPECTED = f"{wire.KEY}.teacher"
+# Key in a teacher's request: the number of its sample's tokens in training.
+NUM_TOKENS = f"{wire.KEY}.num_tokens"
 
 
 class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
@@ -57,8 +54,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     # --- the rollout ---
 
     def _generate_completions(self, samples: list[RolloutGKDSample]) -> list[RolloutGKDSample]:
-        # Not in training, unlike GRPO: the loss compares whole distributions, and a teacher's may
-        # hold such tokens among its top.
+        # Not in training, unlike GRPO: the loss compares whole distributions.
         masks = None if self.args.use_vllm else mask_placeholders(self.model, self._placeholders)
         with masks or nullcontext():  # a handle takes its hook away
             return super()._generate_completions(samples)
@@ -105,8 +101,8 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """Return ms-swift's loss (4.6, gkd_trainer.py), of the logits of completions alone: the
-        mean over positions of the generalized Jensen-Shannon divergence (arXiv:2306.13649)."""
+        """Return ms-swift's loss, of the logits of completions alone: the mean over positions of
+        the generalized Jensen-Shannon divergence (arXiv:2306.13649)."""
         if self._computes_upstreams_loss:
             return super().compute_loss(model, inputs, return_outputs, **kwargs)
         columns = self._teachers_logits(model, inputs)
@@ -184,29 +180,18 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         requests: list[RolloutInferRequest] = super()._build_teacher_requests(samples)
         for sample, request in zip(samples, requests, strict=True):
             if not sample.teacher_prompt and sample.teacher_images is None:  # else it sees others
-                ids = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
-                expected = [-1 if i in self._placeholders else i for i in ids]
-                request.data_dict[EXPECTED] = expected
+                request.data_dict[NUM_TOKENS] = torch.as_tensor(sample.encoded["input_ids"]).numel()
         return requests
 
-    def _infer_teacher_requests(
-        self, handle: dict[str, Any], topk: int, teacher_client: VLLMInferClient | None = None
-    ) -> Any:
+    def _infer_teacher_requests(self, handle: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         requests = handle["all_requests"]
-        expected = [request.data_dict.pop(EXPECTED, None) for request in requests]
-        client = teacher_client or self.teacher_clients[0]
-
-        def checked(infer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            responses = infer(*args, **kwargs)
-            for request, ids, response in zip(requests, expected, responses, strict=True):
-                check_teacher(request.uuid, ids, response.prompt_logprobs)
-            return responses
-
+        numbers = [request.data_dict.pop(NUM_TOKENS, None) for request in requests]
         try:
-            with wrapped(client, "infer", checked):
-                return super()._infer_teacher_requests(handle, topk, client)
+            parsed = super()._infer_teacher_requests(handle, *args, **kwargs)
+            check_teacher(requests, numbers, parsed)
         except Exception as e:  # the other ranks wait for answers: each raises where it waits
             return [e] * len(requests)
+        return parsed
 
     def _scatter_teacher_parsed(self, handle: dict[str, Any], parsed_global: Any) -> Any:
         parsed = super()._scatter_teacher_parsed(handle, parsed_global)
@@ -228,9 +213,9 @@ def predictions(encoded: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor, Ten
 def divergence(
     logits_NV: Tensor, teacher: Sequence[Tensor], beta: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the divergence of student and teacher, summed over positions, in nats, and the number
-    of positions, as ms-swift computes them (4.6, gkd_loss.py, `gkd_loss`). `teacher` has logits
-    [N, V], perhaps of another vocabulary; or top ones [N, K] and tokens [N, K]."""
+    """Return the sum over positions of the divergence of student and teacher, in nats, and the
+    number of positions, as ms-swift's `gkd_loss` does. `teacher` has logits [N, V], perhaps of
+    another vocabulary; or top ones [N, K] and tokens [N, K]."""
     if len(teacher) == 2:  # a server may leave positions out, which then do not count
         teachers, tokens_NK = teacher
         known_N = ~teachers.isinf().all(-1)
@@ -258,19 +243,17 @@ def completions_of(samples: Sequence[RolloutGKDSample], device: torch.device) ->
 
 
 def check_teacher(
-    name: str | None, ids: Sequence[int] | None, prompt_logprobs: Sequence[Any] | None
+    requests: Sequence[RolloutInferRequest],
+    numbers: Sequence[int | None],  # of tokens in training; None where it is not known
+    parsed: Sequence[tuple[Sequence[Any], Sequence[Any]]],
 ) -> None:
-    """Raise `DisagreementError` where a teacher's server scored other tokens than the `ids` of the
-    sample `name` (docs/promises.md, M3): < 0 where any token will do, None where none is known."""
-    if ids is None:
-        return
-    scored = prompt_logprobs or []  # by token, the position's own included; the first has None
-    pairs = enumerate(zip(ids, scored, strict=False))
-    differs = (at for at, (i, known) in pairs if known and i >= 0 and str(i) not in map(str, known))
-    at = next(differs, min(len(ids), len(scored)))
-    if not at == len(ids) == len(scored):
-        raise DisagreementError(
-            f"{name}: the teacher's server scored {len(scored)} tokens, and training has "
-            f"{len(ids)}; they differ from token {at} on. The server needs the student's "
-            "tokenizer, template, --max_length, MAX_PIXELS and the like (--teacher_model_server)."
-        )
+    """Raise `DisagreementError` where a teacher's server has log-probabilities of another number of
+    tokens than training has: ms-swift would align them with other tokens."""
+    for request, number, (logprobs, _) in zip(requests, numbers, parsed, strict=True):
+        num_scored = len(logprobs) + 1  # the first token has none
+        if number not in (None, num_scored):
+            raise DisagreementError(
+                f"{request.uuid}: the teacher's server scored {num_scored} tokens, and training "
+                f"has {number}. The server needs the student's tokenizer, template, --max_length, "
+                "MAX_PIXELS and the like (--teacher_model_server)."
+            )

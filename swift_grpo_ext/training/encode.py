@@ -1,13 +1,9 @@
-"""The samples of a group are encoded once: each is its group's prompt and its own token ids.
+"""The prompt of a group is encoded once, and compared with the rollout's (docs/promises.md, M3).
 
-ms-swift encodes the G samples of a group one by one, and decodes, resizes and processes the same
-images G times (ms-swift issue 4413). Here the first sample of a group is encoded whole, as ms-swift
-does; each other one shares its prompt. The result equals ms-swift's in all families
-(`tests/stack/test_encodings.py`). Where the shortcut does not hold (docs/support.md), each sample
-is encoded whole.
-
-The rollout and training must see the same prompt (docs/promises.md, M3). That is compared here,
-once for each prompt.
+ms-swift encodes each of the G samples of a group, and reads the same images G times (ms-swift issue
+4413). Here the first sample is encoded whole, as ms-swift does; the others take its prompt and
+their own token ids. The result equals ms-swift's in all families (`tests/stack/test_encodings.py`).
+Where the shortcut does not hold (docs/support.md), each sample is encoded whole.
 """
 
 from __future__ import annotations
@@ -70,10 +66,10 @@ class GroupEncoder:
         self._template, self._args = template, args
         self._is_conversation = is_conversation  # schedulers may change prompts
         self._placeholders = {*placeholder_ids(template)}
-        self._max_length = template.max_length  # ms-swift takes it away while it encodes
+        self._max_length = template.max_length
         self._prompts: dict[tuple[SampleId, str], GroupPrompt] = {}
-        # The first prompt that differs between rollout and training, with `--rollout_mismatch
-        # stop`. All ranks agree on it before one raises.
+        # Names the first prompt that differs, with `--rollout_mismatch stop`. All ranks agree on it
+        # before one raises.
         self.fault = ""
 
     def encode(self, sample: RolloutSample) -> EncodedSample:
@@ -92,12 +88,8 @@ class GroupEncoder:
                 self.fault = self.fault or str(e)
             else:
                 warn_of_mismatch(e)
-        if self._is_conversation:
-            response = self._response_of_turns(encoded)
-        if response and known is None:
-            known = GroupPrompt.of(encoded, response[0], rollout)
-        if known and response and known.is_prompt_of(encoded, response[0]):
-            encoded.prompt = self._prompts[key] = known
+        if response and known is None and (made := GroupPrompt.of(encoded, response[0], rollout)):
+            encoded.prompt = self._prompts[key] = made
         return encoded
 
     def _response(self, sample: RolloutSample) -> tuple[list[int], list[int]] | None:
@@ -111,22 +103,12 @@ class GroupEncoder:
             return None
         return ids, weights
 
-    def _response_of_turns(self, encoded: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
-        """Return the tokens of a conversation's turns; None where the row shows media, which may
-        differ where token ids do not."""
-        ids, labels = encoded["input_ids"], encoded.get("labels") or ()
-        start = next((i for i, label in enumerate(labels) if label != -100), None)
-        if start is None or any(_is_media(i, self._placeholders) for i in ids):
-            return None
-        return ids[start:], []
-
 
 def encode_whole(
-    sample: RolloutSample,
-    template: Template,
-    max_length: int | None,  # the template's, which ms-swift takes away while it encodes
+    sample: RolloutSample, template: Template, max_length: int | None
 ) -> dict[str, Any]:
-    """Return a sample's entries as ms-swift encodes them, with the text of its rollout."""
+    """Return a sample's entries as ms-swift encodes them, with the text of its rollout.
+    `max_length` is the template's, which ms-swift takes away while it encodes."""
     # ms-swift labels the end of each turn, for answers that come as text (4.6, template/base.py,
     # `_add_dynamic_eos`). No policy drew those tokens, and they have no log-probabilities.
     has_ids = bool(sample.response_token_ids)
@@ -168,33 +150,25 @@ def with_text_of(
     *,
     was_cut: bool,
 ) -> dict[str, Any]:
-    """Return the entries of an encoded sample that change so that it has the rollout's text.
+    """Return the entries of an encoded sample that change so that it has the rollout's text, with
+    which the policy was asked; none where prompts differ in more than
 
-    The policy was asked with the rollout's prompt: it is trained on that one. The prompts of one
-    row differ where
-
-    - a template writes a line more beside an image for training (ms-swift's InternVL), or an engine
-      merges line breaks (vLLM's Gemma3);
-    - ms-swift cuts a prompt to `--max_length` for a rollout (`was_cut`), and keeps all media and
-      the last of its other tokens (4.6.0, template/base.py, `_truncate`).
-
-    Nothing changes where prompts differ in more than that, or where text tokens of the prompt do
-    not share an entry's value.
+    - line breaks beside media: a template writes one more for training (ms-swift's InternVL), or an
+      engine merges them (vLLM's Gemma3);
+    - the text that ms-swift has cut to `--max_length` for a rollout (`was_cut`; 4.6.0,
+      template/base.py, `_truncate`).
     """
     ids, labels = encoded["input_ids"], encoded.get("labels")
-    # A template that encodes into tensors keeps its text; `check_rollout_prompts` judges it.
+    # Tensors stay; `check_rollout_prompts` judges them.
     if not isinstance(ids, list) or not labels or ids[: len(rollout)] == list(rollout):
         return {}
     num_prompt = next((i for i, label in enumerate(labels) if label != -100), len(labels))
     ours, theirs = spans_of(rollout, placeholders), spans_of(ids[:num_prompt], placeholders)
-    # Where a cut leaves no text between two media, numbers of runs differ too: side by side,
-    # transformers takes two for one (5.19, `get_rope_index`).
     if len(ours) != len(theirs):
         return {}
-    # A new text token takes its other values from an old one of the prompt.
     text_positions = [at for at, i in enumerate(ids[:num_prompt]) if not _is_media(i, placeholders)]
     new_ids: list[int] = []
-    sources: list[int] = []  # the position in `ids` from which each token has its other values
+    sources: list[int] = []  # for each new token, the one in `ids` that has its other values
     start = 0  # of the span in `ids`
     for (is_media, own), (_, other) in zip(ours, theirs, strict=True):
         if is_media:
@@ -202,7 +176,7 @@ def with_text_of(
             new_ids += other
             sources += range(start, start + len(other))
         else:
-            # A cut takes tokens from the left. Without media no template writes other line breaks.
+            # A cut takes tokens from the left.
             is_cut = was_cut and own == other[max(len(other) - len(own), 0) :]
             agree = is_cut or (len(ours) > 1 and _line(own, decode) == _line(other, decode))
             new_ids += own

@@ -1,4 +1,4 @@
-"""The gap between log-probabilities of rollout and training at equal weights (docs/promises.md).
+"""The gap between log-probabilities of rollout and training at equal weights.
 
 The first pass over a round has the weights that generated it. So each token tests whether its
 engine samples from the trainer's weights (M4), and whether both sides see the same row (M5). Each
@@ -8,7 +8,7 @@ engine and each kind of row has its own bound: a fault of one disappears in the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log
 from typing import TYPE_CHECKING
@@ -33,8 +33,7 @@ SPIKES = 32  # a few tokens may be so many limits apart, in all (`most_explained
 
 # Nats by which `--top_k`, `--min_p` and `--repetition_penalty` may move log-probabilities in the
 # mean: e^-2 = 14% of the distribution are left. One wrong tensor moves them less (0.23 nats where
-# it is transposed, the tiny model): with such settings NaN and wholly other weights alone are
-# found.
+# it is transposed, the tiny model), and is not found with such settings.
 CUT_OFF = 2.0
 
 
@@ -77,10 +76,9 @@ def gap_limit(bits: int, temperature: float = 1.0) -> float:
     """Return the mean gap, in nats, above which something is wrong rather than imprecise; `bits`
     are those of the less precise side's numbers."""
     # Large models have logits around 2^4, which bfloat16 (8 bits of mantissa) rounds to steps of
-    # 2^-4: the limit is two steps. 32 bits round to 2^-19 there, and their limit is that of kernels
-    # that sum in different orders, with a wide margin. Quantized numbers have 8 bits or fewer: E4M3
-    # (arXiv:2209.05433) keeps 4 of mantissa, and its limit is 2^4 times that of bfloat16. (The tiny
-    # model, with matrices and their inputs rounded: bfloat16 0.0043 nats, E4M3 0.055, E5M2 0.13.)
+    # 2^-4: the limit is two steps. 32 bits round to 2^-19 there: the limit is a wide margin for
+    # kernels that sum in other orders. E4M3 (arXiv:2209.05433) keeps 4 bits of mantissa: the limit
+    # is 2^4 times that of bfloat16.
     limit = 0.01 if bits > 16 else 0.125 if bits == 16 else 2.0
     # The temperature divides logits, and their rounding. Above 1 the limit keeps its margin.
     return limit / min(temperature or 1.0, 1.0)
@@ -88,17 +86,15 @@ def gap_limit(bits: int, temperature: float = 1.0) -> float:
 
 def most_explained(limit: float, count: int) -> float:
     """Return the largest mean gap, in nats, that rounding explains in so many tokens."""
-    # The mean over few tokens lies further from 0: in 16 bits an expert that is chosen otherwise
-    # moves a token by whole nats (two by 2 nats each are `SPIKES` limits).
+    # In 16 bits an expert that is chosen otherwise moves a token by whole nats.
     return limit * (1 + SPIKES / max(count, 1))
 
 
 def sampling_shift(args: RolloutGRPOConfig) -> float:
     """Return the mean gap, in nats, that the sampling settings explain."""
-    # vLLM's log-probabilities are those of the distribution that it samples from. Where settings
-    # keep a share p of the tokens' probability, each log-probability is larger by -log(p).
-    # One token (`--top_k 1`), or the tokens of a grammar, may be any share. Where a flag is None,
-    # the model's generation settings decide. With `--async_generate` weights are an earlier step's.
+    # vLLM's log-probabilities are those of the distribution that it samples from: where settings
+    # keep a share p of it, each is larger by -log(p). One token or a grammar may keep any share,
+    # and so may the model's own settings (None). `--async_generate` samples with older weights.
     is_unbounded = (
         args.async_generate
         or args.structured_outputs_regex
@@ -127,8 +123,8 @@ class RoundGap:
 def measure_gap(
     micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]], limit: float, shift: float
 ) -> RoundGap:
-    """Return the gap of this rank's samples, in a round's micro-batches; `limit` is that of
-    `gap_limit`, `shift` that of `sampling_shift`."""
+    """Return the gap of this rank's samples; `limit` is that of `gap_limit`, `shift` that of
+    `sampling_shift`."""
     by_source = defaultdict[Source, Gap](Gap)
     worst = (0.0, "")
     for samples, batch in micro_batches:
@@ -148,12 +144,9 @@ def measure_gap(
 def judge_gap(
     gaps: Sequence[RoundGap], args: RolloutGRPOConfig, limit: float, step: int
 ) -> dict[str, float]:
-    """Compare the gap of each engine and each kind of row with what rounding and the settings
-    explain (M4, M5), and return metrics by name. `gaps` are all ranks', the same on each.
-
-    Raises:
-        DisagreementError: on every rank, with `--rollout_mismatch stop`; names engines and rows.
-    """
+    """Compare the gap of each engine and each kind of row with its bound, and return metrics by
+    name. `gaps` are all ranks', the same on each. Raise `DisagreementError` beyond the bound with
+    `--rollout_mismatch stop`, else warn."""
     shift = sampling_shift(args)
     by_source, by_kind = defaultdict[Source, Gap](Gap), defaultdict[str, Gap](Gap)
     for rank_gap in gaps:
@@ -165,18 +158,20 @@ def judge_gap(
         return {}
     # NaN is not below any bound: `>` would let it pass.
     beyond = {
-        f"{engine} rows of {kind}".lstrip(): (engine, kind)
+        f"{engine} rows of {kind}".lstrip(): gap
         for (engine, kind), gap in by_source.items()
         if not gap.mean <= most_explained(limit, gap.count) + shift
     }
     furthest = max(gaps, key=lambda rank_gap: rank_gap.excess)
     if beyond:
-        found = "; ".join(f"{name}: {by_source[source]}" for name, source in beyond.items())
+        found = "; ".join(f"{name}: {gap}" for name, gap in beyond.items())
         settings = f", and the {shift:.3g} of the sampling settings" if 0 < shift < inf else ""
         text = (
             f"Step {step}: log-probabilities of the rollout and of training lie further apart than "
             f"the {limit:g} nats in the mean that rounding explains{settings}. {found}. "
-            f"{likely_cause(beyond.values(), by_source)}"
+            "All other engines and rows agree. Either an engine has other weights or an old cache: "
+            "restart it and resume. Or one side reads media otherwise: try `swift-grpo-ext check`. "
+            "Or training chooses other experts: try --router_replay_mode R3."
         )
         if args.rollout_mismatch == "stop":
             raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")
@@ -192,21 +187,3 @@ def judge_gap(
     if len(by_kind) > 1:
         metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in by_kind.items()}
     return metrics
-
-
-def likely_cause(beyond: Collection[Source], known: Collection[Source]) -> str:
-    """Say what may be wrong with the engines and rows beyond their bound: the cause lies in what
-    they have in common and no other has."""
-    engines, kinds = ({source[i] for source in beyond} for i in (0, 1))
-    all_engines, all_kinds = ({source[i] for source in known} for i in (0, 1))
-    if kinds < all_kinds:
-        return "Other rows agree: such media are read, placed or encoded otherwise on one side."
-    if engines < all_engines:
-        return (
-            "Other engines agree: this one has other weights, or a cache of older ones. Restart "
-            "it and resume from the last checkpoint."
-        )
-    return (
-        "Rollouts and training do not see the same weights or prompts, or choose other experts "
-        "(--router_replay_mode R3)."
-    )

@@ -1,8 +1,7 @@
 """A group in training: the samples of one prompt, from their encode to the loss.
 
-Until the encode, `SampleId` names the group of a sample: ms-swift's hooks take lists of samples,
-which ranks exchange and schedulers copy. The encode gives the samples of a group one `GroupPrompt`
-(`encode.py`), and `groups_of` finds groups by it in a micro-batch.
+Until the encode, `SampleId` names a sample's group. The encode gives the samples of a group one
+`GroupPrompt` (`encode.py`), by which `groups_of` finds the groups of a micro-batch.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class GroupPrompt:
     def of(
         cls, encoded: Mapping[str, Any], response: Sequence[int], rollout: Sequence[int]
     ) -> GroupPrompt | None:
-        """Return the prompt of a whole encoded row; None where another text follows its response or
-        the template returns tensors."""
+        """Return the prompt of a whole encoded row; None where another text follows its response,
+        or where ids are a tensor."""
         ids = encoded["input_ids"]
         num_tokens = len(ids) - len(response)
         if not isinstance(ids, list) or ids[num_tokens:] != list(response):
@@ -61,14 +60,9 @@ class GroupPrompt:
                 entries[name] = values[..., :num_tokens] if is_tensor else values[:num_tokens]
         return cls(entries, num_tokens, rollout)
 
-    def is_prompt_of(self, encoded: Mapping[str, Any], response: Sequence[int]) -> bool:
-        """Return whether a whole encoded row is this prompt and a response."""
-        num_tokens = len(encoded["input_ids"]) - len(response)
-        return bool(encoded["input_ids"][:num_tokens] == self.entries["input_ids"])
-
     def with_response(self, ids: Sequence[int], weights: Sequence[float]) -> EncodedSample:
-        """Return the entries of the sample with this response. A token's weight in the loss is 0 or
-        1, or another where templates scale."""
+        """Return the entries of the sample with this response and its tokens' weights in the
+        loss."""
         made = EncodedSample(self.entries)
         made.prompt = self
         made["input_ids"] = [*made["input_ids"], *ids]

@@ -47,12 +47,9 @@ def replace_failing_prompts(
     error_of: Callable[[Row], str | None],  # returns why a row cannot be encoded
 ) -> tuple[list[Row], list[int]]:
     """Replace groups of a prompt that cannot be encoded; return this rank's rows, and the numbers
-    of all replaced groups in the generation batch. Every rank calls it with its rows.
-
-    Raises:
-        ValueError: on every rank, where no other row can be encoded; names groups and causes.
-    """
-    # Every rank makes the same gathers: branches depend on gathered values alone. A group may begin
+    of all replaced groups in the generation batch. Every rank calls it with its rows, and raises
+    ValueError where no other row can be encoded."""
+    # Branches depend on gathered values alone: every rank makes the same gathers. A group may begin
     # on one rank and end on the next.
     start = sum(ranks.all_gather(len(rows))[: ranks.rank])
     group_of = [(start + position) // group_size for position in range(len(rows))]
@@ -62,7 +59,7 @@ def replace_failing_prompts(
     for (group, _), row in distinct.items():
         if group not in failed_here and (error := error_of(row)):
             failed_here[group] = error, row
-    # Of a group on several ranks the first rank's row counts: it is written last.
+    # The first rank with a row of the group is written last, and counts.
     by_rank = reversed(ranks.all_gather(failed_here))
     failed = {group: failure for failures in by_rank for group, failure in failures.items()}
     if not failed:
@@ -101,8 +98,8 @@ def named_request(
     samples2requests: Callable[[list[Any]], list[RolloutInferRequest]],
     placeholders: Collection[str],
 ) -> RolloutInferRequest:
-    """Return the request of a sample, by ms-swift's `samples2requests`; raise `RowError` where
-    headers and texts of its row show a fault: an engine's or a server's error would not name it."""
+    """Return the request of a sample, by ms-swift's `samples2requests`; raise `RowError` where its
+    row shows a fault, which an engine's error would not name."""
     is_row = not isinstance(sample, RolloutInferRequest)  # but a later turn
     if is_row and (fault := row_fault(sample, placeholders)):
         raise RowError(sample, fault)
@@ -114,7 +111,7 @@ def named_request(
 
 @contextmanager
 def named_rows(template: Template) -> Iterator[None]:
-    """Have what `template` cannot encode within the block raise `RowError`, which names the row."""
+    """Within the block, raise `RowError`, which names the row, where `template` cannot encode."""
 
     def encode(upstream: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
         try:

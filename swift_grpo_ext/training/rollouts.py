@@ -1,6 +1,5 @@
-"""The hooks of ms-swift that GRPO and distillation (GKD) share, in the order of a round: names and
-seeds, engines, requests, the training batch, weights. Each rule stands in the collaborator that a
-hook calls. `trainer.py` and `distillation.py` have the hooks of one of them.
+"""The hooks of ms-swift's trainers that GRPO and distillation (GKD) share, in the order of a round:
+names and seeds, engines, requests, the training batch, weights.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from swift_grpo_ext.training.prompts import (
     warn_duplicates,
     warn_uneven,
 )
-from swift_grpo_ext.training.summary import RunSummary
+from swift_grpo_ext.training.summary import log_what_is_on
 from swift_grpo_ext.upstream.determinism import (
     deterministic,
     exact_unmerging,
@@ -97,9 +96,7 @@ class RoundReport(NamedTuple):
     prompt_hashes: list[str]  # of groups that begin on this rank
     scores: list[RewardRow]  # of this rank's samples
     sharing_failed: bool  # a packed pass has changed log-probabilities (`logits/proof.py`)
-    # How many of the replayed choices of experts training would have made too, and how many there
-    # were (`--router_replay_mode R3`).
-    num_replayed: tuple[float, float]
+    num_replayed: tuple[float, float]  # choices of experts that training shares, and all
 
 
 class RolloutTraining(RolloutTrainerMixin):
@@ -130,8 +127,7 @@ class RolloutTraining(RolloutTrainerMixin):
         )
         self.score_listeners = []
 
-        # ms-swift's own makes engines and callbacks, which ask for what was made so far. It also
-        # adjusts `config`: steps and batches of a round are final only behind it.
+        # Makes engines and callbacks, which ask for what was made so far, and adjusts `config`.
         super().__init__(*args, **kwargs)
 
         # Here model, reward functions and data set are known, and no round has begun.
@@ -147,7 +143,7 @@ class RolloutTraining(RolloutTrainerMixin):
         # Behind all others: what they do at a step's end then counts in that step.
         self._clock = StepClock(self)
         self.add_callback(self._clock)
-        self._summary = RunSummary(self, switch_off_dropout(self.model))
+        self._num_dropouts = switch_off_dropout(self.model)
         if config.full_determinism:  # before `train` has accelerate wrap the model for DDP
             sum_gradients_one_by_one(self.accelerator)
 
@@ -160,7 +156,7 @@ class RolloutTraining(RolloutTrainerMixin):
         return int(self.num_generations if self.model.training else self.num_generations_eval)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._summary.begin()
+        log_what_is_on(self, self._num_dropouts)
         try:
             result = super().train(*args, **kwargs)
             # With `--async_generate` a batch is still being generated that no step will use.
@@ -170,7 +166,6 @@ class RolloutTraining(RolloutTrainerMixin):
             self.ranks.end()
             raise
         finally:
-            self._summary.end()
             self.recorder.finish()
 
     # --- engines ---
@@ -191,8 +186,8 @@ class RolloutTraining(RolloutTrainerMixin):
 
             self._servers = connect_servers(self.vllm_client, self.args)
         self._weights = WeightSync(self.ranks, self._servers, self.args.rollout_mismatch)
-        # Rank 0 alone knows the servers' lengths, and all ranks judge rows by the smallest: which
-        # engine will draw a group is not known when its row is encoded.
+        # Rank 0 alone knows the servers' lengths. All ranks judge rows by the smallest: any engine
+        # may draw a group.
         engine = self._servers or getattr(self, "engine", None)
         facts = [getattr(engine, name, None) for name in ("max_model_len", "number_bits")]
         lengths, bits = zip(*self.ranks.all_gather(facts), strict=True)
@@ -209,15 +204,15 @@ class RolloutTraining(RolloutTrainerMixin):
     # --- a round begins: its name, its prompts ---
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSampler:
-        def epoch() -> int:
-            return self._rounds.clock.epoch_of_step(self.state.global_step)
-
-        return EpochSampler(super()._get_train_sampler(train_dataset), epoch)
+        return EpochSampler(
+            super()._get_train_sampler(train_dataset),
+            lambda: self._rounds.clock.epoch_of_step(self.state.global_step),
+        )
 
     def _prepare_inputs(self, inputs: list[dict[str, Any]]) -> Any:
         if self.model.training:
-            # ms-swift counts batches from 0 in a resumed run too. It generates at multiples of a
-            # round's batches, and would do so elsewhere than the run that was not interrupted.
+            # ms-swift counts batches from 0 in a resumed run too, and would begin rounds elsewhere
+            # than the run that was not interrupted.
             self._step: int = self._step or self._rounds.clock.batches_at(self.state.global_step)
             self._rounds.begin_training(self._step, ahead=self.args.async_generate)
         return super()._prepare_inputs(inputs)
@@ -331,8 +326,8 @@ class RolloutTraining(RolloutTrainerMixin):
         request_config: RequestConfig,
         is_global_inputs: bool = False,
     ) -> list[RolloutSample]:
-        # With `--async_generate` rank 0 generates for all, in a thread. Else all ranks meet before
-        # NCCL, where they would wait for a rank that has failed.
+        # All ranks meet before NCCL, where they would wait for a rank that has failed; not in the
+        # thread of `--async_generate`, where rank 0 generates for all.
         meets = self.ranks.size > 1 and not is_global_inputs
         began = time.monotonic()
         failure: Exception | None = None
@@ -382,8 +377,7 @@ class RolloutTraining(RolloutTrainerMixin):
         request_config: RequestConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        # `_call_engine` gives servers single turns; here ms-swift asks for whole conversations of
-        # their own schedulers (`_server_rollout`).
+        # ms-swift asks for conversations that servers lead (`_server_rollout`).
         if self._servers is not None and request_config is not None:
             with profiling_context(self, "generate"), self._disable_sp_context():
                 return self._servers.converse(infer_requests, request_config)
@@ -425,8 +419,8 @@ class RolloutTraining(RolloutTrainerMixin):
         return self._encoder.encode(sample)
 
     def split_by_mini_batches(self, samples: list[RolloutSample]) -> list[list[RolloutSample]]:
-        # With sequence parallelism ms-swift gathers samples of several ranks there, as copies: what
-        # it encodes and trains on is known from its own call alone.
+        # With sequence parallelism ms-swift gathers several ranks' samples there, as copies that it
+        # encodes and trains on.
         self._chunks: list[list[RolloutSample]] = super().split_by_mini_batches(samples)
         return self._chunks
 
@@ -463,10 +457,6 @@ class RolloutTraining(RolloutTrainerMixin):
         gaps = [report.gap for report in reports]
         self._note(judge_gap(gaps, self.args, self.gap_limit, self.state.global_step))
 
-    def needs_old_logps(self, *, has_views: bool = False) -> bool:
-        """Return whether no pass of the old policy can be left out; distillation has none."""
-        return True
-
     def _note(self, metrics: Mapping[str, float]) -> None:
         """Have ms-swift log these with the next step's values."""
         for name, value in metrics.items():
@@ -481,8 +471,8 @@ class RolloutTraining(RolloutTrainerMixin):
         upstream = super()._move_model_to_vllm
 
         def move(group_recreated: bool) -> None:
-            # An adapter alone would find no base to go with, or leave behind what is trained beside
-            # it, such as the tower of `lora_llm`.
+            # An adapter alone would find no base, or leave behind what is trained beside it, such
+            # as the tower of `lora_llm`.
             trained = (name for name, p in self.model.named_parameters() if p.requires_grad)
             if group_recreated or any(".lora_" not in name for name in trained):
                 self.base_sync_done = False
@@ -493,8 +483,7 @@ class RolloutTraining(RolloutTrainerMixin):
         self._weights.update(move)
 
     def _load_state_dict_to_vllm(self, state_dict: StateDict) -> None:
-        # Called for each group of layers (`--move_model_batches`); buffers, which are small, come
-        # with each.
+        # Called for each group of layers (`--move_model_batches`); each has all buffers.
         load = super()._load_state_dict_to_vllm
         state_dict = checkpoint_layout(self.model, state_dict)
         state_dict = checkpoint_buffers(self.model) | state_dict

@@ -58,7 +58,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, RolloutTraining, GRPOTrainer):
         evaluates = self.control.should_evaluate
         if not evaluates:
             # Each round trains on what was generated from the batch before its own. ms-swift takes
-            # the loader's first batch here, which the first round then generates a second time.
+            # the loader's first batch, which the first round then generates once more.
             clock = self._rounds.clock
             batch = clock.batches_at(self.state.global_step)
             self._rounds.begin_training(batch)
@@ -94,7 +94,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, RolloutTraining, GRPOTrainer):
 
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
         has_views = complete_teacher_views(samples, self.ranks)
-        self._leaves_out_old_pass = not self.needs_old_logps(has_views=has_views)
+        self._leaves_out_old_pass = not self._needs_old_logps(has_views)
         # Liger's loss, and batches of conversations that are cut anew, read inputs themselves.
         reads_inputs = self.use_liger_loss or self.dynamic_num_samples
         shares = self.completion_logps.shares_prompts and not reads_inputs
@@ -107,16 +107,16 @@ class RolloutGRPOTrainer(WholeCheckpoints, RolloutTraining, GRPOTrainer):
         micro_batches = list(zip(self._chunks, grpo_batches, inputs, strict=True))
         check_batches(micro_batches, self.args, self.ranks, self._encoder.fault)
         if getattr(self, "_is_dynamic_self_distillation", False):
-            # ms-swift 4.6 says so of every run without a teacher, and then refuses what cannot have
-            # one: `--loss_type real` and `fipo`, `--off_policy_sequence_mask_delta`.
+            # ms-swift 4.6 says so of every run without a teacher, and then refuses `--loss_type
+            # real` and `fipo`, and `--off_policy_sequence_mask_delta`.
             self._has_teacher = any(b.teacher_per_token_logps is not None for b in grpo_batches)
         return batches
 
     # --- passes; ms-swift's all go through `_get_per_token_logps_and_entropies_single` (4.6) ---
 
-    def needs_old_logps(self, *, has_views: bool = False) -> bool:
+    def _needs_old_logps(self, has_views: bool) -> bool:
         """Return whether a round needs the log-probabilities of its old policy before its loss, the
-        same on all ranks; `has_views`: a teacher sees prompts of its own in this round."""
+        same on all ranks; `has_views`: its teacher sees prompts of its own."""
         # Where all of a round's passes with gradients precede its first update, the first of them
         # has the old policy's weights: ms-swift's loss takes None for them (4.6, grpo_trainer.py,
         # `_compute_loss_and_metrics`).
@@ -155,7 +155,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, RolloutTraining, GRPOTrainer):
         compute_entropy: bool = False,
     ) -> Any:
         upstream = super()._get_per_token_logps_and_entropies_single
-        # ms-swift hands it on to `_get_logps_via_local_forward` below, which unwraps it.
+        # `_get_logps_via_local_forward` below unwraps it.
         restricted = self.completion_logps.restrict(model, grpo_batch)
         replay = self._router_replay
         with replay.given(model, model_inputs) if replay else nullcontext(model_inputs) as inputs:

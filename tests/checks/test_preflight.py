@@ -479,35 +479,6 @@ def test_an_engine_that_ranks_cannot_share() -> None:
         assert_says(preflight.check_round(args, ranks), refused)
 
 
-def test_types_that_ms_swift_cannot_match(assets: Path) -> None:
-    """ms-swift's own errors, of its own functions."""
-    from swift.model import get_model_info_meta
-    from swift.template import get_template_meta
-
-    folder = str(assets / "tiny_vlm")
-    info, meta = get_model_info_meta(folder)
-    several = SimpleNamespace(candidate_templates=["a", "b"], template=None)
-    none = SimpleNamespace(candidate_templates=[], template=None)
-    fitting = "--template: is missing, and several fit this model: a, b. Give --template a."
-    nothing = "--template: is missing, and none fits this model. Give --template NAME."
-    similar = "ms-swift has no such type. did you mean qwen2_5_vl?"
-    for call, expected in (
-        (lambda: get_template_meta(info, several), fitting),
-        (lambda: get_template_meta(info, none), nothing),
-        (lambda: get_template_meta(info, meta, "qwen2_5_v"), f"--template qwen2_5_v: {similar}"),
-        (
-            lambda: get_model_info_meta(folder, model_type="qwen2_5_v"),
-            f"--model_type qwen2_5_v: {similar}",
-        ),
-    ):
-        with pytest.raises(ValueError, match="_type") as raised:
-            call()
-        found = preflight.unmatched(raised.value)
-        assert found is not None
-        assert found.sentence == expected
-    assert preflight.unmatched(ValueError("other")) is None
-
-
 # --- once the model is known, and the data loaded ---
 
 

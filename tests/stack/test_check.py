@@ -284,7 +284,7 @@ def test_a_model_and_rows_alone(assets: Path, folder: Path, tmp_path: Path) -> N
     named = ["--template", "qwen2_5_vl", "--model_type", "qwen2_5_vl"]
     rows = [str(folder / "rows.jsonl")]
     for dataset, rest, expected in (
-        (rows, [], "error: --template: is missing, and several fit this model: qwen2_5_vl, mimo"),
+        (rows, [], "error: `swift rlhf`: ends with ValueError: Failed to automatically match"),
         (rows, named, "32 rows with 32 media are equal in rollout and training"),
         ([], named, "ok: --template: qwen2_5_vl: a turn ends with <|im_end|>; stop words: none."),
     ):

@@ -34,10 +34,6 @@ CASES = {
         ("--logit_shim", "off"),
         r"Unknown argument --logit_shim .*did you mean --logits_shim\?",
     ),
-    "no such template": (
-        ("--template", "qwen2_5_v"),
-        r"--template qwen2_5_v: ms-swift has no such type\. did you mean qwen2_5_vl\?",
-    ),
     "no such stop token": (
         ("--stop_token_ids", "151936"),
         r"--stop_token_ids 151936: 151936 is no token.*convert_tokens_to_ids",

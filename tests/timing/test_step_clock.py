@@ -268,7 +268,7 @@ class NoExchange(RankGroup):
     def all_gather(self, value: Any) -> list[Any]:
         raise AssertionError(value)
 
-    gather = scatter = agree = all_gather
+    gather = scatter = all_gather
 
 
 def test_another_thread_is_left_alone() -> None:

@@ -321,23 +321,14 @@ def test_a_teachers_image_is_named_by_its_own_column(assets: Path, tmp_path: Pat
         encode_gkd_samples([sample], template)
 
 
-SCORED = [None, {"2": {}, "9": {}}, {7: {}}, {"4": {}}]
-
-
-@pytest.mark.parametrize("ids", [None, [1, 2, 7, 4], [1, 2, -1, 4], [5, 2, -1, 4]])
-def test_a_teacher_that_scored_the_sample(ids: list[int] | None) -> None:
-    check_teacher("train-0.0-1-0", ids, SCORED)
-
-
-@pytest.mark.parametrize(
-    ("ids", "scored", "at"),
-    [
-        ([1, 2, 7, 4, 5], SCORED, 4),
-        ([1, 2, 7], SCORED, 3),
-        ([1, 3, 7, 4], SCORED, 1),
-        ([1, 3], None, 0),
-    ],
-)
-def test_a_teacher_that_scored_other_tokens_is_named(ids: list[int], scored: Any, at: int) -> None:
-    with pytest.raises(DisagreementError, match=f"train-0.0-1-0: .* from token {at} on"):
-        check_teacher("train-0.0-1-0", ids, scored)
+def test_a_teacher_that_scored_another_number_of_tokens_is_named() -> None:
+    """The first token has no log-probability."""
+    requests: list[Any] = [SimpleNamespace(uuid=f"train-0.0-{group}-0") for group in range(3)]
+    parsed: list[Any] = [([[-1.0]] * 3, []), ([[-1.0]] * 2, []), ([], [])]
+    check_teacher(requests, [4, 3, None], parsed)
+    for numbers, message in (
+        ([4, 2, None], "train-0.0-1-0: .* scored 3 tokens, and training has 2"),
+        ([4, 3, 4], "train-0.0-2-0: .* scored 1 tokens, and training has 4"),
+    ):
+        with pytest.raises(DisagreementError, match=message):
+            check_teacher(requests, numbers, parsed)
