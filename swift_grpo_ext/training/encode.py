@@ -88,8 +88,12 @@ class GroupEncoder:
                 self.fault = self.fault or str(e)
             else:
                 warn_of_mismatch(e)
-        if response and known is None and (made := GroupPrompt.of(encoded, response[0], rollout)):
-            encoded.prompt = self._prompts[key] = made
+        if self._is_conversation:
+            response = self._response_of_turns(encoded)
+        if response and known is None:
+            known = GroupPrompt.of(encoded, response[0], rollout)
+        if known and response and known.is_prompt_of(encoded, response[0]):
+            encoded.prompt = self._prompts[key] = known
         return encoded
 
     def _response(self, sample: RolloutSample) -> tuple[list[int], list[int]] | None:
@@ -102,6 +106,15 @@ class GroupEncoder:
         if not ids or len(weights) != len(ids) or not self._placeholders.isdisjoint(ids):
             return None
         return ids, weights
+
+    def _response_of_turns(self, encoded: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
+        """Return the tokens of a conversation's turns; None where the row shows media, which may
+        differ where token ids do not."""
+        ids, labels = encoded["input_ids"], encoded.get("labels") or ()
+        start = next((i for i, label in enumerate(labels) if label != -100), None)
+        if start is None or any(_is_media(i, self._placeholders) for i in ids):
+            return None
+        return ids[start:], []
 
 
 def encode_whole(

@@ -60,6 +60,11 @@ class GroupPrompt:
                 entries[name] = values[..., :num_tokens] if is_tensor else values[:num_tokens]
         return cls(entries, num_tokens, rollout)
 
+    def is_prompt_of(self, encoded: Mapping[str, Any], response: Sequence[int]) -> bool:
+        """Return whether a whole encoded row is this prompt and a response."""
+        num_tokens = len(encoded["input_ids"]) - len(response)
+        return bool(encoded["input_ids"][:num_tokens] == self.entries["input_ids"])
+
     def with_response(self, ids: Sequence[int], weights: Sequence[float]) -> EncodedSample:
         """Return the entries of the sample with this response and its tokens' weights in the
         loss."""

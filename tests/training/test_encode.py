@@ -155,11 +155,26 @@ def test_rows_that_do_not_end_with_their_response(monkeypatch: pytest.MonkeyPatc
     assert [row.prompt for row in found] == [None, None]
 
 
-def test_a_conversations_sample_is_encoded_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversations_share_a_prompt_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is encoded whole. Media may be other ones where token ids are equal."""
     encoder, made = encoder_of(monkeypatch, is_conversation=True)
     talks = group_of(*ANSWERS[:2])
     assert [encoder.encode(one).prompt for one in talks] == [None, None]
     assert made.num_encoded == 2
+
+    def text_alone(one: Any, **_: Any) -> dict[str, Any]:
+        ids = [i for turn in one.response_token_ids for i in turn]
+        return {"input_ids": [1, 2, *ids], "labels": [-100, -100, *ids]}
+
+    made.encode = text_alone  # type: ignore[method-assign]
+    for one in talks:
+        one.rollout_prompts, one.prompt_hash = prompts([1, 2]), "text"
+    first, second = (encoder.encode(one).prompt for one in talks)
+    assert first is second is not None
+    assert first.num_tokens == 2
+    talks[1].response_token_ids, talks[1].prompt_hash = [[5]], "text"
+    made.encode = lambda one, **_: {"input_ids": [1, 3, 5], "labels": [-100, -100, 5]}  # type: ignore[method-assign]
+    assert encoder.encode(talks[1]).prompt is None
 
 
 @pytest.mark.parametrize(
