@@ -8,7 +8,7 @@ engine and each kind of row has its own bound: a fault of one disappears in the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf, log
 from typing import TYPE_CHECKING
@@ -158,20 +158,18 @@ def judge_gap(
         return {}
     # NaN is not below any bound: `>` would let it pass.
     beyond = {
-        f"{engine} rows of {kind}".lstrip(): gap
+        f"{engine} rows of {kind}".lstrip(): (engine, kind)
         for (engine, kind), gap in by_source.items()
         if not gap.mean <= most_explained(limit, gap.count) + shift
     }
     furthest = max(gaps, key=lambda rank_gap: rank_gap.excess)
     if beyond:
-        found = "; ".join(f"{name}: {gap}" for name, gap in beyond.items())
+        found = "; ".join(f"{name}: {by_source[source]}" for name, source in beyond.items())
         settings = f", and the {shift:.3g} of the sampling settings" if 0 < shift < inf else ""
         text = (
             f"Step {step}: log-probabilities of the rollout and of training lie further apart than "
             f"the {limit:g} nats in the mean that rounding explains{settings}. {found}. "
-            "All other engines and rows agree. Either an engine has other weights or an old cache: "
-            "restart it and resume. Or one side reads media otherwise: try `swift-grpo-ext check`. "
-            "Or training chooses other experts: try --router_replay_mode R3."
+            f"{likely_cause(beyond.values(), by_source)}"
         )
         if args.rollout_mismatch == "stop":
             raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")
@@ -187,3 +185,21 @@ def judge_gap(
     if len(by_kind) > 1:
         metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in by_kind.items()}
     return metrics
+
+
+def likely_cause(beyond: Collection[Source], known: Collection[Source]) -> str:
+    """Say what may be wrong with the engines and rows beyond their bound: the cause lies in what
+    they have in common and no other has."""
+    engines, kinds = ({source[i] for source in beyond} for i in (0, 1))
+    all_engines, all_kinds = ({source[i] for source in known} for i in (0, 1))
+    if kinds < all_kinds:
+        return "Other rows agree: such media are read, placed or encoded otherwise on one side."
+    if engines < all_engines:
+        return (
+            "Other engines agree: this one has other weights, or a cache of older ones. Restart "
+            "it and resume from the last checkpoint."
+        )
+    return (
+        "Rollouts and training do not see the same weights or prompts, or choose other experts "
+        "(--router_replay_mode R3)."
+    )

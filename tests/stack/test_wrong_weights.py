@@ -59,6 +59,7 @@ def test_an_adapter_that_an_engine_does_not_use(
     assert finished.returncode != 0
     assert "DisagreementError: Step 1: log-probabilities of the rollout" in finished.output
     assert f"server 0 (http://127.0.0.1:{port}) replica 1 rows of image: " in finished.output
+    assert "Other engines agree: this one has other weights" in finished.output
     assert steps_of(tmp_path / "run") == 1
 
 

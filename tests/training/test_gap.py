@@ -108,7 +108,7 @@ def test_few_tokens_may_lie_further_apart(
         assert "Step 7: log-probabilities" in warning
         assert "the 0.25 nats in the mean that rounding explains. rank 0 rows of text" in warning
         assert f"text: {nats:.3g} nats in the mean of {count} tokens, {nats:.3g} at most" in warning
-        assert "All other engines and rows agree. Either an engine has other weights" in warning
+        assert "do not see the same weights or prompts" in warning
 
 
 def test_rows_of_one_kind_are_named_wherever_they_are() -> None:
@@ -126,6 +126,7 @@ def test_rows_of_one_kind_are_named_wherever_they_are() -> None:
     assert first == second
     assert "rank 0 rows of video: 1.5 nats in the mean of 64 tokens" in first
     assert "image" not in first
+    assert "Other rows agree: such media" in first
     metrics = measure(*batches)
     assert metrics["rollout_gap/mean"] < 0.25
     kinds = {"rollout_gap/video": 1.5, "rollout_gap/text": 0.005, "rollout_gap/image": 0.005}
@@ -138,6 +139,7 @@ def test_one_engine_of_several_is_named(warnings: list[str]) -> None:
     [warning] = warnings
     assert "server 0 replica 1 rows of text: 0.9 nats" in warning
     assert "replica 0" not in warning.replace("server 0 replica 1", "")
+    assert "Other engines agree: this one has other weights" in warning
 
 
 def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:

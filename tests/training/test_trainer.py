@@ -218,6 +218,7 @@ def test_an_engine_that_does_not_sample_with_its_weights_is_named(whole: Trained
     told, *_ = [text for text in whole.warnings if "lie further apart than" in str(text)]
     assert told.startswith("Step 0: log-probabilities of the rollout and of training")
     assert "rank 0 rows of text: " in told
+    assert "do not see the same weights" in told
     assert all(row["rollout_gap/mean"] > 1 for row in whole.log if "rollout_gap/mean" in row)
     assert any("rollout_gap/mean" in row for row in whole.log)
 
