@@ -49,7 +49,7 @@ from swift_grpo_ext.training.prompts import (
     warn_duplicates,
     warn_uneven,
 )
-from swift_grpo_ext.training.summary import log_what_is_on
+from swift_grpo_ext.training.summary import RunSummary
 from swift_grpo_ext.upstream.determinism import (
     deterministic,
     exact_unmerging,
@@ -143,7 +143,7 @@ class RolloutTraining(RolloutTrainerMixin):
         # Behind all others: what they do at a step's end then counts in that step.
         self._clock = StepClock(self)
         self.add_callback(self._clock)
-        self._num_dropouts = switch_off_dropout(self.model)
+        self._summary = RunSummary(self, switch_off_dropout(self.model))
         if config.full_determinism:  # before `train` has accelerate wrap the model for DDP
             sum_gradients_one_by_one(self.accelerator)
 
@@ -156,7 +156,7 @@ class RolloutTraining(RolloutTrainerMixin):
         return int(self.num_generations if self.model.training else self.num_generations_eval)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        log_what_is_on(self, self._num_dropouts)
+        self._summary.begin()
         try:
             result = super().train(*args, **kwargs)
             # With `--async_generate` a batch is still being generated that no step will use.
@@ -166,6 +166,7 @@ class RolloutTraining(RolloutTrainerMixin):
             self.ranks.end()
             raise
         finally:
+            self._summary.end()
             self.recorder.finish()
 
     # --- engines ---
@@ -456,6 +457,10 @@ class RolloutTraining(RolloutTrainerMixin):
         # Last, as it may end the run.
         gaps = [report.gap for report in reports]
         self._note(judge_gap(gaps, self.args, self.gap_limit, self.state.global_step))
+
+    def needs_old_logps(self, *, has_views: bool = False) -> bool:
+        """Return whether no pass of the old policy can be left out; distillation has none."""
+        return True
 
     def _note(self, metrics: Mapping[str, float]) -> None:
         """Have ms-swift log these with the next step's values."""

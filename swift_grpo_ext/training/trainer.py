@@ -94,7 +94,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, RolloutTraining, GRPOTrainer):
 
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
         has_views = complete_teacher_views(samples, self.ranks)
-        self._leaves_out_old_pass = not self._needs_old_logps(has_views)
+        self._leaves_out_old_pass = not self.needs_old_logps(has_views=has_views)
         # Liger's loss, and batches of conversations that are cut anew, read inputs themselves.
         reads_inputs = self.use_liger_loss or self.dynamic_num_samples
         shares = self.completion_logps.shares_prompts and not reads_inputs
@@ -114,7 +114,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, RolloutTraining, GRPOTrainer):
 
     # --- passes; ms-swift's all go through `_get_per_token_logps_and_entropies_single` (4.6) ---
 
-    def _needs_old_logps(self, has_views: bool) -> bool:
+    def needs_old_logps(self, *, has_views: bool = False) -> bool:
         """Return whether a round needs the log-probabilities of its old policy before its loss, the
         same on all ranks; `has_views`: its teacher sees prompts of its own."""
         # Where all of a round's passes with gradients precede its first update, the first of them

@@ -93,6 +93,7 @@ def test_servers_are_lost_one_by_one(
     assert "RolloutError" in finished.output, finished.cause
     assert f"server 0 (http://127.0.0.1:{one}) answered 503: " in finished.output
     assert "a replica has ended (EOFError)" in finished.output
+    assert "Seen by swift-grpo-ext: 2 rounds of training, 0 of evaluation" in finished.output
     assert f"server 1 (http://127.0.0.1:{two})" in finished.output
     assert_same(recorded(tmp_path / "run"), reference, steps=range(2))
     assert ended - float(lost_at.read_text()) < SECONDS_TO_END

@@ -48,12 +48,15 @@ def test_engine_samples_with_the_trained_weights(
 
 
 def assert_told(folder: Path) -> None:
-    """The log says once what is on and how to look at it."""
+    """The log says once what is on and how to look at it, and at the end what was seen."""
     log = (folder / "log").read_text(encoding="utf-8")
     [begin] = re.findall(r"swift-grpo-ext [0-9].*", log)
     assert "a seed for each sample; training reads prompts once a group where " in begin
     assert begin.endswith(f"Look at it meanwhile: swift-grpo-ext view {folder / 'run'}")
-    assert log.index(begin) < log.index("'loss'")
+    [end] = re.findall(r"Seen by swift-grpo-ext: .*", log)
+    assert f"{LEARNED_STEPS} rounds of training, " in end
+    assert re.search(r"a rollout gap of \S+ nats \(rounding explains 0.01\), \S+ at most", end)
+    assert log.index(begin) < log.index("'loss'") < log.index(end)
 
 
 def assert_timed(folder: Path, ranks: int) -> None:

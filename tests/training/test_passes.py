@@ -50,7 +50,7 @@ class Host(RolloutGRPOTrainer):
 def test_which_rounds_need_the_old_policys_pass(
     settings: dict[str, Any], views: bool, needs: bool
 ) -> None:
-    assert Host(**settings)._needs_old_logps(views) is needs
+    assert Host(**settings).needs_old_logps(has_views=views) is needs
 
 
 def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
