@@ -4,8 +4,8 @@ See docs/promises.md, F5 and F7. `swift deploy` asks `SafeMediaPath` and `SafeUr
 `swift rollout` opens any file and fetches from any address (ms-swift 4.6, pipelines/infer).
 
 The server judges the names in a request before a replica gets it. A replica fetches URLs into
-files, as `swift deploy` does, so that the loaders of ms-swift, transformers and qwen_vl_utils get
-no URL. It refuses playlists too, since ffmpeg fetches the addresses in them without any rule.
+files, so that the loaders of ms-swift, transformers and qwen_vl_utils get no URL. It refuses
+playlists, since ffmpeg fetches the addresses in them without any rule.
 Can go when `swift rollout` asks as `swift deploy` does.
 """
 
@@ -19,7 +19,6 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import asdict
 from functools import partial, wraps
 from pathlib import Path
@@ -50,9 +49,9 @@ def check_media(request: Mapping[str, Any]) -> None:
     """Judge the names of all media in a request.
 
     Raises:
-        ValueError: beginning with the field, for a file outside the directories that
-            `SWIFT_MEDIA_ALLOWED_DIRS` lists (where it is set), a private address (unless
-            `SWIFT_ALLOW_INTERNAL_URL` is set), another protocol than http and https.
+        ValueError: for a file outside the directories of `SWIFT_MEDIA_ALLOWED_DIRS` (where set), a
+            private address (unless `SWIFT_ALLOW_INTERNAL_URL` is set), or another protocol than
+            http and https. The text begins with the field.
     """
     try:
         prompt = TemplateInputs.from_dict({"messages": [], **request}).chosen
@@ -90,7 +89,7 @@ def _check_name(text: str) -> str:
     scheme = _SCHEME.match(name)
     if scheme and scheme[1].lower() != "data" and not files:
         raise ValueError(f"Refusing to read {text[:60]!r}: {scheme[0]} is not supported.")
-    # A file that does not exist counts too: an answer must not tell whether it does.
+    # Also for a file that does not exist: an answer must not tell whether it does.
     is_content = len(name) > LONGEST_PATH or _CONTENT.fullmatch(name)
     for file in files or ([] if is_content else [home]):
         SafeMediaPath.check(file)
@@ -100,13 +99,13 @@ def _check_name(text: str) -> str:
 @repair(
     Moment.REPLICA,
     symptom="A URL of a request leads to a private address, or to a file without end.",
-    upstream="ms-swift 4.6, template/vision_utils.py (`load_file`) follows redirects that "
-    "nobody judges, in a replica's process.",
+    upstream="ms-swift 4.6, template/vision_utils.py (`load_file`) follows redirects without a "
+    "check, in a replica's process.",
     until="ms-swift judges each hop and what comes",
 )
 def check_redirects() -> None:
-    """Let the templates of this process, a replica's, encode files in the place of URLs, and refuse
-    playlists. Let Pillow refuse a picture that would take gigabytes by the size in its header."""
+    """Let a replica's templates encode files in the place of URLs, and refuse playlists. Let Pillow
+    refuse a picture by the size in its header."""
     # Pillow itself refuses from twice its limit on, and warns before.
     warnings.simplefilter("error", Image.DecompressionBombWarning)
     from swift.infer_engine import InferRequest
@@ -115,11 +114,11 @@ def check_redirects() -> None:
 
     @wraps(upstream)
     def encode(self: Template, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        # As ms-swift's own `encode` begins.
+        # As ms-swift's own `encode` begins, which tries three times: it would fetch as often.
         if isinstance(inputs, InferRequest):
             inputs = asdict(inputs)
-        is_made = isinstance(inputs, TemplateInputs)
-        inputs = deepcopy(inputs) if is_made else TemplateInputs.from_dict(inputs)
+        if not isinstance(inputs, TemplateInputs):
+            inputs = TemplateInputs.from_dict(inputs)
         # Encoding reads the media: the files go with the block.
         with TemporaryDirectory(prefix="swift_grpo_ext_") as folder:
             for kind in COLUMNS:

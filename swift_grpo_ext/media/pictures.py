@@ -13,7 +13,7 @@ from PIL import Image
 from swift_grpo_ext.sampling.prompt_hash import content_of
 
 LONGEST_NAME = 2048  # characters; a longer string is a medium's content, not its path or URL
-SIDE = 256  # pixels of a picture's longer side, at most: some 6 KB of WebP for a photograph
+SIDE = 256  # pixels of a picture's longer side, at most: about 6 KB of WebP for a photograph
 QUALITY = 75
 
 

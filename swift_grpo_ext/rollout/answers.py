@@ -96,8 +96,7 @@ def to_rollout_output(answer: Answer) -> RolloutOutput:
 
 
 def fill_scheduler_fields(response: ChatCompletionResponse, template: Template, tools: Any) -> None:
-    """Add to our choices what ms-swift's schedulers read in them: log-probabilities with their
-    tokens, and tool calls of the row's `tools`."""
+    """Add log-probabilities and tool calls to our choices, which ms-swift's schedulers read."""
     if not isinstance(response, AnsweredResponse):
         return  # ms-swift has added them
     decode = template.tokenizer.decode

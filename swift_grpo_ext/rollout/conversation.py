@@ -1,9 +1,8 @@
 """Conversations: each turn as the engine saw it, and what a scheduler added between turns.
 
 ms-swift leads a conversation in the training (rollout/agent_loop.py, `run_multi_turn`) or in
-`swift rollout` (rollout/multi_turn.py, `MultiTurnScheduler.run`), and keeps the messages of the
-last turn and the tokens of all. Here either side notes each turn: training compares its own prompt
-with the engine's, and the record has a row for each turn.
+`swift rollout` (rollout/multi_turn.py, `MultiTurnScheduler.run`). Either side notes each turn:
+training compares its own prompt with the engine's, and the record has a row for each turn.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ KEY = f"{wire.KEY}.turns"  # in `rollout_infos` of a server's conversation: its 
 EMPTY = ("", None)  # contents of the answer that ms-swift leaves for a template to go on from
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Turn:
     """One turn, as the engine saw it."""
 
@@ -45,7 +44,7 @@ class Turn:
     prompt: Prompt
     completion: Completion
     fingerprint: str  # the hash of the prompt
-    # Added to the prompt since the answer before; of the first turn, the whole prompt.
+    # Added to the prompt since the answer before; the first turn has the whole prompt.
     messages: list[dict[str, Any]] = field(default_factory=list)
     media: list[Picture] = field(default_factory=list)
     # From the request to the answer. A colocated engine answers all samples of a turn at once.
@@ -63,32 +62,31 @@ class Conversation:
     """The turns of one sample, and how much of its prompt they have shown."""
 
     turns: list[Turn] = field(default_factory=list)
-    _num_messages: int = 0
-    _num_media: dict[str, int] = field(default_factory=dict)
+    _num_known: dict[str, int] = field(default_factory=dict)  # messages and media, by column
 
     def note(self, request: RolloutSample | RolloutInferRequest, turn: Turn) -> None:
         """Keep a turn, with the messages and media that were added for it to the request."""
-        held = list(request.messages)
-        if held and held[-1]["role"] == "assistant" and held[-1].get("content") in EMPTY:
-            held.pop()
-        # Where there are fewer than before, a scheduler rewrote the conversation: all are added.
-        start = self._num_messages if self._num_messages <= len(held) else 0
-        self._num_messages = len(held) + 1  # with the answer
-        added = []
-        for column in COLUMNS:
-            values = list(column_of(request, column) or ())
-            known = self._num_media.get(column, 0)
-            added += values[known if known <= len(values) else 0 :]
-            self._num_media[column] = len(values)
+        held = {name: list(column_of(request, name) or ()) for name in ("messages", *COLUMNS)}
+        last = held["messages"][-1]
+        if last["role"] == "assistant" and last.get("content") in EMPTY:
+            held["messages"].pop()
+        added = {}
+        for name, values in held.items():
+            known = self._num_known.get(name, 0)
+            # With fewer than before, a scheduler rewrote the conversation: all are added.
+            added[name] = values[known:] if known <= len(values) else values
+            self._num_known[name] = len(values)
+        self._num_known["messages"] += 1  # the answer
         if not self.turns:
             messages, media = first_prompt(request)
         else:
-            messages = [dict(message) for message in held[start:]]
+            messages = [dict(message) for message in added.pop("messages")]
+            contents = [medium for values in added.values() for medium in values]
             with suppress(RowFormError):  # recorded as it is
                 read = read_row({"messages": messages})
                 messages = read.messages
-                added = [*(medium.value for medium in read.media), *added]
-            media = [picture_of(medium) for medium in added]
+                contents = [*(medium.value for medium in read.media), *contents]
+            media = [picture_of(medium) for medium in contents]
         self.turns.append(replace(turn, messages=messages, media=media))
 
 
@@ -135,11 +133,8 @@ def name_server(output: RolloutOutput, name: str) -> None:
 
 
 def read_turns(output: RolloutOutput, run_seed: int | None) -> list[Turn]:
-    """Take the turns from a server's output; there are none from a server without us.
-
-    Raises:
-        WireError: they are of another version, or malformed.
-    """
+    """Take the turns from a server's output (a server without us sends none); raise a `WireError`
+    where they have another version, or are malformed."""
     written = output.rollout_infos.pop(KEY, None)
     if written is None:
         return []
@@ -149,20 +144,10 @@ def read_turns(output: RolloutOutput, run_seed: int | None) -> list[Turn]:
         sample_id = SampleId(**each["sample_id"])
         metadata = RequestMetadata(sample_id=sample_id, count=1, run_seed=run_seed, as_arrays=True)
         [completion], prompt = wire.read_answer(each["answer"], metadata, written["server"])
-        engine_seconds, tool_seconds = each["seconds"]
         media = [Picture(name, webp and base64.b64decode(webp)) for name, webp in each["media"]]
-        turns.append(
-            Turn(
-                sample_id=sample_id,
-                prompt=prompt,
-                completion=completion,
-                fingerprint=each["fingerprint"],
-                messages=each["messages"],
-                media=media,
-                engine_seconds=engine_seconds,
-                tool_seconds=tool_seconds,
-            )
-        )
+        engine_seconds, tool_seconds = each["seconds"]
+        turn = Turn(sample_id, prompt, completion, each["fingerprint"], each["messages"], media)
+        turns.append(replace(turn, engine_seconds=engine_seconds, tool_seconds=tool_seconds))
     return turns
 
 
@@ -178,13 +163,11 @@ class BetweenTurns:
     num_messages: int = 0  # the last answer included
     media: dict[str, list[Any]] = field(default_factory=dict)  # that the engine saw, by column
     tool_seconds: float = 0.0  # in hooks
-    told: frozenset[str] = frozenset()  # columns of media that `step` put into `rollout_infos`
+    reported: frozenset[str] = frozenset()  # columns of media that `step` put into `rollout_infos`
 
 
 def between_turns(request: RolloutInferRequest) -> BetweenTurns:
-    if not hasattr(request, BETWEEN):
-        setattr(request, BETWEEN, BetweenTurns())
-    between: BetweenTurns = getattr(request, BETWEEN)
+    between: BetweenTurns = vars(request).setdefault(BETWEEN, BetweenTurns())
     return between
 
 
@@ -207,16 +190,10 @@ class Conversations:
         the outputs; `seconds` are the engine's."""
         named = zip(samples, outputs, sample_ids, fingerprints, strict=True)
         for sample, output, sample_id, fingerprint in named:
-            is_later = isinstance(sample, RolloutInferRequest)
             [completion], prompt = answer_of(output)
-            turn = Turn(
-                sample_id=sample_id,
-                prompt=prompt,
-                completion=completion,
-                fingerprint=fingerprint,
-                engine_seconds=seconds,
-                tool_seconds=between_turns(sample).tool_seconds if is_later else 0.0,
-            )
+            turn = Turn(sample_id, prompt, completion, fingerprint, engine_seconds=seconds)
+            if isinstance(sample, RolloutInferRequest):
+                turn = replace(turn, tool_seconds=between_turns(sample).tool_seconds)
             self._by_sample[replace(sample_id, turn=0)].note(sample, turn)
             if self._has_scheduler:
                 fill_scheduler_fields(output.response, self._template, sample.tools)
@@ -246,20 +223,13 @@ def servers_turns(
             turns[0] = replace(turns[0], media=media, fingerprint=fingerprint)
         else:
             [completion], prompt = answer_of(output)
-            turn = Turn(
-                sample_id=sample.sample_id,
-                prompt=prompt,
-                completion=completion,
-                fingerprint=sample.prompt_hash,
-                messages=messages,
-                media=media,
-            )
+            turn = Turn(sample.sample_id, prompt, completion, sample.prompt_hash, messages, media)
             turns.append(turn)
     return turns_of_outputs
 
 
 def attach_turns(sample: RolloutSample, turns: Sequence[Turn], *, is_conversation: bool) -> None:
-    """Give a sample the prompts of its answered turns and, of a conversation, the seed and replica
+    """Give a sample the prompts of its answered turns; in a conversation, also the seed and replica
     of its last answer, and the stop of its last turn."""
     answered = [turn for turn in turns if turn.is_answered]
     sample.rollout_prompts = [turn.prompt for turn in answered]

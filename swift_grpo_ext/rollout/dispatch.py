@@ -19,9 +19,7 @@ T = TypeVar("T")
 
 MOST_LOST = 2
 CHARACTERS_PER_TOKEN = 4
-# For an image, a video or an audio: a photograph of 1024 x 1024 pixels has 1,369 of Qwen2.5-VL's.
-# Only the comparison between prompts matters, and their completions weigh more.
-TOKENS_PER_MEDIUM = 1000
+TOKENS_PER_MEDIUM = 1000  # a photograph of 1024 x 1024 pixels has 1,369 in Qwen2.5-VL
 
 
 class WorkerError(RuntimeError):
@@ -53,11 +51,8 @@ def dispatch(
 ) -> list[T]:
     """Return the answers to all requests, in their order.
 
-    Args:
-        costs: of each request, by which they are balanced.
-        workers: returns those that are left, with their relative speeds; called before each try.
-        send: gives a worker some requests, by their numbers; runs in a thread of its own.
-        on_failure: called with each worker that failed.
+    `workers` returns those that are left, with their relative speeds; it is called before each try.
+    `send` gives a worker requests by their numbers, and runs in a thread of its own.
 
     Raises:
         NoWorkerError: no worker is left that has not failed.
@@ -98,14 +93,12 @@ def dispatch(
 
 
 def balance(costs: Sequence[float], capacities: Sequence[float]) -> list[list[int]]:
-    """Return for each worker the indices of its requests, in their order (G5).
+    """Return for each worker the indices of its requests, in their order (G5). `capacities` are the
+    workers' relative speeds; a server's is the number of its replicas.
 
     The costliest request comes first, and each goes to the worker that would be done with it
     soonest: equal workers are done after at most 4/3 of the best possible time (LPT: R. L. Graham,
     Bounds on multiprocessing timing anomalies, 1969).
-
-    Args:
-        capacities: relative speeds; of a server the number of its replicas.
     """
     done_at = [0.0] * len(capacities)
     shares: list[list[int]] = [[] for _ in capacities]
@@ -119,16 +112,17 @@ def balance(costs: Sequence[float], capacities: Sequence[float]) -> list[list[in
 
 
 def estimate_cost(request: Mapping[str, Any], count: int, max_tokens: int) -> float:
-    """Return the tokens of a request (the fields of ms-swift's): its prompt's, estimated, and those
-    of `count` completions that reach their limit."""
-    contents = [message.get("content") for message in request.get("messages") or ()]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    texts = [*contents, *(part.get("text") for part in parts if isinstance(part, Mapping))]
-    words = sum(len(text) for text in texts if isinstance(text, str))
-    ids = sum(isinstance(part, int) for part in parts)  # an answer, in a later turn
-    # A part that holds nothing but its type stands for a medium in one of the columns.
-    kinds = (part.get("type") for part in parts if isinstance(part, Mapping) and len(part) > 1)
-    media = sum(kind != "text" for kind in kinds)
-    media += sum(len(request.get(name) or ()) for name in COLUMNS)
-    prompt = words / CHARACTERS_PER_TOKEN + ids + TOKENS_PER_MEDIUM * media
-    return prompt + count * max_tokens
+    """Return the tokens of a request: its prompt's, estimated, and those of `count` completions
+    that reach their limit."""
+    tokens: float = TOKENS_PER_MEDIUM * sum(len(request.get(name) or ()) for name in COLUMNS)
+    for message in request.get("messages") or ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                tokens += len(text) / CHARACTERS_PER_TOKEN
+            elif isinstance(text, int):  # a token of an earlier answer
+                tokens += 1
+            elif part and len(part) > 1:  # else the part stands for a medium in one of the columns
+                tokens += TOKENS_PER_MEDIUM
+    return tokens + count * max_tokens

@@ -1,8 +1,8 @@
 """The rollout engine: ms-swift's vLLM engine for GRPO, which reads the metadata of requests.
 
 It replaces `GRPOVllmEngine` in the trainer (colocate) and in `swift rollout` (server), sync and
-async. A request without metadata gets ms-swift's behaviour. So does another client's request, with
-a seed of its own by the server's metadata.
+async. A request without metadata gets ms-swift's behaviour, as does another client's, with a seed
+of its own by the server's metadata.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import requests
@@ -21,6 +21,7 @@ from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import ChatCompletionResponse, RolloutOutput, serialize_ndarray
 from swift.template import MaxLengthError
 from swift.utils import get_logger
+from vllm import exceptions
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from swift_grpo_ext.checks.rows import RowError, encoding_fault
@@ -35,7 +36,7 @@ from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, RequestError
 from swift_grpo_ext.rollout.positions import kept_positions
 from swift_grpo_ext.rollout.served import leading
 from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
-from swift_grpo_ext.stops.rule import Stops
+from swift_grpo_ext.stops.rule import Stops, find_ending
 from swift_grpo_ext.stops.templates import TemplateStops
 from swift_grpo_ext.upstream import pins, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator, number_bits
@@ -60,26 +61,24 @@ CPU_EXTENSION = "swift_grpo_ext.cpu.receiver.CPUWeightSyncWorkerExtension"
 
 STATE = f"{wire.KEY}.state"  # in an encoded request: its `RequestState`
 
-try:  # vLLM 0.32 has a class of its own for what it refuses
-    from vllm.exceptions import VLLMClientError
-except ImportError:
-    VLLMClientError = ValueError
-
-# vLLM raises these where a prompt is at fault, and others where it is at fault itself.
-REFUSALS = (ValueError, VLLMClientError)
+# vLLM raises these where a prompt is at fault: 0.23 a `ValueError`, 0.32 a class of its own.
+REFUSALS = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
 
 # In the refusal of a prompt that is too long, by vLLM or by ms-swift's template.
 TOO_LONG = re.compile(r"max(imum|_| )+model[_ ]len|maximum context length|max_length")
 
 
+verify(pins.ENGINE)  # before a class builds on it
+
+
 @dataclass
 class RequestState:
-    """Holds what the engine knows of a request beside its encoding."""
+    """A request's facts beside its encoding."""
 
     metadata: RequestMetadata | None = None
     request: object = None  # ms-swift's, an object or a dictionary
-    replica: int | None = None  # the one that generates its samples, where the engine has several
-    seed: int | None = None  # the first sample's; None where vLLM has none for a training's
+    replica: int | None = None  # generates the request's samples, where the engine has several
+    seed: int | None = None  # the first sample's; None leaves seeds to vLLM
     stops: Stops | None = None  # None leaves the ends of completions to ms-swift
     is_context_overflow: bool = False  # a later turn's prompt leaves no room for an answer
 
@@ -98,8 +97,8 @@ class RolloutEngine(GRPOVllmEngine):
 
     def __init__(self, *args: Any, engine_kwargs: dict[str, Any] | None = None, **kw: Any) -> None:
         engine_kwargs = dict(engine_kwargs or {})
-        # `swift rollout` gives its engines a worker that receives weights. A colocated engine has
-        # none: its trainer loads them in the same process.
+        # `swift rollout` names a worker that receives weights. A colocated engine has none: its
+        # trainer loads them in the same process.
         extension = engine_kwargs.get("worker_extension_cls")
         self.serves = extension is not None
         if extension == UPSTREAM_EXTENSION:
@@ -112,12 +111,10 @@ class RolloutEngine(GRPOVllmEngine):
         if self.serves:
             vllm_repairs.exit_when_engine_dies(self.engine)
         self._template_stops = TemplateStops(self.template)
-        # For finished `SamplingParams`: vLLM 0.32 clamps what `from_optional` gets to -100, which
-        # logits can outweigh.
+        # For finished `SamplingParams`: in vLLM 0.32 `from_optional` clamps a bias to -100.
         self._placeholder_bias = dict.fromkeys(placeholder_ids(self.template), float("-inf"))
         size = engine_kwargs.get("data_parallel_size", 1) if self.use_async_engine else 1
-        # Samples in each replica. vLLM would spread the samples of one request: each replica would
-        # encode its images, and no answer would name the replica of a sample.
+        # Samples in each replica (`pinned_to_replica`).
         self._num_drawing = [0] * size if size > 1 else []
         if self._num_drawing:
             vllm_repairs.collect_rpc_from_all_replicas(self.engine)
@@ -148,8 +145,8 @@ class RolloutEngine(GRPOVllmEngine):
         return infer(*args, **kwargs)
 
     def failure(self, error: Exception) -> dict[str, Any]:
-        """Return the reply of a server's replica that has failed, where ms-swift's loop would reply
-        None; a colocated engine raises the error."""
+        """Return the reply of a server's replica that has failed (ms-swift's loop would reply
+        None); a colocated engine raises the error."""
         if not self.serves:
             raise error
         vllm_repairs.exit_if_engine_is_dead(error)
@@ -212,8 +209,8 @@ class RolloutEngine(GRPOVllmEngine):
             request_config.max_tokens = 1
 
     def _refuse(self, request: object, error: Exception) -> NoReturn:
-        """Raise an error that names the row of a request which cannot be encoded, or which vLLM
-        refuses: on a server a `RequestError`, if the request is at fault, and else a `RowError`."""
+        """Raise an error that names a request's row: on a server a `RequestError`, if the request
+        is at fault, and else a `RowError`."""
         if isinstance(error, (RowError, RequestError)):
             raise error  # named already, within
         named = RowError(request, encoding_fault(request, error, fetches=not self.serves))
@@ -262,8 +259,8 @@ class RolloutEngine(GRPOVllmEngine):
                 state.stops = self._set_parameters(generation_config, metadata)
         generation_config.logit_bias = (generation_config.logit_bias or {}) | self._placeholder_bias
         add_video_metadata(inputs)
-        # ms-swift cuts a later turn as it cuts a prompt, and training sees all of it (4.6,
-        # template/base.py, `_truncate`). One of exactly this length may be cut.
+        # ms-swift cuts a later turn as it cuts a prompt (4.6, template/base.py, `_truncate`), and
+        # training sees the whole turn. A turn of exactly this length may be cut.
         longest = self.template.max_length or math.inf
         is_cut = state.is_later_turn and len(inputs["input_ids"]) >= longest
         add = super()._add_request
@@ -287,10 +284,10 @@ class RolloutEngine(GRPOVllmEngine):
         """Set the parameters of a training's request, and return the stops of its completions."""
         assert metadata.stop_token_ids is not None
         params.n = metadata.count
-        # Else the last output of a request, which ms-swift keeps, holds the one sample that ended
-        # last (vLLM 0.32, v1/engine/parallel_sampling.py).
+        # Else a request's last output, which ms-swift keeps, has only the sample that ended last
+        # (vLLM 0.32, v1/engine/parallel_sampling.py).
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        if metadata.as_arrays:  # the texts of log-probabilities' tokens have no reader
+        if metadata.as_arrays:  # nothing reads the texts of these tokens
             params.flat_logprobs = params.logprobs == 0
         # ms-swift has set the user's stop words and the template's; one-token words are ids too.
         stops = self._template_stops.stops(
@@ -317,7 +314,7 @@ class RolloutEngine(GRPOVllmEngine):
     ) -> ChatCompletionResponse:
         state: RequestState = inputs[STATE]
         metadata = state.metadata
-        # Always: positions that stay push others out.
+        # Also where nothing reads them: positions that stay push others out.
         positions = kept_positions.pop(request_id, None)
         args = (result, inputs, request_config, request_id)
         if metadata is None:
@@ -341,7 +338,7 @@ class RolloutEngine(GRPOVllmEngine):
         return made
 
     def _overflow_response(self, state: RequestState, request_id: str) -> AnsweredResponse:
-        """Return the answer to a later turn whose prompt leaves no room: no token, as "length"."""
+        """Return an answer without tokens, as "length": a later turn's prompt leaves no room."""
         metadata = state.metadata
         assert metadata is not None
         completions = [
@@ -361,17 +358,18 @@ class RolloutEngine(GRPOVllmEngine):
     def _completion(
         self, output: CompletionOutput, state: RequestState, template_inputs: StdTemplateInputs
     ) -> Completion:
-        """Return one of vLLM's completions, cut where it ends; another client's is left as it is,
-        and has no text yet."""
+        """Return one of vLLM's completions, cut where it ends; another client's stays whole, and
+        has no text yet."""
         token_ids, experts = list(output.token_ids), output.routed_experts
         logprobs = flat_logprobs(output.logprobs, token_ids)
         text, finish_reason, stop_reason = "", output.finish_reason, None
         if (stops := state.stops) is not None:
-            ending = self._template_stops.find_ending(token_ids, stops)
+            decode = self._template_stops.decode
+            ending = find_ending(token_ids, decode, stops)
             if ending.reason is None and finish_reason == "stop" and token_ids:
                 # An end that vLLM read from the model's generation_config.json.
                 ends = {**stops.tokens, token_ids[-1]: token_ids[-1]}
-                ending = self._template_stops.find_ending(token_ids, replace(stops, tokens=ends))
+                ending = find_ending(token_ids, decode, replace(stops, tokens=ends))
             # vLLM stops late where the token that completes a stop string ends within a character
             # (stops/rule.py).
             surplus = len(token_ids) - ending.num_tokens
@@ -409,8 +407,7 @@ class RolloutEngine(GRPOVllmEngine):
 
     def _name(self, replica: int | None) -> str:
         """Return the name of a server's replica; a colocated engine is named by its trainer."""
-        # Worker processes of `swift rollout` have their number in the environment (ms-swift 4.6,
-        # pipelines/infer/rollout.py, `llm_worker`).
+        # ms-swift 4.6, pipelines/infer/rollout.py (`llm_worker`) sets a worker process's number.
         number = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0") if replica is None else replica
         return f"replica {number}" if self.serves else ""
 
@@ -426,10 +423,7 @@ def flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> list
     return [position[i].logprob for position, i in zip(logprobs, token_ids, strict=True)]
 
 
-@cache  # a second training in one process finds our own hooks
-def _verify_once() -> None:
-    verify(pins.ENGINE)
-    verify_overrides(RolloutEngine)
+verify_overrides(RolloutEngine)
 
 
 @repair(
@@ -441,10 +435,5 @@ def _verify_once() -> None:
     until="ms-swift lets a plugin name the engine's class",
 )
 def use_rollout_engine() -> None:
-    """Put `RolloutEngine` where the trainer looks for its engine.
-
-    Raises:
-        UnsupportedUpstreamError: ms-swift or vLLM lacks a hook that we extend.
-    """
-    _verify_once()
+    """Put `RolloutEngine` where the trainer looks for its engine."""
     patch(swift.infer_engine, GRPOVllmEngine=RolloutEngine)

@@ -1,8 +1,7 @@
 """One rollout: samples become requests by groups, and completions return to their samples.
 
-Each rank names the samples that it needs, and makes the rows of the requests that begin with one of
-them. A row, with its images, travels only to a rank that calls an engine, and a sample only to its
-own rank.
+Each rank makes the rows of the requests that begin with one of its samples. A row, with its images,
+travels only to a rank that calls an engine, and a sample only to its own rank.
 """
 
 from __future__ import annotations
@@ -50,11 +49,8 @@ class RolloutSettings:
 
 
 def begin_turn(sample: RolloutSample | RolloutInferRequest, scheduler: str | None) -> SampleId:
-    """Return the id of a sample, or of the later turn that a scheduler's request asks for.
-
-    Raises:
-        ValueError: the scheduler made a request without metadata.
-    """
+    """Return the id of a sample, or of the later turn that a scheduler's request asks for; raise a
+    `ValueError` for a request without metadata."""
     if not isinstance(sample, RolloutInferRequest):
         return sample.sample_id
     metadata = wire.read_metadata(sample.data_dict)
@@ -80,13 +76,11 @@ class GroupRequest(NamedTuple):
 def plan_requests(
     samples_of_ranks: Sequence[Sequence[tuple[SampleId, str]]],
 ) -> tuple[list[GroupRequest], list[SampleId]]:
-    """Return the fewest requests for all ranks' samples, and the groups whose rows differ.
+    """Return the fewest requests for all ranks' samples, and the groups with several prompts.
+    `samples_of_ranks` has the samples' ids and their prompts' hashes.
 
     A group that ranks share becomes one request (docs/promises.md, G2). Where prompts of a group
     differ (a custom sampler's, or a gym's), each of its samples becomes a request of its own (G3).
-
-    Args:
-        samples_of_ranks: for each rank, the ids of its samples and their prompts' hashes, in order.
     """
     prompts = defaultdict[SampleId, set[str]](set)
     for sample_id, prompt in chain.from_iterable(samples_of_ranks):
@@ -115,28 +109,23 @@ def generate(
     sharing: RankGroup,
     call_engine: CallEngine,
 ) -> tuple[list[RolloutOutput], list[SampleId]]:
-    """Return the outputs of this rank's samples, in their order, and the groups whose rows differ.
+    """Return the outputs of this rank's samples, in their order, and the groups with several
+    prompts. All ranks that share an engine call it together; one rank's failure is raised on each.
 
-    All ranks that share an engine call it together. A failure of one is raised on each of them.
-
-    Args:
-        make_request: makes the request of the sample at a position; called once for each request.
-        make_metadata: makes a request's metadata, from its first sample and their number.
-        call_engine: returns the answers of an engine, or of servers, to requests with metadata;
-            called on the ranks that drive an engine.
+    `make_request` makes the request of the sample at a position, `make_metadata` a request's
+    metadata from its first sample and their number. `call_engine` answers requests with metadata,
+    on the ranks that drive an engine.
 
     Raises:
         RolloutError: another rank failed, or a request could not be made.
         ValueError: an engine returned another number of samples than a request has.
     """
-    # The ranks meet three times, at `all_gather`, `gather` and `scatter`. Each of them gets there,
-    # whatever fails on it in between: others would wait for it for --ddp_timeout, 18,000,000 s by
-    # default in ms-swift 4.6.
+    # The ranks meet at `all_gather`, `gather` and `scatter`. A rank that failed in between gets
+    # there too: others would wait for it for --ddp_timeout (18,000,000 s in ms-swift 4.6).
     samples_of_ranks = sharing.all_gather(list(zip(sample_ids, prompt_hashes, strict=True)))
-    # Every rank makes the same plan of the same names, so that no plan has to travel.
+    # Every rank makes the same plan of the same names.
     requests, uneven = plan_requests(samples_of_ranks)
 
-    # The rank of a request's first sample makes its row, with the images.
     rows: list[RolloutInferRequest] | str
     try:
         firsts = [request.owners[0] for request in requests]

@@ -30,8 +30,8 @@ def lowest_logit(dtype: torch.dtype) -> float:
 
 
 def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
-    """Take tokens out of a model's logits [..., vocab], in training and in `generate`; return the
-    hook's handle, or None where there is no id, or no output embedding."""
+    """Take tokens out of a model's logits [..., vocab]; return the hook's handle, or None where
+    there is no id, or no output embedding."""
     head = output_embedding(model)
     if not ids or head is None:
         return None
@@ -40,8 +40,8 @@ def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
         module: torch.nn.Module, args: tuple[torch.Tensor, ...], logits: torch.Tensor
     ) -> torch.Tensor:
         lowest = lowest_logit(logits.dtype)
-        # In place and unknown to autograd: copies of the logits and of their gradient would be the
-        # largest tensors of all, and where p is 0, so is the gradient.
+        # In place, and hidden from autograd: copies of the logits and of their gradient would be
+        # the largest tensors of all. Where p is 0, so is the gradient.
         logits.detach().index_fill_(-1, torch.tensor(ids, device=logits.device), lowest)
         return logits
 
@@ -50,18 +50,16 @@ def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
 
 def mask_models(trainer: GRPOTrainer, template: Template) -> None:
     """Take the template's placeholders out of the logits of ms-swift's policy, reference and local
-    teacher, and of Liger's loss, which computes logits by itself."""
-    ids = placeholder_ids(template)
-    lacks = []
-    if output_embedding(base_model(trainer.model)) is None:
-        lacks.append("no output embedding")
+    teacher, and of Liger's loss, which computes its own logits."""
+    ids, policy = placeholder_ids(template), base_model(trainer.model)
+    lacks = ["no output embedding"] if output_embedding(policy) is None else []
     if not ids and template.model_meta.is_multimodal:
         lacks.append("no placeholder of media within the vocabulary")
     if lacks:
         logger.warning(
-            f"{type(base_model(trainer.model)).__name__} (and {type(template).__name__}) names "
-            f"{' and '.join(lacks)}: logits stay as in ms-swift, of all positions, and training "
-            "may fail on a completion that holds a placeholder (docs/support.md)."
+            f"{type(policy).__name__} (and {type(template).__name__}) names {' and '.join(lacks)}: "
+            "logits stay as in ms-swift, of all positions, and training may fail on a completion "
+            "that holds a placeholder (docs/support.md)."
         )
     for model in filter(None, (trainer.model, trainer.ref_model, trainer.teacher_model)):
         mask_placeholders(base_model(model), ids)

@@ -1,8 +1,8 @@
-"""Where the tokens of a prompt stand for vLLM's model: in time, height and width, with media.
+"""Positions of a prompt's tokens in vLLM's model: in time, height and width, with media.
 
 Two models may place the same tokens otherwise, in silence: behind a long video transformers 5.19
-went on at a smaller number than vLLM did. So an engine's answer holds the positions of its prompt,
-and training compares them with its own (`training/batch.py`, docs/promises.md, M3).
+went on at a smaller number than vLLM did. Training compares the engine's positions with its own
+(`training/batch.py`, docs/promises.md, M3).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def positions_in(
     model: Any, token_ids: Sequence[int], features: Sequence[MultiModalFeatureSpec]
 ) -> Positions | None:
     """Return the positions of a prompt's tokens; None without a model, and where vLLM's frontend
-    holds no more of a medium than its name, from an earlier request."""
+    holds only a medium's name, from an earlier request."""
     if model is None or any(feature.data is None for feature in features):
         return None
     counted, _ = model.get_mrope_input_positions(list(token_ids), list(features))

@@ -16,11 +16,8 @@ from swift_grpo_ext.upstream.rows import TEACHER_IMAGES
 
 
 class RolloutFields(OnPolicySample):
-    """These fields are added to ms-swift's sample. One without a value yet raises AttributeError.
-
-    These are no fields of the dataclass: ms-swift would fill them from columns of these names, and
-    reward functions would miss the columns.
-    """
+    """Adds fields to ms-swift's sample; one without a value yet raises AttributeError. They are no
+    fields of the dataclass: ms-swift would take columns of these names from reward functions."""
 
     sample_id: SampleId  # from its position in the generation batch; known before the rollout
     prompt_hash: str  # of its prompt, media included; known before the rollout
@@ -32,7 +29,7 @@ class RolloutFields(OnPolicySample):
 
 
 class RolloutSample(RolloutFields, GRPOSample):
-    """A sample of the trainer, of GRPO's."""
+    """A sample of GRPO's trainer."""
 
 
 class RolloutGKDSample(RolloutFields, GKDSample):

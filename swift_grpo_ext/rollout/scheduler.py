@@ -1,7 +1,7 @@
 """Users' multi-turn schedulers, watched: an error names scheduler, hook, sample and turn.
 
-`watch` puts a subclass of the user's scheduler into ms-swift's registry, from which the training
-and `swift rollout` take theirs. It calls the same hooks with the same arguments, and
+`watch` puts a subclass of the user's scheduler into ms-swift's registry. The subclass calls the
+same hooks, and
 
 - raises `SchedulerError` where a hook raises, returns no request, or exceeds `--tool_timeout`;
 - ends a conversation that has no room for another turn with its last answer, as "length": ms-swift
@@ -56,7 +56,7 @@ def watch(name: str | None, timeout: float) -> None:
 
 
 def is_context_overflow(choice: Choice) -> bool:
-    """Return whether an answer stands for none: its prompt left no room for one (engine.py)."""
+    """Return whether this answer is empty since its prompt left no room for one (engine.py)."""
     return choice.finish_reason == "length" and not choice.token_ids
 
 
@@ -102,12 +102,12 @@ class WatchedScheduler(MultiTurnScheduler):
         self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
     ) -> dict[str, Any]:
         if is_context_overflow(response_choice):
-            # No answer will follow what was added since the last one: it is taken away again.
+            # No answer follows the messages and media that were added since the last one.
             between = between_turns(infer_request)
             del infer_request.messages[between.num_messages :]
             for name, values in between.media.items():
                 setattr(infer_request, name, values)
-            infos = {name: between.media[name] for name in between.told}
+            infos = {name: between.media[name] for name in between.reported}
             return {"done": True, "rollout_infos": infos}
         media = {name: list(getattr(infer_request, name, None) or ()) for name in COLUMNS}
         between = BetweenTurns(num_messages=len(infer_request.messages), media=media)
@@ -125,7 +125,7 @@ class WatchedScheduler(MultiTurnScheduler):
         with self._named("check_finished", infer_request, current_turn):
             if self.infer_engine is not None:
                 return in_thread(check).result(self.tool_timeout)
-            # The training's main thread, where signals work: `math_verify` has timeouts by them.
+            # In the training's main thread, where the signals of `math_verify`'s timeouts work.
             return check()
 
     def get_response_token_data(
@@ -138,8 +138,6 @@ class WatchedScheduler(MultiTurnScheduler):
     def step(
         self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
     ) -> dict[str, Any]:
-        answer = infer_request.messages[-1]
-        text = answer.get("content")
         step = partial(super().step, infer_request, response_choice, current_turn)
         with self._named("step", infer_request, current_turn):
             result = in_thread(step).result(self.tool_timeout)
@@ -149,16 +147,8 @@ class WatchedScheduler(MultiTurnScheduler):
                     f"it returned {result!r:.200}; expected a dictionary whose `infer_request` is "
                     "the request of the next turn"
                 )
-        if answer.get("content") != text and not result.get("response_token_ids"):
-            logger.warning_once(
-                f"--multi_turn_scheduler: {type(self).__name__}.step writes another text into an "
-                "answer, which nothing reads: later prompts and the training have the tokens that "
-                "were sampled. Return `response_token_ids` and `response_loss_mask` of the other "
-                "text, or leave the answer as it is.",
-                hash_id="rewritten_answer",
-            )
         between = between_turns(infer_request)
-        between.told = frozenset(COLUMNS) & (result.get("rollout_infos") or {}).keys()
+        between.reported = frozenset(COLUMNS) & (result.get("rollout_infos") or {}).keys()
         setattr(request, BETWEEN, between)
         return dict(result)
 
@@ -188,8 +178,8 @@ verify_overrides(WatchedScheduler)
 def warn_no_room(
     outputs: Sequence[RolloutOutput], max_length: int | None, room: int | None
 ) -> None:
-    """Warn once of conversations that ended since the next prompt had no room: it was longer than
-    `--max_length`, or left none of the engines' `room` for prompt and completion, in tokens."""
+    """Warn once of conversations that ended since the next prompt was longer than `--max_length`,
+    or had no room in the engines (`room`, in tokens)."""
     count = sum(is_context_overflow(output.response.choices[0]) for output in outputs)
     if count:
         logger.warning_once(

@@ -1,6 +1,6 @@
 """Conversations that a scheduler of `swift rollout` leads, each in a thread of its own.
 
-Symptom: while one conversation's tool works, all others wait, and with them the engine.
+Symptom: while one conversation's tool works, all others wait, and the engine too.
 Upstream: ms-swift 4.6, rollout/multi_turn.py (`async_infer`) leads all conversations in the
 engine's event loop, and calls `step` and `check_finished` there.
 Adaptation: each `run` has a thread with an event loop. The engine answers in its own event loop,
@@ -30,10 +30,7 @@ if TYPE_CHECKING:
         ChatCompletionResponse,
         RequestConfig,
         RolloutInferRequest,
-        RolloutOutput,
     )
-
-    from swift_grpo_ext.rollout.wire import RequestMetadata
 
 MAX_THREADS = 2**10  # conversations of a replica that run side by side; others wait
 
@@ -66,15 +63,15 @@ class ServedConversation:
         self._answered = time.monotonic()
         self._engine_failure: Exception | None = None
         self.asked: set[Future[ChatCompletionResponse]] = set()  # requests in the engine
+        self.engine_loop, self.waiting = asyncio.get_running_loop(), asyncio.current_task()
 
     # --- in the engine's event loop ---
 
     async def lead(self, run: Coroutine[Any, Any, Any]) -> Any:
         """Await a scheduler's `run` in a thread, and return its outputs with their turns."""
-        self._engine_loop, self._waiting = asyncio.get_running_loop(), asyncio.current_task()
         _under_way.add(self)
         try:
-            made = await self._engine_loop.run_in_executor(_threads, self._run, run)
+            made = await self.engine_loop.run_in_executor(_threads, self._run, run)
         except asyncio.CancelledError as e:
             for asked in list(self.asked):
                 asked.cancel()
@@ -93,25 +90,18 @@ class ServedConversation:
         finally:
             _under_way.discard(self)
         outputs = made if isinstance(made, list) else [made]
+        noted = [*zip(self._conversation.turns, self._responses, strict=True)]
         for output in outputs:
-            self._attach_turns(output, is_only=len(outputs) == 1)
+            # Where a scheduler made several outputs, each brings its own turns along.
+            turns = [t for t, r in noted if len(outputs) == 1 or r is output.response]
+            if turns:
+                write_turns(output, turns)
+                last = turns[-1].completion
+                # A training names seed and replica itself (`attach_turns`).
+                is_others = self._first is not None and self._first.is_other_clients
+                infos = infos_of(last) if is_others else {STOP_REASON: last.stop_reason}
+                output.rollout_infos |= infos
         return made
-
-    def give_up(self) -> None:
-        """End the conversation, from any thread."""
-        assert self._waiting is not None
-        self._engine_loop.call_soon_threadsafe(self._waiting.cancel)
-
-    def _attach_turns(self, output: RolloutOutput, *, is_only: bool) -> None:
-        """Have an output bring its turns along: all, or its own where a scheduler made several."""
-        pairs = zip(self._conversation.turns, self._responses, strict=True)
-        turns = [t for t, response in pairs if is_only or response is output.response]
-        if turns:
-            write_turns(output, turns)
-            last = turns[-1].completion
-            is_others = self._first is not None and self._first.is_other_clients
-            # A training names seed and replica itself (`attach_turns`).
-            output.rollout_infos |= infos_of(last) if is_others else {STOP_REASON: last.stop_reason}
 
     # --- in the conversation's thread ---
 
@@ -128,12 +118,10 @@ class ServedConversation:
         self,
         request: RolloutInferRequest,
         config: RequestConfig | None,
-        infer: Callable[[RequestMetadata | None], Coroutine[Any, Any, ChatCompletionResponse]],
+        infer: Callable[[wire.RequestMetadata | None], Coroutine[Any, Any, ChatCompletionResponse]],
     ) -> ChatCompletionResponse:
-        """Return the engine's answer to the next turn, and note it.
-
-        `infer` is called with the turn's metadata; its coroutine runs in the engine's event loop.
-        """
+        """Return the engine's answer to the next turn, and note it. `infer` gets the turn's
+        metadata; its coroutine runs in the engine's event loop."""
         metadata = self._next
         # Before the first `await`: requests side by side are turns of their own.
         self._next = metadata and metadata.next_turn()
@@ -145,9 +133,9 @@ class ServedConversation:
                 "each, with n=1; requests side by side are served together."
             )
         if self not in _under_way:
-            raise RequestError("nobody waits for this conversation any more")
+            raise RequestError("the conversation has ended")
         began = time.monotonic()
-        asked = asyncio.run_coroutine_threadsafe(infer(metadata), self._engine_loop)
+        asked = asyncio.run_coroutine_threadsafe(infer(metadata), self.engine_loop)
         self.asked.add(asked)
         try:
             response = await asyncio.wrap_future(asked)
@@ -162,14 +150,8 @@ class ServedConversation:
             if len(completions) > 1:  # another client's scheduler may ask for several
                 return response
             now = time.monotonic()
-            turn = Turn(
-                sample_id=metadata.sample_id,
-                prompt=prompt,
-                completion=completions[0],
-                fingerprint=prompt_hash(request),
-                engine_seconds=now - began,
-                tool_seconds=began - self._answered,
-            )
+            turn = Turn(metadata.sample_id, prompt, completions[0], prompt_hash(request))
+            turn = replace(turn, engine_seconds=now - began, tool_seconds=began - self._answered)
             self._conversation.note(request, turn)
             self._responses.append(response)
             self._answered = now
@@ -184,6 +166,7 @@ def go_on(since: float) -> bool:
 
 
 def give_up() -> None:
-    """End all conversations, from any thread. A tool that is at work goes on, unheard."""
+    """End all conversations, from any thread. A tool at work goes on; its result has no reader."""
     for conversation in list(_under_way):
-        conversation.give_up()
+        assert conversation.waiting is not None
+        conversation.engine_loop.call_soon_threadsafe(conversation.waiting.cancel)

@@ -1,8 +1,7 @@
 """Messages between trainer and engine: a request's metadata, and its answer. Pure.
 
-The metadata travels in `RolloutInferRequest.data_dict` under one versioned key, so that it reaches
-the engine on every path of ms-swift (colocated and served, sync and async, through multi-turn
-schedulers). An answer holds all samples of a request, their numbers as flat arrays.
+The metadata travels in `RolloutInferRequest.data_dict`, which reaches the engine on every path of
+ms-swift (colocated and served, sync and async, through multi-turn schedulers).
 """
 
 from __future__ import annotations
@@ -26,22 +25,21 @@ VERSION = 9
 # HTTP requests that rest on weights name the start of the server that got these weights.
 INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
 
-# The trainer's `--rollout_timeout`, in seconds. For the client that holds the server's lease, the
-# server ends a replica that takes longer than the smaller of both sides' timeouts.
+# The trainer's `--rollout_timeout`, in seconds. For the holder of its lease, the server ends a
+# replica that takes longer than the smaller of both sides' timeouts.
 TIMEOUT_HEADER = "X-Swift-Grpo-Ext-Timeout"
 MIN_TIMEOUT = 1.0  # seconds; a healthy replica that is idle answers in less
 
-# Asks for an answer that begins at once, since conversations take as long as their tools: blanks
-# until it is ready, then its status, a line break and its content.
+# Asks for an answer that begins at once, since conversations last as long as their tools: blanks,
+# and once it is ready its status, a line break and its content.
 STATUS_HEADER = "X-Swift-Grpo-Ext-Status"
 
 # Names a request; its answer has the same name (docs/promises.md, F1).
 MESSAGE_HEADER = "X-Swift-Grpo-Ext-Message"
 
 # How long a server and the trainer wait, in units of `--rollout_timeout`, which bounds a replica
-# (F2). In a weight update a replica waits half a unit for the others, and so does not hang where
-# another does. A request has half a unit for its turn, and two for a replica that hangs and the one
-# that serves its groups instead.
+# (F2). In a weight update a replica waits half a unit for the others. A request has half a unit for
+# its turn, and two for a replica that hangs and the one that serves its groups instead.
 GROUP_TIMEOUTS = 0.5
 SERVER_TIMEOUTS = 2.5
 TRAINER_TIMEOUTS = 3.0
@@ -59,8 +57,7 @@ class WireError(ValueError):
 class WeightReport:
     """An engine's report of its last update; plain values, which travel as JSON."""
 
-    # By each tensor's name its type and shape, such as `float32 (2, 3)`.
-    loaded: dict[str, str] = field(default_factory=dict)
+    loaded: dict[str, str] = field(default_factory=dict)  # tensors' names to `float32 (2, 3)`
     unfilled: list[str] = field(default_factory=list)  # parameters that the update did not fill
     adapter_fault: str = ""  # why the engine does not generate with the adapter that it got
     faults: list[str] | None = None  # the watch's findings; None where nothing is watched
@@ -74,14 +71,14 @@ class RequestMetadata:
     count: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE)]  # number of samples: vLLM's `n`
     run_seed: NonNegativeInt | None  # `--seed`; None leaves the seeds to ms-swift
     as_arrays: bool  # asks for an answer in arrays; multi-turn schedulers read ms-swift's form
-    # Beside the stop strings of ms-swift's request configuration. None leaves stops and texts to
-    # ms-swift: a server writes it for a client that sends no metadata.
+    # Beside the stop strings of ms-swift's request configuration. A server writes None for a client
+    # that sends no metadata: stops and texts are ms-swift's.
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = ()
     include_stop_str_in_output: bool = True  # whether texts end with what stopped them, or before
 
     @property
     def is_other_clients(self) -> bool:
-        """True if a server made it, for a client that sends none: it only names and seeds."""
+        """True if a server made the metadata, for a client that sends none."""
         return self.stop_token_ids is None
 
     def seed_of(self, k: int) -> int | None:
@@ -99,7 +96,7 @@ def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None
     """Return the metadata of a request; None where it has none.
 
     Raises:
-        WireError: it is of another version, or malformed; names the field and its value.
+        WireError: it has another version, or is malformed; names the field and its value.
     """
     wire = (data_dict or {}).get(KEY)
     if wire is None:
@@ -119,11 +116,7 @@ def write_metadata(data_dict: MutableMapping[str, Any], metadata: RequestMetadat
 
 
 def check_version(message: object, what: str) -> None:
-    """Refuse a message of another version of swift-grpo-ext.
-
-    Raises:
-        WireError: names both versions, and the remedy.
-    """
+    """Raise a `WireError` unless a message has our version."""
     version = message.get("version") if isinstance(message, Mapping) else None
     if version != VERSION:
         raise WireError(
@@ -134,7 +127,7 @@ def check_version(message: object, what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sample as it was generated: what training learns from, and rewards and logs see."""
+    """One sample as it was generated."""
 
     text: str
     token_ids: Numbers
@@ -143,8 +136,8 @@ class Completion:
     stop_reason: StopReason = None  # the stop string or token id that ended it, if one did
     seed: int | None = None
     replica: str = ""  # the engine that generated it: `rank 0`, `server 1 replica 0`
-    # Each token's experts (`--router_replay_mode R3`): an array, written by ms-swift's
-    # `serialize_ndarray` for the wire.
+    # Each token's experts (`--router_replay_mode R3`): an array, or what ms-swift's
+    # `serialize_ndarray` makes of it for the wire.
     routed_experts: Any = None
 
 
@@ -203,9 +196,9 @@ def read_answer(answer: Mapping[str, Any], metadata: RequestMetadata, server: st
         # Slices of arrays that are too short would be short without an error.
         is_complete = sum(lengths) == len(ids) == num_logprobs
         if counts != {metadata.count} or min(lengths) < 0 or not is_complete:
-            raise WireError(
-                f"{server} answered {metadata} with {sorted(counts)} samples of {lengths} tokens, "
-                f"{len(ids)} token ids and {num_logprobs} log-probabilities in all."
+            raise ValueError(
+                f"{sorted(counts)} samples of {lengths} tokens, {len(ids)} token ids and "
+                f"{num_logprobs} log-probabilities in all"
             )
         placed = positions.reshape(3, len(prompt_ids)) if len(positions) else None
         ends = np.cumsum(lengths).tolist()
@@ -222,8 +215,6 @@ def read_answer(answer: Mapping[str, Any], metadata: RequestMetadata, server: st
             )
             for k, (length, end) in enumerate(zip(lengths, ends, strict=True))
         ]
-    except WireError:
-        raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise WireError(f"{server} answered {metadata} with nonsense: {e!r}") from e
     return Answer(completions, Prompt(prompt_ids.tolist(), placed))

@@ -4,23 +4,22 @@ A completion ends with the token that completes a stop string, or with a stop to
 first (docs/promises.md, T1). All tokens up to that one are kept (T2); the text ends at the end of
 the stop string, or right before it (T3), also where the last token runs past it.
 
-The text of the sampled tokens, special tokens included, is searched, and never the prompt. The stop
-string that is complete first counts; of those that end at the same character, the first among the
-settings; and a string before a stop token. So does vLLM 0.32 (vllm/v1/engine/detokenizer.py), but
-it holds the text of a token back while the text ends within a character, and finds a stop string
-in it with a later token. That token is dropped here.
+The search covers the text of the sampled tokens, special tokens included. The stop string that is
+complete first counts; among those that end at the same character, the first of the settings; and a
+string before a stop token. vLLM 0.32 does the same (vllm/v1/engine/detokenizer.py), but it holds a
+token's text back while that ends within a character, and then finds a stop string with a later
+token. That token is dropped here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 # Token ids to text, special tokens included. Bytes that are no whole character become U+FFFD.
 Decode = Callable[[Sequence[int]], str]
 
-StopReason = str | int | None  # a stop string as it was given, a token id, or nothing of the kind
+StopReason = str | int | None  # a stop string as it was given, or a token id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +38,9 @@ class Ending:
     """Where a completion ends."""
 
     num_tokens: int  # are kept, and trained on
-    num_text_tokens: int  # make the text: all of them, or all but a stop token at the end
-    trailing_text: str = ""  # the end of that text that does not count
-    reason: StopReason = None  # the match; None where there is none, and all tokens are kept
-
-    def text(self, token_ids: Sequence[int], decode: Decode) -> str:
-        """Return the text of the completion that ends here."""
-        return decode(token_ids[: self.num_text_tokens]).removesuffix(self.trailing_text)
+    num_text_tokens: int  # make the text: all kept tokens, or all but a stop token at the end
+    trailing_text: str = ""  # the end of that text, which is cut off
+    reason: StopReason = None  # the match; without one, all tokens are kept
 
 
 def find_ending(token_ids: Sequence[int], decode: Decode, stops: Stops) -> Ending:
@@ -62,9 +57,10 @@ def find_ending(token_ids: Sequence[int], decode: Decode, stops: Stops) -> Endin
             if earlier is None:
                 break
             token_ids, text, match = token_ids[:shorter], earlier_text, earlier
-        rest = text[match.end if stops.include else match.start :]
+        string, start = match
+        rest = text[start + len(string) if stops.include else start :]
         num_tokens = len(token_ids)
-        return Ending(num_tokens, num_tokens, trailing_text=rest, reason=match.string)
+        return Ending(num_tokens, num_tokens, trailing_text=rest, reason=string)
     if length is None:
         return Ending(len(token_ids), len(token_ids))
     last = token_ids[-1]
@@ -77,17 +73,8 @@ def find_ending(token_ids: Sequence[int], decode: Decode, stops: Stops) -> Endin
     return Ending(length, length - 1, trailing_text=rest, reason=stops.tokens[last])
 
 
-class Match(NamedTuple):
-    """A stop string in a text, by its characters."""
-
-    string: str
-    start: int
-    end: int
-
-
-def find(text: str, strings: Sequence[str]) -> Match | None:
-    """Return the stop string that is complete first; None where there is none."""
-    places = ((string, text.find(string)) for string in strings)
-    matches = [Match(string, i, i + len(string)) for string, i in places if i >= 0]
-    # `min` returns the first of equal ones: the one that stands first among the settings.
-    return min(matches, key=lambda match: match.end, default=None)
+def find(text: str, strings: Sequence[str]) -> tuple[str, int] | None:
+    """Return the stop string that is complete first, and its start; None where there is none."""
+    matches = [(string, text.find(string)) for string in strings if string in text]
+    # `min` returns the first of equal ones: the first of the settings.
+    return min(matches, key=lambda match: match[1] + len(match[0]), default=None)

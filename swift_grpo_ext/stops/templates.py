@@ -6,30 +6,28 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swift_grpo_ext.checks.finding import SettingsError
-from swift_grpo_ext.stops.rule import Ending, Stops, find_ending
+from swift_grpo_ext.stops.rule import Ending, Stops
 
 if TYPE_CHECKING:
     from swift.arguments import RLHFArguments
     from swift.template import StdTemplateInputs, Template
 
-STOP_REASON = "stop_reason"
-"""Key in `rollout_infos`, where reward functions find what stopped a completion."""
+STOP_REASON = "stop_reason"  # key in `rollout_infos`: what stopped a completion
 
 
 class TemplateStops:
-    """Stop settings and cuts for one template of ms-swift; made once an engine."""
+    """Stop settings and cuts for one template of ms-swift."""
 
     def __init__(self, template: Template) -> None:
         self._template = template
         self._tokenizer = tokenizer = template.tokenizer
-        # Special tokens by their text: the tokenizer's own (eos, pad), and those that were added to
-        # it by name (`--new_special_tokens`).
+        # By their text: the tokenizer's own (eos, pad), and those of `--new_special_tokens`.
         named = [str(token) for token in tokenizer.all_special_tokens]
         ids = dict(zip(named, tokenizer.convert_tokens_to_ids(named), strict=True))
         added = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self.special_ids = {**ids, **added}
-        # Tokens with which the template ends a turn, which ms-swift leaves out of texts. An end of
-        # several tokens is a stop string like another, and shows.
+        # ms-swift leaves the end of a turn out of texts. An end of several tokens is a stop string
+        # like another, and shows.
         suffix = template.template_meta.suffix_stop
         if isinstance(suffix, str):
             special = self.special_ids.get(suffix)
@@ -41,12 +39,9 @@ class TemplateStops:
     def stops(
         self, words: Sequence[str], token_ids: Sequence[int] = (), *, include: bool = True
     ) -> Stops:
-        """Sort the settings of a request into strings to find in the text, and token ids.
-
-        A word that is a special token stands for that token alone, so that nothing has to be
-        decoded. `words` are the user's, then those of the template and the engine.
-        """
-        words = list(dict.fromkeys(words))  # in order, once: a user's may be the template's, too
+        """Sort the settings of a request into strings to find in the text, and token ids: a word
+        that is a special token needs no decoding. `words` are the user's, then the template's."""
+        words = list(dict.fromkeys(words))  # a user's may be the template's, too
         named = {self.special_ids[word]: word for word in words if word in self.special_ids}
         return Stops(
             strings=tuple(word for word in words if word not in self.special_ids),
@@ -55,11 +50,8 @@ class TemplateStops:
             include=include,
         )
 
-    def find_ending(self, token_ids: Sequence[int], stops: Stops) -> Ending:
-        return find_ending(token_ids, self.decode, stops)
-
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return all of the tokens' text, special tokens too."""
+        """Return the tokens' text, special tokens too."""
         text = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, spaces_between_special_tokens=False
         )
@@ -74,14 +66,15 @@ class TemplateStops:
         if visible and visible[-1] in self.end_ids:
             # The end of a stop string: the template would leave it out.
             prefix = self._template._get_response_prefix(template_inputs) or ""
-            return prefix + ending.text(token_ids, self.decode)
-        text = self._template.decode_generate_ids(visible, template_inputs=template_inputs)
+            text = prefix + self.decode(visible)
+        else:
+            text = self._template.decode_generate_ids(visible, template_inputs=template_inputs)
         return text.removesuffix(ending.trailing_text) if isinstance(text, str) else text
 
 
 def check_stop_settings(args: RLHFArguments, template: Template | None = None) -> None:
-    """Refuse stop settings that cannot be meant (docs/promises.md, T5): before a model is loaded
-    those that are wrong with any template, then with the training's.
+    """Refuse stop settings that cannot be meant (docs/promises.md, T5): without a template, before
+    a model is loaded, those that are wrong with any.
 
     Raises:
         SettingsError: names the setting, the value received, what was expected and the remedy.
@@ -107,7 +100,7 @@ def check_stop_settings(args: RLHFArguments, template: Template | None = None) -
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
-        # At most so many: the tokenizer may know some of the new ones.
+        # An upper bound: the tokenizer may know some of the new ones.
         num_tokens = len(tokenizer) + len(args.new_special_tokens)
     outside = [i for i in args.stop_token_ids if not 0 <= i < num_tokens]
     if outside:

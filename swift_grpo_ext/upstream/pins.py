@@ -2,7 +2,7 @@
 the first parameters that it takes behind it where these matter.
 
 Each table is verified once, where its names are about to be used: `COMMAND_LINE` in `register()`,
-`TRAINER` before the trainer is made, `ENGINE` when the rollout engine is installed, `SERVER` when
+`TRAINER` before the trainer is made, `ENGINE` when the rollout engine is imported, `SERVER` when
 `swift rollout` gets our routes. `contract.py` says what else is verified.
 """
 

@@ -248,29 +248,6 @@ def test_a_tools_own_timeout_is_not_ours(side: str) -> None:
         lead(Late, side, [answer(5)])
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_a_text_that_nobody_reads_is_warned_of(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(scheduler.logger, "warning_once", lambda text, **_: told.append(text))
-
-    class Rewrites(Crop):
-        with_ids = False
-
-        def step(self, infer_request: Any, *rest: Any) -> Step:
-            infer_request.messages[-1]["content"] = "shorter"
-            result = super().step(infer_request, *rest)
-            ids = {"response_token_ids": [4], "response_loss_mask": [0]} if self.with_ids else {}
-            return {**(result or {}), **ids}
-
-    lead(Rewrites, side, [answer(5), answer(6)], max_turns=2)
-    assert "Rewrites.step writes another text into an answer, which nothing reads" in told[0]
-    told.clear()
-    monkeypatch.setattr(Rewrites, "with_ids", True)
-    [output] = lead(Rewrites, side, [answer(5), answer(6)], max_turns=2)
-    assert output.response_token_ids == [[4], [6]]
-    assert told == []
-
-
 def test_a_check_is_bounded_on_a_server_and_may_use_signals_in_the_training() -> None:
     class Checks(Crop):
         seconds = 0.0

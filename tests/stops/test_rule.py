@@ -29,6 +29,10 @@ def decode(token_ids: Sequence[int]) -> str:
     return b"".join(PIECES[i] for i in token_ids).decode("utf-8", errors="replace")
 
 
+def text_of(ending: Ending, token_ids: Sequence[int]) -> str:
+    return decode(token_ids[: ending.num_text_tokens]).removesuffix(ending.trailing_text)
+
+
 def ids_of(*pieces: str | bytes) -> list[int]:
     return [PIECES.index(p.encode() if isinstance(p, str) else p) for p in pieces]
 
@@ -71,7 +75,7 @@ def by_brute_force(token_ids: list[int], stops: Stops) -> tuple[int, str, object
 @example(ids_of(b"\xe7", b"\xad\x94a"), Stops(tokens={ids_of(b"\xad\x94a")[0]: 1}, include=False))
 def test_a_cut_is_what_brute_force_finds(token_ids: list[int], stops: Stops) -> None:
     found = find_ending(token_ids, decode, stops)
-    text = found.text(token_ids, decode)
+    text = text_of(found, token_ids)
     assert (found.num_tokens, text, found.reason) == by_brute_force(token_ids, stops)
     # T2, T3: the kept tokens' text starts with the text.
     assert decode(token_ids[: found.num_tokens]).startswith(text)
@@ -104,9 +108,9 @@ def test_stop_strings(
     words = tuple(strings)
     found = find_ending(token_ids, decode, Stops(strings=words))
     assert (found.num_tokens, found.reason) == (num_tokens, reason)
-    assert found.text(token_ids, decode) == text
+    assert text_of(found, token_ids) == text
     without = find_ending(token_ids, decode, Stops(strings=words, include=False))
-    assert without.text(token_ids, decode) == (text.removesuffix(reason) if reason else text)
+    assert text_of(without, token_ids) == (text.removesuffix(reason) if reason else text)
 
 
 def test_stop_tokens() -> None:
@@ -117,7 +121,7 @@ def test_stop_tokens() -> None:
     # The template's own end of a turn never shows; another where it is asked for.
     assert find_ending(ended, decode, stops) == Ending(2, 1, reason=EOS)
     bare = find_ending(called, decode, Stops(tokens=tokens, include=False))
-    assert (bare, bare.text(called, decode)) == (Ending(2, 1, reason="<|tool|>"), "</")
+    assert (bare, text_of(bare, called)) == (Ending(2, 1, reason="<|tool|>"), "</")
     # A string counts before a token that ends with it.
     both = Stops(strings=(">",), tokens={ids_of(">\n\n")[0]: 9, a: 8})
     found = find_ending(ids_of("aa", ">\n\n", "a"), decode, both)

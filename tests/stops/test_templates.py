@@ -16,7 +16,7 @@ from swift.template import StdTemplateInputs, get_template
 from swift_grpo_ext.rollout.answers import to_rollout_output
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt
-from swift_grpo_ext.stops.rule import Stops
+from swift_grpo_ext.stops.rule import Stops, find_ending
 from swift_grpo_ext.stops.templates import TemplateStops, check_stop_settings
 from swift_grpo_ext.training.encode import encode_whole
 
@@ -117,9 +117,8 @@ def test_texts(
     prefix = {"response_prefix": fields.pop("prefix", "")}
     inputs = StdTemplateInputs(messages=[], chat_template_kwargs=prefix)
     stops = TemplateStops(template)
-    ending = stops.find_ending(
-        token_ids, stops.stops([*words, *template.template_meta.stop_words], **fields)
-    )
+    asked = stops.stops([*words, *template.template_meta.stop_words], **fields)
+    ending = find_ending(token_ids, stops.decode, asked)
     assert (stops.text(token_ids, ending, inputs), ending.reason) == (text, reason)
 
 
