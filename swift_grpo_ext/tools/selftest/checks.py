@@ -200,19 +200,20 @@ def _stop_faults(rig: Rig, word: str, sample: RolloutSample) -> Iterator[str]:
     if match is None:
         yield f"{word!r} was forced and is not in {spelled!r}"
         return
-    end = match.end if trainer.args.include_stop_str_in_output else match.start
+    string, start = match
+    end = start + len(string) * trainer.args.include_stop_str_in_output
     _, batch = rig.encode([sample])
     for name, found, expected in (
         ("the text", sample.messages[-1]["content"], spelled[:end]),
         ("finish_reason", sample.finish_reason, "stop"),
         # Another stop string may begin earlier.
-        ("stop_reason", sample.rollout_infos.get("stop_reason"), match.string),
+        ("stop_reason", sample.rollout_infos.get("stop_reason"), string),
         ("the number of log-probabilities", len(logprobs_of(sample)), len(ids)),
         ("the number of trained tokens", int(batch.completion_mask.sum()), len(ids)),
     ):
         if found != expected:
             yield f"{word!r}: {name} is {found!r}, expected {expected!r}"
-    if match.string in decode(ids[:-1]):
+    if string in decode(ids[:-1]):
         yield f"{word!r}: tokens go on behind the one that completes it ({spelled!r})"
 
 
