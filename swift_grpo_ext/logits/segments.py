@@ -6,11 +6,10 @@ transformers hands on a mask of four dimensions, and no attention accepts this o
 an argument, because recomputation for gradient checkpointing calls a layer long after the pass.
 
 `sdpa` and `eager` are called for each prompt, and for each block of its samples; flash attention
-once, with the keys of all segments gathered; `flex_attention` once, with a block mask. A gated
-delta net is called with the prompts, and then with the samples, which go on from the state at the
-end of their prompt.
+once, with the keys of all segments gathered. A gated delta net is called with the prompts, and then
+with the samples, which go on from the state at the end of their prompt.
 
-Positions are counted within a sample, which begins with its prompt; so are windows.
+Positions and windows are counted within a sample, which begins with its prompt.
 
 Letters in names are shapes: L positions of the packed row, K keys of a call, H hidden size, P
 prompts, S samples, T positions of the longest of these.
@@ -27,18 +26,17 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.utils.rnn import pad_sequence
 from transformers import modeling_flash_attention_utils as flash
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from swift_grpo_ext.upstream.patches import Moment, patch, patch_entry, repair
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]  # one of transformers' `AttentionInterface`
-DENSE = ("sdpa", "eager")  # implementations that are called for each piece; others are called once
+DENSE = ("sdpa", "eager")  # called for each piece; flash attention is called once
 KINDS = {"full_attention", "sliding_attention", "linear_attention"}  # of a model's `layer_types`
 WITH_WINDOW, EVERYWHERE = 1, 2
 """The layers in which the positions of an image see each other; 0: no layers."""
@@ -80,13 +78,12 @@ class Segments:
 
     def __init__(self, mask: Tensor) -> None:
         self.device, self.length = mask.device, mask.shape[-1]
-        self._groups_L, self._numbers_L, looks_ahead_L, self._columns_L = mask[0, 0]
+        _, self._numbers_L, looks_ahead_L, self._columns_L = mask[0, 0]
         self._looks_ahead = int(looks_ahead_L.max())
         # A number for each image, 0 where there is none.
         _, runs_L = torch.unique_consecutive(mask[0, 0, :3], dim=1, return_inverse=True)
         self._images_L = (runs_L + 1) * (looks_ahead_L > 0)
         self._masks = dict[tuple[Segment, int | None], Tensor]()
-        self._block_masks = dict[int | None, BlockMask]()
 
         # A segment is a run of positions with one group and one number. Pieces, for which attention
         # is called, are prompts and blocks of samples, whose pairs across samples are computed and
@@ -118,37 +115,21 @@ class Segments:
         """Return whether the positions of an image see each other in a layer with this window."""
         return self._looks_ahead >= (EVERYWHERE if window is None else WITH_WINDOW)
 
-    def sees(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
-        """Return whether positions `query` see positions `key` (broadcast), of which a layer sees
-        the last `window`, one's own included."""
-        group, number, column = self._groups_L, self._numbers_L, self._columns_L
-        image = self._images_L
-        seen = column[key] <= column[query]
-        if self.looks_ahead(window):
-            seen = seen | ((image[key] == image[query]) & (image[query] > 0))
-        seen = seen & (group[key] == group[query])
-        seen = seen & ((number[key] == 0) | (number[key] == number[query]))
-        return seen if window is None else seen & (column[key] > column[query] - window)
-
     def mask(self, piece: Segment, window: int | None) -> Tensor:
-        """Return [1, 1, queries, K]: which keys a piece's positions see, their prompt's first."""
-        key = piece, window
-        if key not in self._masks:
-            queries = piece.places.to(self.device)
-            keys_K = torch.cat([part.places for part in piece.seen]).to(self.device)
-            self._masks[key] = self.sees(queries[:, None], keys_K, window)[None, None]
-        return self._masks[key]
-
-    def block_mask(self, window: int | None) -> BlockMask:
-        """Return the mask of `flex_attention`."""
-
-        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return self.sees(query, key, window)
-
-        if window not in self._block_masks:
-            shape = (None, None, self.length, self.length)  # of any row, any head
-            self._block_masks[window] = create_block_mask(sees, *shape, self.device)
-        return self._block_masks[window]
+        """Return [1, 1, queries, K]: which keys a piece's positions see, their prompt's first, in a
+        layer that sees the last `window` positions, one's own included."""
+        if (piece, window) not in self._masks:
+            query = piece.places.to(self.device)[:, None]
+            key = torch.cat([part.places for part in piece.seen]).to(self.device)
+            number, column, image = self._numbers_L, self._columns_L, self._images_L
+            seen = column[key] <= column[query]
+            if self.looks_ahead(window):
+                seen = seen | ((image[key] == image[query]) & (image[query] > 0))
+            seen = seen & ((number[key] == 0) | (number[key] == number[query]))
+            if window is not None:
+                seen = seen & (column[key] > column[query] - window)
+            self._masks[piece, window] = seen[None, None]
+        return self._masks[piece, window]
 
     @cached_property
     def variable_lengths(self) -> tuple[Tensor, dict[str, Any]]:
@@ -191,8 +172,7 @@ class Segments:
 
 
 def by_segments(attend: Attention, name: str) -> Attention:
-    """Return a function of attention that reads packed rows by segments, and others by `attend`,
-    the implementation of that name."""
+    """Return attention that reads packed rows by segments, and others by `attend`."""
 
     @wraps(attend)
     def attention(
@@ -209,8 +189,6 @@ def by_segments(attend: Attention, name: str) -> Attention:
         segments = Segments.of(attention_mask)
         window = window_of(module, kwargs.get("sliding_window"))
         kwargs.pop("position_ids", None)  # flash attention would look for sequences in them
-        if name == "flex_attention":
-            return attend(module, query, key, value, segments.block_mask(window), **kwargs)
         if name not in DENSE:
             # Flash attention takes no mask of pairs. Its causality aligns a segment's last query
             # with its last key: that of a sample sees the whole prompt and itself.
@@ -252,11 +230,8 @@ def longest_window(text: PretrainedConfig) -> int | None:
 
 
 def window_of(module: nn.Module, given: int | None) -> int | None:
-    """Return the window that a module of attention gives its implementation.
-
-    Raises:
-        ValueError: it gives none, where the configuration has one for its layer.
-    """
+    """Return the window that a module of attention gives its implementation; raise `ValueError`
+    where it gives none and the configuration has one for its layer."""
     kinds = getattr(module.config, "layer_types", None)
     # Where layers differ, the configuration's window is that of some of them.
     has_window = not kinds or kinds[module.layer_idx] == "sliding_attention"
@@ -366,7 +341,7 @@ def reason_against(model: PreTrainedModel) -> str:
     text = model.config.get_text_config()
     name = text._attn_implementation
     is_flash = "flash" in name
-    if not is_flash and name not in (*DENSE, "flex_attention"):
+    if not is_flash and name not in DENSE:
         return f"--attn_impl {name} is not called by segments (sdpa and flash_attn are)"
     if others := set(getattr(text, "layer_types", None) or ()) - KINDS:
         return f"its layers are of another kind ({', '.join(sorted(others))})"
@@ -398,7 +373,7 @@ def read_by_segments(model: PreTrainedModel) -> None:
     # Modules look `eager` up here too, with the function of their own file as the default.
     attend = ALL_ATTENTION_FUNCTIONS.get(name, eager_attention)
     if not hasattr(attend, "reads_segments"):
-        patch_entry(ALL_ATTENTION_FUNCTIONS, name, by_segments(attend, name))
+        ALL_ATTENTION_FUNCTIONS.register(name, by_segments(attend, name))
     for module in model.modules():
         is_delta_net = type(module).__name__.endswith("GatedDeltaNet")
         if is_delta_net and not hasattr(module.forward, "reads_segments"):
@@ -406,7 +381,7 @@ def read_by_segments(model: PreTrainedModel) -> None:
 
 
 def in_its_file(module: nn.Module, name: str) -> Any:
-    """Look a name up in the file of a module's class, or of one that it is derived from (FSDP2
-    derives its own); return None where no file has it."""
+    """Return what has a name in the file of a module's class, or of one of its bases (FSDP2 derives
+    its own); None where no file has it."""
     files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
     return next((getattr(file, name) for file in files if hasattr(file, name)), None)

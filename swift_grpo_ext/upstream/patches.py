@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -107,11 +107,6 @@ def patch(owner: object, **values: object) -> None:
     refuse(text for name, value in values.items() if (text := _misfit(owner, name, value)))
     for name, value in values.items():
         setattr(owner, name, value)
-
-
-def patch_entry(registry: MutableMapping[str, Any], name: str, value: object) -> None:
-    """Replace an entry of an upstream registry for the rest of this process."""
-    registry[name] = value
 
 
 def _misfit(owner: object, name: str, value: object) -> str | None:

@@ -253,19 +253,6 @@ def test_a_mask_that_was_copied_says_the_same() -> None:
         assert torch.equal(model(**batch.inputs).logits, expected)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_all_implementations_see_the_same(window: int | None) -> None:
-    """What `flex_attention` is given, whose kernels want a GPU, says what pieces do."""
-    segments_of = segments.Segments.of(packed(build("Qwen2"), *batch_of()).inputs["attention_mask"])
-    dense = torch.zeros(segments_of.length, segments_of.length, dtype=torch.bool)
-    for piece in segments_of.pieces:
-        keys = torch.cat([part.places for part in piece.seen])
-        dense[piece.places[:, None], keys] = segments_of.mask(piece, window)[0, 0]
-    places = torch.arange(segments_of.length)
-    block = segments_of.block_mask(window)
-    assert torch.equal(block.mask_mod(0, 0, places[:, None], places), dense)
-
-
 def test_pieces_compute_at_most_twice_what_is_seen() -> None:
     """Blocks of samples, (start, stop), behind a prompt of 10: they share a call while they are no
     longer than it."""
