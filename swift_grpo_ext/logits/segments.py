@@ -1,9 +1,9 @@
 """Attention and gated delta nets that read a packed row by segments.
 
 A packed row holds the prompts of groups, each with its samples behind it (`packed.py`). Layers that
-mix positions find the segments in a tensor of int32 [1, 1, 4, L] that travels as `attention_mask`:
-transformers hands on a mask of four dimensions, and no attention accepts this one as its own. It is
-an argument, because recomputation for gradient checkpointing calls a layer long after the pass.
+mix positions find the segments in their `attention_mask`, a tensor of int32 [1, 1, 4, L]:
+transformers hands on a mask of four dimensions, and recomputation for gradient checkpointing calls
+a layer with its arguments again.
 
 `sdpa` and `eager` are called for each prompt, and for each block of its samples; flash attention
 once, with the keys of all segments gathered. A gated delta net is called with the prompts, and then
@@ -85,10 +85,10 @@ class Segments:
         self._images_L = (runs_L + 1) * (looks_ahead_L > 0)
         self._masks = dict[tuple[Segment, int | None], Tensor]()
 
-        # A segment is a run of positions with one group and one number. Pieces, for which attention
-        # is called, are prompts and blocks of samples, whose pairs across samples are computed and
-        # masked. A block has no more positions than its prompt, unless one sample has: at most
-        # twice the pairs that are seen are computed, and twice the keys copied.
+        # A segment is a run of positions with one group and one number. Attention is called for
+        # pieces: prompts, and blocks of samples with a mask between these. A block has no more
+        # positions than its prompt, unless one sample has: at most twice the pairs that are seen
+        # are computed, and twice the keys copied.
         self.segments, self.pieces = list[Segment](), list[Segment]()
         runs, sizes = torch.unique_consecutive(mask[0, 0, :2], dim=1, return_counts=True)
         prompt, start = None, 0
@@ -104,8 +104,7 @@ class Segments:
 
     @staticmethod
     def of(mask: Tensor) -> Segments:
-        """Return the segments of a packed row, made once."""
-        # The mask keeps them: all layers of a pass, recomputed ones too, come with the same one.
+        """Return the segments of a packed row, which the mask keeps for all layers."""
         segments: Segments | None = getattr(mask, "_segments", None)
         if segments is None:
             segments = mask._segments = Segments(mask)
@@ -133,8 +132,8 @@ class Segments:
 
     @cached_property
     def variable_lengths(self) -> tuple[Tensor, dict[str, Any]]:
-        """The places [K] of the keys of all segments, one after the other, and the arguments of
-        transformers' flash attention that say where each segment begins."""
+        """The places [K] of the keys of all segments, and the arguments of transformers' flash
+        attention for where each segment begins."""
         keys = [part.places for segment in self.segments for part in segment.seen]
         q_sizes = [segment.size for segment in self.segments]
         k_sizes = [sum(part.size for part in segment.seen) for segment in self.segments]
@@ -152,8 +151,8 @@ class Segments:
     @cached_property
     def batches(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The places of the prompts [P, T], padded on the left, and of the samples [S, T], padded
-        on the right; the prompt of each sample [S]; and where each position of the row stands in
-        both, flattened and one behind the other [L]. Padding has the place L."""
+        on the right, with the place L for padding; the prompt of each sample [S]; and the index of
+        each position [L] in the prompts and samples, flattened."""
         prompts = [segment for segment in self.segments if segment.prompt is None]
         samples = [segment for segment in self.segments if segment.prompt is not None]
 
@@ -190,8 +189,8 @@ def by_segments(attend: Attention, name: str) -> Attention:
         window = window_of(module, kwargs.get("sliding_window"))
         kwargs.pop("position_ids", None)  # flash attention would look for sequences in them
         if name not in DENSE:
-            # Flash attention takes no mask of pairs. Its causality aligns a segment's last query
-            # with its last key: that of a sample sees the whole prompt and itself.
+            # Causality aligns a segment's last query with its last key, so that a sample sees its
+            # prompt and itself.
             places_K, lengths = segments.variable_lengths
             key, value = (x.index_select(2, places_K) for x in (key, value))
             return attend(module, query, key, value, None, **(kwargs | lengths))
@@ -204,7 +203,6 @@ def by_segments(attend: Attention, name: str) -> Attention:
             if piece.prompt is not None:
                 _, k_prompt, v_prompt = parts[piece.prompt]
                 k, v = torch.cat([k_prompt, k], 2), torch.cat([v_prompt, v], 2)
-            # Each position of this piece sees all keys up to its own, and no others.
             is_causal = (
                 piece.prompt is None
                 and (window is None or window >= piece.size)
@@ -224,7 +222,7 @@ def by_segments(attend: Attention, name: str) -> Attention:
 
 
 def longest_window(text: PretrainedConfig) -> int | None:
-    """Return how many positions a text model's layers with a window see."""
+    """Return the window of a text model's layers that have one; None without any."""
     window = getattr(text, "sliding_window", None)
     return window if getattr(text, "use_sliding_window", True) else None
 
@@ -251,10 +249,7 @@ def eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tenso
 
 class States:
     """The part of transformers' cache (5.19, cache_utils.py) that one gated delta net uses.
-
-    transformers' own copies states in place, over what the backward still needs: torch refuses
-    that. These are assigned.
-    """
+    transformers' own copies states in place, over what the backward still needs."""
 
     record_past = True  # one position more is no step of generation
 
@@ -314,13 +309,13 @@ def delta_net_by_segments(
         mask = kwargs.get("attention_mask")
         if not is_packed(mask):
             return forward(hidden_states, *args, **kwargs)
-        # Prompts are padded on the left, where zeros leave the state as it is; on the right it
-        # would fade. Samples may be padded there, as nothing goes on from them.
+        # On the left, zeros leave the state as it is; on the right it would fade, which does not
+        # matter for samples.
         prompts_PT, samples_ST, prompts_S, stands_L = Segments.of(mask).batches
         padded = nn.functional.pad(hidden_states[0], (0, 0, 0, 1))  # [L + 1, H]
         states = States(module.conv_kernel_size)
         prompts_out = forward(padded[prompts_PT], cache_params=states)
-        # Values would be right without it, so that the proof of the first batch cannot see this.
+        # The proof of the first batch sees values alone.
         if prompts_out.requires_grad and not states.recurrent_states[0].requires_grad:
             raise ValueError(
                 f"--logps_shared_prompt: {type(module).__name__} gives the state at the end of a "
@@ -342,7 +337,7 @@ def reason_against(model: PreTrainedModel) -> str:
     name = text._attn_implementation
     is_flash = "flash" in name
     if not is_flash and name not in DENSE:
-        return f"--attn_impl {name} is not called by segments (sdpa and flash_attn are)"
+        return f"--attn_impl {name} is not called by segments (sdpa, eager and flash_attn are)"
     if others := set(getattr(text, "layer_types", None) or ()) - KINDS:
         return f"its layers are of another kind ({', '.join(sorted(others))})"
     # Flash attention before 2.1 and Ascend's do.
