@@ -211,18 +211,6 @@ def test_a_sample_sees_no_other(name: str) -> None:
     assert (other != prompt).any(-1).nonzero()[:, 0].tolist() == [*range(2, 33)]
 
 
-def test_a_prompt_learns_through_its_samples_alone() -> None:
-    """Nothing is predicted at its positions, and its embeddings have gradients."""
-    for name in ("Qwen2", "Qwen3.5"):
-        model = build(name)
-        inputs, predicts = batch_of()
-        inputs["input_ids"][:3, 0] = 150
-        batch = packed(model, inputs, predicts)
-        _, gradients = run(model, *batch)
-        embeddings = next(g for n, g in gradients.items() if n.endswith("embed_tokens.weight"))
-        assert embeddings[150].abs().max() > 0
-
-
 def test_a_window_that_attention_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Mistral")
     batch = packed(model, *batch_of())
