@@ -15,8 +15,8 @@ from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 
 def apply_exif_orientation(image: Image.Image) -> Image.Image:
-    """Return the image as a viewer shows it, without its EXIF orientation, which few have. Errors
-    of its decoder are raised."""
+    """Return the image as a viewer shows it, without an EXIF orientation; a decoder's errors are
+    raised."""
     # Pillow itself turns TIFF here; PNG may have its orientation behind the pixels.
     image.load()
     try:
