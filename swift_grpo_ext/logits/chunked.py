@@ -16,24 +16,22 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-NUM_BLOCKS = 16
-"""Parts of a tensor of logits that are worked on one by one: what forward and backward need beside
-it is a 16th of it."""
+NUM_BLOCKS = 16  # parts of a tensor of logits: forward and backward need one part more
 
 
 class Logps(NamedTuple):
     """Log-probabilities and entropies of N positions."""
 
     logps_N: Tensor  # in nats; float32, or float64 where the logits are
-    entropies_N: Tensor | None  # Shannon entropies, in nats; None where they were not asked for
+    entropies_N: Tensor | None  # Shannon's, in nats; None unless `with_entropy`
 
 
 Outputs = tuple[Tensor | None, ...]
 """Values of N positions: tensors that begin with N, or with a value for each chunk."""
 
 FromLogits = Callable[..., Outputs]
-"""Takes logits [n, V] and the same n positions of each column, and `overwrite` by name: whether it
-may put gradients where the logits were, and needs no further memory of size n x V."""
+"""Takes logits [n, V] and the same n positions of each column, and `overwrite` by name: whether
+gradients may take the memory of the logits."""
 
 
 def in_chunks(
@@ -51,19 +49,18 @@ def in_chunks(
     grows with chunk_size x V and not with N x V.
 
     Args:
-        head: maps hidden states [n, H] to logits [n, V], with all that the model does to them. The
-            backward may write over its result, which its last operation must not need for its own.
-        columns: tensors [N, ...] that `function` takes too.
-        num_chunks: empty chunks are added up to this number, for heads that all ranks must call
+        head: maps hidden states [n, H] to logits [n, V]. The backward may write over the logits:
+            the head's own backward must not need them.
+        columns: tensors [N, ...] for `function`.
+        num_chunks: empty chunks are added up to this number: all ranks must call a shared head
             equally often, in forward and backward.
     """
 
     def chunk(hidden_CH: Tensor, *columns_of_chunk: Tensor) -> Outputs:
         logits_CV = head(hidden_CH)
         if not len(hidden_CH):
-            # Keeps a tensor, whatever `function` does: the backward makes this chunk again before
-            # it comes to the head, as it does others. Ranks that share the head gather it in one
-            # order.
+            # Saves a tensor, so that the backward makes this chunk again, as on other ranks, before
+            # it comes to the head.
             logits_CV = logits_CV.exp()
         return function(logits_CV, *columns_of_chunk, overwrite=True)
 
@@ -73,8 +70,8 @@ def in_chunks(
     parts += [tuple(row[:0] for row in rows)] * (num_chunks - len(parts))
     run: Callable[..., Outputs] = chunk
     if torch.is_grad_enabled():
-        # By default checkpoint compares the shapes of what both forwards saved. With ZeRO-3, a
-        # frozen weight is released again when it would look: its shape is that of nothing.
+        # With ZeRO-3 a frozen weight has no shape any more when checkpoint would compare the
+        # tensors that both forwards saved.
         run = partial(checkpoint, chunk, use_reentrant=False, determinism_check="none")
     outputs = zip(*(run(*part) for part in parts), strict=True)
     return tuple(None if made[0] is None else torch.cat(made) for made in outputs)
@@ -91,8 +88,8 @@ def token_logps(
     """Compute log-probabilities of tokens, and entropies, from the logits of their positions.
 
     With x = logits / temperature and p = softmax(x): log p[target] and -sum(p * log p), both
-    differentiable. Half-precision logits are computed with in float32. Logits that `overwrite` lets
-    the backward write over may be needed elsewhere: autograd then raises an error.
+    differentiable, in float32 or wider. With `overwrite` the backward writes gradients over the
+    logits; autograd raises an error where these are needed elsewhere.
     """
     logps_N, entropies_N = _TokenLogps.apply(
         logits_NV, targets_N, temperature, with_entropy, overwrite
@@ -110,8 +107,8 @@ class _TokenLogps(torch.autograd.Function):
         with_entropy: bool,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
-        # Of the size N x V, nothing is kept but the logits themselves: the backward makes softmax
-        # again, of the sum that is kept for each row.
+        # Nothing else of the size N x V is kept: the backward makes softmax again from each row's
+        # sum.
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
         logps_N = logits_NV.new_empty(len(targets_N), dtype=dtype)
         entropies_N = torch.zeros_like(logps_N)
@@ -126,7 +123,7 @@ class _TokenLogps(torch.autograd.Function):
                 entropies_N[rows] = -log_p_RV.exp().mul_(log_p_RV).sum(-1)
         ctx.save_for_backward(logits_NV, targets_N, log_sums_N, entropies_N)
         ctx.temperature, ctx.overwrite = temperature, overwrite
-        ctx.set_materialize_grads(False)  # a gradient that nobody asked for comes as None
+        ctx.set_materialize_grads(False)  # an output outside of the loss has the gradient None
         return logps_N, entropies_N
 
     @staticmethod
@@ -137,8 +134,8 @@ class _TokenLogps(torch.autograd.Function):
         logits_NV, targets_N, log_sums_N, entropies_N = ctx.saved_tensors
         if grad_logps_N is None:  # only entropies are in the loss
             grad_logps_N = torch.zeros_like(log_sums_N)
-        # A block of logits is read before its gradient takes its place. Logits of 16 bits have
-        # their gradient computed beside them, in 32, and rounded once at the end.
+        # A block of logits is read before its gradient takes its place. The gradient of 16 bits is
+        # computed in 32, beside the logits, and rounded once.
         grad_NV = logits_NV.detach() if ctx.overwrite else torch.empty_like(logits_NV)
         is_half = grad_NV.dtype != log_sums_N.dtype
         for rows in _blocks(len(targets_N)):

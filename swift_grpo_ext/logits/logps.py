@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift_grpo_ext.logits.packed import plain_inputs
 from swift_grpo_ext.logits.proof import SharedPrompt
-from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
+from swift_grpo_ext.logits.shim import LogitsShim, base_model
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch
@@ -61,29 +61,24 @@ class CompletionLogps:
         )
         if self.is_off:
             return
-        flags = "--logits_shim and --logps_shared_prompt have no effect"
+        reason = ""
         if template.sequence_parallel_size > 1:
             self.is_off, self.shares_prompts = True, False
-            logger.warning(
-                f"{flags} with --sequence_parallel_size {template.sequence_parallel_size}: "
-                "ms-swift splits positions over ranks, and computes the logits of all of them."
-            )
+            reason = f"with --sequence_parallel_size {template.sequence_parallel_size}"
         elif config.use_liger_kernel:
             # ms-swift's `compute_liger_loss` calls the model's body and asks for no logits.
-            logger.warning(
-                f"{flags} on the loss with --use_liger_kernel true, which computes it from "
-                "hidden states; old-policy and reference passes follow them."
-            )
+            reason = "on the loss with --use_liger_kernel true"
+        if reason:
+            logger.warning(f"--logits_shim and --logps_shared_prompt have no effect {reason}.")
 
     def restrict(self, model: nn.Module, grpo_batch: GRPOBatch) -> CompletionModel | nn.Module:
-        """Return the model with the positions of a batch; the model where ms-swift computes."""
+        """Return the model with a batch's positions; the model alone where ms-swift computes."""
         if self.is_off:
             return model
         mask_BK = grpo_batch.completion_mask
         if self._is_padding_free:
             # ms-swift has cut its one row at the borders of sequences and right-aligned the pieces
-            # (rlhf_trainers/utils.py, `build_completion_mask_and_seq_lengths`). The model gets one
-            # row.
+            # (rlhf_trainers/utils.py, `build_completion_mask_and_seq_lengths`).
             pieces = zip(mask_BK, grpo_batch.seq_lengths.tolist(), strict=True)
             mask_BK = torch.cat([row[len(row) - length :] for row, length in pieces])[None]
         return CompletionModel(model, self.shim(model), mask_BK)
@@ -91,9 +86,7 @@ class CompletionLogps:
     def shim(self, model: nn.Module) -> LogitsShim:
         base = base_model(model)
         if base not in self._shims:
-            # When the trainer was made, `mask_models` warned of a model that names no head.
-            tell = logger.info if output_embedding(base) is None else logger.warning
-            self._shims[base] = LogitsShim(base, strict=self._is_strict, warn=tell)
+            self._shims[base] = LogitsShim(base, strict=self._is_strict)
         return self._shims[base]
 
     def compute(
@@ -110,11 +103,11 @@ class CompletionLogps:
         entropies [B, K] likewise, or None.
 
         Args:
-            model: what `restrict` gave.
+            model: what `restrict` returned.
             inputs: the arguments of its forward, or a micro-batch that may be packed.
-            upstream: ms-swift's own arithmetic on a model's logits.
+            upstream: ms-swift's own computation.
         """
-        if not isinstance(model, CompletionModel):  # `restrict` has left it as it was
+        if not isinstance(model, CompletionModel):
             return upstream(model)
         before = input_ids_BT.shape[1] - model.mask_BK.shape[1]
         # The logits that predict a token are those of the position before it.
@@ -125,8 +118,8 @@ class CompletionLogps:
         if self.shares_prompts:
             base = base_model(model.model)
             shared = self._shared_prompts.setdefault(base, SharedPrompt(base))
-            # A proof makes passes that other ranks may not make. DDP's forward has collectives of
-            # its own (buffers), which would wait for them: go around it.
+            # A proof makes passes that other ranks may not make, and DDP's forward has collectives
+            # of its own (buffers), which would wait for them.
             is_ddp = isinstance(model.model, DistributedDataParallel)
             inner = model.model.module if is_ddp else model.model
             form = shared.form(
@@ -143,12 +136,12 @@ class CompletionLogps:
 
     @property
     def sharing_failed(self) -> bool:
-        """This is True once a packed pass has changed log-probabilities on this rank."""
+        """Whether a packed pass has changed log-probabilities on this rank."""
         return any(shared.has_failed for shared in self._shared_prompts.values())
 
     def end_round(self, sharing_failed: bool) -> None:
-        """Stop sharing prompts where that failed on any rank; all ranks call it once a round, as
-        the number of their passes may differ."""
+        """Stop sharing prompts where that failed on any rank. All ranks call this once a round: the
+        number of their passes may differ."""
         if not sharing_failed or not self.shares_prompts:
             return
         self.shares_prompts = False

@@ -53,10 +53,9 @@ class GroupRows(NamedTuple):
 
     @property
     def num_positions(self) -> tuple[int, list[int]]:
-        """Positions of the packed row that belong to the prompt, and to each sample behind it.
-
-        A sample begins with the prompt's last token, which predicts its first own one. A group of
-        one sample is a prompt from beginning to end."""
+        """Positions of the prompt in the packed row, and of each sample behind it. A sample begins
+        with the prompt's last token, which predicts its first own one. A group of one sample is all
+        prompt."""
         if not self.is_shared:
             return len(self.ids[0]), []
         return self.prompt - 1, [len(ids) - self.prompt + 1 for ids in self.ids]
@@ -65,8 +64,8 @@ class GroupRows(NamedTuple):
 class SharedPromptInputs(dict[str, Any]):
     """A micro-batch from which the plain and the packed form are made.
 
-    Its items are what ms-swift's trainer reads: `input_ids` [B, T] and `attention_mask`. The
-    trainer adds settings of the forward to them, such as `use_cache`, which both forms get.
+    Items are what ms-swift's trainer reads, `input_ids` [B, T] and `attention_mask`, and settings
+    of the forward that the trainer adds, such as `use_cache`: both forms get these.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class SharedPromptInputs(dict[str, Any]):
         """
         Args:
             texts: the items.
-            groups: in the order of the rows; several samples have all their media in the prompt.
+            groups: in the order of the rows. All media of several samples are in the prompt.
             heads: the inputs of each group's longest sample, as ms-swift collates them.
             plain: collates all B rows as ms-swift does.
         """
@@ -109,11 +108,7 @@ def plain_inputs(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
-    """Return why an unwrapped model's micro-batches cannot be packed; '' where they can.
-
-    Args:
-        inputs: the arguments of its forward.
-    """
+    """Return why inputs of an unwrapped model's forward cannot be packed; '' where they can."""
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters):
         return "its forward takes no position_ids"
@@ -130,11 +125,8 @@ def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
 
 
 def pack(inputs: SharedPromptInputs, model: PreTrainedModel) -> PackedBatch:
-    """Pack a micro-batch of an unwrapped model for which `reason_against` names no reason. The
-    model's layers read packed rows from here on.
-
-    Raises:
-        UnknownInputError: an input is not known.
+    """Pack a micro-batch for which `reason_against` names no reason. The unwrapped model's layers
+    read packed rows from here on. Raises `UnknownInputError`.
     """
     groups = inputs.groups
     if any(group.is_shared and group.prompt < 2 for group in groups):
@@ -154,8 +146,7 @@ def longest_row(groups: Sequence[GroupRows]) -> int:
 
 
 def saving(groups: Sequence[GroupRows]) -> float:
-    """Return the share of a micro-batch's positions that its packed row leaves out: prompts that
-    are repeated, and padding up to the longest row."""
+    """Return the share of positions, repeated prompts and padding, that a packed row leaves out."""
     num_plain = longest_row(groups) * sum(len(group.ids) for group in groups)
     parts = [group.num_positions for group in groups]
     return 1 - sum(prompt + sum(samples) for prompt, samples in parts) / num_plain
@@ -196,8 +187,8 @@ class Layout:
         return packed | {"input_ids": self.ids_L[None]}
 
     def take(self, values: Tensor) -> Tensor:
-        """Return [..., 1, L] of [..., G, T], the inputs of one row a group. Tokens of a sample's
-        own have the value of the first one in that row."""
+        """Return [..., 1, L] of the heads' inputs [..., G, T]. A sample's own tokens have the value
+        of the head's first one."""
         columns_L = self.columns_L - self.ahead_L + self.firsts_G[self.groups_L]
         return values[..., self.groups_L, columns_L].unsqueeze(-2)
 
@@ -247,12 +238,9 @@ def layout_of(groups: Sequence[GroupRows], heads: Mapping[str, Any]) -> Layout:
 
 
 def images_that_look_ahead(model: PreTrainedModel) -> tuple[str, int]:
-    """Return the input that names the positions of images, of a model that lets images see all of
-    themselves, and the layers in which they do; 0: in none.
-
-    Both families make their mask in `create_masks_for_vision_model` (transformers 5.19).
-    """
-    # By the class: other models have the same inputs and make no mask of them (Gemma 3n).
+    """Return the input that names the positions of images, and the layers in which an image sees
+    all of itself; 0: in none. Both families make their mask in `create_masks_for_vision_model`
+    (transformers 5.19); other models make no mask of these inputs (Gemma 3n)."""
     classes = {cls.__name__ for cls in type(model).__mro__}  # FSDP2 derives its own
     if "Gemma3ForConditionalGeneration" in classes:
         return "token_type_ids", segments.EVERYWHERE

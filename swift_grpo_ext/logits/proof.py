@@ -1,4 +1,4 @@
-"""Packed rows have the log-probabilities of plain ones: shown on the first of each kind of row.
+"""The proof that packed rows have the log-probabilities of plain ones, made once a kind of row.
 
 The first micro-batch that has a kind of row is computed three times: packed, plain, and plain with
 every second number of each layer rounded to its neighbour. Packing may move log-probabilities as
@@ -51,8 +51,8 @@ Form = tuple[Mapping[str, Any], Tensor]
 class SharedPrompt:
     """Packs the micro-batches of one model, and proves each kind of row.
 
-    Each rank proves alone, as its number of passes may depend on its own rows (with a teacher of
-    some rows alone). Ranks that share the weights make all passes together: all of them pack a
+    Each rank proves alone: its number of passes may depend on its own rows (a teacher may have some
+    rows only). Ranks that share the weights make all passes together: all of them pack a
     micro-batch, or none does, since a packed pass may call a layer more often.
     """
 
@@ -69,16 +69,14 @@ class SharedPrompt:
         logps: Callable[[Mapping[str, Any], Tensor], Tensor],
         ranks: ShardRanks,
     ) -> Form:
-        """Return a micro-batch packed, or as it is.
+        """Return a micro-batch packed, or plain; other arguments of a forward stay as they are.
 
         Args:
-            inputs: the micro-batch, or the arguments of a forward, which stay as they are.
             logps: returns log-probabilities [N] of the tokens that either form predicts.
             ranks: those that share the model's weights.
         """
         packed = None if self.has_failed else self._packed(inputs)
-        # `has_failed` is the same on ranks that share weights. Each of them reaches this, whatever
-        # its micro-batch holds: one alone must not go another way.
+        # `has_failed` is the same on ranks that share weights: all of them ask `ranks`, or none.
         if self.has_failed or not ranks.all(packed is not None):
             return plain_inputs(inputs), predicts_BT
         assert packed is not None
@@ -90,9 +88,8 @@ class SharedPrompt:
         problem = self._difference(packed, plain, tokens_of_kinds, logps)
         if not ranks.all(not problem):
             self.has_failed = True
-            self._has_told = False  # the line before, of a small saving, named no fault
             problem = problem or "on a rank that shares its weights, packed rows differ"
-            self._tell_once(problem, logger.warning)
+            logger.warning(self._left_alone(problem))
             return plain
         self._proven |= tokens_of_kinds.keys()
         logger.info(
@@ -109,17 +106,20 @@ class SharedPrompt:
         reason = reason_against(self._base, inputs.heads)
         share = saving(inputs.groups)
         if not reason and share <= WORTH:
-            reason = (
-                f"the first that shares prompts would save {share:.0%}, and {WORTH:.0%} is the "
-                "least"
-            )
+            reason = f"the first would save {share:.0%}, and {WORTH:.0%} is the least"
         try:
             if not reason:
                 return pack(inputs, self._base)
         except UnknownInputError as e:
             reason = str(e)
-        self._tell_once(reason, logger.info)
+        if not self._has_told:
+            logger.info(self._left_alone(reason))
+        self._has_told = True
         return None
+
+    def _left_alone(self, reason: str) -> str:
+        name = type(self._base).__name__
+        return f"--logps_shared_prompt auto leaves micro-batches of {name} as they are: {reason}."
 
     def _difference(
         self,
@@ -128,8 +128,8 @@ class SharedPrompt:
         tokens_of_kinds: Mapping[Kind, Tensor],
         logps: Callable[[Mapping[str, Any], Tensor], Tensor],
     ) -> str:
-        """Say where the log-probabilities of both forms lie further apart, for a kind of row, than
-        rounding puts two plain passes; '' where they do not."""
+        """Return for which kind of row both forms lie further apart than rounding explains; ''
+        where none does."""
         with torch.no_grad():
             found, problem = None, ""
             try:
@@ -138,7 +138,7 @@ class SharedPrompt:
                 raise
             except Exception as e:  # a form that fails never ends a run: the other one is left
                 problem = f"the first packed pass failed ({type(e).__name__}: {e})"
-            # After a failure too: ranks that share weights all make all passes.
+            # After a failure too: ranks that share weights make all passes together.
             expected = logps(*plain)
             with rounded_otherwise(self._base):
                 moved = logps(*plain)
@@ -156,20 +156,10 @@ class SharedPrompt:
                 )
         return ""
 
-    def _tell_once(self, reason: str, tell: Callable[[str], object]) -> None:
-        if not self._has_told:
-            tell(
-                "--logps_shared_prompt auto leaves micro-batches of "
-                f"{type(self._base).__name__} as they are: {reason}."
-            )
-        self._has_told = True
-
 
 def kinds_of_tokens(groups: Sequence[GroupRows], config: PretrainedConfig) -> dict[Kind, Tensor]:
-    """Return, for each kind of row, which of the N predicted tokens stand in such rows.
-
-    Packing may be right for text and wrong for images, or right within a window and wrong beyond.
-    """
+    """Return which of the N predicted tokens are in each kind of row: packing may be right for text
+    and wrong for images, or right within a window and wrong beyond."""
     window = segments.longest_window(config.get_text_config())
     is_beyond = window is not None and longest_row(groups) > window
     kinds_N = list[Kind]()
@@ -191,11 +181,8 @@ def placeholder(config: PretrainedConfig, kind: str) -> int:
 
 @contextmanager
 def rounded_otherwise(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model's embeddings and layers round every second number to its neighbour.
-
-    Rounding explains what that changes: sums in another order do less. The type of the numbers says
-    how far the neighbour is, and the layers how far that carries (experts are chosen by it).
-    """
+    """Let a model's embeddings and layers round every second number to its neighbour: sums in
+    another order change less."""
 
     def move(_: nn.Module, __: object, output: Any) -> Any:
         if isinstance(output, tuple):

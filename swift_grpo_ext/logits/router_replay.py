@@ -1,13 +1,13 @@
 """Train a mixture of experts on the experts that its rollout chose (`--router_replay_mode R3`).
 
-Rounding lets an engine and a training pass choose other experts for some tokens, and
-log-probabilities at equal weights part by far more than rounding (docs/support.md). With replay
-each token goes through the experts of the rollout; their weights come from the trainer's own
-router, with its gradient (Rollout Routing Replay: arXiv 2510.11370).
+Rounding lets an engine and a training pass choose other experts for some tokens, so that
+log-probabilities at equal weights differ by more than rounding (docs/support.md). With replay each
+token goes through the experts of the rollout; their weights come from the trainer's own router,
+with its gradient (Rollout Routing Replay: arXiv 2510.11370).
 
 vLLM returns the experts of a sample, and ms-swift puts them into the model's inputs as
-`routed_experts`, which no layer reads. Here a pass's text model gets them among its arguments, and
-each layer takes its own: recomputation for gradient checkpointing calls a layer with them again.
+`routed_experts`, which no layer reads. Here the text model gets them among its arguments, and each
+layer takes its own: recomputation for gradient checkpointing calls a layer with them again.
 
 Letters in names are shapes: B rows of a batch, T positions of a row, L layers, K experts of a
 token, S = B x T tokens, E experts.
@@ -63,11 +63,7 @@ class RouterReplay:
                 self._replay(int(name.rpartition(".")[2]), layer, router)
 
     def _replay(self, number: int, layer: nn.Module, router: nn.Module) -> None:
-        """Let a layer's router choose the experts that the layer gets.
-
-        They come by the arguments of each call, and not by this object: recomputation in the
-        backward calls the layer again, long after the pass.
-        """
+        """Let a layer's router choose the experts among the layer's arguments."""
         experts = list[Tensor]()
 
         def take(_: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
@@ -82,14 +78,11 @@ class RouterReplay:
 
     @contextmanager
     def given(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Let a model's pass within the block replay the experts among its inputs; give the others.
-
-        Raises:
-            RuntimeError: the model's layers did not get the experts.
-        """
+        """Let a model's pass within the block replay the experts among its inputs, and yield the
+        other inputs. Raises `RuntimeError` where the model's layers did not get the experts."""
         others = {name: value for name, value in inputs.items() if name != INPUT}
         base, num_calls = base_model(model), self._num_calls
-        # Another model, such as a teacher, routes by itself.
+        # A teacher has its own routes.
         self._given = inputs.get(INPUT) if base in self._models else None
         is_given = self._given is not None
         try:
@@ -117,16 +110,16 @@ class RouterReplay:
         probs_SK = torch.softmax(logits_SE, dtype=torch.float32, dim=-1).gather(-1, chosen_SK)
         probs_SK = probs_SK / probs_SK.sum(dim=-1, keepdim=True)
         with torch.no_grad():
-            # Sets are compared: the order of a token's experts means nothing. Counts stay on the
-            # device, as to read them here would wait for it in each layer.
+            # The order of a token's experts means nothing. Counts stay on the device: to read them
+            # here would wait for it in each layer.
             equal_SK = (chosen_SK[:, :, None] == own_SK[:, None, :]).any(dim=-1)
             self._num_equal += (equal_SK & is_given_S1).sum()
             self._num_given += is_given_S1.sum() * chosen_SK.shape[-1]
         return logits_SE, probs_SK.to(weights_SK), chosen_SK
 
     def take_counts(self) -> tuple[float, float]:
-        """Return the number of replayed choices that training would have made too, and of all, in
-        this rank's passes since the last call."""
+        """Return how many replayed choices training would have made too, and how many there were,
+        in this rank's passes since the last call."""
         counts = float(self._num_equal), float(self._num_given)
         self._num_equal = self._num_given = 0.0
         return counts
@@ -139,11 +132,9 @@ def replayed_share(counts: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def routers_of(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Return each layer that has a router, and the router, by the name of the layer.
-
-    Routers of transformers 5.19's `*TopKRouter` classes take the softmax of their logits, and make
-    the chosen ones' probabilities sum to 1.
-    """
+    """Return each layer that has a router, and the router, by the name of the layer. The
+    `*TopKRouter` classes of transformers 5.19 take the softmax of their logits, and make the
+    probabilities of the chosen experts sum to 1."""
     found = {}
     for name, layer in model.named_modules():
         router = getattr(getattr(layer, "mlp", None), "gate", None)
@@ -155,13 +146,12 @@ def routers_of(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
 def batch_experts(
     samples: Sequence[OnPolicySample], *, template: Template, device: torch.device, **_: Any
 ) -> Tensor:
-    """Return the experts of a batch's tokens [B, T, L, K], each where its token stands; with
-    padding-free, those of its one row.
+    """Return the experts of a batch's tokens [B, T, L, K], T of the longest sample; with
+    padding-free [1, tokens, L, K].
 
     Raises:
         RuntimeError: a sample lacks experts, or has them for other tokens.
     """
-    # T is the longest sample's: ms-swift's length is that of completions here.
     rows_experts = []
     for sample in samples:
         name, length = getattr(sample, "sample_id", "A sample"), int(sample.encoded["length"])

@@ -1,16 +1,15 @@
 """Attention and gated delta nets that read a packed row by segments.
 
 A packed row holds the prompts of groups, each with its samples behind it (`packed.py`). Layers that
-mix positions find the segments in a tensor of int32 [1, 1, 4, L] that travels as `attention_mask`:
-transformers hands on a mask of four dimensions, and no attention accepts this one as its own. It is
-an argument, because recomputation for gradient checkpointing calls a layer long after the pass.
+mix positions find the segments in their `attention_mask`, a tensor of int32 [1, 1, 4, L]:
+transformers hands on a mask of four dimensions, and recomputation for gradient checkpointing calls
+a layer with its arguments again.
 
 `sdpa` and `eager` are called for each prompt, and for each block of its samples; flash attention
-once, with the keys of all segments gathered; `flex_attention` once, with a block mask. A gated
-delta net is called with the prompts, and then with the samples, which go on from the state at the
-end of their prompt.
+once, with the keys of all segments gathered. A gated delta net is called with the prompts, and then
+with the samples, which go on from the state at the end of their prompt.
 
-Positions are counted within a sample, which begins with its prompt; so are windows.
+Positions and windows are counted within a sample, which begins with its prompt.
 
 Letters in names are shapes: L positions of the packed row, K keys of a call, H hidden size, P
 prompts, S samples, T positions of the longest of these.
@@ -27,18 +26,17 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.utils.rnn import pad_sequence
 from transformers import modeling_flash_attention_utils as flash
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from swift_grpo_ext.upstream.patches import Moment, patch, patch_entry, repair
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]  # one of transformers' `AttentionInterface`
-DENSE = ("sdpa", "eager")  # implementations that are called for each piece; others are called once
+DENSE = ("sdpa", "eager")  # called for each piece; flash attention is called once
 KINDS = {"full_attention", "sliding_attention", "linear_attention"}  # of a model's `layer_types`
 WITH_WINDOW, EVERYWHERE = 1, 2
 """The layers in which the positions of an image see each other; 0: no layers."""
@@ -80,18 +78,17 @@ class Segments:
 
     def __init__(self, mask: Tensor) -> None:
         self.device, self.length = mask.device, mask.shape[-1]
-        self._groups_L, self._numbers_L, looks_ahead_L, self._columns_L = mask[0, 0]
+        _, self._numbers_L, looks_ahead_L, self._columns_L = mask[0, 0]
         self._looks_ahead = int(looks_ahead_L.max())
         # A number for each image, 0 where there is none.
         _, runs_L = torch.unique_consecutive(mask[0, 0, :3], dim=1, return_inverse=True)
         self._images_L = (runs_L + 1) * (looks_ahead_L > 0)
         self._masks = dict[tuple[Segment, int | None], Tensor]()
-        self._block_masks = dict[int | None, BlockMask]()
 
-        # A segment is a run of positions with one group and one number. Pieces, for which attention
-        # is called, are prompts and blocks of samples, whose pairs across samples are computed and
-        # masked. A block has no more positions than its prompt, unless one sample has: at most
-        # twice the pairs that are seen are computed, and twice the keys copied.
+        # A segment is a run of positions with one group and one number. Attention is called for
+        # pieces: prompts, and blocks of samples with a mask between these. A block has no more
+        # positions than its prompt, unless one sample has: at most twice the pairs that are seen
+        # are computed, and twice the keys copied.
         self.segments, self.pieces = list[Segment](), list[Segment]()
         runs, sizes = torch.unique_consecutive(mask[0, 0, :2], dim=1, return_counts=True)
         prompt, start = None, 0
@@ -107,8 +104,7 @@ class Segments:
 
     @staticmethod
     def of(mask: Tensor) -> Segments:
-        """Return the segments of a packed row, made once."""
-        # The mask keeps them: all layers of a pass, recomputed ones too, come with the same one.
+        """Return the segments of a packed row, which the mask keeps for all layers."""
         segments: Segments | None = getattr(mask, "_segments", None)
         if segments is None:
             segments = mask._segments = Segments(mask)
@@ -118,42 +114,26 @@ class Segments:
         """Return whether the positions of an image see each other in a layer with this window."""
         return self._looks_ahead >= (EVERYWHERE if window is None else WITH_WINDOW)
 
-    def sees(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
-        """Return whether positions `query` see positions `key` (broadcast), of which a layer sees
-        the last `window`, one's own included."""
-        group, number, column = self._groups_L, self._numbers_L, self._columns_L
-        image = self._images_L
-        seen = column[key] <= column[query]
-        if self.looks_ahead(window):
-            seen = seen | ((image[key] == image[query]) & (image[query] > 0))
-        seen = seen & (group[key] == group[query])
-        seen = seen & ((number[key] == 0) | (number[key] == number[query]))
-        return seen if window is None else seen & (column[key] > column[query] - window)
-
     def mask(self, piece: Segment, window: int | None) -> Tensor:
-        """Return [1, 1, queries, K]: which keys a piece's positions see, their prompt's first."""
-        key = piece, window
-        if key not in self._masks:
-            queries = piece.places.to(self.device)
-            keys_K = torch.cat([part.places for part in piece.seen]).to(self.device)
-            self._masks[key] = self.sees(queries[:, None], keys_K, window)[None, None]
-        return self._masks[key]
-
-    def block_mask(self, window: int | None) -> BlockMask:
-        """Return the mask of `flex_attention`."""
-
-        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return self.sees(query, key, window)
-
-        if window not in self._block_masks:
-            shape = (None, None, self.length, self.length)  # of any row, any head
-            self._block_masks[window] = create_block_mask(sees, *shape, self.device)
-        return self._block_masks[window]
+        """Return [1, 1, queries, K]: which keys a piece's positions see, their prompt's first, in a
+        layer that sees the last `window` positions, one's own included."""
+        if (piece, window) not in self._masks:
+            query = piece.places.to(self.device)[:, None]
+            key = torch.cat([part.places for part in piece.seen]).to(self.device)
+            number, column, image = self._numbers_L, self._columns_L, self._images_L
+            seen = column[key] <= column[query]
+            if self.looks_ahead(window):
+                seen = seen | ((image[key] == image[query]) & (image[query] > 0))
+            seen = seen & ((number[key] == 0) | (number[key] == number[query]))
+            if window is not None:
+                seen = seen & (column[key] > column[query] - window)
+            self._masks[piece, window] = seen[None, None]
+        return self._masks[piece, window]
 
     @cached_property
     def variable_lengths(self) -> tuple[Tensor, dict[str, Any]]:
-        """The places [K] of the keys of all segments, one after the other, and the arguments of
-        transformers' flash attention that say where each segment begins."""
+        """The places [K] of the keys of all segments, and the arguments of transformers' flash
+        attention for where each segment begins."""
         keys = [part.places for segment in self.segments for part in segment.seen]
         q_sizes = [segment.size for segment in self.segments]
         k_sizes = [sum(part.size for part in segment.seen) for segment in self.segments]
@@ -171,8 +151,8 @@ class Segments:
     @cached_property
     def batches(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The places of the prompts [P, T], padded on the left, and of the samples [S, T], padded
-        on the right; the prompt of each sample [S]; and where each position of the row stands in
-        both, flattened and one behind the other [L]. Padding has the place L."""
+        on the right, with the place L for padding; the prompt of each sample [S]; and the index of
+        each position [L] in the prompts and samples, flattened."""
         prompts = [segment for segment in self.segments if segment.prompt is None]
         samples = [segment for segment in self.segments if segment.prompt is not None]
 
@@ -191,8 +171,7 @@ class Segments:
 
 
 def by_segments(attend: Attention, name: str) -> Attention:
-    """Return a function of attention that reads packed rows by segments, and others by `attend`,
-    the implementation of that name."""
+    """Return attention that reads packed rows by segments, and others by `attend`."""
 
     @wraps(attend)
     def attention(
@@ -209,11 +188,9 @@ def by_segments(attend: Attention, name: str) -> Attention:
         segments = Segments.of(attention_mask)
         window = window_of(module, kwargs.get("sliding_window"))
         kwargs.pop("position_ids", None)  # flash attention would look for sequences in them
-        if name == "flex_attention":
-            return attend(module, query, key, value, segments.block_mask(window), **kwargs)
         if name not in DENSE:
-            # Flash attention takes no mask of pairs. Its causality aligns a segment's last query
-            # with its last key: that of a sample sees the whole prompt and itself.
+            # Causality aligns a segment's last query with its last key, so that a sample sees its
+            # prompt and itself.
             places_K, lengths = segments.variable_lengths
             key, value = (x.index_select(2, places_K) for x in (key, value))
             return attend(module, query, key, value, None, **(kwargs | lengths))
@@ -226,7 +203,6 @@ def by_segments(attend: Attention, name: str) -> Attention:
             if piece.prompt is not None:
                 _, k_prompt, v_prompt = parts[piece.prompt]
                 k, v = torch.cat([k_prompt, k], 2), torch.cat([v_prompt, v], 2)
-            # Each position of this piece sees all keys up to its own, and no others.
             is_causal = (
                 piece.prompt is None
                 and (window is None or window >= piece.size)
@@ -246,17 +222,14 @@ def by_segments(attend: Attention, name: str) -> Attention:
 
 
 def longest_window(text: PretrainedConfig) -> int | None:
-    """Return how many positions a text model's layers with a window see."""
+    """Return the window of a text model's layers that have one; None without any."""
     window = getattr(text, "sliding_window", None)
     return window if getattr(text, "use_sliding_window", True) else None
 
 
 def window_of(module: nn.Module, given: int | None) -> int | None:
-    """Return the window that a module of attention gives its implementation.
-
-    Raises:
-        ValueError: it gives none, where the configuration has one for its layer.
-    """
+    """Return the window that a module of attention gives its implementation; raise `ValueError`
+    where it gives none and the configuration has one for its layer."""
     kinds = getattr(module.config, "layer_types", None)
     # Where layers differ, the configuration's window is that of some of them.
     has_window = not kinds or kinds[module.layer_idx] == "sliding_attention"
@@ -276,10 +249,7 @@ def eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tenso
 
 class States:
     """The part of transformers' cache (5.19, cache_utils.py) that one gated delta net uses.
-
-    transformers' own copies states in place, over what the backward still needs: torch refuses
-    that. These are assigned.
-    """
+    transformers' own copies states in place, over what the backward still needs."""
 
     record_past = True  # one position more is no step of generation
 
@@ -339,13 +309,13 @@ def delta_net_by_segments(
         mask = kwargs.get("attention_mask")
         if not is_packed(mask):
             return forward(hidden_states, *args, **kwargs)
-        # Prompts are padded on the left, where zeros leave the state as it is; on the right it
-        # would fade. Samples may be padded there, as nothing goes on from them.
+        # On the left, zeros leave the state as it is; on the right it would fade, which does not
+        # matter for samples.
         prompts_PT, samples_ST, prompts_S, stands_L = Segments.of(mask).batches
         padded = nn.functional.pad(hidden_states[0], (0, 0, 0, 1))  # [L + 1, H]
         states = States(module.conv_kernel_size)
         prompts_out = forward(padded[prompts_PT], cache_params=states)
-        # Values would be right without it, so that the proof of the first batch cannot see this.
+        # The proof of the first batch sees values alone.
         if prompts_out.requires_grad and not states.recurrent_states[0].requires_grad:
             raise ValueError(
                 f"--logps_shared_prompt: {type(module).__name__} gives the state at the end of a "
@@ -366,8 +336,8 @@ def reason_against(model: PreTrainedModel) -> str:
     text = model.config.get_text_config()
     name = text._attn_implementation
     is_flash = "flash" in name
-    if not is_flash and name not in (*DENSE, "flex_attention"):
-        return f"--attn_impl {name} is not called by segments (sdpa and flash_attn are)"
+    if not is_flash and name not in DENSE:
+        return f"--attn_impl {name} is not called by segments (sdpa, eager and flash_attn are)"
     if others := set(getattr(text, "layer_types", None) or ()) - KINDS:
         return f"its layers are of another kind ({', '.join(sorted(others))})"
     # Flash attention before 2.1 and Ascend's do.
@@ -398,7 +368,7 @@ def read_by_segments(model: PreTrainedModel) -> None:
     # Modules look `eager` up here too, with the function of their own file as the default.
     attend = ALL_ATTENTION_FUNCTIONS.get(name, eager_attention)
     if not hasattr(attend, "reads_segments"):
-        patch_entry(ALL_ATTENTION_FUNCTIONS, name, by_segments(attend, name))
+        ALL_ATTENTION_FUNCTIONS.register(name, by_segments(attend, name))
     for module in model.modules():
         is_delta_net = type(module).__name__.endswith("GatedDeltaNet")
         if is_delta_net and not hasattr(module.forward, "reads_segments"):
@@ -406,7 +376,7 @@ def read_by_segments(model: PreTrainedModel) -> None:
 
 
 def in_its_file(module: nn.Module, name: str) -> Any:
-    """Look a name up in the file of a module's class, or of one that it is derived from (FSDP2
-    derives its own); return None where no file has it."""
+    """Return what has a name in the file of a module's class, or of one of its bases (FSDP2 derives
+    its own); None where no file has it."""
     files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
     return next((getattr(file, name) for file in files if hasattr(file, name)), None)

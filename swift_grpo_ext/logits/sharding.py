@@ -1,9 +1,8 @@
 """Keeps ranks that share a model's weights in step.
 
-With ZeRO-3, FSDP and FSDP2 each rank holds a shard of the weights, and a module's call gathers them
-from all ranks. A rank that calls a module more often than the others waits for them forever, in the
-backward too. The ranks agree here on what decides the number of calls: how many chunks, which way,
-whether to run another forward. Where nothing is sharded, there is no communication.
+With ZeRO-3, FSDP and FSDP2 a module's call gathers its weights from all ranks. A rank that calls a
+module more often than the others waits for them forever, in the backward too. The ranks agree here
+on what decides the number of calls: how many chunks, which way, whether to run another forward.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class ShardRanks(NamedTuple):
     device: torch.device | str = "cpu"  # where the groups' collectives find their tensors
 
     def highest(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum over all ranks, on the device of `values`."""
+        """Return the elementwise maximum over all ranks."""
         if not self.groups:
             return values
         agreed = values.detach().to(self.device, copy=True)  # a copy: reduced in place

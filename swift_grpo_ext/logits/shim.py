@@ -3,9 +3,8 @@
 The model's output embedding (its *head*) gets the hidden states of the wanted positions only, in
 chunks. The first forward shows whether that works, and which function the model applies to logits
 after its head. Where that function is not known, all wanted positions pass the head and the model's
-own code at once. A head that is not called exactly once in a forward is left alone: the model is
-asked for its last positions by its own keyword, or computes the logits of all positions, which is
-warned about once, or refused.
+own code at once. Where a forward does not call the head exactly once, the model's own keyword asks
+for its last positions, or the logits of all positions are sliced, with a warning, or refused.
 
 Letters in names are shapes: B rows, T positions of a row, N chosen positions, K last positions, H
 hidden size, V vocabulary.
@@ -14,12 +13,12 @@ hidden size, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from swift.utils import get_logger
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
@@ -30,13 +29,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
+logger = get_logger()
+
 # Newest first: the second is that of code for transformers before 4.49.
 KEYWORDS = ("logits_to_keep", "num_logits_to_keep")
 Transform = Callable[[Tensor], Tensor]
 
 
 class LogitsShim:
-    """Asks one model for the logits of some positions.
+    """Asks one model for the logits of some positions; `strict` forbids to slice those of all.
 
     Methods take the model itself or any wrapping of it (PEFT, DDP), so that the wrapper's own hooks
     run. Ranks that share its weights (`sharding.py`) call them together; each then goes the same
@@ -45,28 +46,17 @@ class LogitsShim:
 
     chunk_size = 1024  # the logits of this many positions exist at a time
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        strict: bool = False,
-        warn: Callable[[str], object] = warnings.warn,
-    ) -> None:
-        """
-        Args:
-            strict: raise an error where only slicing is left.
-            warn: takes one line where logits are sliced, or there are no chunks.
-        """
+    def __init__(self, model: nn.Module, *, strict: bool = False) -> None:
         base = base_model(model)
         self._name = type(base).__name__.removeprefix("FSDP")  # FSDP2 renames a model's class
         self._config: PretrainedConfig | None = getattr(base, "config", None)
-        self._strict, self._warn = strict, warn
+        self._strict = strict
         # Only a keyword that `forward` names counts: `**kwargs` may swallow one without effect.
         named = inspect.signature(base.forward).parameters
         self._keyword = next((keyword for keyword in KEYWORDS if keyword in named), None)
         self._head = output_embedding(base)
         self._reason = "" if self._head is not None else "it names no output embedding"
-        self._head_works = self._is_out_of_graphs = self._has_warned = False
+        self._head_works = self._is_out_of_graphs = False
         self._transform: Transform | None = None  # until a first pass in chunks has shown it
         self._can_chunk = True
         self._ranks = ShardRanks()
@@ -87,8 +77,7 @@ class LogitsShim:
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> Logps:
-        """Return log-probabilities of the tokens that positions of the mask predict, as `compute`
-        does."""
+        """Return log-probabilities of the tokens that positions of the mask predict."""
         function = partial(token_logps, temperature=temperature, with_entropy=with_entropy)
         outputs = self.compute(model, inputs, mask_BT, function, [targets_N])
         return Logps(*outputs)
@@ -101,13 +90,8 @@ class LogitsShim:
         function: FromLogits,
         columns: Sequence[Tensor] = (),
     ) -> Outputs:
-        """Return the outputs of `function` for the logits at the positions where `mask_BT` is true.
-
-        Args:
-            inputs: the arguments of the model's forward.
-            mask_BT: N positions, row by row.
-            function: takes their logits; its first output is differentiable.
-            columns: tensors [N, ...] that it takes too.
+        """Return the outputs of `function` for the logits at the N positions where `mask_BT` is
+        true, row by row, and for `columns` [N, ...]. The first output is differentiable.
 
         Raises:
             RuntimeError: only slicing is left, with `strict`.
@@ -121,7 +105,7 @@ class LogitsShim:
                 return outputs
             self._can_chunk = False  # the reason is one of the model
         logits_NV = self.select(model, inputs, mask_BT)
-        self._warn_once(
+        self._warn(
             f"{self._name} has no log-probabilities in chunks: {self._reason}. The logits of all "
             "its completion positions take memory at once."
         )
@@ -148,13 +132,11 @@ class LogitsShim:
                 raise RuntimeError(
                     f"{text} Use --logits_shim auto to slice them, at the cost of their memory."
                 )
-            self._warn_once(f"{text} They are sliced, which saves no memory.")
+            self._warn(f"{text} They are sliced, which saves no memory.")
         return select_positions(logits_BKV, mask_BT).squeeze(0)
 
-    def _warn_once(self, text: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            self._warn(text)
+    def _warn(self, text: str) -> None:
+        logger.warning_once(text, hash_id=f"logits of {self._name}")
 
     def _in_chunks(
         self,
@@ -197,8 +179,7 @@ class LogitsShim:
             if self._transform is None:
                 self._reason = "what it does to logits after its head is not known"
                 return None
-            if self._transform is not unchanged:
-                # They were computed without it, as nobody knew: once more, with the right one.
+            if self._transform is not unchanged:  # `outputs` were computed without it: once more
                 return self._in_chunks(model, inputs, mask_BT, function, columns)
         assert outputs is not None
         first, *others = outputs
@@ -217,10 +198,8 @@ class LogitsShim:
         num_positions: int,
     ) -> tuple[CausalLMOutputWithPast, Tensor] | None:
         """Return the output for the `num_positions` that `select` leaves of the hidden states, and
-        the head's logits [1, V] at the last of them, after all hooks. None where that fails on one
-        rank or more: the head is not tried again.
-
-        `select` may call the head, which then gets what it asks for.
+        the head's logits [1, V] at the last of them, after all hooks. None where that fails on any
+        rank: the head is not tried again. `select` may call the head.
         """
         head = self._head
         if head is None:
@@ -381,8 +360,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def output_embedding(model: nn.Module) -> nn.Module | None:
-    """Return the module that makes logits of hidden states: that of the outermost model which
-    names one."""
+    """Return the head of the outermost model that names one; None where none does."""
     for module in model.modules():
         name_it = getattr(module, "get_output_embeddings", None)
         try:

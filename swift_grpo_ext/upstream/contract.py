@@ -1,9 +1,6 @@
-"""The check that upstream's hooks are those that we extend. A release without them is refused by
-name, before it can fail deep in a run. One that has them and was never tried runs, after a warning.
-
-Three kinds of names are held against the installed release: methods that our classes override
-(`verify_overrides`), what `patches.py` replaces (`patch`), and names that are only called
-(`pins.py`, by `verify`).
+"""The check that upstream has the hooks that we extend: methods that our classes override
+(`verify_overrides`), what `patches.py` replaces (`patch`), and names that are called (`verify`, of
+`pins.py`). A release without one is refused by name. An untried release runs, after a warning.
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ TRIED = {
     "vllm": ("0.23.0", "0.25.1", "0.32.0"),
     "transformers": ("5.12.1", "5.19.0"),
 }
-"""Releases that training was seen to work with: docs/support.md, made by
-`scripts/compatibility.py`."""
+"""Releases that training works with (docs/support.md, made by `scripts/compatibility.py`)."""
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -60,9 +56,7 @@ def _function(value: Any) -> Any:
 
 def disagreement(ours: Callable[..., Any], theirs: Callable[..., Any]) -> str | None:
     """Say why a function of ours cannot be called in the place of upstream's; None where it can.
-
-    Ours may leave out the end of the parameters where it takes any others, or they have defaults.
-    """
+    Ours may leave out the last parameters where it takes any others, or they have defaults."""
     known, takes_any = _parameters(inspect.signature(theirs))
     # A function that `wraps` another would show that one's parameters.
     own, own_takes_any = _parameters(inspect.signature(ours, follow_wrapped=False))
@@ -86,8 +80,7 @@ def _parameters(signature: inspect.Signature) -> tuple[list[inspect.Parameter], 
 
 
 def override_mismatches(cls: type) -> list[str]:
-    """Say what is wrong with the methods by which `cls`, and bases that are ours too, override
-    upstream's."""
+    """Say what is wrong with the methods by which `cls`, and our bases of it, override upstream."""
     bases = [c for c in cls.__mro__ if not _is_ours(c) and c is not object]
     wrong = []
     for number, owner in enumerate(cls.__mro__):
@@ -152,8 +145,8 @@ def tried_packages() -> dict[str, str]:
 
 
 def untried(installed: Mapping[str, str]) -> list[str]:
-    """Name the packages (as of `tried_packages`) in releases that were never tried, each with the
-    nearest that were. Builds and post-releases count as their release."""
+    """Name the packages (of `tried_packages`) in untried releases, each with the nearest tried.
+    Builds and post-releases count as their release."""
     news = []
     for name, text in installed.items():
         known, version = TRIED[name], Version(text)

@@ -1,9 +1,7 @@
-"""`--full_determinism true`: training passes whose bits are the same in each run, and engines that
-know nothing of it.
+"""`--full_determinism true`: training passes have the same bits in each run.
 
-transformers' switch acts on the whole process. The sampler of a colocated vLLM engine has
-operations that raise then: they have no deterministic form on CUDA (sums over sorted
-probabilities). `deterministic(False)` is for the engine.
+transformers' switch acts on the whole process. The sampler of a colocated vLLM engine has sums
+without a deterministic form on CUDA, which raise then: `deterministic(False)` is for the engine.
 """
 
 from __future__ import annotations
@@ -28,20 +26,16 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-CUBLAS_VALUES = (":4096:8", ":16:8")
-"""torch takes cuBLAS for deterministic with these. The first costs no speed."""
-
+CUBLAS_VALUES = (":4096:8", ":16:8")  # deterministic; the first costs no speed
 ENVIRONMENT = {
-    "FLASH_ATTENTION_DETERMINISTIC": "1",
+    "FLASH_ATTENTION_DETERMINISTIC": "1",  # transformers reads it
     "ASCEND_LAUNCH_BLOCKING": "1",
     "HCCL_DETERMINISTIC": "1",
 }
-"""transformers reads the first for its flash attention, and libraries of NPUs the others."""
 
 
 def prepare_process() -> None:
-    """Set what libraries read when they start, and have transformers leave the environment alone;
-    called before a model is loaded."""
+    """Set what libraries read when they start; called before a model is loaded."""
     os.environ.setdefault(CUBLAS, CUBLAS_VALUES[0])
     os.environ.update(ENVIRONMENT)
     make(leave_the_environment)
@@ -61,9 +55,9 @@ def leave_the_environment() -> None:
     """Have transformers' trainer set seeds and switches, and no variable of the environment."""
     from transformers import set_seed, trainer
 
-    def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
+    def enable_full_determinism(seed: int) -> None:
         set_seed(seed)
-        _switch(on=True, warn_only=warn_only)
+        _switch(on=True)
 
     patch(trainer, enable_full_determinism=enable_full_determinism)
     # Nothing reads what it has not written: to fill it would only cost time.
@@ -72,12 +66,8 @@ def leave_the_environment() -> None:
 
 def batches_follow_arrival(*, is_async: bool) -> bool:
     """Return whether an engine's tokens depend on when requests arrive: on an accelerator the last
-    bits of a sum depend on which of them share a step.
-
-    vLLM 0.32's engine for batches takes steps from the first request on where it has a process of
-    its own (v1/engine/core_client.py, `SyncMPClient`), and once all are there where it has none. An
-    async engine always has a process.
-    """
+    bits of a sum depend on which requests share a step. vLLM 0.32's engine waits for all of them
+    where it has no process of its own (v1/engine/core_client.py)."""
     is_invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
     waits_for_all = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" and not is_async
     return has_accelerator() and not is_invariant and not waits_for_all
@@ -87,28 +77,22 @@ def batches_follow_arrival(*, is_async: bool) -> bool:
 def deterministic(on: bool) -> Iterator[None]:
     """Use deterministic operations alone in a block, or whichever are fastest."""
     was_on = torch.are_deterministic_algorithms_enabled()
-    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # torch's switch does not reach cuDNN's choice of algorithms, which has two of its own.
-    flags = cudnn.deterministic, cudnn.benchmark
     _switch(on=on)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
-        cudnn.deterministic, cudnn.benchmark = flags
+        _switch(on=was_on)
 
 
-def _switch(*, on: bool, warn_only: bool = False) -> None:
-    # Of the attentions of `sdpa`, torch leaves cuDNN's out then, and has the others' backward
-    # passes add in one order; with `warn_only` they would not.
-    torch.use_deterministic_algorithms(on, warn_only=warn_only)
+def _switch(*, on: bool) -> None:
+    torch.use_deterministic_algorithms(on)
+    # torch's switch does not reach cuDNN's choice of algorithms, which has two of its own.
     cudnn.deterministic, cudnn.benchmark = on, False
 
 
 @contextmanager
 def exact_unmerging(model: nn.Module) -> Iterator[None]:
-    """Give base weights back what they were, when adapters were merged into them within the block
-    and taken out again.
+    """Restore base weights after a block that merges adapters into them and takes them out again.
 
     Symptom: with LoRA, base weights are no longer the model's after an update of the engine, so
     that a resumed run, which loads them again, parts from the one that was not interrupted.
@@ -130,15 +114,14 @@ def exact_unmerging(model: nn.Module) -> Iterator[None]:
 
 
 def sum_gradients_one_by_one(accelerator: Any) -> None:
-    """Have data-parallel ranks sum each parameter's gradient by itself, in every backward pass.
-    accelerate's `accelerator` must not have prepared the model yet.
+    """Have data-parallel ranks sum each parameter's gradient alone, in every backward pass;
+    accelerate's `accelerator` has not prepared the model yet.
 
     Symptom: with three ranks or more, the first gradients after a start are rounded otherwise than
     later ones, so that a resumed run parts from the one that was not interrupted.
-    Upstream: torch 2.13, nn/parallel/distributed.py: all gradients are summed over ranks as one
-    piece at first, and in pieces of 25 MB in another order from the second backward pass on. Where
-    a gradient lies in its piece decides in which order ranks are added up. Can go when the pieces
-    stay.
+    Upstream: torch 2.13, nn/parallel/distributed.py: gradients are summed over ranks as one piece
+    at first, and in pieces of 25 MB from the second backward pass on. The place of a gradient in
+    its piece decides the order of ranks in the sum. Can go when the pieces stay.
     """
     from accelerate.utils import DistributedDataParallelKwargs
 

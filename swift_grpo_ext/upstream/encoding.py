@@ -14,8 +14,7 @@ from swift_grpo_ext.upstream.patches import Moment, repair
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
 
-DEFAULT_FPS = 2.0
-"""qwen_vl_utils' own (vision_process.FPS)."""
+DEFAULT_FPS = 2.0  # qwen_vl_utils' (vision_process.FPS)
 
 
 def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
@@ -26,18 +25,17 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
     Upstream: vLLM 0.32 asks for it (qwen2_5_vl.py, `video_needs_metadata=True`); ms-swift 4.6 gives
     it for Qwen3-VL only (template/templates/qwen.py, `replace_tag`), and the frames per second of
     each video as a list, where transformers 5.19 takes one number, or reads metadata. Can go when
-    ms-swift gives it for each model whose parser asks. Models that need none drop it.
+    ms-swift gives it for each model that asks.
 
-    Args:
-        inputs: has `videos` as arrays [frames, ...], sampled already, and their frames per second
-            in `mm_processor_kwargs["fps"]`, as ms-swift's template makes them for vLLM.
+    ms-swift's template has put sampled `videos` [frames, ...] into `inputs`, and their frames per
+    second into `mm_processor_kwargs["fps"]`.
     """
     videos = inputs.get("videos") or []
     settings = inputs.get("mm_processor_kwargs") or {}
     rates = settings.pop("fps") if isinstance(settings.get("fps"), list) else []
     for i, video in enumerate(videos):
         if isinstance(video, list) and len(video) == 1 and isinstance(video[0], tuple):
-            [videos[i]] = video  # as ms-swift's base template nests it
+            [videos[i]] = video  # nested by ms-swift's base template
         if not hasattr(video, "shape"):  # it has its metadata, as Qwen3-VL's has
             continue
         num_frames, fps = len(video), float(rates[i]) if i < len(rates) else DEFAULT_FPS
@@ -71,7 +69,7 @@ def supply_video_loader() -> None:
 
 def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
     """Return all frames [frames, height, width, 3] of a video, read as for training, and its
-    metadata. A URL is left to ms-swift, which checks it, and reads `num_frames` at most."""
+    metadata. ms-swift checks and reads a URL, with `num_frames` at most."""
     from swift.template import vision_utils
 
     if path.strip().startswith("http"):
@@ -82,8 +80,7 @@ def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
 
 
 def answers_for_servers(requests: Sequence[RolloutInferRequest]) -> Sequence[RolloutInferRequest]:
-    """Turn answers that are token ids into what a teacher's server lets pass. `requests` are
-    ms-swift's own for the teacher, and are changed in place."""
+    """Turn answers that are token ids into what a teacher's server lets pass, in place."""
     for message in (m for request in requests for m in request.messages):
         content = message["content"]
         if isinstance(content, list) and content and isinstance(content[0], int):

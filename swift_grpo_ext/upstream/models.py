@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     optional=True,
 )
 def repair_gemma4() -> None:
-    """Give ms-swift's forward of Gemma 4 the features of all images, or videos, as one tensor, and
-    the masks of transformers."""
+    """Give ms-swift's forward of Gemma 4 all features as one tensor, and transformers' masks."""
     from swift.model.models import gemma
 
     patch_forward = gemma._patch_gemma4_forward
@@ -63,7 +62,7 @@ def repair_gemma4() -> None:
 def joined_features(
     get_features: Callable[..., BaseModelOutputWithPooling], *args: torch.Tensor, **kwargs: object
 ) -> BaseModelOutputWithPooling:
-    """Return the features of images, or of videos, which transformers splits, as one tensor."""
+    """Return the features of images, or of videos, as one tensor."""
     if "num_frames_per_video" in inspect.signature(get_features).parameters:
         kwargs.setdefault("num_frames_per_video", torch.tensor([len(args[0])]))  # as of one video
     outputs = get_features(*args, **kwargs)
@@ -130,9 +129,9 @@ def get_rope_index(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions in time, height and width [3, batch, tokens], 0 for padding, and how far
-    behind their number the next one is [batch, 1]: one more than the largest before
-    (arXiv:2409.12191, section 2.1). Arguments are those of transformers' method."""
+    """Return positions in time, height and width [3, batch, tokens], 0 for padding, and the next
+    position less the number of tokens [batch, 1] (arXiv:2409.12191, section 2.1). Arguments are
+    those of transformers' method."""
     config = model.config.vision_config
     merge, rate = config.spatial_merge_size, getattr(config, "tokens_per_second", 1)
     grids = {1: iter(_listed(image_grid_thw)), 2: iter(_listed(video_grid_thw))}
@@ -187,7 +186,7 @@ def join_internvl_videos() -> None:
 
 
 def encode_videos(template: InternvlhfTemplate, inputs: StdTemplateInputs) -> dict[str, Any]:
-    """Encode a row as `InternvlhfTemplate` does, each of its videos by itself."""
+    """Encode a row as `InternvlhfTemplate` does, but video by video."""
     from swift.template.templates.internvl import InternvlTemplate
     from swift.template.vision_utils import load_video_hf
 

@@ -1,16 +1,16 @@
-"""Every change that we make to ms-swift, vLLM, transformers or torch, and the one way to make it.
+"""The one way to change ms-swift, vLLM, transformers or torch.
 
-`@repair` marks each function that changes something for the rest of a process, by `patch`.
+`@repair` marks each function that changes something for the rest of a process, by `patch`, and
 `apply(moment)` makes the repairs of a moment, once. `replaced` and `wrapped` change something for a
-block. `tests/upstream/test_patches.py` finds what goes around them. The places that ms-swift has
-for plugins need no patch: `registry.py` fills them.
+block. `tests/upstream/test_patches.py` finds what goes around them. `registry.py` fills the places
+that ms-swift has for plugins.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -43,8 +43,8 @@ MODULES: dict[Moment, tuple[str, ...]] = {
     Moment.REPLICA: ("media.paths",),
     Moment.SERVER: ("rollout.engine", "server.replicas", "server.routes"),
 }
-"""The modules that hold a moment's repairs, within `swift_grpo_ext`. They are imported when it
-comes: they import this module, and what they change."""
+"""The modules of `swift_grpo_ext` that hold a moment's repairs. They are imported when it comes, as
+they import what they change."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class Repair:
     optional: bool  # a release that lacks what it changes is left as it is
 
 
-REPAIRS: list[Repair] = []
-"""Repairs of the modules that were imported so far."""
+REPAIRS: list[Repair] = []  # of the modules that were imported so far
 
 
 def repair(
@@ -79,7 +78,7 @@ def apply(moment: Moment) -> None:
     """Make the repairs of a moment that were not made yet, in their order."""
     for name in MODULES.get(moment, ()):
         module = import_module(f"swift_grpo_ext.{name}").__name__
-        # Other modules may have been imported too: those for CPU are, on a machine with a GPU.
+        # Others may be imported too, as those for CPU on a machine with a GPU.
         for each in [each for each in REPAIRS if each.function.__module__ == module]:
             if moment in each.moments:
                 make(each.function)
@@ -87,7 +86,7 @@ def apply(moment: Moment) -> None:
 
 @cache  # once in a process, whichever moment comes first
 def make(function: Callable[[], object]) -> bool:
-    """Make one repair, and return whether it was made."""
+    """Make one repair; False where it is optional and upstream lacks what it changes."""
     [each] = [each for each in REPAIRS if each.function is function]
     try:
         function()
@@ -109,11 +108,6 @@ def patch(owner: object, **values: object) -> None:
         setattr(owner, name, value)
 
 
-def patch_entry(registry: MutableMapping[str, Any], name: str, value: object) -> None:
-    """Replace an entry of an upstream registry for the rest of this process."""
-    registry[name] = value
-
-
 def _misfit(owner: object, name: str, value: object) -> str | None:
     label = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
     if not hasattr(owner, name):
@@ -129,19 +123,16 @@ def _misfit(owner: object, name: str, value: object) -> str | None:
 
 _ABSENT = object()
 _replacements: dict[tuple[int, str], dict[object, object]] = {}
-"""Values by the owner's id and the attribute's name: first the owner's own, then that of each block
-that has not ended. An owner lives as long as its blocks."""
+"""Values by the owner's id and the attribute's name: the owner's own, then that of each block. An
+owner lives as long as its blocks."""
 
 _lock = threading.RLock()  # a block that is garbage-collected may end within another's beginning
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Let an attribute of an upstream module, class or object be `value` within the block.
-
-    Blocks may overlap, and end in any order, in any thread: the attribute is that of the block
-    which began last, and in the end what it was.
-    """
+    """Let an attribute of an upstream module, class or object be `value` within the block. Blocks
+    may overlap, and end in any order, in any thread: the one that began last counts."""
     key, block = (id(owner), name), object()
     with _lock:
         held = _replacements.setdefault(key, {None: vars(owner).get(name, _ABSENT)})

@@ -1,9 +1,8 @@
-"""Names of ms-swift and vLLM that we only call, or change for a block; each is `module:name`, with
-the first parameters that it takes behind it where these matter.
+"""Names of ms-swift and vLLM that we only call, or change for a block: `module:name`, and its first
+parameters where these matter. `contract.py` says what else is verified.
 
-Each table is verified once, where its names are about to be used: `COMMAND_LINE` in `register()`,
-`TRAINER` before the trainer is made, `ENGINE` when the rollout engine is imported, `SERVER` when
-`swift rollout` gets our routes. `contract.py` says what else is verified.
+Each table is verified once: `COMMAND_LINE` in `register()`, `TRAINER` before the trainer is made,
+`ENGINE` when the rollout engine is imported, `SERVER` when `swift rollout` gets our routes.
 """
 
 from __future__ import annotations
@@ -12,9 +11,6 @@ COMMAND_LINE = """
 swift.dataset:DatasetLoader.load self dataset_syntax
 swift.dataset:RowPreprocessor.batched_preprocess self batched_row strict ignore_max_length_error
 swift.dataset:RowPreprocessor.rows_to_batched rows
-swift.utils.utils:_patch_get_type_hints
-swift.trainers:TrainerFactory.TRAINER_MAPPING
-swift.trainers:TrainerFactory.TRAINING_ARGS_MAPPING
 swift.callbacks:TrainerCallback args trainer
 """.strip().splitlines()
 

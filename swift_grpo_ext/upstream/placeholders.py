@@ -11,22 +11,16 @@ from swift_grpo_ext.upstream.rows import KINDS
 if TYPE_CHECKING:
     from swift.template import Template
 
-MARKS = {f"<{kind}>" for kind in KINDS}
-"""A text has these where media are shown; ms-swift replaces them."""
-
+MARKS = {f"<{kind}>" for kind in KINDS}  # where a text shows media, until ms-swift replaces them
 CONFIGURED = re.compile(r"(image|video|audio|boi|boa)_token_(id|index)")
-"""Attributes by which configurations of transformers name placeholders."""
-
 STARTS = re.compile(r"(vision|audio)_start_token_id")
 """Qwen's omni models count media by these tokens where they number positions: a sampled one
 makes `get_rope_index` (transformers 5.19) look for an item that is not there, and fail."""
 
 
 def placeholder_ids(template: Template) -> list[int]:
-    """Return the ids of the tokens that stand for media; [] for text models.
-
-    ms-swift's template names them (it asks the processor), and so does the model's configuration.
-    """
+    """Return the ids of the tokens that stand for media, by ms-swift's template and the model's
+    configuration; [] for text models."""
     config = getattr(template, "config", None)
     thinker = getattr(config, "thinker_config", None)  # of Qwen's omni models
     config = thinker or config
@@ -36,16 +30,15 @@ def placeholder_ids(template: Template) -> list[int]:
         *(v for k, v in named.items() if CONFIGURED.fullmatch(k)),
         *(v for k, v in named.items() if thinker and STARTS.fullmatch(k)),
     ]
-    # A configuration may name tokens that its vocabulary does not have: an id beyond the logits
-    # cannot be left out of them.
+    # A configuration may name tokens that its vocabulary does not have.
     text = getattr(config, "text_config", config)
     num_ids = getattr(text, "vocab_size", None) or sys.maxsize
     return sorted({i for i in found if isinstance(i, int) and 0 <= i < num_ids})
 
 
 def placeholder_texts(template: Template) -> list[str]:
-    """Return the texts that ms-swift's tokenizers read as tokens that stand for media: none of them
-    may stand in a question. A mark is among them where the vocabulary has it (LLaVA's)."""
+    """Return the texts that a tokenizer reads as tokens that stand for media, which no question may
+    have. A mark is among them where the vocabulary has it (LLaVA's)."""
     tokenizer = template.tokenizer
     tokens = {*tokenizer.convert_ids_to_tokens(placeholder_ids(template))}
     added = MARKS.intersection(tokenizer.get_added_vocab())

@@ -1,9 +1,9 @@
 """The media of a row, whatever their form, by ms-swift's own reading of it.
 
 ms-swift takes media in columns (`images`, or what its preprocessors rename to it), in parts of
-`content` (`{"type": "image", "image": ...}`, the OpenAI form), and as `<img>PATH</img>` in texts
-(4.6, template/template_inputs.py, `remove_messages_media`; template/base.py,
-`_replace_image_tags`). A row may have a second view, the teacher's, which is read in the same way.
+`content` (the OpenAI form), and as `<img>PATH</img>` in texts (4.6, template/template_inputs.py,
+`remove_messages_media`; template/base.py, `_replace_image_tags`). A row may have a second view, the
+teacher's, which is read in the same way.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 KINDS = ("image", "video", "audio")
 COLUMNS = tuple(f"{kind}s" for kind in KINDS)
-
 TEACHER_COLUMNS = ("teacher_prompt", "teacher_images")
 TEACHER_IMAGES = TEACHER_COLUMNS[1]
-
 FILE = "file://"
-
 EXPECTED_PARTS = (
     'expected parts such as {"type": "text", "text": "..."}, {"type": "image", "image": "1.png"} '
     'or {"type": "image_url", "image_url": {"url": "1.png"}}, and so for `video` and `audio`'
@@ -38,8 +35,8 @@ class RowFormError(ValueError):
 @dataclass(frozen=True)
 class Medium:
     kind: str  # one of `KINDS`
-    field: str  # the place where it stands: `images[0]`, `messages[1].content[0]`
-    value: Any  # a path, URL, base64 text, or what else stands there
+    field: str  # `images[0]`, `messages[1].content[0]`
+    value: Any  # a path, URL, base64 text, or another value of the row
 
 
 @dataclass(frozen=True)
@@ -67,11 +64,8 @@ class ReadRow:
 
 def read_row(row: object) -> ReadRow:
     """Return the messages and media of a data set's row, or of an object with its columns as
-    attributes (a sample, a request), as ms-swift's template reads them.
-
-    Raises:
-        RowFormError: ms-swift would raise.
-    """
+    attributes (a sample, a request), as ms-swift's template reads them. Raises `RowFormError` where
+    ms-swift would raise."""
     given = column_of(row, "messages") or ()
     are_messages = isinstance(given, (list, tuple)) and all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in given
@@ -113,8 +107,8 @@ def read_row(row: object) -> ReadRow:
 
 
 def teacher_view(row: object) -> dict[str, Any] | None:
-    """Return a row as a teacher sees it; None where the teacher sees what the policy does. Its
-    images are there under the name of their own column too, by which `read_row` knows them."""
+    """Return a row as a teacher sees it, with `teacher_images` too, by which `read_row` knows its
+    images; None where the teacher sees what the policy does."""
     if all(column_of(row, name) is None for name in TEACHER_COLUMNS):
         return None
     from swift.rl_core.data import OnPolicySample
@@ -127,13 +121,12 @@ def teacher_view(row: object) -> dict[str, Any] | None:
 
 
 def column_of(row: object, name: str) -> Any:
-    """Return a column of a row, or an attribute of what has its columns as attributes."""
     return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
 
 
 def _parts_of(message: Mapping[str, Any]) -> list[Any]:
-    """Return the parts of a message's content; [] for a text, the token ids of an answer, and what
-    a tool says, which ms-swift writes down as JSON."""
+    """Return the parts of a message's content; [] for a text, the token ids of an answer, and a
+    tool's list, which ms-swift writes as JSON."""
     content = message.get("content")
     is_tools = message.get("role") in ("tool", "tool_response", "tool_call")
     if not isinstance(content, list) or is_tools or (content and isinstance(content[0], int)):
@@ -175,8 +168,7 @@ def _in_parts(number: int, message: Mapping[str, Any]) -> Iterator[Medium]:
 
 
 def source_of(value: Any) -> Any:
-    """Return the content or the path of a medium that ms-swift's preprocessors put into a
-    dictionary; other values as they are."""
+    """Return the content or the path in a dictionary of ms-swift's preprocessors, or the value."""
     if isinstance(value, Mapping) and value and set(value) <= {"bytes", "path"}:
         content = value.get("bytes")
         return value.get("path") if content is None or content == b"" else content
@@ -212,7 +204,7 @@ def read_file_urls() -> None:
 
 
 def _path_of(medium: Any) -> Any:
-    """Return the path of a file's URL, and what is none as it is."""
+    """Return the path of a file's URL; other media as they are."""
     if isinstance(medium, dict) and isinstance(medium.get("path"), str):
         return {**medium, "path": _path_of(medium["path"])}
     if isinstance(medium, list):  # the frames of a video
@@ -223,8 +215,7 @@ def _path_of(medium: Any) -> Any:
 
 # --- values in messages ---
 
-LONGEST_SHOWN = 255
-"""Characters: no file's name is longer. A longer string is content."""
+LONGEST_SHOWN = 255  # characters of the longest file name; a longer string is content
 
 
 def short(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Work that may never end, in a thread that nobody waits for."""
+"""Work that may never end, in a thread for which the process does not wait."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Start `work` in a thread that ends with the process, and return what will hold its result."""
-    # A `ThreadPoolExecutor` would wait for the thread at the process's end.
+    """Start `work` in a thread that ends with the process, unlike a `ThreadPoolExecutor`'s."""
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-SECONDS_TO_CLOSE = 1.0
-"""A worker that is closing its engine gets this time to end by itself."""
+SECONDS_TO_CLOSE = 1.0  # for a worker that is closing its engine to end
 
 
 def exit_when_engine_dies(engine: AsyncLLM | LLMEngine) -> None:
@@ -50,8 +49,7 @@ def exit_when_engine_dies(engine: AsyncLLM | LLMEngine) -> None:
 
 
 def exit_if_engine_is_dead(error: Exception) -> None:
-    """End this process where an engine says that its process has ended: an answer would be that of
-    a replica that goes on."""
+    """End this process where an engine's process has ended: the replica must not answer."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     if isinstance(error, EngineDeadError):
@@ -68,7 +66,7 @@ def exit_if_engine_is_dead(error: Exception) -> None:
     until="`collective_rpc` answers for all",
 )
 def collect_rpc_from_all_replicas(engine: AsyncLLM) -> None:
-    """Have an async engine answer calls to its workers for all workers of all its replicas."""
+    """Have an async engine answer calls to its workers for all its replicas."""
     core = engine.engine_core
 
     async def collective_rpc(
@@ -86,8 +84,8 @@ def collect_rpc_from_all_replicas(engine: AsyncLLM) -> None:
 
 @contextmanager
 def pinned_to_replica(engine: AsyncLLM, replica: int | None) -> Iterator[None]:
-    """Give the requests that an async engine is given meanwhile to one of its replicas; None leaves
-    them to vLLM. The context may hold no `await`: another request would slip in.
+    """Give an async engine's requests in the block to one of its replicas; None leaves them to
+    vLLM. The block must not `await`: another request would slip in.
 
     Symptom: vLLM spreads a group over its replicas, each of which encodes its images, and no answer
     names the replica that drew it.

@@ -1,5 +1,4 @@
-"""Bounds for the waits of the group that brings weights from a trainer to `swift rollout`
-(`weights/receiver.py` is the other end)."""
+"""Bounds for the waits of the group that brings weights from a trainer to `swift rollout`."""
 
 from __future__ import annotations
 
@@ -16,11 +15,8 @@ from swift.utils import get_logger
 from swift_grpo_ext.upstream.patches import Moment, patch, repair, replaced
 from swift_grpo_ext.upstream.threads import in_thread
 
-BARRIER_SECONDS = 30.0
-"""vLLM's own bound of a barrier; a replica that was killed is noticed there."""
-
-MARGIN = 1.1
-"""A wait that has lasted this many times its bound is given up from outside."""
+BARRIER_SECONDS = 30.0  # vLLM's own bound of a barrier, which notices a killed replica
+MARGIN = 1.1  # a wait that has lasted this many times its bound is given up from outside
 
 T = TypeVar("T")
 
@@ -30,9 +26,9 @@ logger = get_logger()
 def run_with_timeout(seconds: float, work: Callable[[], T], rank: int) -> T:
     """Return what `work` returns; raise `TimeoutError` where it takes longer.
 
-    torch's `TCPStore` gives a wait up only together with its host, rank 0: where the host has
-    stopped, all others wait without end. Their threads end with the host. The host itself keeps the
-    store's own bounds; a thread that it left behind would hold the port that the next group wants.
+    Members of torch's `TCPStore` wait without end for a host, rank 0, that has stopped. The host
+    itself keeps the store's own bounds: a thread that it left behind would hold the port that the
+    next group wants.
     """
     if rank == 0:
         return work()
@@ -74,10 +70,10 @@ def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
 
 @contextmanager
 def bounded_broadcasts(communicators: Sequence[Any], timeout: float) -> Iterator[None]:
-    """Give `timeout` seconds as `timeout` to the groups of communicators that bound their waits.
+    """Give communicators that bound their waits `timeout` seconds.
 
-    NCCL has no bound: a broadcast to a rank that has ended waits for ever. Its one way out is to
-    abort the communicator from another thread, which no GPU has run for us. The wait is logged.
+    NCCL has no bound: a broadcast to a rank that has ended waits for ever, unless another thread
+    aborts the communicator, which no GPU has run for us. The wait is logged.
     """
     for communicator in communicators:
         if group := getattr(communicator, "group", None):

@@ -31,11 +31,8 @@ StateDict = dict[str, torch.Tensor]
 
 
 def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
-    """Return the tensors as the model's checkpoint has them; those transposed are views.
-
-    Whatever sends or loads them copies a bucket or a tensor at a time: all at once, the experts of
-    a model with 30B parameters would take 57 GB. `model` may be wrapped.
-    """
+    """Return the tensors as the checkpoint of a model, wrapped or not, has them. Those transposed
+    are views: copies of the experts of a model with 30B parameters would take 57 GB."""
     state_dict = {name: t for name, t in state_dict.items() if ".ranknum." not in name}
     base = base_model(model)
     if not isinstance(base, transformers.PreTrainedModel):
@@ -45,7 +42,7 @@ def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
         conversions = get_model_conversion_mapping(base)
     transposed = dict(state_dict)
     for conversion in conversions or ():
-        # Others merge or split tensors: vLLM takes the runtime's layout of those.
+        # Others merge or split tensors, which vLLM takes in the runtime's layout.
         if not isinstance(conversion, WeightConverter) or len(conversion.operations) != 1:
             continue
         [operation] = conversion.operations
@@ -62,8 +59,7 @@ def checkpoint_buffers(model: nn.Module) -> StateDict:
     from swift.rlhf_trainers.utils import revert_runtime_names_to_checkpoint
 
     base = base_model(model)
-    # GPTQ and AWQ pack a layer into buffers, which the engine has turned into a form of its own. No
-    # training changes them.
+    # GPTQ and AWQ pack a layer into buffers, which no training changes.
     if getattr(base, "is_quantized", False):
         return {}
     modules = dict(base.named_modules())

@@ -1,7 +1,5 @@
-"""Weight updates at a server's end: each worker loads and records them.
-
-vLLM imports this module in every process that holds a worker. No other part of the plugin need be
-there.
+"""Weight updates at a server's end: each worker loads and records them. vLLM imports this module in
+every process that holds a worker, perhaps without the rest of the plugin.
 
 Symptom: a failed update is only logged; a new group has a hole where a replica has ended; a worker
 waits up to 5 minutes for a trainer that does not come. Upstream: ms-swift 4.6,
@@ -53,16 +51,12 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         timeout: float,
         watches: bool,
     ) -> None:
-        """Join the trainer's group; each of its waits lasts `timeout` seconds at most.
-
-        Args:
-            replica: the number of this replica among the living ones; None where one engine
-                numbers its replicas itself.
-            watches: whether to look at what updates make of the weights.
+        """Join the trainer's group; each of its waits lasts `timeout` seconds at most. `replica` is
+        this one's number among the living ones; None where one engine numbers its replicas itself.
         """
         if watches:
             self.engine_weights.begin_watch()
-        # ms-swift's extension reads the number there, and so does the engine, which keeps its own.
+        # ms-swift's extension reads the number there; the engine does too, and keeps its own.
         name = os.environ.get(REPLICA_NUMBER, "0")
         os.environ[REPLICA_NUMBER] = name if replica is None else str(replica)
         try:
@@ -76,7 +70,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         gc.collect()  # a new group may want the store's port
 
     def _loading(self) -> AbstractContextManager[None]:
-        return self.engine_weights.loading()  # without an accelerator: collected first
+        return self.engine_weights.loading()  # cpu/receiver.py collects first
 
     def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         with self._loading():

@@ -72,11 +72,11 @@ class WeightSync:
 
     def update(self, move: Callable[[bool], None]) -> None:
         """Make one update, on every rank. An update that cannot be sent is made once more, with the
-        replicas that are left: it brings all weights again.
+        replicas that are left.
 
         Args:
             move: ms-swift's update, which calls `load_colocated`, `send` or their counterparts for
-                adapters; its argument says whether replicas may have nothing yet.
+                adapters. Its argument is true where replicas may have no weights yet.
 
         Raises:
             WeightUpdateError: an engine that this rank feeds holds other weights.
@@ -88,8 +88,7 @@ class WeightSync:
             with self._noted():
                 if self._servers is not None:  # on rank 0 alone
                     recreated = self._servers.reconnect(again=is_last)
-            # Before the first rank gathers weights: the others would wait there for one that
-            # failed.
+            # To gather weights, the other ranks would wait for one that failed.
             recreated = any(self._ranks.all_gather_or_raise(recreated, self._failure))
             with self._noted():
                 move(recreated)
@@ -98,7 +97,6 @@ class WeightSync:
                     self._check_engines()
             if is_last:
                 break
-            # Once more where sending alone failed, which is done by a rank with servers.
             can_repeat = self._servers is not None and not isinstance(
                 self._failure, WeightUpdateError
             )
@@ -129,8 +127,7 @@ class WeightSync:
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Keep a failure until all ranks meet. It is logged at once: the launcher may end this rank
-        before."""
+        """Keep a failure until all ranks meet, and log it: a launcher may end this rank before."""
         try:
             yield
         except Exception as e:
@@ -148,10 +145,10 @@ class WeightSync:
             load(state_dict)
 
     def send(self, state_dict: StateDict, load: Load) -> None:
-        """Send tensors to the servers, and note their shapes. After a failure rank 0 still gathers
-        with the others, and sends nothing."""
+        """Send tensors to the servers, and note their shapes. After a failure rank 0 gathers with
+        the others, and sends nothing."""
         if self._ranks.rank > 0:
-            load(state_dict)  # takes part in what rank 0 sends
+            load(state_dict)  # rank 0 sends them
         elif self._failure is None:
             with self._noted(), self._servers.bounded() if self._servers else nullcontext():
                 self._sent |= shapes_of(state_dict.items())
@@ -171,10 +168,10 @@ class WeightSync:
         return self._engine
 
     def send_adapter(self, client: VLLMClient, move: Callable[[], None]) -> None:
-        """Send an adapter to the servers as whole weights are sent; `move` gathers it and calls
-        ms-swift's client on the rank that sends."""
+        """Send an adapter to the servers by `move`, which gathers it and calls ms-swift's client on
+        rank 0."""
         if self._ranks.rank > 0:
-            move()  # takes part in what rank 0 gathers
+            move()
             return
         send, send_parts = client.update_adapter_flattened_param, client.update_adapter_param
 

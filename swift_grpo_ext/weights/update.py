@@ -44,8 +44,7 @@ Shapes = dict[str, str]
 """By each tensor's name its type and shape, such as `float32 (2, 3)`."""
 
 MOST_NAMED = 5
-MERGED = "--vllm_enable_lora on both sides: adapters are then merged into the engine's weights."
-"""Ends a remedy that begins with "leave out"."""
+MERGED = "or leave out --vllm_enable_lora on both sides: adapters are then merged into the weights."
 
 
 class WeightUpdateError(RuntimeError):
@@ -57,17 +56,12 @@ class Update:
     """The state of one update of an engine."""
 
     loaded: Shapes = field(default_factory=dict)
-    filled: set[str] | None = field(default_factory=set)
-    """Names of the model's parameters that it says it filled; None where it does not say."""
-
+    filled: set[str] | None = field(default_factory=set)  # parameters; None: the model names none
     unfilled: list[str] = field(default_factory=list)
     has_ended: bool = False
     has_adapter: bool = False
-    adapter_fault: str = ""
-    """Why vLLM does not generate with the adapter."""
-
-    watched_faults: tuple[str, ...] = ()
-    """What the watch has found in the adapter."""
+    adapter_fault: str = ""  # why vLLM does not generate with the adapter
+    watched_faults: tuple[str, ...] = ()  # found by the watch in the adapter
 
 
 class EngineWeights:
@@ -117,11 +111,8 @@ class EngineWeights:
             yield
 
     def end(self, *, is_whole: bool) -> None:
-        """Judge the update, once all of it has come.
-
-        Args:
-            is_whole: whether the client has said so. Some clients never do.
-        """
+        """Judge the update, once all of it has come: `is_whole` where the client has said so, which
+        some never do."""
         update, runner = self._update, self._runner
         if update is None or (update.has_ended and not is_whole):
             return
@@ -136,13 +127,8 @@ class EngineWeights:
 
     @contextmanager
     def adapter(self) -> Iterator[None]:
-        """Record an adapter, with the whole weights that it follows, or alone.
-
-        Raises:
-            WeightUpdateError: the engine does not use it, or not all of it.
-        """
-        # The first adapter follows the base weights within one update, and the trainer compares
-        # both; each later one is an update of its own.
+        """Record an adapter; raise `WeightUpdateError` where the engine does not use all of it."""
+        # The first adapter and the base before it are one update; each later one is another.
         self.end(is_whole=False)
         if self._update is None or self._update.has_adapter:
             self._update = Update(filled=None, has_ended=True)
@@ -172,7 +158,7 @@ class EngineWeights:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """Log a failure of the watch, which ends then: to look at weights must not end a run."""
+        """End the watch, and not the run, where the watch itself fails."""
         try:
             yield
         except Exception:
@@ -183,13 +169,8 @@ class EngineWeights:
 def add_whole_adapter(
     manager: Any, update: Update, add: Callable[..., bool], request: TensorLoRARequest
 ) -> bool:
-    """Add an adapter by the `add` of vLLM's LoRA manager, and note it.
-
-    Raises:
-        WeightUpdateError: the engine does not use it, or not all of it.
-    """
-    # A copy, since vLLM scales matrices on CPU where they lie, which in a colocated engine is the
-    # trainer's own memory.
+    """Add an adapter by the `add` of vLLM's LoRA manager, and note it in `update`."""
+    # A copy: on CPU vLLM scales matrices in place, which may be the trainer's own memory.
     request.lora_tensors = {
         name: tensor.detach().clone() if tensor.device.type == "cpu" else tensor
         for name, tensor in request.lora_tensors.items()
@@ -200,7 +181,7 @@ def add_whole_adapter(
     except Exception as e:
         raise WeightUpdateError(
             f"vLLM refuses the adapter: {e} Give `swift rollout` a --vllm_max_lora_rank that "
-            f"is at least the adapter's rank, train with plain LoRA, or leave out {MERGED}"
+            f"is at least the adapter's rank, train with plain LoRA, {MERGED}"
         ) from e
     layers = manager._adapter_manager
     loras = layers.get_adapter(request.lora_int_id).loras
@@ -211,7 +192,7 @@ def add_whole_adapter(
             "vLLM has no place for parts of the adapter: it ignores those of "
             f"{len(ignored)} modules ({first_names(ignored)}). Train none there (--freeze_vit "
             "true and --freeze_aligner true for the tower of a model that sees, "
-            f"--target_modules for others), or leave out {MERGED}"
+            f"--target_modules for others), {MERGED}"
         )
     return added
 
@@ -225,9 +206,8 @@ def shapes_of(tensors: Weights) -> Shapes:
 
 
 def plain_name(name: str) -> str:
-    """Return a weight's name without `base_layer`, which ms-swift adds or drops on the way to an
-    engine with `--vllm_enable_lora`. In an adapter's own name, which stays, it tells two matrices
-    of experts apart."""
+    """Return a weight's name without `base_layer`, which ms-swift adds or drops with
+    `--vllm_enable_lora`. An adapter's name keeps it: it tells two matrices of experts apart."""
     return name if ".lora_" in name else name.replace(".base_layer.", ".")
 
 

@@ -2,14 +2,14 @@
 
     watch = WeightWatch(model, config)          before the first update
         watch.note_arrived(weights)             all that an update brings, in parts
-        watch.check_weights(model)              what is wrong with the model now, in words
-        watch.check_adapter(loras)              the same of an adapter, with the base below it
+        watch.check_weights(model, unfilled)    what is wrong with the model now, in words
+        watch.check_adapter(loras)              what is wrong with the base below an adapter
 
-Every layer multiplies four fixed random vectors, with its own kernel: packed, quantized and sharded
-weights are looked at as they are used. The products' entries are a sketch of the matrix: the cosine
-of two sketches is that of two matrices, within 1/sqrt(n). An update as large as the matrix itself
-gives a cosine of 0.71 with the matrix before, three times as large 0.32; a matrix that is
-transposed, random or another's has a cosine of 0 with it.
+Every layer multiplies four fixed random vectors with its own kernel, so that packed, quantized and
+sharded weights are judged as they are used. The products' entries are a sketch of the matrix: the
+cosine of two sketches is that of two matrices, within 1/sqrt(n). An update as large as the matrix
+gives a cosine of 0.71 with the matrix before, three times as large 0.32; a transposed, random or
+wrong matrix has a cosine of 0 with it.
 
 Symptom: rollouts are garbage after a weight update ("!!!"), and neither client nor server fails
 (ms-swift's issues 9787, 9835, 9656, 9619, 9697, 9226; 8233: an adapter counts twice).
@@ -44,22 +44,13 @@ FEWEST_ENTRIES = 128  # two random sketches of this size have a cosine of 0.09 (
 EXPERTS = ".experts."
 LEAST_COSINE = 0.3
 MOST_SCALE = 8.0  # maximum norm ratio (either way) of a plausible update
-ENTRIES_THAT_TELL = 64
-"""A layer's rounding may hide one entry's change by a bit, but not the changes of this many;
-quantization may hide more (`MOST_ENTRIES`)."""
-
-SAME_DIRECTION = 0.5
-"""Cosine of a base's change and an adapter's effect from which the base holds the adapter: chance
-gives 0.01."""
+ENTRIES_THAT_TELL = 64  # rounding does not hide the changes of this many; quantization may
+SAME_DIRECTION = 0.5  # least cosine of a base's change and the adapter in it; chance gives 0.01
 
 
 class WeightWatch:
-    """Judges the updates of one worker's model, from the weights that it was loaded with.
-
-    Args:
-        is_random: those weights are random (`load_format` "dummy"): any direction is right for the
-            first update.
-    """
+    """Judges the updates of one worker's model, from the weights that it was loaded with. Where
+    those `is_random` (`load_format` "dummy"), any direction is right for the first update."""
 
     def __init__(
         self, model: torch.nn.Module, config: ModelConfig, *, is_random: bool = False
@@ -82,7 +73,7 @@ class WeightWatch:
 
     @torch.no_grad()
     def note_arrived(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Sketch what an update brings: some rows of each matrix, fewer where it is an expert's."""
+        """Sketch some rows of each matrix that an update brings, fewer of an expert's."""
         for name, tensor in weights:
             if not tensor.numel():
                 continue
@@ -92,8 +83,7 @@ class WeightWatch:
             self._arrived[plain_name(name)] = sketch_of(linear(probe_vectors_like(some), some))
 
     def check_weights(self, model: torch.nn.Module, unfilled: Iterable[str]) -> tuple[str, ...]:
-        """Return what is wrong with the model after an update that has not filled the parameters
-        `unfilled`, in words."""
+        """Return what is wrong with the model after an update that left `unfilled` parameters."""
         now = self._sketch(model)
         arrived, self._arrived = {n: each.cpu() for n, each in self._arrived.items()}, {}
         changes = {name: describe_change(self._sound[name], after) for name, after in now.items()}
@@ -111,7 +101,7 @@ class WeightWatch:
         left = [n for n in unfilled if n.removesuffix(".weight") in self._layers or n in matrices]
         if left:
             faults.append(f"{len(left)} matrices were left as they were ({first_names(left)})")
-        # Published checkpoints have weights that nobody uses: what counts is what vLLM has.
+        # Published checkpoints have weights without a use: those that vLLM has count.
         missing = [
             name
             for name in left_out(self._names, arrived)
@@ -140,8 +130,8 @@ class WeightWatch:
 
     @torch.no_grad()
     def check_adapter(self, loras: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return what is wrong with the base below an adapter, in words; `loras` are vLLM's
-        `LoRALayerWeights` by their modules' names."""
+        """Return what is wrong with the base below an adapter: vLLM's `LoRALayerWeights` by their
+        modules' names."""
         both = changed = effect = 0.0
         for path, lora in loras.items():
             parts = [  # lists where several matrices lie together in one layer
@@ -228,8 +218,8 @@ def probe_vectors_like(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def sketch_of(product: torch.Tensor, most: int = MOST_ENTRIES) -> torch.Tensor:
-    """Return evenly spaced entries of each block of [(B,) V, O], [B, N]; NaN or infinity anywhere
-    in a block makes its first one NaN."""
+    """Return evenly spaced entries [B, N] of the blocks [(B,) V, O]. NaN or infinity anywhere in a
+    block makes its first entry NaN."""
     blocks = product.float().reshape(-1, *product.shape[-2:])
     some = blocks[..., :: ceil(blocks[0].numel() / most)].flatten(1).clone()
     some[:, 0] += 0 * blocks.sum((1, 2))
@@ -237,7 +227,7 @@ def sketch_of(product: torch.Tensor, most: int = MOST_ENTRIES) -> torch.Tensor:
 
 
 def describe_change(before_BN: torch.Tensor, after_BN: torch.Tensor) -> str:
-    """Return how a tensor differs from before, where no update makes it so; "" otherwise."""
+    """Return how a tensor has changed, where no update changes it so; "" otherwise."""
     # A tensor that was never filled may hold anything.
     if not before_BN.isfinite().all():
         return ""

@@ -30,7 +30,7 @@ def all_positions(model: Any, batch: Batch) -> Tensor:
 
 def chosen_positions(model: Any, batch: Batch, chunk_size: int) -> Tensor:
     """The same through the shim."""
-    shim = LogitsShim(model, warn=lambda _: None)
+    shim = LogitsShim(model)
     shim.chunk_size = chunk_size
     logps = shim.logps(model, batch.inputs, batch.predicts_BT, batch.targets_N, with_entropy=True)
     assert logps.entropies_N is not None

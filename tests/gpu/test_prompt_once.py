@@ -29,8 +29,6 @@ WAYS = [
 ]
 if DEVICE == "cuda":
     WAYS += [(attention, "bfloat16", "") for attention in FLASH]
-    # The last, since each of its shapes is compiled.
-    WAYS += [("flex_attention", dtype, "") for dtype in DTYPES]
 
 
 @pytest.mark.parametrize("model", MODELS)

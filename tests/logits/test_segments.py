@@ -211,18 +211,6 @@ def test_a_sample_sees_no_other(name: str) -> None:
     assert (other != prompt).any(-1).nonzero()[:, 0].tolist() == [*range(2, 33)]
 
 
-def test_a_prompt_learns_through_its_samples_alone() -> None:
-    """Nothing is predicted at its positions, and its embeddings have gradients."""
-    for name in ("Qwen2", "Qwen3.5"):
-        model = build(name)
-        inputs, predicts = batch_of()
-        inputs["input_ids"][:3, 0] = 150
-        batch = packed(model, inputs, predicts)
-        _, gradients = run(model, *batch)
-        embeddings = next(g for n, g in gradients.items() if n.endswith("embed_tokens.weight"))
-        assert embeddings[150].abs().max() > 0
-
-
 def test_a_window_that_attention_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Mistral")
     batch = packed(model, *batch_of())
@@ -251,19 +239,6 @@ def test_a_mask_that_was_copied_says_the_same() -> None:
         expected = model(**batch.inputs).logits
         batch.inputs["attention_mask"] = batch.inputs["attention_mask"].clone()
         assert torch.equal(model(**batch.inputs).logits, expected)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_all_implementations_see_the_same(window: int | None) -> None:
-    """What `flex_attention` is given, whose kernels want a GPU, says what pieces do."""
-    segments_of = segments.Segments.of(packed(build("Qwen2"), *batch_of()).inputs["attention_mask"])
-    dense = torch.zeros(segments_of.length, segments_of.length, dtype=torch.bool)
-    for piece in segments_of.pieces:
-        keys = torch.cat([part.places for part in piece.seen])
-        dense[piece.places[:, None], keys] = segments_of.mask(piece, window)[0, 0]
-    places = torch.arange(segments_of.length)
-    block = segments_of.block_mask(window)
-    assert torch.equal(block.mask_mod(0, 0, places[:, None], places), dense)
 
 
 def test_pieces_compute_at_most_twice_what_is_seen() -> None:

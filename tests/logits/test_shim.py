@@ -3,12 +3,14 @@ the values and gradients of all logits."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from swift.utils import get_logger
 from torch import Tensor, nn
 
 from swift_grpo_ext.logits.shim import (
@@ -30,18 +32,20 @@ from tests.logits.models import (
 KEPT, TEMPERATURE = 6, 1.5
 
 
-@pytest.fixture
-def warned() -> Iterator[list[str]]:
+@pytest.fixture(autouse=True)
+def warned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The warnings of shims; a test that expects some clears them."""
     texts: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", texts.append)
+    monkeypatch.setattr(sys.modules["swift.utils.logger"], "warning_set", set())
     yield texts
     assert not texts
 
 
 def shim_of(
-    model: Any, warned: list[str], *, strict: bool = False, chunk_size: int = LogitsShim.chunk_size
+    model: Any, *, strict: bool = False, chunk_size: int = LogitsShim.chunk_size
 ) -> LogitsShim:
-    shim = LogitsShim(model, strict=strict, warn=warned.append)
+    shim = LogitsShim(model, strict=strict)
     shim.chunk_size = chunk_size
     return shim
 
@@ -90,7 +94,7 @@ def test_log_probabilities(name: str, chunk_size: int, warned: list[str]) -> Non
     model, inputs = build(name), inputs_of(name)
     mask = chosen_mask(inputs)
     expected = values_and_gradients(model, plain_logps(model, inputs, mask))
-    ours = shim_logps(shim_of(model, warned, chunk_size=chunk_size), model, inputs, mask)
+    ours = shim_logps(shim_of(model, chunk_size=chunk_size), model, inputs, mask)
     with torch.no_grad():
         torch.testing.assert_close(ours(), expected[0], rtol=1e-5, atol=1e-5)
     with counted_positions(model) as counts:
@@ -113,7 +117,7 @@ def test_a_keyword_serves_where_the_head_cannot(name: str, warned: list[str]) ->
     inputs["logits_to_keep"] = 2  # ms-swift leaves it there from the pass before
     num_computed: list[int] = []
     model.register_forward_hook(lambda _, __, out: num_computed.append(out.logits.shape[1]))
-    ours = shim_logps(shim_of(model, warned, strict=True), model, inputs, mask)
+    ours = shim_logps(shim_of(model, strict=True), model, inputs, mask)
     for _ in range(2):
         assert_close(values_and_gradients(model, ours), expected)
     assert num_computed == [17, 11, 11]
@@ -126,7 +130,7 @@ def test_slices_with_one_warning(name: str, warned: list[str]) -> None:
     model, inputs = build(name, lora=True), inputs_of(name)
     mask = chosen_mask(inputs)
     expected = values_and_gradients(model, plain_logps(model, inputs, mask))
-    ours = shim_logps(shim_of(model, warned), model, inputs, mask)
+    ours = shim_logps(shim_of(model), model, inputs, mask)
     for _ in range(2):
         assert_close(values_and_gradients(model, ours), expected)
     (of_slices,) = warned
@@ -134,14 +138,14 @@ def test_slices_with_one_warning(name: str, warned: list[str]) -> None:
     assert HOPELESS[name][1] in of_slices
     assert type(base_model(model)).__name__ in of_slices
     with pytest.raises(RuntimeError, match="--logits_shim auto"):
-        shim_logps(shim_of(model, warned, strict=True), model, inputs, mask)()
+        shim_logps(shim_of(model, strict=True), model, inputs, mask)()
 
 
 # --- how a model is wrapped and run ---
 
 
 @pytest.mark.parametrize(("is_in_place", "is_called_before"), [(False, True), (True, False)])
-def test_compiled_models(is_in_place: bool, is_called_before: bool, warned: list[str]) -> None:
+def test_compiled_models(is_in_place: bool, is_called_before: bool) -> None:
     """In turns with calls that nobody chooses positions of: those compile code without hooks."""
     torch._dynamo.reset()
     model = compiled = build("soft-capped (Gemma2)")
@@ -152,7 +156,7 @@ def test_compiled_models(is_in_place: bool, is_called_before: bool, warned: list
         model.compile(backend="aot_eager")
     else:
         compiled = torch.compile(model, backend="aot_eager")
-    shim = shim_of(compiled, warned, strict=True, chunk_size=4)
+    shim = shim_of(compiled, strict=True, chunk_size=4)
     if is_called_before:
         compiled(**inputs)
     ours = shim_logps(shim, compiled, inputs, mask)
@@ -191,27 +195,23 @@ def with_hooks(model: Any) -> Any:
         ("scaled (Cohere)", with_hooks),
     ],
 )
-def test_wrappings(
-    name: str, prepare: Callable[[Any], Any], chunk_size: int, warned: list[str]
-) -> None:
+def test_wrappings(name: str, prepare: Callable[[Any], Any], chunk_size: int) -> None:
     model, inputs = prepare(build(name)), inputs_of(name)
     mask = chosen_mask(inputs)
     expected = values_and_gradients(model, plain_logps(model, inputs, mask))
-    ours = shim_logps(
-        shim_of(model, warned, strict=True, chunk_size=chunk_size), model, inputs, mask
-    )
+    ours = shim_logps(shim_of(model, strict=True, chunk_size=chunk_size), model, inputs, mask)
     for _ in range(2):
         assert_close(values_and_gradients(model, ours), expected)
 
 
-def test_prompt_tuning_puts_positions_before_the_rows(warned: list[str]) -> None:
+def test_prompt_tuning_puts_positions_before_the_rows() -> None:
     from peft import PromptTuningConfig, get_peft_model
 
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model, inputs = get_peft_model(build("Qwen2"), config), inputs_of("Qwen2")
     mask = chosen_mask(inputs)
     expected = values_and_gradients(model, lambda: model(**inputs).logits[:, 3:][mask])
-    shim = shim_of(model, warned)
+    shim = shim_of(model)
     found = values_and_gradients(model, lambda: shim.select(model, inputs, mask))
     assert_close(found, expected)
 
@@ -221,7 +221,7 @@ def test_base_model() -> None:
     assert base_model(nn.DataParallel(torch.compile(add_lora(model)))) is model
 
 
-def test_a_wrapper_without_a_head_of_its_own(warned: list[str]) -> None:
+def test_a_wrapper_without_a_head_of_its_own() -> None:
     """As in remote-code VLMs that hold a language model, and in Qwen2.5-Omni's thinker."""
 
     class Outer(nn.Module):
@@ -237,7 +237,7 @@ def test_a_wrapper_without_a_head_of_its_own(warned: list[str]) -> None:
 
     model, inputs = Outer(), inputs_of("remote code")
     mask = chosen_mask(inputs)
-    logps_N = shim_logps(shim_of(model, warned, strict=True), model, inputs, mask)()
+    logps_N = shim_logps(shim_of(model, strict=True), model, inputs, mask)()
     torch.testing.assert_close(logps_N, plain_logps(model, inputs, mask)())
 
 
@@ -245,11 +245,11 @@ def test_a_wrapper_without_a_head_of_its_own(warned: list[str]) -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [1024, 4])
-def test_no_position_at_all(chunk_size: int, warned: list[str]) -> None:
+def test_no_position_at_all(chunk_size: int) -> None:
     """A micro-batch without a completion token has a graph all the same, for other ranks' sake."""
     model, inputs = build("Qwen2"), inputs_of("Qwen2")
     mask = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
-    logps_N = shim_logps(shim_of(model, warned, chunk_size=chunk_size), model, inputs, mask)()
+    logps_N = shim_logps(shim_of(model, chunk_size=chunk_size), model, inputs, mask)()
     logps_N.sum().backward()
     assert logps_N.shape == (2, 0)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -269,11 +269,10 @@ def test_no_other_forward_after_what_is_no_fault_of_the_way(
     num_passes: int,
     kind: type[Exception],
     text: str,
-    warned: list[str],
 ) -> None:
     """The other ranks would wait in their first forward, this one in its second."""
     model, inputs = build("remote code"), inputs_of("remote code")
-    ours = shim_logps(shim_of(model, warned), model, inputs, chosen_mask(inputs))
+    ours = shim_logps(shim_of(model), model, inputs, chosen_mask(inputs))
     for _ in range(num_passes):
         ours()
     forwards = []
@@ -288,9 +287,9 @@ def test_no_other_forward_after_what_is_no_fault_of_the_way(
     assert len(forwards) == 1
 
 
-def test_the_model_is_left_as_it_was(warned: list[str]) -> None:
+def test_the_model_is_left_as_it_was() -> None:
     model, inputs = build("remote code"), inputs_of("remote code")
-    head, shim, mask = model.lm_head, shim_of(model, warned), chosen_mask(inputs)
+    head, shim, mask = model.lm_head, shim_of(model), chosen_mask(inputs)
     before = model(**inputs).logits
     shim.logps(model, inputs, mask, inputs["input_ids"][mask])
     with pytest.raises(TypeError):

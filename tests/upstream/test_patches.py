@@ -155,7 +155,7 @@ def changers() -> dict[str, ast.AST]:
         for module, tree in modules()
         for around in tree.body
         for node in ast.walk(around)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("patch", "patch_entry")
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "patch"
     }
 
 

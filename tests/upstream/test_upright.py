@@ -17,7 +17,6 @@ from PIL import Image
 from PIL.ExifTags import Base
 from swift.template import Template, vision_utils
 from swift.template.template_inputs import StdTemplateInputs
-from swift.utils import get_logger
 from vllm.multimodal import image as of_vllm
 
 from swift_grpo_ext.upstream.patches import make
@@ -168,27 +167,9 @@ def test_an_image_cut_short_is_not_taken_for_upright() -> None:
         vision_utils.load_image(photograph("JPEG", 6)[:-20])
 
 
-def test_boxes_in_a_turned_photograph_are_warned_about_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Their picture is upright, so it is wide where the file is high."""
-    said: list[str] = []
-    monkeypatch.setattr(get_logger(), "warning", lambda text, *_: said.append(text))
-
-    def measured(orientation: int) -> StdTemplateInputs:
-        image = Template._load_image({"bytes": photograph("JPEG", orientation), "path": None}, True)
-        inputs = StdTemplateInputs(
-            messages=[{"role": "user", "content": "Where?"}],
-            images=[image],
-            objects={"bbox": [[0, 0, 4, 4]]},
-        )
-        Template._get_height_width(inputs)
-        return inputs
-
-    assert measured(1).objects["width"] == [24]
-    assert said == []
-    for _ in range(2):
-        turned = measured(6)
-        assert (turned.objects["width"], turned.objects["height"]) == ([8], [24])
-    [text] = said
-    assert "the row that asks 'Where?'" in text
+def test_boxes_are_read_in_the_upright_picture() -> None:
+    """It is wide where the file is high."""
+    image = Template._load_image({"bytes": photograph("JPEG", 6), "path": None}, True)
+    inputs = StdTemplateInputs(messages=[], images=[image], objects={"bbox": [[0, 0, 4, 4]]})
+    Template._get_height_width(inputs)
+    assert (inputs.objects["width"], inputs.objects["height"]) == ([8], [24])
