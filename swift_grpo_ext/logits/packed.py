@@ -247,5 +247,7 @@ def images_that_look_ahead(model: PreTrainedModel) -> tuple[str, int]:
     text = model.config.get_text_config()
     gemma4 = {"Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"}
     if classes & gemma4 and text.use_bidirectional_attention == "vision":
-        return "mm_token_type_ids", segments.WITH_WINDOW
+        # transformers 5.12 lets them look ahead in all layers.
+        is_new = segments.in_its_file(model, "create_masks_for_vision_model")
+        return "mm_token_type_ids", segments.WITH_WINDOW if is_new else segments.EVERYWHERE
     return "", 0

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]  # one of transformers' `AttentionInterface`
 DENSE = ("sdpa", "eager")  # called for each piece; flash attention is called once
-KINDS = {"full_attention", "sliding_attention", "linear_attention"}  # of a model's `layer_types`
+KINDS = {"full_attention", "sliding_attention"}  # of a model's `layer_types`
+if hasattr(masking_utils, "create_recurrent_attention_mask"):  # transformers 5.12 has other states
+    KINDS.add("linear_attention")
 WITH_WINDOW, EVERYWHERE = 1, 2
 """The layers in which the positions of an image see each other; 0: no layers."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from swift_grpo_ext.logits import proof
+from swift_grpo_ext.logits import proof, segments
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.packed import (
     GroupRows,
@@ -166,6 +166,8 @@ TOOL_ROWS = ((9, 4, 0, 0), (9, 5, 0, 0), (9, 2, 7, 3), (12, 4, 6, 2), (12, 3, 0,
 def test_images_as_ms_swift_but_for_rounding(name: str, side: str, warned: list[str]) -> None:
     """The tower, which learns too, sees the image of a group once."""
     model = build(name, lora=True)
+    if name == "Qwen3.5" and "linear_attention" not in segments.KINDS:
+        pytest.skip("transformers 5.12 has other states of gated delta nets")
     model.get_base_model().model.requires_grad_(True)
     batch = Group(TOOL_ROWS, side, has_images=True).see(model, IMAGES[name])
     if name in TYPES:  # its images look ahead

@@ -67,6 +67,8 @@ def test_text_proves_nothing_of_images(warned: list[str], monkeypatch: pytest.Mo
     In a tiny model the fault moves log-probabilities by 0.006 to 0.07 nats: bfloat16 allows 0.033.
     """
     right = packed_rows.images_that_look_ahead
+    if right(build("Gemma4"))[1] == segments.EVERYWHERE:
+        pytest.skip("transformers 5.12 lets them look ahead in all layers")
     monkeypatch.setattr(
         packed_rows, "images_that_look_ahead", lambda m: (right(m)[0], segments.EVERYWHERE)
     )

@@ -54,7 +54,10 @@ def packed(model: Any, inputs: dict[str, Any], predicts: Tensor) -> PackedBatch:
     if "mrope_section" in str(base.config):
         columns = torch.arange(predicts.shape[1])
         inputs = {**inputs, "position_ids": columns.expand(3, *predicts.shape)}
-    assert not reason_against(base, inputs)
+    reason = reason_against(base, inputs)
+    if "(linear_attention)" in reason:
+        pytest.skip(reason)  # transformers 5.12
+    assert not reason
     labels = torch.where(predicts, inputs["input_ids"].roll(-1, 1), -100).roll(1, 1)
     lengths, prompts = inputs["attention_mask"].sum(1).tolist(), predicts.int().argmax(1) + 1
 
