@@ -25,10 +25,13 @@ from swift.rlhf_trainers.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, TensorLo
 from swift.template import get_template
 
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
+from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.weights.watch import FEWEST_ENTRIES
+from tests.releases import IS_BEFORE_0_28
 
 Weights = dict[str, torch.Tensor]
 RANK = 8
+HAS_ADAPTERS = not IS_BEFORE_0_28 or has_accelerator()
 LAST = r"layers\.1\."
 """The language model's second layer, and the tower's where it is called so."""
 
@@ -152,7 +155,7 @@ class Fed:
             template=get_template(processor, template_type=template),
             max_model_len=512,
             enforce_eager=True,
-            enable_lora=sys.argv[5] != "faults" or model_type == "qwen2_5_vl",
+            enable_lora=HAS_ADAPTERS and (sys.argv[5] != "faults" or model_type == "qwen2_5_vl"),
             max_lora_rank=RANK,
             engine_kwargs={
                 "kv_cache_memory_bytes": 2**27,
