@@ -21,6 +21,8 @@ from swift.arguments import RLHFArguments
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.rlhf_trainers import vllm_client
 from swift.utils import get_current_device, get_logger
+from typing_extensions import Self
+from urllib3.exceptions import ReadTimeoutError
 from urllib3.util import Retry
 
 from swift_grpo_ext.ranks import RolloutError
@@ -50,13 +52,21 @@ SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_LOOK = 2.0  # for a server that was lost to say that it is healthy again
 SECONDS_BETWEEN_LOOKS = 0.5  # at replicas that are being started
 TRIES_TO_CONNECT = 3
-# For connections that were never made, within 16 seconds in all, and for servers that are busy (503
-# with a `Retry-After`).
-TRIES = Retry(6, read=False, backoff_factor=0.25, allowed_methods=None, raise_on_status=False)
 
+
+class _Tries(Retry):
+    """Tries again where no connection was made (16 seconds in all), or a server is busy (503 with a
+    `Retry-After`), but not where an answer is late: all of its time is over."""
+
+    def increment(self, *args: Any, error: Exception | None = None, **kwargs: Any) -> Self:
+        if isinstance(error, ReadTimeoutError):
+            raise error
+        return super().increment(*args, error=error, **kwargs)
+
+
+TRIES = _Tries(6, read=False, backoff_factor=0.25, allowed_methods=None, raise_on_status=False)
 # Beginnings of the paths of requests that may be sent twice: their answers are the same (S2).
 REPEATABLE = ("infer/", "get_", "reset_", "close_communicator/", REPORTS_PATH)
-
 CALLERS_FAULTS = (400, 413, 415, 422)  # statuses of requests that no server can answer
 
 

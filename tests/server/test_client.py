@@ -20,7 +20,7 @@ import torch
 from requests.adapters import HTTPAdapter
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.rlhf_trainers import vllm_client
-from urllib3.exceptions import MaxRetryError, NewConnectionError
+from urllib3.exceptions import MaxRetryError, NewConnectionError, ReadTimeoutError
 
 from swift_grpo_ext.ranks import RolloutError
 from swift_grpo_ext.rollout import wire
@@ -367,6 +367,9 @@ def test_connections_are_tried_and_busy_servers_asked_again(
         tries = tries.increment("POST", f"/{path}", error=refused)
     with pytest.raises(MaxRetryError):
         tries.increment("POST", f"/{path}", error=refused)
+    late = ReadTimeoutError(None, "", "late")  # type: ignore[arg-type]
+    with pytest.raises(ReadTimeoutError):
+        tries.increment("POST", f"/{path}", error=late)
     assert servers_module.TRIES.is_retry("POST", 503, has_retry_after=True)
     assert not servers_module.TRIES.is_retry("POST", 503)
     assert not servers_module.TRIES.is_retry("POST", 500, has_retry_after=True)
