@@ -29,7 +29,6 @@ from starlette.responses import Response
 # A body is in memory up to 6 times on its way to a replica: bytes, text, values, and pickled.
 # The bound is for one body, and for all bodies together whose requests are not answered.
 MAX_BYTES = int(psutil.virtual_memory().total) // 8
-
 LONG = 2**16  # characters of a string that is worth a search of its own
 
 # Bytes of a body that json's decoder in C would hold all threads for, a tenth of a second and more.

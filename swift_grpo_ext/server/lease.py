@@ -30,10 +30,9 @@ PATH = "/swift_grpo_ext/lease/"
 LEASE_SECONDS = 15.0
 HEARTBEAT_SECONDS = 3.0
 
-# Beginnings of routes: those that a training asks when it connects, which a dead one's lease may
-# still forbid; and those that clients without a name may ask at any time.
-CONNECTING = ("/close_communicator", "/init_communicator")
-FREE = ("/get_engine_type", "/get_world_size")
+# Beginnings of routes.
+CONNECTING = ("/close_communicator", "/init_communicator")  # they wait for a dead training's lease
+FREE = ("/get_engine_type", "/get_world_size")  # clients without a name may ask at any time
 
 
 class Lease:

@@ -31,8 +31,7 @@ from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 
 logger = get_logger()
 
-SECONDS_TO_WRITE = 10.0
-"""How long a call waits for the disk to take the one before."""
+SECONDS_TO_WRITE = 10.0  # that a call waits for the disk to take the one before
 
 
 class ServerRecord:

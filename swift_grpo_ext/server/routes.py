@@ -30,7 +30,6 @@ from swift.arguments import RolloutArguments
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import InitCommunicatorRequest, SwiftRolloutDeploy
-from swift.utils import get_logger
 from typing_extensions import Required, TypedDict
 
 from swift_grpo_ext.media.paths import check_media
@@ -46,8 +45,6 @@ from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.determinism import batches_follow_arrival
 from swift_grpo_ext.upstream.patches import Moment, patch, repair
-
-logger = get_logger()
 
 REPORTS_PATH = "/swift_grpo_ext/weight_reports/"
 INSTANCE = uuid.uuid4().hex  # this start of the server
@@ -107,7 +104,7 @@ def add_routes() -> None:
         close_communicator=close_communicator,
         process_weights_after_loading=process_weights_after_loading,
         _register_rl_rollout_app=_register_rl_rollout_app,
-        _require_api_key=lambda self: _passed,
+        _require_api_key=lambda self: lambda: None,  # `Turns` asks for it
         reset_prefix_cache=_reset("reset_prefix_cache"),
         reset_encoder_cache=_reset("reset_encoder_cache"),
         reset_mm_cache=_reset("reset_mm_cache"),
@@ -136,10 +133,6 @@ def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:
     self.num_updates = 0
     self.app.get(REPORTS_PATH)(partial(_weight_reports, self))
     self.app.add_middleware(Turns, server=self, key=api_key.key_of(self.args))
-
-
-async def _passed() -> None:
-    """`Turns` has asked for the key."""
 
 
 class Turns:
