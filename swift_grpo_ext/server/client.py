@@ -58,10 +58,10 @@ class _Tries(Retry):
     """Tries again where no connection was made (16 seconds in all), or a server is busy (503 with a
     `Retry-After`), but not where an answer is late: all of its time is over."""
 
-    def increment(self, *args: Any, error: Exception | None = None, **kwargs: Any) -> Self:
-        if isinstance(error, ReadTimeoutError):
+    def increment(self, *args: Any, **kwargs: Any) -> Self:
+        if isinstance(error := kwargs.get("error"), ReadTimeoutError):
             raise error
-        return super().increment(*args, error=error, **kwargs)
+        return super().increment(*args, **kwargs)
 
 
 TRIES = _Tries(6, read=False, backoff_factor=0.25, allowed_methods=None, raise_on_status=False)
