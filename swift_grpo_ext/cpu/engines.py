@@ -6,18 +6,13 @@ import os
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from swift_grpo_ext.upstream.patches import Moment, patch, repair
 from swift_grpo_ext.weights.update import plain_name
-
-if TYPE_CHECKING:
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 @repair(
@@ -33,16 +28,14 @@ if TYPE_CHECKING:
     optional=True,
 )
 def serve_split_prompts() -> None:
-    """Put a request's generator aside for a step that computes only a part of its prompt; the token
-    that is thrown away is drawn with the global generator."""
+    """Put a request's generator aside for a step that reads only a part of its prompt: vLLM draws a
+    token all the same, throws it away, and would move the generator back."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeeping_sync = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
 
     @wraps(sample)
     def _sample(self: CPUModelRunner, *args: object, **kwargs: object) -> Any:
-        # Of these requests a step has read a part of the prompt only: vLLM draws a token all the
-        # same, throws it away, and would move the generator back.
         generators = self.input_batch.generators
         discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
         self._put_aside = {i: generators.pop(i) for i in discarded.tolist() if i in generators}
@@ -50,8 +43,7 @@ def serve_split_prompts() -> None:
 
     @wraps(bookkeeping_sync)
     def _bookkeeping_sync(self: CPUModelRunner, *args: object, **kwargs: object) -> Any:
-        # It is here that vLLM moves generators back: they return once it is done.
-        try:
+        try:  # vLLM moves generators back here
             return bookkeeping_sync(self, *args, **kwargs)
         finally:
             self.input_batch.generators.update(self._put_aside)
@@ -72,13 +64,13 @@ def serve_split_prompts() -> None:
     optional=True,
 )
 def name_shared_memory_by_run() -> None:
-    """Make the rendezvous' port a part of the name of the ranks' shared memory, and take the name
-    back as soon as all ranks have mapped it."""
+    """Make the rendezvous' port a part of the name of the ranks' shared memory, and unlink it as
+    soon as all ranks have mapped it."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     make_name, join = _CPUSHMDistributed.make_group_name, _CPUSHMDistributed._init_cpu_shm
 
-    def make_group_name(communicator: CpuCommunicator) -> str:
+    def make_group_name(communicator: Any) -> str:
         return f"{make_name(communicator)}-{os.environ.get('MASTER_PORT', '')}"
 
     @wraps(join)
@@ -89,11 +81,8 @@ def name_shared_memory_by_run() -> None:
         memory.unlink(missing_ok=True)
         return handle
 
-    patch(
-        _CPUSHMDistributed,
-        make_group_name=staticmethod(make_group_name),
-        _init_cpu_shm=_init_cpu_shm,
-    )
+    patch(_CPUSHMDistributed, make_group_name=staticmethod(make_group_name))
+    patch(_CPUSHMDistributed, _init_cpu_shm=_init_cpu_shm)
 
 
 @repair(
@@ -107,15 +96,12 @@ def name_shared_memory_by_run() -> None:
     optional=True,
 )
 def pack_experts_anew() -> None:
-    """Pack the experts that an update has brought, as those that were loaded first."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as upstream
 
     setup_kernel = upstream.UnquantizedFusedMoEMethod._setup_kernel
 
     @wraps(setup_kernel)
-    def _setup_kernel(
-        self: Any, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor
-    ) -> None:
+    def _setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
         is_first = self.moe_kernel is None
         setup_kernel(self, layer, w13, w2)
         if is_first:
@@ -136,8 +122,7 @@ def pack_experts_anew() -> None:
     optional=True,
 )
 def return_routed_experts() -> None:
-    """Let an engine return the experts that it chose without an accelerator too, in steps that
-    follow one another."""
+    """Do what the second runner does for its connector, in steps that follow one another."""
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
     from vllm.engine.arg_utils import EngineArgs
@@ -148,34 +133,28 @@ def return_routed_experts() -> None:
     @wraps(create)
     def create_engine_config(self: EngineArgs, *args: object, **kwargs: object) -> VllmConfig:
         if self.enable_return_routed_experts:
-            # The next step would begin before this one's experts are read.
-            self.async_scheduling = False
+            self.async_scheduling = False  # the next step would begin before experts are read
         return create(self, *args, **kwargs)
 
     initialize_kv_cache = CPUModelRunner.initialize_kv_cache
     execute_model, sample_tokens = CPUModelRunner.execute_model, CPUModelRunner.sample_tokens
 
     @wraps(initialize_kv_cache)
-    def _initialize_kv_cache(
-        self: CPUModelRunner, kv_cache_config: KVCacheConfig, *args: object, **kwargs: object
-    ) -> None:
+    def _initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         initialize_kv_cache(self, kv_cache_config, *args, **kwargs)
         self._experts = None
         if self.vllm_config.aux_output_config.enabled:
             self._experts = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
 
     @wraps(execute_model)
-    def _execute_model(
-        self: CPUModelRunner, scheduler_output: SchedulerOutput, *args: object, **kwargs: object
-    ) -> Any:
+    def _execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._experts is not None:
             self._experts.begin_step(scheduler_output.aux_output_connector_metadata)
         output = execute_model(self, scheduler_output, *args, **kwargs)
         if self._experts is not None and scheduler_output.total_num_scheduled_tokens:
-            # What the second runner's batch says of a step, by the names that its connector reads.
             batch = self.input_batch
             counts = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
-            self._step = SimpleNamespace(
+            self._step = SimpleNamespace(  # the second runner's batch, as its connector reads it
                 req_ids=list(batch.req_ids),
                 query_start_loc_np=np.cumsum([0, *counts]),
                 num_computed_tokens_np=batch.num_computed_tokens_cpu[: batch.num_reqs].copy(),
@@ -193,14 +172,9 @@ def return_routed_experts() -> None:
         return output
 
     patch(EngineArgs, create_engine_config=create_engine_config)
-    # It refuses whatever is not the second runner.
-    patch(VllmConfig, _verify_aux_output_compatibility=lambda self: None)
-    patch(
-        CPUModelRunner,
-        initialize_kv_cache=_initialize_kv_cache,
-        execute_model=_execute_model,
-        sample_tokens=_sample_tokens,
-    )
+    patch(VllmConfig, _verify_aux_output_compatibility=lambda self: None)  # refuses the first
+    patch(CPUModelRunner, initialize_kv_cache=_initialize_kv_cache)
+    patch(CPUModelRunner, execute_model=_execute_model, sample_tokens=_sample_tokens)
 
 
 @repair(
@@ -217,7 +191,6 @@ def return_routed_experts() -> None:
     optional=True,
 )
 def keep_packed_convolutions() -> None:
-    """Leave a convolution's weight as it was packed, where layers are processed once more."""
     from vllm.model_executor.layers import utils as upstream
 
     dispatch = upstream.dispatch_cpu_unquantized_gemm
@@ -242,16 +215,14 @@ def keep_packed_convolutions() -> None:
     until="vLLM's `load_weights` fills packed layers",
 )
 def reload_colocated() -> None:
-    """Have ms-swift's trainer reload the model of its own engine, all but a tied head, which waits
-    for ms-swift's `finish_vllm_weight_reload` after all weights have come."""
+    """Have ms-swift's trainer reload the model of its own engine. (A tied head waits for ms-swift's
+    `finish_vllm_weight_reload`.)"""
     from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
     load = RolloutTrainerMixin._load_state_dict_to_vllm
 
     @wraps(load)
-    def _load_state_dict_to_vllm(
-        self: RolloutTrainerMixin, state_dict: dict[str, torch.Tensor]
-    ) -> None:
+    def _load_state_dict_to_vllm(self: Any, state_dict: dict[str, torch.Tensor]) -> None:
         if self.vllm_mode != "colocate":  # a server reloads by itself (`receiver.py`)
             load(self, state_dict)
             return

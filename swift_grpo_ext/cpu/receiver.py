@@ -1,5 +1,5 @@
-"""Weight updates at the end of an engine without an accelerator. vLLM imports this module in every
-process that holds a worker.
+"""Weight updates of an engine without an accelerator. vLLM imports this module in every process
+that holds a worker.
 
 vLLM's CPU layers pack their weights and drop the originals (vLLM 0.32, model_executor/layers/
 utils.py): a worker collects the tensors, and reloads the model once all have come.
@@ -17,14 +17,12 @@ from swift_grpo_ext import cpu
 from swift_grpo_ext.upstream.patches import Moment, apply, replaced
 from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 
-# In a process that vLLM has started nobody has called `register()`.
+# A process that vLLM has started has not registered the plugin.
 cpu.register()
 apply(Moment.WORKER)
 
 
 class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
-    """The extension for CPU, which reloads packed weights."""
-
     def init_communicator(self, *args: Any, **kwargs: Any) -> None:
         if self.communicator is None:
             super().init_communicator(*args, **kwargs)
@@ -41,9 +39,7 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
             yield
 
     def process_weights_after_loading(self) -> None:
-        """Reload the model with all that was received since the last reload."""
         weights, self.received = self.received, []
-        # What is loaded is recorded now, and not as it was received.
         with self.engine_weights.loading():
             self.model_runner.reload_weights(weights_iterator=iter(weights))
         # It leaves a tied head with the packed weights of before (vLLM 0.32).

@@ -1,16 +1,13 @@
 """Settings without which GRPO does not run, or crawls, where there is no accelerator.
 
-Symptom: accelerate does not gather over several CPU ranks unless told that it runs on CPU
-(ms-swift then fails an assertion); torch.distributed has no default backend there; vLLM's engine
-core must live in the training process for the weights to be reached; vLLM takes the share
-`gpu_memory_utilization` (0.9) of the machine's memory for its KV cache; ms-swift trains float32
-models under fp16 autocast; glibc gives every large buffer back to the system, and gets it page
-by page once more (full-vocabulary logits are such buffers: 4.0 s a step became 2.5 s); gloo
-threads that outlive the interpreter may abort a rank at its very end ("terminate called without an
-active exception", pytorch issue 190489: 4 of 7 times with six ranks on four busy cores), and
-`destroy_process_group` leaves them running for as long as anything refers to the group; and a build
-of torch for GPUs brings NCCL, with which vLLM fails ("unhandled cuda error").
-Upstream: ms-swift 4.6, vLLM 0.32 (envs.py). What the user has set himself wins.
+Symptom: accelerate does not gather over several CPU ranks without `ACCELERATE_USE_CPU` (ms-swift
+fails an assertion); torch.distributed has no default backend; weights do not reach an engine core
+in another process; vLLM takes 0.9 of the machine's memory for its KV cache; ms-swift trains float32
+models under fp16 autocast; glibc gives every large buffer back to the system, and gets it page by
+page again (4.0 s a step instead of 2.5); gloo's threads outlive the interpreter and may abort a
+rank at its end ("terminate called without an active exception", pytorch issue 190489); a torch for
+GPUs brings NCCL, with which vLLM fails ("unhandled cuda error").
+Upstream: ms-swift 4.6, vLLM 0.32 (envs.py). The user's own settings win.
 Can go when ms-swift makes these choices for CPU runs.
 """
 
@@ -43,8 +40,7 @@ CPU_ENVIRONMENT = {
     "VLLM_NCCL_SO_PATH": "none",
 }
 CPU_TRAINING_ARGUMENTS = {"use_cpu": True, "fp16": False, "bf16": False}
-PRIORITY = 41
-"""`torch.load` asks the kinds of places that it knows in this order; torch's are 10 to 30."""
+PRIORITY = 41  # `torch.load` asks for locations in this order; torch's own are 10 to 30
 
 KEEP_FREED_MEMORY = {
     # glibc's environment variable: (number of the option in mallopt, value)
@@ -69,7 +65,7 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
     for name, setting in CPU_TRAINING_ARGUMENTS.items():
         if hasattr(args, name) and not getattr(args, name) and name not in given:
             setattr(args, name, setting)
-    # At exit, these run in the reverse of their order: after vLLM's, which leaves its own groups.
+    # Finalizers run in the reverse of their order: vLLM's, which leaves its own groups, are first.
     weakref.finalize(sys.modules[__name__], _leave_group)
     if platform.libc_ver()[0] == "glibc":
         # In this process, and (environment) in those that it starts.
@@ -88,7 +84,6 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
     until="it counts none where there are none",
 )
 def count_no_devices() -> None:
-    """Let replicas of a server share what there is."""
     from swift.arguments import RolloutArguments
 
     patch(RolloutArguments, _check_device_count=lambda self: None)
@@ -101,25 +96,20 @@ def count_no_devices() -> None:
     until="transformers before 5.19 is no longer supported",
 )
 def load_onto_ranks() -> None:
-    """Let `torch.load` leave what is meant for `cpu:0` where it is."""
     torch.serialization.register_package(
         PRIORITY,
-        lambda storage: None,  # no storage is saved under such a name
+        lambda storage: None,
         lambda storage, location: storage if location.startswith("cpu:") else None,
     )
 
 
 def _leave_group() -> None:
-    """Leave torch's groups and join gloo's threads.
-
-    A group joins its threads when it is deleted, and a thread may need the GIL for the last of its
-    tensors. DDP's reducer, one of a trainer's many cycles, would delete the group with the GIL held
-    (a deadlock); a name in Python deletes it without: ours is the last.
-    """
+    """Leave torch's groups and join gloo's threads. A group joins them when it is deleted, and they
+    may need the GIL: DDP's reducer, in a cycle, would delete it with the GIL held (a deadlock); the
+    last name in Python deletes it without."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    # Held until after the collection, so that no group is deleted in it.
-    groups = list(dist.distributed_c10d._world.pg_map)
+    groups = list(dist.distributed_c10d._world.pg_map)  # none is deleted in the collection
     dist.destroy_process_group()
     gc.collect()
     del groups

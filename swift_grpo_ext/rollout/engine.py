@@ -139,11 +139,6 @@ class RolloutEngine(GRPOVllmEngine):
         except Exception as e:
             return self.failure(e)
 
-    def read_texts(self, *args: Any, **kwargs: Any) -> Any:
-        # Schedulers, which have an `infer` of their own, hand on this name to their engine.
-        infer = self.async_infer if self.use_async_engine else self.infer
-        return infer(*args, **kwargs)
-
     def failure(self, error: Exception) -> dict[str, Any]:
         """Return the reply of a server's replica that has failed (ms-swift's loop would reply
         None); a colocated engine raises the error."""
@@ -318,10 +313,7 @@ class RolloutEngine(GRPOVllmEngine):
         positions = kept_positions.pop(request_id, None)
         args = (result, inputs, request_config, request_id)
         if metadata is None:
-            response = super()._create_chat_completion_response(*args)
-            # ms-swift's engine for GRPO drops these; the callers of `read_texts` read them.
-            response.prompt_logprobs = self._format_prompt_logprobs(result.prompt_logprobs)
-            return response
+            return super()._create_chat_completion_response(*args)
         if state.is_context_overflow:
             return self._overflow_response(state, request_id)
         template_inputs = inputs["template_inputs"]

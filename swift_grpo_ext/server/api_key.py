@@ -1,9 +1,8 @@
 """The API key of `swift rollout`: kept out of the log, and taken as a training can send it.
 
-ms-swift 4.6 (cli/main.py, pipelines/base.py) prints `--api_key` and hands it to every worker. Here
-the key comes from the environment alone. ms-swift's server takes `Bearer` only, which its client
-does not send: it connects before plugins are imported. Here it takes `Basic` too, which `requests`
-sends to every host in the user's netrc.
+ms-swift 4.6 (cli/main.py, pipelines/base.py) prints `--api_key`, hands it to every worker, and
+takes it as `Bearer`, which its client cannot send. Here the key comes from the environment, and
+`Basic` will do, which `requests` sends to every host in the user's netrc.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from swift.arguments import RLHFArguments, RolloutArguments
 from swift_grpo_ext.checks.finding import SettingsError
 
 VARIABLE = "VLLM_API_KEY"  # of vLLM's own server, too
-MASK = "***"
-"""The arguments hold it in the key's place: ms-swift asks whether there is a key, and prints it."""
-
+MASK = "***"  # in the arguments, which ms-swift prints
 REMEDY = (
     "Give a training the key by a line `machine HOST login swift password KEY` in ~/.netrc, or in "
     f"the file that NETRC names (scripts/launch.sh does, where {VARIABLE} is set)"
@@ -32,11 +29,11 @@ kept_key: str | None = None
 def take(args: RolloutArguments) -> None:
     """Keep the key of a server for this process, and take it out of the environment."""
     global kept_key
-    was_taken = args.api_key == MASK and kept_key  # in this process, which checks them once more
+    was_taken = args.api_key == MASK and kept_key  # arguments are checked twice
     if args.api_key and not was_taken:
         raise SettingsError(
-            "--api_key stands in the command line, which every user of this machine can see, and "
-            f"which `swift` prints; expected none. Set {VARIABLE} in the server's environment."
+            "--api_key stands in the command line, which every user of this machine can see and "
+            f"`swift` prints; expected none. Set {VARIABLE} in the server's environment."
         )
     key = os.environ.pop(VARIABLE, None) or kept_key  # workers inherit what is left
     if not key:
@@ -50,13 +47,13 @@ def take(args: RolloutArguments) -> None:
 
 
 def check_urls(args: RLHFArguments) -> None:
-    """Refuse a key in the servers' URLs, which stand in the log and in args.json."""
+    """Refuse a key in the servers' URLs."""
     for url in args.vllm_server_base_url or ():
         if urlsplit(url).password is not None:
             host = urlsplit(url).hostname
             raise SettingsError(
-                f"--vllm_server_base_url holds a password for {host}, which would be written to "
-                f"the log and to args.json; expected URLs without. {REMEDY}."
+                f"--vllm_server_base_url holds a password for {host}, which the log and args.json "
+                f"would show; expected URLs without. {REMEDY}."
             )
 
 
@@ -64,8 +61,7 @@ def key_of(args: RolloutArguments) -> str | None:
     """Return the key that a server asks for, or None where it asks for none."""
     if args.api_key == MASK and not kept_key:
         raise ValueError(
-            f"--api_key is {MASK!r}, which stands for a key that another process has. Set "
-            f"{VARIABLE} in the environment of this one."
+            f"--api_key is {MASK!r}: another process has the key. Set {VARIABLE} for this one."
         )
     return kept_key if args.api_key == MASK else None
 

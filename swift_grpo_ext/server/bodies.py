@@ -1,11 +1,10 @@
 """Bodies of requests: bounded in size, and read so that `/health` answers meanwhile (F2).
 
-Symptom: a body of 400 MB, which is one round's images, holds `swift rollout`'s event loop for a
-second and more. A larger one takes the memory of the machine, whoever sends it.
+Symptom: a body of 400 MB, which is one round's images, holds the event loop of `swift rollout` for
+a second. A larger one takes the memory of the machine. A refusal repeats the refused values.
 Upstream: FastAPI parses JSON in the event loop (starlette 1.10, requests.py, `json`), in one call
-that lets no other thread run; neither knows a limit. A refusal of pydantic's holds the whole value
-that it refuses, and as many of them as a request has rows.
-Can go when FastAPI bounds bodies, and parses them in steps elsewhere.
+that lets no other thread run, and has no limit.
+Can go when FastAPI bounds bodies, and parses them in steps in a thread.
 """
 
 from __future__ import annotations
@@ -14,10 +13,12 @@ import asyncio
 import json
 import reprlib
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from json.decoder import JSONArray, scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
+import psutil
 from fastapi import HTTPException, Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
@@ -25,18 +26,14 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from swift_grpo_ext.server import memory
-
 # A body is in memory up to 6 times on its way to a replica: bytes, text, values, and pickled.
-MAX_BYTES = memory.total_bytes() // 8
-"""Bytes of one body, and of all bodies together whose requests are not answered."""
+# The bound is for one body, and for all bodies together whose requests are not answered.
+MAX_BYTES = int(psutil.virtual_memory().total) // 8
+LONG = 2**16  # characters of a string that is worth a search of its own
 
-LONG = 2**16
-"""Characters of a string that is worth a search of its own."""
-
+# Bytes of a body that json's decoder in C would hold all threads for, a tenth of a second and more.
+# The one in Python takes 4 times as long for 10,000 rows of text, and less for images.
 LARGE = 2**24
-"""Bytes of a body that takes json's decoder in C more than a tenth of a second, at 100 MB/s. The
-one in Python takes 4 times as long for 10,000 rows of text, and less for images."""
 
 
 class Bodies:
@@ -45,13 +42,10 @@ class Bodies:
     def __init__(self) -> None:
         self._num_bytes = 0
 
-    async def receive(self, request: Request) -> None:
-        """Read the body into the request, which hands it on; `forget` takes it away.
-
-        Raises:
-            HTTPException: 413 where it is too large, 503 where others leave it no room. All of it
-                has been read: a client that is cut off while it sends would not read the answer.
-        """
+    async def receive(self, request: Request) -> bytes:
+        """Return the body, which counts until it is given to `forget`. Refuse one that is too large
+        (413), or finds no room beside others (503), after all of it has come: a client that is cut
+        off while it sends would not read the answer."""
         parts: list[bytes] = []
         size, fits = 0, True
         try:
@@ -62,34 +56,32 @@ class Bodies:
                     parts.append(part)
                     self._num_bytes += len(part)
                 else:
-                    self._drop(parts)
-            limit = f"expected at most {MAX_BYTES:,}, an eighth of the server's memory"
-            advice = "Draw fewer samples in a round, shrink their images or videos, or add servers."
-            if size > MAX_BYTES:
-                raise HTTPException(413, f"a body of {size:,} bytes; {limit}. {advice}")
-            if not fits:
-                text = f"a body of {size:,} bytes beside those of other requests; {limit}, together"
-                raise HTTPException(503, f"{text}. {advice}", {"Retry-After": "1"})
-            request._body = await asyncio.to_thread(b"".join, parts)
+                    self.forget(*parts)
+                    parts.clear()
         except BaseException:  # such as the end of the time for it
-            self._drop(parts)
+            self.forget(*parts)
             raise
+        if not fits:
+            is_alone = size > MAX_BYTES
+            beside = "" if is_alone else " beside those of other requests"
+            raise HTTPException(
+                413 if is_alone else 503,
+                f"a body of {size:,} bytes{beside}; expected at most {MAX_BYTES:,}, an eighth of "
+                "the server's memory. Draw fewer samples in a round, shrink their images or "
+                "videos, or add servers.",
+                None if is_alone else {"Retry-After": "1"},
+            )
+        return await asyncio.to_thread(b"".join, parts)
 
-    def _drop(self, parts: list[bytes]) -> None:
+    def forget(self, *parts: bytes) -> None:
         self._num_bytes -= sum(map(len, parts))
-        parts.clear()
-
-    def forget(self, request: Request) -> None:
-        """Take the body from a request that is answered: its client may be slow to read."""
-        self._drop([request._body])
-        request._body = b""
 
 
 class _StepwiseDecoder(json.JSONDecoder):
     def __init__(self) -> None:
         super().__init__()
         self.parse_string, self.parse_array = _parse_string, _parse_array
-        # json's own is C's, which reads a whole body in one call and asks neither of the two.
+        # The default, in C, reads a whole body in one call, and calls neither of the two.
         self.scan_once = py_make_scanner(self)
 
 
@@ -112,18 +104,11 @@ def _parse_array(at: tuple[str, int], scan: Callable[..., Any]) -> tuple[list[An
 
 
 def parse(body: bytes) -> Any:
-    """Return what `json.loads` returns. Other threads run between the steps of a large body: no
-    call of C's reads more than one string, or one list of numbers."""
+    """Return what `json.loads` returns. Other threads run between the steps of a large body, each
+    of one string or one list of numbers."""
     if len(body) < LARGE:
         return json.loads(body)
     return _StepwiseDecoder().decode(body.decode(json.detect_encoding(body), "surrogatepass"))
-
-
-class _ParsedRequest(Request):
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            self._json = await asyncio.to_thread(parse, await self.body())
-        return self._json
 
 
 class Route(APIRoute):
@@ -131,17 +116,15 @@ class Route(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_parsed(request: Request) -> Response:
-            return await handle(_ParsedRequest(request.scope, request.receive))
+            with suppress(Exception):  # FastAPI parses what is faulty once more, and refuses it
+                request._json = await asyncio.to_thread(parse, await request.body())
+            return await handle(request)
 
         return handle_parsed
 
 
 async def refuse_values(_: Request, error: Exception) -> JSONResponse:
-    """Return FastAPI's own answer to a request of wrong fields, with the beginnings of values."""
+    """Return FastAPI's own answer to wrong fields, with the beginnings of their values."""
     assert isinstance(error, RequestValidationError)
-    faults = []
-    for fault in error.errors():
-        value = fault.get("input")
-        is_short = value is None or isinstance(value, (bool, int, float)) or value in ("", [], {})
-        faults.append({**fault, "input": value if is_short else reprlib.repr(value)})
+    faults = [{**fault, "input": reprlib.repr(fault.get("input"))} for fault in error.errors()]
     return JSONResponse(jsonable_encoder({"detail": faults}), 422)

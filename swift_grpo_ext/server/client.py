@@ -10,8 +10,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import requests
 from pydantic import ValidationError
@@ -20,7 +21,9 @@ from swift.arguments import RLHFArguments
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.rlhf_trainers import vllm_client
 from swift.utils import get_current_device, get_logger
-from urllib3.exceptions import NewConnectionError
+from typing_extensions import Self
+from urllib3.exceptions import ReadTimeoutError
+from urllib3.util import Retry
 
 from swift_grpo_ext.ranks import RolloutError
 from swift_grpo_ext.rollout import wire
@@ -49,14 +52,22 @@ SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_LOOK = 2.0  # for a server that was lost to say that it is healthy again
 SECONDS_BETWEEN_LOOKS = 0.5  # at replicas that are being started
 TRIES_TO_CONNECT = 3
-BACKOFF = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each further try after a connection that failed."""
 
-REPEATABLE = ("/infer/", "/get_", "/reset_", "/close_communicator/", REPORTS_PATH)
-"""In the paths of requests that may be sent twice: their answers are the same (S2)."""
 
-CALLERS_FAULTS = (400, 413, 415, 422)
-"""Statuses of requests that no server can answer."""
+class _Tries(Retry):
+    """Tries again where no connection was made (16 seconds in all), or a server is busy (503 with a
+    `Retry-After`), but not where an answer is late: all of its time is over."""
+
+    def increment(self, *args: Any, **kwargs: Any) -> Self:
+        if isinstance(error := kwargs.get("error"), ReadTimeoutError):
+            raise error
+        return super().increment(*args, **kwargs)
+
+
+TRIES = _Tries(6, read=False, backoff_factor=0.25, allowed_methods=None, raise_on_status=False)
+# Beginnings of the paths of requests that may be sent twice: their answers are the same (S2).
+REPEATABLE = ("infer/", "get_", "reset_", "close_communicator/", REPORTS_PATH)
+CALLERS_FAULTS = (400, 413, 415, 422)  # statuses of requests that no server can answer
 
 
 @dataclass(eq=False)
@@ -68,12 +79,9 @@ class Server:
     session: requests.Session
     host: str
     group_port: int | None
-    communicator: Any = None
-    """The trainer's end of the weights' group; of vLLM, or `GlooCommunicator`."""
-
+    communicator: Any = None  # the trainer's end of the weights' group
     replicas: int = 0
-    members: list[str] = field(default_factory=list)
-    """The weights' group: names of the server's start and of its replicas' starts."""
+    members: list[str] = field(default_factory=list)  # starts of the server and its replicas
 
 
 def connect_servers(client: VLLMClient, args: RLHFArguments) -> RolloutServers:
@@ -89,16 +97,22 @@ def connect(client: VLLMClient, timeout: float) -> None:
         client.init_communicator(device=get_current_device())
 
 
+def _fill(client: VLLMClient, servers: Sequence[Server]) -> None:
+    """Have a client of ms-swift's send to these servers."""
+    client.num_servers = len(servers)
+    client.base_urls = [server.url for server in servers]
+    client.sessions = [server.session for server in servers]
+    client.hosts = [server.host for server in servers]
+    client.group_ports = [server.group_port for server in servers]
+    client.pynccl_comms = [server.communicator for server in servers]
+
+
 class RolloutServers:
-    """Sends requests to the servers of a connected client, and reads their answers.
+    """Sends requests to the servers of ms-swift's connected client, and reads their answers.
 
     Another server answers what one cannot: the tokens are the same (docs/promises.md, S2). A server
     that does not answer at all is dropped, until it answers again before a weight update (F4).
-
-    Args:
-        client: ms-swift's; its lists are kept to the living servers.
-        timeout: seconds that a replica has for an answer (`--rollout_timeout`).
-        wants_same_tokens: in each run (`--full_determinism`).
+    `timeout`: seconds that a replica has for an answer. `wants_same_tokens`: `--full_determinism`.
 
     Raises:
         WireError: a server has no swift-grpo-ext, or another version of it.
@@ -116,23 +130,22 @@ class RolloutServers:
         self._timeout = timeout
         self._wants_same_tokens = wants_same_tokens
         self._new_special_tokens = list(new_special_tokens)
-        numbers = range(len(client.base_urls))
-        ports = getattr(client, "group_ports", [None for _ in numbers])
-        communicators = getattr(client, "pynccl_comms", [None for _ in numbers])
-        lists = (client.base_urls, client.sessions, client.hosts, ports, communicators)
+        none = [None] * len(client.base_urls)  # of a client that sends no weights
+        ports, groups = getattr(client, "group_ports", none), getattr(client, "pynccl_comms", none)
+        lists = zip(client.base_urls, client.sessions, client.hosts, ports, groups, strict=True)
         self._servers = [
             Server(f"server {number} ({url})", url, *facts)
-            for number, (url, *facts) in zip(numbers, zip(*lists, strict=True), strict=True)
+            for number, (url, *facts) in enumerate(lists)
         ]
         self._dropped: list[Server] = []
-        self.max_model_len: int | None = None
-        self.number_bits: int | None = None
-        """The least of all servers' engines, like `max_model_len`."""
-
+        self.max_model_len: int | None = None  # the least of all servers' engines
+        self.number_bits: int | None = None  # the same
         for server in self._servers:
             server.session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
-            for scheme in ("http://", "https://"):
-                server.session.mount(scheme, _BoundedAdapter(wire.TRAINER_TIMEOUTS * timeout))
+            for path in ("", *REPEATABLE):
+                tries = TRIES.new(read=1) if path else TRIES
+                adapter = _BoundedAdapter(wire.TRAINER_TIMEOUTS * timeout, tries)
+                server.session.mount(f"{server.url}/{path}", adapter)
             server.replicas, server.members = self._identify(server)
             # From here on, a restarted server refuses what rests on weights.
             server.session.headers[wire.INSTANCE_HEADER] = server.members[0]
@@ -141,26 +154,18 @@ class RolloutServers:
     def replicas(self) -> list[int]:
         return [server.replicas for server in self._servers]
 
-    # --- rollouts ---
-
     def infer(
         self,
         requests: Sequence[RolloutInferRequest],
         metadatas: Sequence[RequestMetadata],
         config: RequestConfig,
     ) -> list[Answer]:
-        """Return the answer to each request, in their order.
-
-        Raises:
-            RolloutError: a request is at fault, or no server is left that could answer.
-        """
-        messages = [
-            _message(request, metadata, config)
-            for request, metadata in zip(requests, metadatas, strict=True)
-        ]
+        """Return the answer to each request, in their order. Raise `RolloutError` where a request
+        is at fault, or no server is left that could answer."""
+        messages = list(map(partial(_message, config), requests, metadatas))
 
         def send(server: Server, share: list[int]) -> list[Answer]:
-            answers = self._request(server, "post", "infer/", data=_body(messages, share, config))
+            answers = self._request(server, "post", "infer/", _body(messages, share, config))
             if not isinstance(answers, list) or len(answers) != len(share):
                 count = len(answers) if isinstance(answers, list) else "no list of"
                 raise WorkerError(f"{server.name} gave {count} answers to {len(share)} requests.")
@@ -176,15 +181,12 @@ class RolloutServers:
     ) -> list[RolloutOutput]:
         """Return what the servers' schedulers make of the requests, in their order: each may have
         several outputs. It raises as `infer` does."""
-        messages = []
-        for request in requests:
-            metadata = wire.read_metadata(request.data_dict)
-            assert metadata is not None, "the trainer names each (`samples2requests`)"
-            messages.append(_message(request, metadata, config))
+        metadatas: list[Any] = [wire.read_metadata(request.data_dict) for request in requests]
+        messages = list(map(partial(_message, config), requests, metadatas))
 
         def send(server: Server, share: list[int]) -> list[list[RolloutOutput]]:
             body = _body(messages, share, config)
-            answers = self._request(server, "post", "infer/", data=body, is_slow=True)
+            answers = self._request(server, "post", "infer/", body, **{wire.STATUS_HEADER: "1"})
             made: dict[str | None, list[RolloutOutput]] = {requests[i].uuid: [] for i in share}
             for answer in answers:
                 output = RolloutOutput(**answer)
@@ -199,7 +201,6 @@ class RolloutServers:
     def _dispatch(
         self, messages: Sequence[Message], send: Callable[[Server, list[int]], Sequence[T]]
     ) -> list[T]:
-
         def sensible(server: Server, share: list[int]) -> Sequence[T]:
             try:
                 return send(server, share)
@@ -222,26 +223,14 @@ class RolloutServers:
             self._use([other for other in self._servers if other is not server])
 
     def _use(self, servers: list[Server]) -> None:
-        """Send requests and weights to these servers; ms-swift's client has a list for each of
-        their attributes."""
+        """Send requests and weights to these servers alone."""
         self._servers = servers
-        client = self._client
-        client.num_servers = len(servers)
-        client.base_urls = [server.url for server in servers]
-        client.sessions = [server.session for server in servers]
-        client.hosts = [server.host for server in servers]
-        client.group_ports = [server.group_port for server in servers]
-        client.pynccl_comms = [server.communicator for server in servers]
-
-    # --- weights ---
+        _fill(self._client, servers)
 
     def reconnect(self, *, again: bool = False) -> bool:
-        """Connect to the servers as they are now, before weights are sent, and return whether a
-        group was made again.
-
-        Dropped servers that are healthy again are taken back. Lost ones are dropped. Those that
-        were restarted, or have other replicas, get a new group, and all do with `again`.
-        """
+        """Take back dropped servers that are healthy again, drop lost ones, and make the weights'
+        groups of those that were restarted or have other replicas (of all with `again`). Return
+        whether a group was made."""
         for server in list(self._dropped):
             try:
                 is_healthy = requests.get(f"{server.url}/health/", timeout=SECONDS_TO_LOOK).ok
@@ -263,36 +252,29 @@ class RolloutServers:
         return has_changed
 
     def _reconnect_if_changed(self, server: Server, again: bool) -> bool:
-        """Make the weights' group with a server again, where it changed, and return whether it
-        was made."""
         for tries_left in reversed(range(TRIES_TO_CONNECT)):
             replicas, members = self._identify(server, wait=True)
             if replicas == 0:
                 raise WorkerLostError(f"{server.name} has no replica left.")
             if members == server.members and not again:
                 return False
-            if members[0] != server.session.headers.get(wire.INSTANCE_HEADER):
-                change = "was restarted; it gets the weights."
-            else:
-                change = f"has reconnected; weights go to its {replicas} replicas."
-            logger.warning(f"{server.name} {change}")
+            is_same = members[0] == server.session.headers.get(wire.INSTANCE_HEADER)
+            change = "has reconnected" if is_same else "was restarted"
+            logger.warning(f"{server.name} {change}; weights go to its {replicas} replicas.")
             server.session.headers[wire.INSTANCE_HEADER] = members[0]
             try:
                 self._request(server, "post", "close_communicator/")
-                # The old communicator holds on to the store of the group that was, and with it to
-                # its port.
+                # The old communicator holds the old group's store, and with it the port.
                 server.communicator = None
                 self._use(self._servers)
                 # ms-swift's client connects all its servers at once: a copy has this one alone.
                 alone = copy.copy(self._client)
-                alone.num_servers = 1
-                alone.base_urls, alone.hosts = [server.url], [server.host]
-                alone.sessions, alone.group_ports = [server.session], [server.group_port]
+                _fill(alone, [server])
                 connect(alone, self._timeout)
                 atexit.unregister(alone.close_communicator)  # the whole client's closes every group
             except (RequestError, WireError):
                 raise
-            except Exception as e:  # of a store, or ms-swift's own: it has no kinds of its own
+            except Exception as e:  # ms-swift's errors are plain ones
                 lost = f"{server.name}: the weights' group was not made ({e})."
                 if tries_left == 0:
                     raise WorkerLostError(lost) from e
@@ -317,60 +299,45 @@ class RolloutServers:
             for number, report in enumerate(self._request(server, "get", REPORTS_PATH))
         ]
 
-    # --- one server ---
-
     def _identify(self, server: Server, *, wait: bool = False) -> tuple[int, list[str]]:
-        """Return how many replicas a server has, and the members of its group.
-
-        Args:
-            wait: for replicas that are being started, where there is no other.
-        """
+        """Return how many replicas a server has, and the members of its group; `wait` for replicas
+        that are being started, where there is no other."""
         deadline = time.monotonic() + self._timeout
         while True:
             ours = self._request(server, "post", "get_engine_type/").get(wire.KEY)
             if ours is None:
                 raise WireError(
                     f"{server.name} runs without swift-grpo-ext: start it with the plugin file "
-                    "that this training uses (swift rollout --external_plugins ... ), or train "
+                    "that this training uses (swift rollout --external_plugins ...), or train "
                     "with --rollout_seed_mode engine."
                 )
             wire.check_version(ours, server.name)
             theirs = ours.get("new_special_tokens", [])
             if theirs != self._new_special_tokens:  # ids follow the order of the flag
+                given = [" ".join(each) or "(none)" for each in (theirs, self._new_special_tokens)]
                 raise ValueError(
-                    f"{server.name} was started with --new_special_tokens "
-                    f"{' '.join(theirs) or '(none)'}, this training with "
-                    f"{' '.join(self._new_special_tokens) or '(none)'}: the same ids would be "
-                    "other tokens. Give both the same, in the same order."
+                    f"{server.name} was started with --new_special_tokens {given[0]}, this "
+                    f"training with {given[1]}: the same ids would be other tokens. Give both the "
+                    "same, in the same order."
                 )
             if self._wants_same_tokens and ours.get("batches_follow_arrival"):
                 logger.warning_once(
                     f"--full_determinism true: the tokens of {server.name} depend on when requests "
-                    "arrive, which is another time in each run. Start it with "
-                    "VLLM_BATCH_INVARIANT=1 in its environment, or without "
+                    "arrive. Start it with VLLM_BATCH_INVARIANT=1 in its environment, or without "
                     "--vllm_use_async_engine with VLLM_ENABLE_V1_MULTIPROCESSING=0."
                 )
             for name in ("max_model_len", "number_bits"):
                 known = filter(None, (getattr(self, name), ours.get(name)))
                 setattr(self, name, min(known, default=None))
-            is_over = not (wait and ours["starting"]) or time.monotonic() > deadline
-            if ours["replicas"] or is_over:
+            may_wait = wait and ours["starting"] and time.monotonic() < deadline
+            if ours["replicas"] or not may_wait:
                 return int(ours["replicas"]), [str(ours["instance"]), *ours["members"]]
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _request(
-        self,
-        server: Server,
-        method: str,
-        path: str,
-        data: bytes | None = None,
-        *,
-        is_slow: bool = False,
+        self, server: Server, method: str, path: str, data: bytes | None = None, **headers: str
     ) -> Any:
         """Return a server's answer.
-
-        Args:
-            is_slow: it may take any time, as long as the server goes on (`wire.STATUS_HEADER`).
 
         Raises:
             WorkerLostError: it does not answer, or has no replica left.
@@ -378,9 +345,7 @@ class RolloutServers:
             WorkerError: it answers nonsense.
         """
         name, number = server.name, uuid.uuid4().hex
-        headers = {wire.MESSAGE_HEADER: number, "Content-Type": "application/json"}
-        if is_slow:
-            headers[wire.STATUS_HEADER] = "1"
+        headers |= {wire.MESSAGE_HEADER: number, "Content-Type": "application/json"}
         url = f"{server.url}/{path}"
         try:
             response = server.session.request(method, url, headers=headers, data=data)
@@ -405,16 +370,13 @@ class RolloutServers:
             raise WorkerError(f"{name} answered with no JSON ({e}).") from e
 
 
-@dataclass(frozen=True)
-class Message:
-    """A request as servers get it."""
-
-    body: bytes  # made once, since images stand in it: all servers that are tried get these bytes
+class Message(NamedTuple):
+    body: bytes  # made once: each server that is tried gets the same bytes
     cost: float  # for the balance
 
 
 def _message(
-    request: RolloutInferRequest, metadata: RequestMetadata, config: RequestConfig
+    config: RequestConfig, request: RolloutInferRequest, metadata: RequestMetadata
 ) -> Message:
     fields = asdict(request)
     wire.write_metadata(fields["data_dict"], metadata)
@@ -434,34 +396,14 @@ def _body(messages: Sequence[Message], share: Sequence[int], config: RequestConf
 
 
 class _BoundedAdapter(HTTPAdapter):
-    """Bounds each request, all tries included, and sends it again where a connection fails or a
-    server is busy. ms-swift's client sets no limit, and gives up at once."""
+    """Bounds each wait of a request, and tries again as `tries` says. ms-swift's client does
+    neither."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, tries: Retry) -> None:
         self._timeout = timeout
-        super().__init__()
+        super().__init__(max_retries=tries)
 
-    def send(
-        self, request: requests.PreparedRequest, *args: Any, **kwargs: Any
-    ) -> requests.Response:
-        deadline, given = time.monotonic() + self._timeout, kwargs.get("timeout")
-        for pause in (*BACKOFF, None):
-            left = max(deadline - time.monotonic(), 0.001)
-            # For each wait for bytes: blanks of a slow answer (`wire.STATUS_HEADER`) renew it.
-            kwargs["timeout"] = given or (min(SECONDS_TO_CONNECT, left), left)
-            try:
-                response = super().send(request, *args, **kwargs)
-            except requests.ConnectionError as e:
-                # Sent again where it never left, or where its answer stays the same.
-                cause = getattr(e.args[0] if e.args else None, "reason", None)
-                refused = isinstance(e, requests.ConnectTimeout)
-                never_left = refused or isinstance(cause, NewConnectionError)
-                may_repeat = never_left or any(part in request.path_url for part in REPEATABLE)
-                if pause is None or pause > left or not may_repeat:
-                    raise
-            else:
-                busy = response.status_code == 503 and "Retry-After" in response.headers
-                if pause is None or pause > left or not busy:
-                    return response
-            time.sleep(pause)
-        raise AssertionError("unreachable")
+    def send(self, *args: Any, **kwargs: Any) -> requests.Response:
+        # The second is for each wait for bytes: blanks of a slow answer (`wire.STATUS_HEADER`) too.
+        kwargs["timeout"] = (min(SECONDS_TO_CONNECT, self._timeout), self._timeout)
+        return super().send(*args, **kwargs)

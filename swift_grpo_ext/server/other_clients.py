@@ -1,17 +1,15 @@
 """Names and seeds for the requests of a client that sends no metadata: plain ms-swift, Megatron.
 
 Symptom: without seeds, vLLM draws all requests from its engine's one generator, which starts over
-with the engine. With a seed, ms-swift's client gives the same for all requests of all steps, and
-each replica begins at it.
-Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py (`infer`) and infer_engine/vllm_engine.py
-(`infer`: `seed += i`, counted by each replica). Can go when ms-swift's clients give each request a
-seed of its own.
+with the engine. With a seed, all requests of all steps have the same, on each replica.
+Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py and infer_engine/vllm_engine.py (`infer`).
+Can go when ms-swift's clients give each request a seed of its own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import MutableMapping, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -22,20 +20,17 @@ from swift.utils import get_logger
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
-from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, SampleId
+from swift_grpo_ext.sampling.seeding import SampleId
 
 logger = get_logger()
 
 
 class OtherClients:
-    """Names their samples, so that no seed comes twice, over all replicas and restarts.
+    """Names their samples, so that no seed comes twice, over all replicas and restarts. A call of
+    `/infer` is a round. Its equal prompts are a group.
 
-    A call of `/infer` is a round. Its equal prompts are a group.
-
-    Args:
-        seed: the server's `--seed`; None leaves seeds to client and engine
-            (`--rollout_seed_mode engine`).
-        instance: this start of the server, as hexadecimal digits.
+    `seed` is the server's `--seed`; None leaves seeds to client and engine (`--rollout_seed_mode
+    engine`). `instance` is this start of the server, as hexadecimal digits.
     """
 
     def __init__(self, seed: int | None, instance: str) -> None:
@@ -49,35 +44,28 @@ class OtherClients:
         self, requests: Sequence[MutableMapping[str, Any]], config: RequestConfig | None
     ) -> list[RequestMetadata]:
         """Write into each request its metadata, and return them."""
-        call, num_samples = next(self._calls), max((config.n if config else 1) or 1, 1)
-        run_seed = self._run_seed
-        if config is not None and config.seed is not None and run_seed is not None:
+        call, n = next(self._calls), max((config.n if config else 1) or 1, 1)
+        seed = self._run_seed
+        if config is not None and config.seed is not None and seed is not None:
             if len(requests) == 1:
-                run_seed = None  # the client's own
+                seed = None  # the client's own
             else:
                 logger.warning_once(
                     f"A client gives one seed ({config.seed}) for {len(requests)} requests: the "
                     "same noise on each replica, and in each call that gives it. Each request gets "
                     "a seed of its own instead, which `rollout_infos` says; start `swift rollout` "
-                    "with --rollout_seed_mode engine to leave the client's. (Said once.)",
+                    "with --rollout_seed_mode engine to leave the client's.",
                     hash_id="one_seed_for_many",
                 )
-        upcoming: dict[str, SampleId] = {}
-        num_groups = 0
+        groups: dict[str, int] = {}
+        drawn: Counter[int] = Counter()  # samples of each group
         metadatas = []
         for request in requests:
-            prompt = prompt_hash(request)
-            first = upcoming.get(prompt)
-            if first is None or first.index + num_samples > MAX_GROUP_SIZE:
-                first = SampleId(phase="train", step=call, number=0, group=num_groups, index=0)
-                num_groups += 1
-            upcoming[prompt] = replace(first, index=first.index + num_samples)
+            group = groups.setdefault(prompt_hash(request), len(groups))
+            name = SampleId(phase="train", step=call, number=0, group=group, index=drawn[group])
+            drawn[group] += n
             metadata = RequestMetadata(
-                sample_id=first,
-                count=min(num_samples, MAX_GROUP_SIZE),
-                run_seed=run_seed,
-                as_arrays=False,
-                stop_token_ids=None,
+                sample_id=name, count=n, run_seed=seed, as_arrays=False, stop_token_ids=None
             )
             request["data_dict"] = {**(request.get("data_dict") or {})}
             wire.write_metadata(request["data_dict"], metadata)

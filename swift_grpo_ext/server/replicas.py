@@ -1,28 +1,25 @@
 """The replicas of a `swift rollout`: each call is paired with its answer, and bounded in time.
 
 Both ends of a replica's pipe number their messages (docs/promises.md, F1). A replica whose reply is
-missing, late or to another message is ended, and others generate its groups (F3). It is
-restarted, joins the others when a trainer is about to send weights, and generates once it holds
-them (F4). With ms-swift 4.6 a replica answers every request with the reply before, once one reply
-was late; one that hangs is waited for without limit.
+missing, late or to another message is ended, and others generate its groups (F3). It is restarted,
+joins the others when a trainer is about to send weights, and generates once it holds them (F4).
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
+from queue import SimpleQueue
 from time import monotonic
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
@@ -41,81 +38,77 @@ from swift_grpo_ext.rollout.dispatch import (
 )
 from swift_grpo_ext.rollout.served import give_up, go_on
 from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.threads import in_thread
 
 logger = get_logger()
 
 T = TypeVar("T")
 
-GIVE_UP = "give up"  # a command without a reply: nobody waits for the conversations
+GIVE_UP = "give up"  # a command without a reply: the client of the conversations has left
 GOES_ON = "goes on"  # a reply before the reply: a replica's conversations go on
-Command = dict[str, Any] | str
-"""A replica receives one of ms-swift's commands, or `GIVE_UP`."""
+Command = dict[str, Any] | str  # one of ms-swift's commands, or `GIVE_UP`
 
 NONE_LEFT = "it has no replica left"
 SECONDS_BETWEEN_NOTES = 0.25
 SECONDS_TO_END = 10.0
 MAX_RESTARTS = 3
-"""Restarts of a server's replicas, in all. An accident is over after one (memory that ran short, a
-driver's hiccup); a fault of the model or the machine comes again, and a restart takes minutes."""
+"""Restarts of a server's replicas, in all. An accident is over after one; a fault of the model or
+the machine comes again, and a restart takes minutes."""
 
 
-# --- the worker's end ---
+def rpc(method: str, args: tuple[Any, ...] = (), kind: str = "call") -> dict[str, Any]:
+    """Return the command that calls a method of each worker."""
+    return {"type": kind, "method": "collective_rpc", "kwargs": {"method": method, "args": args}}
 
 
 class WorkerConnection:
-    """A worker's end of its pipe. ms-swift's loop sees the contents of messages alone; its replies
-    get their commands' numbers."""
+    """A worker's end of its pipe. ms-swift's loop gets commands without their numbers; each reply
+    gets its command's number."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._number: int | None = None
-        self._is_free: threading.Lock | None = None  # made in the worker: locks cannot be pickled
-        self._is_read: threading.Lock | None = None
-        self._unread: list[tuple[int, Command]] = []
+        self._is_free = threading.Lock()
+        self._commands: SimpleQueue[tuple[int, Command] | Exception] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a lock cannot be pickled
+        return WorkerConnection, (self.connection,)
 
     def recv(self) -> Any:
-        if self._is_free is None or self._is_read is None:
-            self._is_free, self._is_read = threading.Lock(), threading.Lock()
-            threading.Thread(target=self._tell_of_conversations, daemon=True).start()
-        while True:
-            with self._is_read:
-                message = self._unread.pop(0) if self._unread else self.connection.recv()
-            self._number, command = message
-            if command != GIVE_UP:
-                return command
+        if self._commands is None:  # the first time, in the worker's process
+            self._commands = SimpleQueue()
+            threading.Thread(target=self._listen, args=[self._commands], daemon=True).start()
+        message = self._commands.get()
+        if isinstance(message, Exception):
+            raise message
+        self._number, command = message
+        return command
 
     def send(self, reply: Any) -> None:
-        with self._is_free or nullcontext():
+        with self._is_free:
             self.connection.send((self._number, reply))
 
-    def _tell_of_conversations(self) -> None:
-        """Tell the server while conversations go on: their tools may take longer than a replica may
-        be silent. End them where nobody waits for them."""
-        with suppress(EOFError, OSError):  # the server has ended
+    def _listen(self, commands: SimpleQueue[tuple[int, Command] | Exception]) -> None:
+        """Read commands, and tell the server while conversations go on: their tools may take longer
+        than a replica may be silent."""
+        try:
             while True:
                 began = monotonic()
-                time.sleep(SECONDS_BETWEEN_NOTES)
-                if go_on(began):
-                    self.send(GOES_ON)
-                assert self._is_read is not None
-                if not self._is_read.acquire(blocking=False):
-                    continue  # `recv` waits: no command is worked at
-                try:
-                    if self.connection.poll():
-                        message: tuple[int, Command] = self.connection.recv()
-                        if message[1] == GIVE_UP:
-                            give_up()
-                        else:
-                            self._unread.append(message)  # for `recv`
-                finally:
-                    self._is_read.release()
-
-    def close(self) -> None:
-        self.connection.close()
+                if not self.connection.poll(SECONDS_BETWEEN_NOTES):
+                    if go_on(began):
+                        self.send(GOES_ON)
+                    continue
+                message = self.connection.recv()
+                if message[1] == GIVE_UP:
+                    give_up()
+                else:
+                    commands.put(message)
+        except Exception as e:  # the server has ended
+            commands.put(e)
 
 
 def numbered_pipe() -> tuple[Connection, WorkerConnection]:
-    """Return the ends of a pipe to a worker of ms-swift's, which gets the second."""
+    """Return the ends of a pipe: the server's and the worker's."""
     ours, theirs = Pipe()
     return ours, WorkerConnection(theirs)
 
@@ -128,7 +121,6 @@ def numbered_pipe() -> tuple[Connection, WorkerConnection]:
     until="they have, and waits are bounded",
 )
 def number_messages() -> None:
-    """Let `swift rollout` number its messages. Call this before a server is made."""
     start = SwiftRolloutDeploy._start_data_parallel_workers
 
     def _start_data_parallel_workers(self: SwiftRolloutDeploy) -> None:
@@ -141,16 +133,9 @@ def number_messages() -> None:
     patch(SwiftRolloutDeploy, _start_data_parallel_workers=_start_data_parallel_workers)
 
 
-# --- the server's end ---
-
-
 class ReplicaConnection:
-    """The server's end of the pipe of a replica.
-
-    Args:
-        number: names the replica's devices.
-        start: how often replicas of this server were restarted, this one included.
-    """
+    """The server's end of a replica's pipe. `number` names the replica's devices; `start` counts
+    the restarts of this server's replicas, this one included."""
 
     def __init__(
         self, connection: Connection, process: BaseProcess, number: int = 0, start: int = 0
@@ -159,8 +144,7 @@ class ReplicaConnection:
         self.number, self.name = number, f"{number}.{start}"
         self.holds_weights = start == 0  # those that the server started with, or a trainer's
         self._numbers = count(1)
-        self._is_free = threading.Lock()
-        # Writes in order, and off the event loop: a pipe that nobody reads is full at some point.
+        # Writes in order, and off the event loop: a pipe may be full.
         self._writer = ThreadPoolExecutor(1)
 
     def poll(self, timeout: float = 0.0) -> bool:
@@ -170,17 +154,11 @@ class ReplicaConnection:
         """Return what the worker says unasked: that it is ready, or why it is not."""
         return self._connection.recv()[1]
 
-    def send(self, command: Command) -> tuple[int, Future[None]]:
-        """Send a command, and return its number, and when it is written."""
+    def send(self, command: Command) -> int:
+        """Have a command written, and return its number."""
         number = next(self._numbers)
-        return number, self._writer.submit(self._write, (number, command))
-
-    def _write(self, message: tuple[int, Command]) -> None:
-        # As `send` would, but a large string by itself: other threads run in between, where one
-        # call that pickles all images of a round would hold up `/health`.
-        parts: list[bytes] = []
-        ForkingPickler(SimpleNamespace(write=parts.append)).dump(message)
-        self._connection.send_bytes(b"".join(parts))
+        self._writer.submit(self._connection.send, (number, command))
+        return number
 
     def end(self) -> None:
         self.process.kill()
@@ -189,53 +167,30 @@ class ReplicaConnection:
         self._connection.close()
 
     def call(self, command: Command, timeout: float) -> Any:
-        """Return the reply to one of ms-swift's commands of type `call`.
-
-        Raises:
-            WorkerLostError: the replica can be used no more.
-        """
-        deadline = monotonic() + timeout
+        """Return the reply to a command of type `call`. A replica may be silent for `timeout`
+        seconds, and again after each note that its conversations go on. Raise `WorkerLostError`
+        where the replica can be used no more."""
         late = WorkerLostError(f"a replica has not answered for {timeout:g} s (--rollout_timeout)")
-        if not self._is_free.acquire(timeout=timeout):
-            raise late
+        number, reply = self.send(command), GOES_ON
         try:
-            with self._ended_after(timeout):
-                number, written = self.send(command)
-                written.result(deadline - monotonic())
-            while True:
-                with self._ended_after(deadline - monotonic()):
-                    if not self._connection.poll(deadline - monotonic()):
-                        raise late
-                    answered, reply = self._connection.recv()
-                if reply != GOES_ON:
-                    break
-                deadline = monotonic() + timeout  # it may be silent for so long, once more
+            while reply == GOES_ON:
+                deadline = monotonic() + timeout
+                if not self._connection.poll(timeout):
+                    raise late
+                reading = in_thread(self._connection.recv)  # the replica may stop halfway
+                answered, reply = reading.result(max(deadline - monotonic(), 1.0))
         except FutureTimeoutError as e:
             raise late from e
         except (EOFError, OSError) as e:
             raise WorkerLostError(f"a replica has ended ({type(e).__name__})") from e
-        finally:
-            self._is_free.release()
         if answered != number:
             raise WorkerLostError(f"a replica answered message {answered}, expected {number}")
         return reply
 
-    @contextmanager
-    def _ended_after(self, seconds: float) -> Iterator[None]:
-        """End a replica that does not read a write, or stops halfway in a reply."""
-        # A second after the caller's own bound, which names the cause where it can.
-        ends = threading.Timer(max(seconds, 0) + 1.0, self.process.kill)
-        ends.daemon = True
-        ends.start()
-        try:
-            yield
-        finally:
-            ends.cancel()
-
 
 class Restarts:
-    """Restarts replicas of `server` that were lost, `budget` times in all, in the event loop's
-    thread: a replica ends with the thread that started it."""
+    """Restarts lost replicas of `server`, `budget` times in all, in the event loop's thread: a
+    replica ends with the thread that started it."""
 
     def __init__(self, server: SwiftRolloutDeploy, budget: int) -> None:
         self._server, self._budget, self._count = server, budget, 0
@@ -258,9 +213,8 @@ class Restarts:
         return sum(c.process.is_alive() and c.poll() for c in self.starting)
 
     def start_lost(self) -> None:
-        failed = []
-        while self.lost:
-            number = self.lost.pop()
+        lost, self.lost = self.lost, []
+        for number in lost:
             if self._count >= self._budget:
                 logger.error(
                     f"Giving up on replica {number} after {self._budget} restarts. Fix the cause "
@@ -268,28 +222,24 @@ class Restarts:
                 )
                 continue
             self._count += 1
+            tries = f"{self._count} of {self._budget}"
             parent, child = rollout.Pipe()
             is_async = self._server.use_async_engine
-            process = rollout.Process(
-                target=rollout.llm_worker_entry if is_async else rollout.llm_worker,
-                args=(self._server.args, number, self._server.master_port, child),
-            )
+            worker = rollout.llm_worker_entry if is_async else rollout.llm_worker
+            args = (self._server.args, number, self._server.master_port, child)
+            process = rollout.Process(target=worker, args=args)
             try:
                 process.start()
             except OSError as e:  # no memory, too many files
-                parent.close()
-                failed.append(number)
-                tries = f"try {self._count} of {self._budget}"
-                logger.error(f"Replica {number} could not be started ({e}): {tries}.")
-                continue
-            finally:
-                child.close()
-            self.starting.append(ReplicaConnection(parent, process, number, self._count))
-            logger.warning(f"Restarting replica {number} ({self._count} of {self._budget}).")
-        self.lost += failed  # tried again after the next request
+                self.lost.append(number)  # tried again after the next request
+                logger.error(f"Replica {number} could not be started ({e}): try {tries}.")
+            else:
+                self.starting.append(ReplicaConnection(parent, process, number, self._count))
+                logger.warning(f"Restarting replica {number} ({tries}).")
+            child.connection.close()
 
     def admit(self) -> None:
-        """Let replicas that are ready join: the caller is about to send weights."""
+        """Let replicas that are ready join, before weights are sent."""
         for connection in list(self.starting):
             if not connection.poll() and connection.process.is_alive():
                 continue  # it is still loading
@@ -309,136 +259,70 @@ class Restarts:
 
 def prune(server: SwiftRolloutDeploy) -> None:
     """Remove replicas that have ended."""
-    for process, connection in zip(list(server.processes), list(server.connections), strict=True):
-        if not process.is_alive():
-            remove(server, connection, f"its process ended with status {process.exitcode}")
+    for connection in list(server.connections):
+        if not connection.process.is_alive():
+            status = connection.process.exitcode
+            remove(server, connection, f"its process ended with status {status}")
 
 
 def remove(server: SwiftRolloutDeploy, connection: ReplicaConnection, cause: object) -> None:
     """End what is left of a replica, and use it no more."""
-    if connection not in server.connections:
-        return
-    number = server.connections.index(connection)
-    server.connections.pop(number)
-    server.processes.pop(number)
+    server.connections.remove(connection)
+    server.processes.remove(connection.process)
     connection.end()
-    logger.error(
-        f"A replica is lost ({cause}); {len(server.connections)} are left. They get "
-        "new weights when the trainer reconnects."
-    )
+    left = f"{len(server.connections)} are left, and get weights when the trainer reconnects"
+    logger.error(f"A replica is lost ({cause}); {left}.")
     server.restarts.lost.append(connection.number)
 
 
 def call_all(server: SwiftRolloutDeploy, command: Command, timeout: float) -> list[Any]:
-    """Return the replies of all replicas; those that fail are removed.
-
-    Raises:
-        NoWorkerError: no replica is left; says what became of them.
-    """
-
-    def attempt(connection: ReplicaConnection) -> Any:
-        try:
-            return connection.call(command, timeout)
-        except WorkerLostError as e:
-            return e
-
-    connections = list(server.connections)
-    with ThreadPoolExecutor(max(len(connections), 1)) as pool:
-        outcomes = list(pool.map(attempt, connections))
+    """Return the replies of all replicas; those that fail are removed. Raise `NoWorkerError` with
+    the causes where none is left."""
+    calls = [(c, in_thread(partial(c.call, command, timeout))) for c in server.connections]
     replies, causes = [], []
-    for connection, outcome in zip(connections, outcomes, strict=True):
-        if isinstance(outcome, WorkerLostError):
-            remove(server, connection, outcome)
-            causes.append(str(outcome))
-        else:
-            replies.append(outcome)
+    for connection, reply in calls:
+        try:
+            replies.append(reply.result())
+        except WorkerLostError as e:
+            remove(server, connection, e)
+            causes.append(str(e))
     if not replies:
         raise NoWorkerError("; ".join(causes) or NONE_LEFT)
     return replies
 
 
-# --- rollouts ---
-
-
-def infer_groups(
+def generate(
     server: SwiftRolloutDeploy,
-    requests: Sequence[Mapping[str, Any]],
-    request_config: RequestConfig | None,
-    costs: Sequence[float],
+    config: RequestConfig | None,
     timeout: float,
-) -> list[RolloutOutput]:
-    """Return the output of each request, in order. Others do what one replica cannot.
-
-    Args:
-        requests: ours, each of which has one output with all of its samples.
-        timeout: seconds that a replica may be silent; twice that for all tries.
-    """
-    deadline = monotonic() + 2 * timeout
-
-    def send(connection: ReplicaConnection, share: list[int]) -> list[RolloutOutput]:
-        bound = min(timeout, deadline - monotonic())
-        if bound <= 0:
-            raise WorkerError(f"no time is left of {2 * timeout:g} s (2 x --rollout_timeout)")
-        asked = [requests[i] for i in share]
-        outputs = _generate(server, connection, asked, request_config, bound)
-        if len(outputs) != len(asked):
-            raise _miscounted(len(outputs), len(asked))
-        return outputs
-
-    return _dispatch(server, costs, send)
-
-
-def infer_slices(
-    server: SwiftRolloutDeploy,
-    slices: Sequence[Sequence[Mapping[str, Any]]],
-    request_config: RequestConfig | None,
-    timeout: float,
-) -> list[list[RolloutOutput]]:
-    """Return the outputs of each slice, in order. Others do what one replica cannot.
-
-    Args:
-        slices: any client's requests, each slice for one replica. A server's scheduler may make
-            several outputs of one request.
-        timeout: seconds that a replica may be silent. Conversations take as long as they go on.
-    """
-
-    def send(connection: ReplicaConnection, share: list[int]) -> list[list[RolloutOutput]]:
-        return [_generate(server, connection, slices[i], request_config, timeout) for i in share]
-
-    return _dispatch(server, [float(len(asked)) for asked in slices], send)
-
-
-def _generate(
-    server: SwiftRolloutDeploy,
     connection: ReplicaConnection,
     requests: Sequence[Mapping[str, Any]],
-    request_config: RequestConfig | None,
-    timeout: float,
+    *,
+    is_counted: bool = True,
 ) -> list[RolloutOutput]:
-    kwargs = {"infer_requests": requests, "request_config": request_config, "use_tqdm": False}
+    """Return what a replica makes of requests: one output each, where they are counted."""
+    kwargs = {"infer_requests": requests, "request_config": config, "use_tqdm": False}
     method = "async_infer" if server.use_async_engine else "infer"
     answer = connection.call({"type": "call", "method": method, "kwargs": kwargs}, timeout)
     if isinstance(answer, dict) and FAILURE in answer:
         error = RequestError if answer.get(REQUEST_FAULT) else WorkerError
         raise error(f"a replica failed: {answer[FAILURE]}")
-    if not isinstance(answer, list):
-        raise _miscounted("no", len(requests))
+    is_list = isinstance(answer, list)
+    if not is_list or (is_counted and len(answer) != len(requests)):
+        raise WorkerError(
+            f"a replica gave {len(answer) if is_list else 'no'} answers to {len(requests)} "
+            "requests; the log of `swift rollout` tells why"
+        )
     return answer
 
 
-def _miscounted(num_answers: int | str, num_requests: int) -> WorkerError:
-    return WorkerError(
-        f"a replica gave {num_answers} answers to {num_requests} requests; the log of "
-        "`swift rollout` tells why"
-    )
-
-
-def _dispatch(
+def spread(
     server: SwiftRolloutDeploy,
     costs: Sequence[float],
     send: Callable[[ReplicaConnection, list[int]], Sequence[T]],
 ) -> list[T]:
-    """Return what the replicas that hold weights answer; those that are lost are removed."""
+    """Return the answers of the replicas that hold weights, in order. Others do what one cannot;
+    those that are lost are removed. Arguments and errors are those of `dispatch`."""
 
     def workers() -> dict[ReplicaConnection, float]:
         return {c: 1.0 for c in server.connections if c.holds_weights}

@@ -1,12 +1,8 @@
 """`swift rollout` with us: the way of a request into the server, and what each route does.
 
-Requests take turns, since they share the pipes to the replicas (docs/promises.md, F2). A request's
-body is read before its turn, within a time, and its answer is sent after it: no client can hold up
-another. `/health` answers at once, whoever asks. Groups go over the replicas whole, by cost.
-
-ms-swift 4.6 (pipelines/infer/rollout.py) cuts a batch into slices of equally many requests, and
-blocks its event loop, and with it `/health`, while replicas work. It says nothing of its plugin, of
-replicas that have ended, or of their weights.
+Requests take turns, since they share the pipes to the replicas (docs/promises.md, F2). The body of
+a request is read before its turn, within a time, and its answer is sent after it: no client can
+hold up another. `/health` answers at once. Groups go over the replicas whole, by cost.
 """
 
 from __future__ import annotations
@@ -15,76 +11,62 @@ import asyncio
 import math
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from asyncio import FIRST_COMPLETED
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, FailFast, Field
-from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swift.arguments import RolloutArguments
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import InitCommunicatorRequest, SwiftRolloutDeploy
-from swift.utils import get_logger
 from typing_extensions import Required, TypedDict
 
 from swift_grpo_ext.media.paths import check_media
 from swift_grpo_ext.rollout import conversation, engine, wire
 from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, estimate_cost
 from swift_grpo_ext.rollout.scheduler import watch
-from swift_grpo_ext.server import api_key, bodies, replicas
-from swift_grpo_ext.server.lease import Lease
+from swift_grpo_ext.server import api_key, bodies, lease, replicas
 from swift_grpo_ext.server.other_clients import OtherClients
 from swift_grpo_ext.server.record import ServerRecord
+from swift_grpo_ext.server.replicas import ReplicaConnection, rpc
 from swift_grpo_ext.server.updates import Updates
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.determinism import batches_follow_arrival
 from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
-logger = get_logger()
-
 REPORTS_PATH = "/swift_grpo_ext/weight_reports/"
+INSTANCE = uuid.uuid4().hex  # this start of the server
+SECONDS_BETWEEN_BLANKS = 0.25
 
-INSTANCE = uuid.uuid4().hex
-"""This start of the server: one that was restarted has other weights, and no trainer."""
-
-RESETS = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
-
-# Beginnings of routes that rest on weights, or on the group that brings them; and of those after
-# which replicas hold a trainer's weights.
+# Beginnings of routes that need weights or their group, and of those that complete weights.
 NEED_WEIGHTS = ("/infer", "/update_", "/process_weights_after_loading")
 BRING_WEIGHTS = ("/process_weights_after_loading", "/update_adapter")
 
-SECONDS_BETWEEN_BLANKS = 0.25
 
-
-@dataclass(frozen=True)
-class Caller:
-    """Who waits for an answer."""
+class Caller(NamedTuple):
+    """The client whose turn it is."""
 
     timeout: float  # seconds that a replica has for each call
-    may_change: bool  # it has the lease, or nobody has
-    came_in_at: str  # this machine's address that it reached; "" where a proxy brought it
-    is_ours: bool  # a training with the plugin, which compares weights and samples by itself
-    num_bytes: int  # of the body
+    came_in_at: str  # this machine's address that it reached; "" behind a proxy
+    is_ours: bool  # a training with the plugin, which compares weights and samples itself
 
 
 CALLER: ContextVar[Caller] = ContextVar("CALLER")
 
 
-class Message(TypedDict):
-    """A message of a request, as far as a server looks into it."""
-
+class InferMessage(TypedDict):
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     role: str
 
@@ -93,7 +75,7 @@ class InferRequest(TypedDict, total=False):
     """A request as JSON. A class of ms-swift's or pydantic's would copy every image."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-    messages: Required[Annotated[list[Message], Field(min_length=1)]]
+    messages: Required[Annotated[list[InferMessage], Field(min_length=1)]]
     images: list[Any] | str | None
     videos: list[Any] | str | None
     audios: list[Any] | str | None
@@ -109,13 +91,9 @@ class InferRequest(TypedDict, total=False):
     until="a plugin can give a server routes and an engine",
 )
 def add_routes() -> None:
-    """Give `swift rollout` our engine and routes."""
     verify(pins.SERVER)
-    patch(
-        rollout,
-        GRPOVllmEngine=engine.RolloutEngine,
-        get_rollout_engine_type=get_rollout_engine_type,
-    )
+    patch(rollout, GRPOVllmEngine=engine.RolloutEngine)
+    patch(rollout, get_rollout_engine_type=get_rollout_engine_type)
     patch(
         SwiftRolloutDeploy,
         infer=infer,
@@ -126,8 +104,10 @@ def add_routes() -> None:
         close_communicator=close_communicator,
         process_weights_after_loading=process_weights_after_loading,
         _register_rl_rollout_app=_register_rl_rollout_app,
-        _require_api_key=lambda self: _passed,
-        **{name: _reset(name) for name in RESETS},
+        _require_api_key=lambda self: lambda: None,  # `Turns` asks for it
+        reset_prefix_cache=_reset("reset_prefix_cache"),
+        reset_encoder_cache=_reset("reset_encoder_cache"),
+        reset_mm_cache=_reset("reset_mm_cache"),
     )
 
 
@@ -137,7 +117,7 @@ _upstream_register = SwiftRolloutDeploy._register_rl_rollout_app
 
 
 def get_rollout_engine_type(args: RolloutArguments, engine: Any) -> Any:
-    """Let ms-swift make a scheduler that is watched, in the process of a replica."""
+    """Have the scheduler watched that ms-swift makes in the process of a replica."""
     watch(args.multi_turn_scheduler, args.tool_timeout)
     return _upstream_rollout_engine_type(args, engine)
 
@@ -155,128 +135,121 @@ def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:
     self.app.add_middleware(Turns, server=self, key=api_key.key_of(self.args))
 
 
-async def _passed() -> None:
-    """`Turns` has asked for the key."""
-
-
-# --- the way of a request ---
-
-
-class Turns(BaseHTTPMiddleware):
-    """Middleware of `server`. `key` is the API key that requests must have; None for none."""
+class Turns:
+    """ASGI middleware of `server`. `key` is the API key that requests must have; None for none."""
 
     def __init__(self, app: ASGIApp, server: SwiftRolloutDeploy, key: str | None) -> None:
-        super().__init__(app)
-        self._server, self._key = server, key
-        self._lock, self._lease, self._bodies = asyncio.Lock(), Lease(), bodies.Bodies()
+        self._app, self._server, self._key = app, server, key
+        self._lock, self._lease, self._bodies = asyncio.Lock(), lease.Lease(), bodies.Bodies()
 
-    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request under its own name (docs/promises.md, F1)."""
-        # `request.url` holds the client's `Host`: only the scope's path can be trusted.
-        path = request.scope["path"]
-        response: Response = (
-            self._refusal(request, path)
-            or await self._lease.refusal(request)
-            or await self._begin(request, path, call_next)
-        )
+        if scope["type"] != "http":  # the server starts or ends
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        response = await _or_refusal(self._respond(request))
         name = request.headers.get(wire.MESSAGE_HEADER)
         if name is not None:
             response.headers[wire.MESSAGE_HEADER] = name
-        return response
+        await response(scope, receive, send)
 
-    def _refusal(self, request: Request, path: str) -> JSONResponse | None:
-        """Return the answer about health, or to a request with a fault in its head."""
-        if path.rstrip("/") == "/health":
-            alive = sum(process.is_alive() for process in self._server.processes)
-            ready = self._server.restarts.num_ready
-            if not (alive or ready):
-                return _refuse(503, "no replica is left")
-            health = {"status": "ok", "replicas": alive, "waiting_for_weights": ready}
-            updates = self._server.updates
-            return JSONResponse({**health, "weights": updates.fault or updates.state})
-        authorization = request.headers.get("Authorization", "")
-        if self._key is not None and not api_key.is_authorized(authorization, self._key):
-            what = "the API key is not this server's" if authorization else "the API key is missing"
-            detail = f"401 Unauthorized: {what}. {api_key.REMEDY}."
-            return _refuse(401, detail, {"WWW-Authenticate": "Bearer"})
-        instance = request.headers.get(wire.INSTANCE_HEADER, INSTANCE)
-        if instance != INSTANCE and path.startswith(NEED_WEIGHTS):
-            return _refuse(409, "the server was restarted, and has the base model's weights")
-        bound = request.headers.get(wire.TIMEOUT_HEADER)
-        try:
-            is_bound = bound is None or wire.MIN_TIMEOUT <= float(bound) < math.inf
-        except ValueError:
-            is_bound = False
-        if bound is not None and not is_bound:
-            detail = (
-                f"{wire.TIMEOUT_HEADER}: {bound[:60]!r}; expected a number of seconds, at least "
-                f"{wire.MIN_TIMEOUT:g} (the training's --rollout_timeout)"
-            )
-            return _refuse(400, detail)
-        return None
-
-    async def _begin(
-        self, request: Request, path: str, call_next: RequestResponseEndpoint
-    ) -> Response:
+    async def _respond(self, request: Request) -> Response:
         """Read the body, and return the answer; one that is slow is made while it is sent."""
+        # `request.url` holds the client's `Host`: only the scope's path can be trusted.
+        path = request.scope["path"]
+        if path.rstrip("/") == "/health":
+            return self._health()
+        self._check_head(request, path)
+        await self._lease.check(request)
+        if path == lease.PATH:
+            return JSONResponse({"owner": self._lease.owner})
         timeout = float(self._server.args.rollout_timeout)
         if self._lease.is_owners(request):  # a stranger's bound would end a busy replica
             timeout = min(timeout, float(request.headers.get(wire.TIMEOUT_HEADER, timeout)))
         try:
-            await asyncio.wait_for(self._bodies.receive(request), timeout)
-        except HTTPException as e:
-            return _refuse(e.status_code, e.detail, e.headers)
-        except asyncio.TimeoutError:
-            return _refuse(408, "the body did not arrive in time")
-        except ClientDisconnect:
-            return _refuse(400, "the client has left")
+            body = await asyncio.wait_for(self._bodies.receive(request), timeout)
+        except asyncio.TimeoutError as e:
+            raise HTTPException(408, "the body did not arrive in time") from e
+        except ClientDisconnect as e:
+            raise HTTPException(400, "the client has left") from e
 
         async def answer() -> Response:
             try:
-                return await self._answer(request, path, call_next, timeout)
+                return await _or_refusal(self._answer(request, body, timeout))
             finally:
-                self._bodies.forget(request)
+                self._bodies.forget(body)
 
         is_slow = wire.STATUS_HEADER in request.headers
-        return SlowAnswer(answer(), request, self._give_up) if is_slow else await answer()
+        return SlowAnswer(answer(), self._give_up) if is_slow else await answer()
+
+    def _health(self) -> JSONResponse:
+        alive = sum(process.is_alive() for process in self._server.processes)
+        ready, updates = self._server.restarts.num_ready, self._server.updates
+        if not (alive or ready):
+            raise HTTPException(503, "no replica is left")
+        health = {"status": "ok", "replicas": alive, "waiting_for_weights": ready}
+        return JSONResponse({**health, "weights": updates.fault or updates.state})
+
+    def _check_head(self, request: Request, path: str) -> None:
+        """Refuse a request with a fault in its headers."""
+        authorization = request.headers.get("Authorization", "")
+        if self._key is not None and not api_key.is_authorized(authorization, self._key):
+            what = "the API key is not this server's" if authorization else "the API key is missing"
+            detail = f"401 Unauthorized: {what}. {api_key.REMEDY}."
+            raise HTTPException(401, detail, {"WWW-Authenticate": "Bearer"})
+        instance = request.headers.get(wire.INSTANCE_HEADER, INSTANCE)
+        if instance != INSTANCE and path.startswith(NEED_WEIGHTS):
+            raise HTTPException(409, "the server was restarted, and has the base model's weights")
+        bound = request.headers.get(wire.TIMEOUT_HEADER, f"{wire.MIN_TIMEOUT}")
+        try:
+            is_bound = wire.MIN_TIMEOUT <= float(bound) < math.inf
+        except ValueError:
+            is_bound = False
+        if not is_bound:
+            raise HTTPException(
+                400,
+                f"{wire.TIMEOUT_HEADER}: {bound[:60]!r}; expected a number of seconds, at least "
+                f"{wire.MIN_TIMEOUT:g} (the training's --rollout_timeout)",
+            )
 
     def _give_up(self) -> None:
         for connection in self._server.connections:
             connection.send(replicas.GIVE_UP)
 
-    async def _answer(
-        self, request: Request, path: str, call_next: RequestResponseEndpoint, timeout: float
-    ) -> Response:
+    async def _answer(self, request: Request, body: bytes, timeout: float) -> Response:
         """Wait for the turn, and return the whole answer that was made in it."""
+        path, server, updates = request.scope["path"], self._server, self._server.updates
         try:
             # A server answers within 2.5 timeouts: two are for replicas, the rest is the queue's.
             await asyncio.wait_for(self._turn(path), (wire.SERVER_TIMEOUTS - 2.0) * timeout)
-        except asyncio.TimeoutError:
+        except asyncio.TimeoutError as e:
             what = "the server is busy with another request"
-            if self._server.updates.is_arriving:
+            if updates.is_arriving:
                 what = "a weight update is under way; /process_weights_after_loading/ ends it"
-            return _refuse(503, what, {"Retry-After": "1"})
-        is_direct = "X-Forwarded-For" not in request.headers
-        came_in_at = request.scope["server"][0] if is_direct else ""
+            raise HTTPException(503, what, {"Retry-After": "1"}) from e
         is_ours = wire.INSTANCE_HEADER in request.headers
-        may_change, num_bytes = not self._lease.is_others(request), len(await request.body())
-        CALLER.set(Caller(timeout, may_change, came_in_at, is_ours, num_bytes))
+        came_in_at = "" if "X-Forwarded-For" in request.headers else request.scope["server"][0]
+        CALLER.set(Caller(timeout, came_in_at, is_ours))
         try:
             # In a thread: it waits for processes to end.
-            await asyncio.to_thread(replicas.prune, self._server)
-            response = await call_next(request)
-            content = b"".join([part async for part in response.body_iterator])  # type: ignore[attr-defined]
+            await asyncio.to_thread(replicas.prune, server)
+            # A training names the instance once it is connected. Before, it makes its group for
+            # the replicas that it was told of: none may join then.
+            may_admit = is_ours and not self._lease.is_others(request)
+            if path.startswith("/get_engine_type") and may_admit:
+                server.restarts.admit()
+            response = await self._pass_on(request.scope, body)
             if path.startswith("/update_") and response.status_code == 200:
-                updates = self._server.updates
                 updates.is_due, updates.is_arriving = True, not path.startswith(BRING_WEIGHTS)
             if path.startswith(BRING_WEIGHTS) and response.status_code == 200:
-                self._server.num_updates += 1
-                for connection in self._server.connections:
+                server.num_updates += 1
+                for connection in server.connections:
                     connection.holds_weights = True
         finally:
             self._lock.release()  # to the next, once this coroutine waits or ends
-            self._server.restarts.start_lost()  # in the event loop's thread (see `Restarts`)
-        return Response(content, response.status_code, dict(response.headers))
+            server.restarts.start_lost()  # in the event loop's thread (see `Restarts`)
+        return response
 
     async def _turn(self, path: str) -> None:
         """Wait for the turn of a request; for samples also for the end of a weight update."""
@@ -286,62 +259,62 @@ class Turns(BaseHTTPMiddleware):
             await asyncio.sleep(SECONDS_BETWEEN_BLANKS)
             await self._lock.acquire()
 
+    async def _pass_on(self, scope: Scope, body: bytes) -> Response:
+        """Return the whole answer of the routes, which is sent later."""
+        parts: list[Message] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body}
+
+        async def keep(part: Message) -> None:
+            parts.append(part)
+
+        await self._app(scope, receive, keep)
+        response = Response(b"".join(part["body"] for part in parts[1:]), parts[0]["status"])
+        response.raw_headers = parts[0]["headers"]
+        return response
+
+
+async def _or_refusal(answer: Awaitable[Response]) -> Response:
+    try:
+        return await answer
+    except HTTPException as e:
+        return JSONResponse({"detail": e.detail}, e.status_code, e.headers)
+
 
 class SlowAnswer(Response):
     """Begins before `answer` is made (`wire.STATUS_HEADER`). Once its client has left, `give_up`
     ends what the replicas do for it."""
 
-    def __init__(
-        self, answer: Awaitable[Response], request: Request, give_up: Callable[[], None]
-    ) -> None:
+    def __init__(self, answer: Awaitable[Response], give_up: Callable[[], None]) -> None:
         super().__init__(headers={wire.STATUS_HEADER: "in the content"})
         del self.headers["Content-Length"]
-        self._answer, self._request, self._give_up = answer, request, give_up
+        self._answer, self._give_up = answer, give_up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        def part(body: bytes, *, more: bool = True) -> dict[str, Any]:
-            return {"type": "http.response.body", "body": body, "more_body": more}
+        async def send_part(body: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
-        making = asyncio.ensure_future(self._answer)
-        # Not through `receive`, which would take the body from the route.
-        leaving = asyncio.ensure_future(self._request.receive())
-        start = {"status": self.status_code, "headers": self.raw_headers}
-        await send({"type": "http.response.start", **start})
-        while not making.done() and not leaving.done():
-            await send(part(b" "))
-            both = {making, leaving}
-            await asyncio.wait(both, timeout=SECONDS_BETWEEN_BLANKS, return_when="FIRST_COMPLETED")
-        if not making.done():
-            logger.warning("A client has left in the middle of its conversations: they are ended.")
-        while not making.done():  # they may have been on their way to a replica
-            self._give_up()
-            await asyncio.wait({making}, timeout=SECONDS_BETWEEN_BLANKS)
+        making, leaving = asyncio.ensure_future(self._answer), asyncio.ensure_future(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        while not making.done():
+            if leaving.done():  # repeated: requests may have been on their way to a replica
+                self._give_up()
+            else:
+                await send_part(b" ")
+            awaited = {making} if leaving.done() else {making, leaving}
+            await asyncio.wait(awaited, timeout=SECONDS_BETWEEN_BLANKS, return_when=FIRST_COMPLETED)
         leaving.cancel()
-        try:
-            response = await making
-            content = b"%d\n%b" % (response.status_code, bytes(response.body))
-        except Exception as e:  # the head says that all is well, and cannot be taken back
-            logger.exception("A request has failed.")
-            content = b"500\n%b" % f"{type(e).__name__}: {e}".encode()
-        await send(part(content, more=False))
-
-
-def _refuse(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"detail": detail}, status, headers)
-
-
-# --- what a server is ---
+        response = making.result()
+        content = b"%d\n%b" % (response.status_code, bytes(response.body))
+        await send_part(content, more=False)
 
 
 async def get_engine_type(self: SwiftRolloutDeploy) -> dict[str, Any]:
-    # A training names the instance once it is connected. Before, it has been told how many replicas
-    # there are, and makes its group of so many: none may join then.
-    if CALLER.get().is_ours and CALLER.get().may_change:
-        self.restarts.admit()
     replies: list[Any] = []
     try:
         # A replica that hangs is found here, and gets no weights.
-        replies = await _call_all(self, _rpc("call", "read_number_bits"))
+        replies = await _call_all(self, rpc("read_number_bits"))
     except HTTPException:
         if not self.restarts.num_awaited:
             raise
@@ -365,19 +338,14 @@ async def get_world_size(self: SwiftRolloutDeploy) -> dict[str, int]:
 
 def _count_replicas(server: SwiftRolloutDeploy) -> int:
     """Return how many engine replicas live; one worker runs all of the async engine's."""
-    if server.use_async_engine:
-        return int(server.args.vllm_data_parallel_size) * len(server.connections)
-    return len(server.connections)
+    size = int(server.args.vllm_data_parallel_size) if server.use_async_engine else 1
+    return size * len(server.connections)
 
 
 async def get_model_state_keys(self: SwiftRolloutDeploy) -> dict[str, list[str]]:
     """Return the parameter names of the first worker that has any."""
-    replies = await _call_all(self, _rpc("call", "get_state_keys"))
-    keys = [workers for reply in replies for workers in reply or () if workers]
-    return {"keys": keys[0] if keys else []}
-
-
-# --- weights ---
+    replies = await _call_all(self, rpc("get_state_keys"))
+    return {"keys": next((keys for reply in replies for keys in reply or () if keys), [])}
 
 
 async def init_communicator(
@@ -386,37 +354,33 @@ async def init_communicator(
     caller = CALLER.get()
     host = _store_host(request.host, self.args.host, caller.came_in_at)
     timeout = wire.GROUP_TIMEOUTS * caller.timeout
-    # A client that is no more may have brought weights.
+    # A client that has ended may have brought weights.
     self.updates.is_due = self.updates.is_arriving = False
-    if not caller.is_ours:
-        await _in_thread(self.updates.begin, caller.timeout)
     for number, connection in enumerate(self.connections):
-        # A replica's number among the living; ms-swift's is that of its start, which leaves a
-        # hole where one has ended.
+        # The replica's number among the living. ms-swift's own has a gap where one has ended.
         replica = None if self.use_async_engine else number
-        group = (host, request.port, request.world_size, replica, timeout)
-        args = (*group, self.updates.watches)
-        connection.send(_rpc("fire_and_forget", "join_group", args))
+        args = (host, request.port, request.world_size, replica, timeout, self.updates.watches)
+        connection.send(rpc("join_group", args, kind="fire_and_forget"))
     return {"message": "The replicas are connecting."}
 
 
 def _store_host(asked: str, host: str, came_in_at: str) -> str:
-    """Return where the store of the weights' group listens: at `--host`, where that names one
-    address, else at the one by which the training came, else at `asked`, which means all of the
-    machine's. The store asks for no key, and vLLM unpickles its values. (It is IPv4 only.)"""
+    """Return where the store of the weights' group listens: at `--host`, where that is one address,
+    else where the training came in, else at `asked` (all addresses). The store asks for no key,
+    vLLM unpickles its values, and it is IPv4 only."""
     if host not in ("", "0.0.0.0") and ":" not in host:
         return host
     return came_in_at if re.fullmatch(r"[0-9.]+", came_in_at) else asked
 
 
 async def close_communicator(self: SwiftRolloutDeploy) -> dict[str, str]:
-    # Answered once it is closed: a trainer must not reach the store of the group that was.
-    await _call_all(self, _rpc("call", "close_communicator"))
+    # Answered once it is closed: a trainer must not reach the store of the old group.
+    await _call_all(self, rpc("close_communicator"))
     return {"message": "The group is closed."}
 
 
 async def process_weights_after_loading(self: SwiftRolloutDeploy) -> dict[str, str]:
-    replies = await _call_all(self, _rpc("call", "process_weights_after_loading"))
+    replies = await _call_all(self, rpc("process_weights_after_loading"))
     if None in replies:
         self.updates.is_due = self.updates.is_arriving = False  # there is nothing to look at
         self.updates.fault = "A replica could not load its weights; this server's log tells why."
@@ -426,18 +390,21 @@ async def process_weights_after_loading(self: SwiftRolloutDeploy) -> dict[str, s
 
 
 async def _require_sound(server: SwiftRolloutDeploy) -> None:
-    """Look at weights that have come; refuse them to a client that does not compare them itself."""
-    is_ours, updates = CALLER.get().is_ours, server.updates
+    """Look at weights that have come; refuse unsound ones to a client without the plugin."""
+    updates = server.updates
     if updates.is_due:
-        await _in_thread(partial(updates.look, reads=not is_ours), CALLER.get().timeout)
-    if updates.fault and not is_ours and server.args.rollout_mismatch == "stop":
+        updates.is_due = updates.is_arriving = False
+        if updates.watches:
+            updates.judge(await _call_all(server, rpc("read_weight_report")))
+    may_stop = server.args.rollout_mismatch == "stop" and not CALLER.get().is_ours
+    if updates.fault and may_stop:
         raise HTTPException(status_code=409, detail=updates.fault)
 
 
 async def _weight_reports(server: SwiftRolloutDeploy) -> list[dict[str, Any]]:
     """Return the report of each worker of each replica (`WeightReport`). A replica that refused an
-    adapter gets no more requests: the adapter came after the answer to its request."""
-    replies = await _call_all(server, _rpc("call", "read_weight_report"))
+    adapter gets no more requests."""
+    replies = await _call_all(server, rpc("read_weight_report"))
     for connection, workers in zip(server.connections, replies, strict=True):
         if any(report["adapter_fault"] for report in workers or ()):
             connection.holds_weights = False
@@ -447,30 +414,18 @@ async def _weight_reports(server: SwiftRolloutDeploy) -> list[dict[str, Any]]:
 def _reset(name: str) -> Callable[..., Any]:
     async def reset(self: SwiftRolloutDeploy) -> dict[str, str]:
         await _call_all(self, {"type": "call", "method": name})
-        if self.updates.is_due:  # clients do this behind every update, and once before all
+        if self.updates.is_due:  # clients reset after every update, and once before
             await _require_sound(self)
         return {"message": f"{name} is done."}
 
     return reset
 
 
-def _rpc(kind: str, method: str, args: tuple[Any, ...] = ()) -> dict[str, Any]:
-    kwargs = {"method": method, "args": args}
-    return {"type": kind, "method": "collective_rpc", "kwargs": kwargs}
-
-
 async def _call_all(server: SwiftRolloutDeploy, command: replicas.Command) -> list[Any]:
-    return await _in_thread(partial(replicas.call_all, server, command), CALLER.get().timeout)
-
-
-async def _in_thread(ask: Callable[[float], Any], timeout: float) -> Any:
     try:
-        return await asyncio.to_thread(ask, timeout)
+        return await asyncio.to_thread(replicas.call_all, server, command, CALLER.get().timeout)
     except NoWorkerError as e:
         raise HTTPException(status_code=503, detail=str(e)) from e
-
-
-# --- rollouts ---
 
 
 async def infer(
@@ -487,9 +442,8 @@ async def infer(
 def _infer(
     server: SwiftRolloutDeploy, requests: list[InferRequest], config: RequestConfig | None
 ) -> list[Any]:
-    """Return the outputs of requests: groups over replicas by cost, others in contiguous slices (a
-    server's scheduler may make several outputs of one request)."""
-    timeout = CALLER.get().timeout
+    """Return the outputs of requests: groups over replicas by cost, others in contiguous slices."""
+    timeout, num_updates = CALLER.get().timeout, server.num_updates
     try:
         sent = [wire.read_metadata(request.get("data_dict")) for request in requests]
         for number, request in enumerate(requests):
@@ -497,44 +451,43 @@ def _infer(
                 check_media(request)
             except ValueError as e:
                 raise ValueError(f"infer_requests[{number}].{e}") from e
-        # After all checks: a call that is refused is none.
+        # After all checks: a refused call is not counted.
         others = [r for r, metadata in zip(requests, sent, strict=True) if metadata is None]
         made = iter(server.other_clients.name(others, config) if others else ())
         metadatas = [metadata or next(made) for metadata in sent]
-        num_updates = server.num_updates
-
-        def noted(outputs: list[RolloutOutput]) -> list[RolloutOutput]:
-            if server.record is not None:
-                server.record.note(
-                    *(requests, metadatas, outputs, config),
-                    num_updates=num_updates,
-                    num_bytes=CALLER.get().num_bytes,
-                )
-            return outputs
-
-        if all(metadata.as_arrays for metadata in metadatas):
+        as_arrays = all(metadata.as_arrays for metadata in metadatas)
+        ask = partial(replicas.generate, server, config, timeout)
+        if as_arrays:
             max_tokens = (config and config.max_tokens) or 0
             costs = [
                 estimate_cost(request, metadata.count, max_tokens)
                 for request, metadata in zip(requests, metadatas, strict=True)
             ]
-            outputs = noted(replicas.infer_groups(server, requests, config, costs, timeout))
-            # Plain values, which FastAPI need not look into any further.
-            return [
-                {"response": asdict(output.response), "rollout_infos": output.rollout_infos}
-                for output in outputs
-            ]
-        # Another client's, or conversations: ms-swift's own slices, with no count of outputs.
-        parts = np.array_split(np.arange(len(requests)), max(len(server.connections), 1))
-        slices = [[requests[i] for i in part] for part in parts if len(part)]
-        answers = replicas.infer_slices(server, slices, config, timeout)
-        outputs = noted([output for outputs in answers for output in outputs])
-        if others:  # what only we read
-            for output in outputs:
-                output.rollout_infos.pop(conversation.KEY, None)
-        return outputs
+
+            def send(replica: ReplicaConnection, share: list[int]) -> list[RolloutOutput]:
+                return ask(replica, [requests[i] for i in share])
+
+            outputs = replicas.spread(server, costs, send)
+        else:
+            parts = np.array_split(np.arange(len(requests)), max(len(server.connections), 1))
+            slices = [[requests[i] for i in part] for part in parts if len(part)]
+
+            def send_slices(replica: ReplicaConnection, share: list[int]) -> list[Any]:
+                # A server's scheduler may make several outputs of one request.
+                return [ask(replica, slices[i], is_counted=False) for i in share]
+
+            answers = replicas.spread(server, [float(len(s)) for s in slices], send_slices)
+            outputs = [output for answer in answers for output in answer]
     except (ValueError, RequestError) as e:
         raise HTTPException(status_code=400, detail=str(e)) from e
     except NoWorkerError as e:
         status = 500 if server.connections else 503
         raise HTTPException(status_code=status, detail=str(e)) from e
+    if server.record is not None:
+        server.record.note(requests, metadatas, outputs, config, num_updates)
+    if as_arrays:  # plain values, which FastAPI need not look into any further
+        return [{"response": asdict(o.response), "rollout_infos": o.rollout_infos} for o in outputs]
+    if others:  # these clients do not read turns
+        for output in outputs:
+            output.rollout_infos.pop(conversation.KEY, None)
+    return outputs

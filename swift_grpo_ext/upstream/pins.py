@@ -49,7 +49,6 @@ swift.template.vision_utils:load_video_hf videos
 """.strip().splitlines()
 
 ENGINE = """
-swift.infer_engine.vllm_engine:VllmEngine._format_prompt_logprobs prompt_logprobs
 swift.infer_engine.vllm_engine:VllmEngine.inner_model_executor
 vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter self lora_request
 vllm.v1.engine.async_llm:AsyncLLM.generate self prompt sampling_params request_id

@@ -80,9 +80,6 @@ class Replica:
         """Of its workers, but for what their watches have found."""
 
         self.weight_faults: list[str] | None = []
-        self.readings: Any = None
-        """Outputs for the server's own texts; None where it cannot read them."""
-
         self.exitcode = -9
         self.goes_on = threading.Event()
         self._child = child
@@ -98,7 +95,7 @@ class Replica:
                 assert command["type"] in ("call", "fire_and_forget")  # all that ms-swift knows
                 kwargs = command.get("kwargs", {})
                 method = kwargs.get("method", command["method"])
-                if method not in ("read_texts", "read_weight_report", "read_number_bits"):
+                if method not in ("read_weight_report", "read_number_bits"):
                     self.calls.append(method)
                     self.commands.append(kwargs.get("args", ()))
                 reply = self._reply(method, kwargs)
@@ -128,8 +125,6 @@ class Replica:
             return None
         if method == "read_weight_report":
             return [asdict(replace(r, faults=self.weight_faults)) for r in self.reports]
-        if method == "read_texts":
-            return self.readings
         if method == "read_number_bits":
             return [self.number_bits]
         if method == "get_state_keys":

@@ -72,7 +72,7 @@ def test_a_key_that_is_printed_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match=rf"--api_key stands .* Set {VARIABLE} in") as refused:
         take(arguments(key))
     assert KEY not in str(refused.value)
-    with pytest.raises(ValueError, match=f"another process has. Set {VARIABLE}"):
+    with pytest.raises(ValueError, match=f"another process has the key. Set {VARIABLE}"):
         key_of(arguments(MASK))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import io
 import json
+import socket
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 from requests.adapters import HTTPAdapter
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.rlhf_trainers import vllm_client
-from urllib3.exceptions import NewConnectionError
+from urllib3.exceptions import MaxRetryError, NewConnectionError, ReadTimeoutError
 
 from swift_grpo_ext.ranks import RolloutError
 from swift_grpo_ext.rollout import wire
@@ -30,6 +32,7 @@ from tests.server.served import drawn_by, request
 
 TIMEOUT = 60.0  # seconds
 MakeClient = Callable[..., Any]
+SEND = HTTPAdapter.send
 
 
 def ours_of(replicas: int = 1, instance: str = "first start", starting: int = 0) -> dict[str, Any]:
@@ -84,7 +87,6 @@ class Server:
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> MakeClient:
     """Makes what is read of ms-swift's client, connected to `http://host0` and so on."""
-    monkeypatch.setattr(servers_module, "BACKOFF", (0.01, 0.02, 0.04))
 
     def make(*servers: Server) -> Any:
         hosts = [f"host{number}" for number in range(len(servers))]
@@ -323,84 +325,54 @@ def test_a_lost_server_leaves_the_other_its_own_group_and_name(
     assert servers.replicas == [2, 1]
 
 
-def adapter_of(connected: MakeClient, timeout: float = TIMEOUT) -> Any:
-    """Return the adapter that bounds a session's requests by so many seconds."""
-    client = connected(Server())
-    RolloutServers(client, timeout / wire.TRAINER_TIMEOUTS)
-    return client.sessions[0].get_adapter("http://host0")
-
-
-BUSY = (503, {"Retry-After": "1"})
-
-
 @pytest.mark.parametrize(
-    ("timeout", "outcomes", "timeouts"),
-    [
-        (20.0, [BUSY, BUSY, (200, {})], [(10.0, 20.0), (10.0, 19.0), (10.0, 17.0)]),
-        (2.5, [BUSY, BUSY], [(2.5, 2.5), (1.5, 1.5)]),
-        (1.0, [BUSY, BUSY], [(1.0, 1.0), (0.001, 0.001)]),
-        (99.0, [BUSY] * 4, [(10.0, 99.0), (10.0, 98.0), (10.0, 96.0), (10.0, 92.0)]),
-        (20.0, [(503, {})], [(10.0, 20.0)]),
-        (20.0, [(500, {"Retry-After": "1"})], [(10.0, 20.0)]),
-    ],
+    ("path", "num_tries"), [("infer/", 2), ("get_engine_type/", 2), ("init_communicator/", 1)]
 )
-def test_all_tries_of_a_request_share_one_bound(
-    timeout: float,
-    outcomes: list[tuple[int, dict[str, str]]],
-    timeouts: list[tuple[float, float]],
-    connected: MakeClient,
-    monkeypatch: pytest.MonkeyPatch,
+def test_only_what_may_be_repeated_is_sent_again(
+    path: str, num_tries: int, connected: MakeClient
 ) -> None:
-    monkeypatch.setattr(servers_module, "BACKOFF", (1.0, 2.0, 4.0))
-    monkeypatch.setattr(servers_module, "time", Clock())
-    answers = [SimpleNamespace(status_code=code, headers=headers) for code, headers in outcomes]
-    given: list[Any] = []
+    """Where the connection breaks before the answer."""
+    client, tries = connected(Server()), list[int]()
+    RolloutServers(client, TIMEOUT)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(10)
 
-    def send(_: Any, request: Any, **kwargs: Any) -> Any:
-        given.append(kwargs["timeout"])
-        return answers[len(given) - 1]
+        def cut() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    connection.recv(2**16)
+                    connection.close()
+                    tries.append(1)
 
-    adapter = adapter_of(connected, timeout)
-    monkeypatch.setattr(HTTPAdapter, "send", send)
-    request = requests.Request("POST", "http://a/infer/").prepare()
-    assert adapter.send(request) is answers[-1]
-    assert given == timeouts
-    given.clear()
-    adapter.send(request, timeout=3.0)
-    assert given[0] == 3.0
-
-
-CUT = requests.ConnectionError("reset")
-NEVER_MADE = requests.ConnectionError(SimpleNamespace(reason=NewConnectionError(None, "refused")))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("path", "error", "num_tries"),
-    [
-        ("/infer/", CUT, 4),
-        ("/reset_mm_cache/", CUT, 4),
-        ("/get_engine_type/", requests.ConnectionError(), 4),
-        ("/update_flattened_params/", CUT, 1),
-        ("/init_communicator/", requests.ConnectionError(), 1),
-        ("/init_communicator/", requests.ConnectTimeout(), 4),
-        ("/init_communicator/", NEVER_MADE, 4),
-    ],
-)
-def test_only_what_may_be_repeated_or_never_left_is_tried_again(
-    path: str, error: Exception, num_tries: int,
-    connected: MakeClient, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    adapter, tries = adapter_of(connected), list[int]()
-
-    def send(*_: Any, **__: Any) -> Any:
-        tries.append(1)
-        raise error
-
-    monkeypatch.setattr(HTTPAdapter, "send", send)
-    request = requests.Request("POST", f"http://a{path}").prepare()
-    with pytest.raises(requests.ConnectionError):
-        adapter.send(request)
+        thread = threading.Thread(target=cut, daemon=True)
+        thread.start()
+        adapter = client.sessions[0].get_adapter(f"http://host0/{path}")
+        port = listener.getsockname()[1]
+        request = requests.Request("POST", f"http://127.0.0.1:{port}/{path}").prepare()
+        with pytest.raises(requests.ConnectionError):
+            SEND(adapter, request, timeout=10)
     assert len(tries) == num_tries
+
+
+@pytest.mark.parametrize("path", ["infer/", "init_communicator/"])
+def test_connections_are_tried_and_busy_servers_asked_again(
+    path: str, connected: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connected(Server())
+    RolloutServers(client, TIMEOUT)
+    tries = client.sessions[0].get_adapter(f"http://host0/{path}").max_retries
+    refused = NewConnectionError(None, "refused")  # type: ignore[arg-type]
+    for _ in range(6):
+        tries = tries.increment("POST", f"/{path}", error=refused)
+    with pytest.raises(MaxRetryError):
+        tries.increment("POST", f"/{path}", error=refused)
+    late = ReadTimeoutError(None, "", "late")  # type: ignore[arg-type]
+    with pytest.raises(ReadTimeoutError):
+        tries.increment("POST", f"/{path}", error=late)
+    assert servers_module.TRIES.is_retry("POST", 503, has_retry_after=True)
+    assert not servers_module.TRIES.is_retry("POST", 503)
+    assert not servers_module.TRIES.is_retry("POST", 500, has_retry_after=True)
 
 
 def test_the_callers_fault_is_tried_nowhere_else(connected: MakeClient) -> None:
@@ -429,7 +401,7 @@ def test_bounds_grow_outwards(connected: MakeClient) -> None:
     RolloutServers(client, 7.5)
     [session] = client.sessions
     assert session.headers[wire.TIMEOUT_HEADER] == "7.5"
-    session.get("https://host0")
+    session.get("http://host0/health/")
     assert [seconds for _, seconds in server.timeouts] == pytest.approx([22.5, 22.5], abs=0.5)
 
 
@@ -447,15 +419,15 @@ def test_each_wait_of_a_group_has_the_bound_of_the_flag(
     args: Any = SimpleNamespace(
         output_dir="run", rollout_timeout=12.5, new_special_tokens=[], full_determinism=False
     )
-    client = connected(Server())
     group: Any = SimpleNamespace(rank=1, world_size=2)
+
+    class Client(SimpleNamespace):
+        def init_communicator(self, device: Any) -> None:
+            waits.append(torch.device(device).type)
+            self.pynccl_comms = [SimpleNamespace(group=group)]
+
+    client: Any = Client(**vars(connected(Server())))
     servers = connect_servers(client, args)
-
-    def init_communicator(device: Any) -> None:
-        waits.append(torch.device(device).type)
-        client.pynccl_comms[:] = [SimpleNamespace(group=group)]
-
-    client.init_communicator = init_communicator
     assert servers.reconnect(again=True)
     owner, *made = waits
     assert owner.startswith("run (process ")

@@ -100,7 +100,7 @@ def name(cell: tuple[str, Fault, tuple[int, ...], str]) -> str:
 def _forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     apply(Moment.SERVER)
     use_fork(monkeypatch)
-    monkeypatch.setattr(client, "BACKOFF", (0.01, 0.02, 0.04))
+    monkeypatch.setattr(client, "TRIES", client.TRIES.new(backoff_factor=0.01))
     monkeypatch.setattr(client, "SECONDS_BETWEEN_LOOKS", 0.02)
     with frozen():
         yield

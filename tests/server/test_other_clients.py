@@ -9,7 +9,6 @@ from fastapi.testclient import TestClient
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import RequestMetadata
-from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
 from swift_grpo_ext.server import other_clients
 from swift_grpo_ext.server.other_clients import OtherClients
 from tests.server.served import Deployed, Replica, request
@@ -67,16 +66,6 @@ def test_a_call_is_a_round_and_its_equal_prompts_are_a_group() -> None:
     told = served(deployed, two)
     assert [(m.sample_id.group, m.sample_id.index) for m in told] == [(0, 0), (1, 0)]
     assert deployed.processes[1].requests[-1]["data_dict"]["solution"] == "7"
-
-
-def test_a_group_that_is_too_large_is_two() -> None:
-    many = asked("a") * 3
-    told = OtherClients(42, "7").name(many, other_clients.RequestConfig(n=MAX_GROUP_SIZE // 2))
-    assert [(m.sample_id.group, m.sample_id.index) for m in told] == [
-        (0, 0),
-        (0, MAX_GROUP_SIZE // 2),
-        (1, 0),
-    ]
 
 
 def test_stops_and_texts_are_left_to_ms_swift() -> None:

@@ -24,7 +24,6 @@ from swift_grpo_ext.rollout.conversation import KEY, Turn, write_turns
 from swift_grpo_ext.rollout.wire import Completion, Prompt
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.server import bodies
 from swift_grpo_ext.server import record as record_module
 from tests.server.served import Deployed, Replica, request
 
@@ -158,7 +157,7 @@ def test_what_cannot_be_written_is_said_once_and_ends_nothing(
 ) -> None:
     server = Recording(tmp_path, Replica())
     with monkeypatch.context() as broken:
-        broken.setattr(record_module, "turns_of_call", lambda *_: 1 / 0)
+        broken.setattr(record_module, "rows_of_call", lambda *_: 1 / 0)
         server.ask(request(0))
         assert server.record is not None
         server.record._thread.submit(lambda: None).result()
@@ -167,32 +166,23 @@ def test_what_cannot_be_written_is_said_once_and_ends_nothing(
     assert "samples of a call are not recorded (ZeroDivisionError" in warnings[0]
 
 
-@pytest.mark.parametrize(("image", "bytes_per_token", "num_kept"), [(400_000, 0, 2), (0, 3e5, 3)])
-def test_a_slow_disk_bounds_what_waits_for_it(
-    image: int,
-    bytes_per_token: int,
-    num_kept: int,
-    tmp_path: Path,
-    warnings: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_call_behind_a_slow_disk_is_left_out(
+    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls are left out and named; those behind them are recorded once there is room again."""
-    monkeypatch.setattr(bodies, "MAX_BYTES", 2**20)
-    monkeypatch.setattr(record_module, "BYTES_PER_TOKEN", bytes_per_token, raising=False)
+    """And named; those behind it are recorded once the disk has taken what came before."""
+    monkeypatch.setattr(record_module, "SECONDS_TO_WRITE", 0.05)
     server, may_write = Recording(tmp_path, Replica()), threading.Event()
     assert server.record is not None
     own = server.record._recorder.flush
     monkeypatch.setattr(server.record._recorder, "flush", lambda: may_write.wait(60) and own())
-    for group in range(5):
-        server.ask(request(group) | {"images": ["A" * image] * bool(image)})
+    for group in range(2):
+        server.ask(request(group))
     may_write.set()
-    rows = server.rows()
-    assert [row.sample_id.group for row in rows] == [i // 4 for i in range(4 * num_kept)]
-    server.ask(request(5))
-    assert server.rows()[-1].sample_id.group == 5
-    begins, ends = (text.removeprefix(f"{tmp_path}: ") for text in warnings)
-    assert begins.startswith(f"the disk has {num_kept} calls to write still. Samples from train ro")
-    assert ends.startswith(f"{5 - num_kept} calls are left out of the record, from train round 0.0")
+    assert {row.sample_id.group for row in server.rows()} == {0}
+    server.ask(request(2))
+    assert {row.sample_id.group for row in server.rows()} == {0, 2}
+    [told] = warnings
+    assert told.startswith(f"{tmp_path}: train round 0.0 is left out of the record, since the disk")
 
 
 def test_a_call_for_nothing_is_none(tmp_path: Path) -> None:

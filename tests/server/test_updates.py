@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,18 +10,10 @@ from typing import Any
 import pytest
 import requests
 from fastapi.testclient import TestClient
-from swift.infer_engine.protocol import (
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatMessage,
-    RolloutOutput,
-    UsageInfo,
-)
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import WeightReport
 from swift_grpo_ext.server import routes, updates
-from swift_grpo_ext.server.updates import NUM_TOKENS, Reading, reading_of, worsening
 from tests.server.served import Deployed, Replica, listening, request
 
 JOIN = {"host": "0.0.0.0", "port": 7, "world_size": 5}
@@ -36,19 +27,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the server's log says of updates."""
     lines: list[str] = []
     monkeypatch.setattr(updates.logger, "error", lines.append)
-    monkeypatch.setattr(updates.logger, "warning_once", lines.append)
     return lines
-
-
-def read(mean: float, *, repeats: bool = False) -> RolloutOutput:
-    """A replica's output for one of the texts."""
-    tokens = [0] * NUM_TOKENS if repeats else list(range(NUM_TOKENS))
-    choice = ChatCompletionResponseChoice(
-        0, ChatMessage(role="assistant", content=""), "length", token_ids=tokens
-    )
-    response = ChatCompletionResponse("m", [choice], UsageInfo(3, NUM_TOKENS, 3 + NUM_TOKENS))
-    response.prompt_logprobs = [None, {"5": {"logprob": mean - 1}}, {"6": {"logprob": mean + 1}}]
-    return RolloutOutput(response=response)
 
 
 def asked(client: TestClient, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
@@ -167,7 +146,6 @@ def test_an_update_is_judged_when_it_has_ended(said: list[str]) -> None:
     """Workers on GPUs load each part at once. Another client that draws between two parts waits,
     and is told so in the end; what draws behind the update, or asks for health, does not."""
     replica = Replica()
-    replica.readings = [read(-4.0), read(-5.0)]
     with listening(Deployed(replica, timeout=2.0)) as url:
 
         def post(path: str, body: Any = None, **kwargs: Any) -> requests.Response:
@@ -200,53 +178,3 @@ def test_what_else_ends_an_update(ending: str, said: list[str]) -> None:
     body = JOIN if "init" in ending else None
     assert client.post(ending, json=body).status_code == 200
     assert drew(client) == 200
-
-
-def test_replicas_read_before_and_after(said: list[str]) -> None:
-    replica = Replica()
-    replica.readings = [read(-4.0), read(-5.0)]
-    client = TestClient(Deployed(replica).app)
-    assert client.post("/init_communicator/", json=JOIN).status_code == 200
-
-    def update(*readings: RolloutOutput) -> str:
-        replica.readings = list(readings)
-        assert asked(client, "/update_named_param/", NAMED)[0] == 200
-        return asked(client, "/process_weights_after_loading/")[1]
-
-    assert update(read(-6.0), read(-7.0)) == ""
-    assert "perplexity check failed: 15.5 nats/token (was 7.0)" in update(read(-6.0), read(-15.5))
-    assert update(read(-6.0), read(-9.0)) == ""  # held against the last sound one
-    told = update(read(-8.5, repeats=True), read(-9.0))
-    assert "8.5 nats/token (was 6.0), and it repeats one token" in told
-    assert "log-probabilities are NaN" in update(read(math.nan), read(-9.0))
-    assert update(read(-6.0, repeats=True), read(-9.0)) == ""
-
-
-def test_what_cannot_read_is_told_once_and_served(said: list[str]) -> None:
-    replica = Replica()
-    client = TestClient(Deployed(replica).app)
-    assert client.post("/init_communicator/", json=JOIN).status_code == 200
-    assert drew(client) == 200
-    assert "does not read the plain sentences" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "is_worse"),
-    [
-        ((-12.0, True), (-13.0, True), False),  # a small model says one word for ever
-        ((-3.0, False), (-10.9, False), False),
-        ((-3.0, False), (-11.1, False), True),
-        ((-3.0, False), (-4.9, True), False),
-        ((-3.0, False), (-5.1, True), True),
-        ((-3.0, False), (-math.inf, False), True),
-    ],
-)
-def test_how_much_worse_is_garbage(
-    before: tuple[float, bool], after: tuple[float, bool], is_worse: bool
-) -> None:
-    assert bool(worsening([Reading(*before)], [Reading(*after)])) == is_worse
-
-
-def test_a_reading_is_the_mean_of_the_texts_tokens() -> None:
-    assert reading_of(read(-2.0)) == Reading(-2.0, repeats=False)
-    assert reading_of(read(-2.0, repeats=True)) == Reading(-2.0, repeats=True)
