@@ -146,7 +146,7 @@ def test_groups_of_a_round(run: Run) -> None:
     expected = {
         **{"round": "train.1.0", "group": 1, "index": 0, "question": "<image>Question 1?"},
         **{"columns": {"solution": "s1"}, "media": ["images/1.png"]},
-        **{"samples": 2, "distinct_texts": 2, "rewards": [0.0, 1.0], "reward": 0.5, "spread": 0.5},
+        **{"samples": 2, "num_texts": 2, "rewards": [0.0, 1.0], "reward": 0.5, "spread": 0.5},
     }
     assert {name: scored[name] for name in expected} == expected
     _, partly_scored = list_groups(run, RoundId("train", 2, 0))

@@ -70,7 +70,7 @@ def test_a_run_without_conversations_has_none_of_it(tmp_path: Path) -> None:
 
 def test_samples_count_once(run: Run) -> None:
     first, second = list_groups(run, NAME)
-    assert (first["samples"], first["distinct_texts"], first["rewards"]) == (2, 2, [0.0, 0.0])
+    assert (first["samples"], first["num_texts"], first["rewards"]) == (2, 2, [0.0, 0.0])
     assert (second["samples"], second["rewards"], second["reward"]) == (2, [0.0, 1.0], 0.5)
     panels = make_panels(run)
     assert panels["reward"]["reward"] == [(1, 0.25), (2, 0.25)]
