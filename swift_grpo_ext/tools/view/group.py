@@ -163,14 +163,13 @@ def image_bytes(image: str | bytes, size: str) -> bytes:
         NotFoundError: it is no image on this machine, or it has more pixels than Pillow opens.
     """
     content = media_content(image)
-    name = Path(image).name[:80] if isinstance(image, str) else "a picture of the record"
-    if isinstance(image, str):
-        if not isinstance(content, Path):
-            raise NotFoundError("the record holds its digest or its address only")
-        if not content.is_file():  # to open a pipe could wait for ever
-            raise NotFoundError(f"{name} is not on this machine")
+    if content is None:
+        raise NotFoundError("the record holds its address only")
+    name = content.name[:80] if isinstance(content, Path) else "a picture of the record"
+    if isinstance(content, Path) and not content.is_file():  # to open a pipe could wait for ever
+        raise NotFoundError(f"{name} is not on this machine")
     try:
-        with Image.open(content) as opened:  # type: ignore[arg-type]
+        with Image.open(content) as opened:
             shown = apply_exif_orientation(opened).convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as e:
         raise NotFoundError(f"{name} is no image that can be read ({e})") from e

@@ -282,7 +282,7 @@ def _saved_run(run: Run, num_groups: int) -> dict[str, Markup]:
         "groups": _section("groups", run, inside, listed),
     }
     for round_, group in chosen:
-        shown = {"group": read_group(run, round_, group), "earlier": None, "later": None}
-        place = f"{shown['group']['first']['round']}-{group}"
-        sections[f"group-{place}"] = _section("group", run, inside, shown)
+        shown = read_group(run, round_, group)
+        section = _section("group", run, inside, {"group": shown, "earlier": None, "later": None})
+        sections[f"group-{shown['first']['round']}-{group}"] = section
     return sections

@@ -87,7 +87,7 @@ def test_what_is_no_local_image_is_refused(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "text.png").write_text("no image")
     os.mkfifo(tmp_path / "pipe.png")
     for name, message in {
-        "https://example.com/a.png": "its digest or its address only",
+        "https://example.com/a.png": "the record holds its address only",
         "gone.png": "gone.png is not on this machine",
         "pipe.png": "not on this machine",
         "text.png": "text.png is no image that can be read",
