@@ -124,11 +124,13 @@ def render(runs: Sequence[Run], index: int | None, page: str, query: Query) -> s
     if page not in values_of:
         raise NotFoundError(f"there is no page {page}")
     run = None if index is None else runs[index]
+    shown = [run] if run else runs
+    is_live = page not in ("group", "pair") and not {"offset", "round"} & {*query}
+    state = state_of(shown) if is_live else ""  # before what is shown, which may be newer
     section = _section(page, run, address, values_of[page](run or runs, query))
     tabs = {"runs": "../runs" if run else "runs"} if len(runs) > 1 else {}
     tabs |= {name: name for name in TABS} if run else {}
-    is_live = page not in ("group", "pair") and not {"offset", "round"} & {*query}
-    return _whole([run] if run else runs, tabs, {"": section}, page, is_live)
+    return _whole(shown, tabs, {"": section}, page, state)
 
 
 def _whole(
@@ -136,15 +138,15 @@ def _whole(
     tabs: Mapping[str, str],
     sections: Mapping[str, Markup],
     page: str = "",
-    is_live: bool = False,
+    state: str = "",
 ) -> str:
-    """Return a page with its sections by their ids; a saved one shows one at a time."""
+    """Return a page with its sections by their ids; a saved one shows one at a time. A page with a
+    state follows the runs."""
     return _environment().get_template("base.html").render(
         name=runs[0].name if len(runs) == 1 else "swift-grpo-ext",
         log=max((run.log for run in runs), key=lambda log: log.version),
         is_whole=all(run.record.is_whole for run in runs),
-        state=state_of(runs),
-        **{"tabs": tabs, "sections": sections, "page": page, "is_live": is_live},
+        **{"tabs": tabs, "sections": sections, "page": page, "state": state},
     )  # fmt: skip
 
 

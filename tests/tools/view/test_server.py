@@ -86,7 +86,7 @@ def test_pages(client: TestClient, path: str, expected: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 200
     main = answer.text.partition("<main")[2].partition("</main>")[0]
-    assert main.split(">")[0].endswith(" data-live") == ("round=" not in path)
+    assert ("data-state" in main.split(">")[0]) == ("round=" not in path)
     assert expected in re.sub(r'<span lang="zh">.*?</span>|<[^>]*>|\s+', "", main)
 
 

@@ -21,7 +21,7 @@ if (first && !document.getElementById(location.hash.slice(1))) location.replace(
 
 // The run goes on: a list follows it, unless its reader is in it.
 async function follow() {
-  const main = document.querySelector("main[data-live]");
+  const main = document.querySelector("main[data-state]");
   const lost = document.getElementById("lost");
   try {
     const state = await (await fetch("state")).text();
@@ -39,5 +39,5 @@ async function follow() {
   setTimeout(follow, 2000);
 }
 
-if (document.querySelector("main[data-live]")) follow();
+if (document.querySelector("main[data-state]")) follow();
 document.body.dataset.ready = "yes";
