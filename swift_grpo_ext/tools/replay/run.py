@@ -26,21 +26,6 @@ BESIDE_MODEL = 0.4
 class ReplayError(ValueError):
     """A group cannot be generated again; the message says why, and what would help."""
 
-    words = "replay_not"
-    """The key of a short form in `view/words.json`."""
-
-
-class NoSeedError(ReplayError):
-    """The seeds of its samples are not known."""
-
-    words = "replay_no_seed"
-
-
-class NoWeightsError(ReplayError):
-    """The weights that generated it are not on this machine."""
-
-    words = "replay_no_weights"
-
 
 class Run(NamedTuple):
     """The files that a training left behind."""
@@ -95,18 +80,6 @@ class Drawn(NamedTuple):
     weight_version: int
 
 
-def why_not(folder: Path, samples: Sequence[Drawn]) -> str:
-    """Return the key of the words that say why a group cannot be generated again; empty where
-    nothing is known against it. Cheap: no prompt is looked for, and nothing is loaded."""
-    try:
-        run = read_run(folder, {})
-        check_samples(samples, run.settings)
-        weights_of(run, samples[0].weight_version)
-    except ReplayError as e:
-        return e.words
-    return ""
-
-
 def check_samples(samples: Sequence[Drawn], settings: Mapping[str, Any]) -> None:
     """Refuse a group that cannot be generated again.
 
@@ -116,7 +89,7 @@ def check_samples(samples: Sequence[Drawn], settings: Mapping[str, Any]) -> None
     """
     unseeded = [sample for sample in samples if sample.seed is None]
     if unseeded:
-        raise NoSeedError(
+        raise ReplayError(
             f"{unseeded[0].sample_id} has no seed: the engine chose one that nobody wrote down "
             "(--rollout_seed_mode engine, or --use_vllm false). Train with "
             "--rollout_seed_mode sample."
@@ -130,7 +103,7 @@ def check_samples(samples: Sequence[Drawn], settings: Mapping[str, Any]) -> None
     for sample in samples:
         expected = sample_seed(settings["seed"], sample.sample_id)
         if expected != sample.seed:
-            raise NoSeedError(
+            raise ReplayError(
                 f"{sample.sample_id} has the seed {sample.seed}, and --seed {settings['seed']} of "
                 f"args.json gives it {expected}: this part of the run had another --seed (was it "
                 "resumed?). Give that one with --set seed=N."
@@ -207,12 +180,12 @@ def weights_of(run: Run, version: int) -> list[str]:
     directories of adapters to be merged into it.
 
     Raises:
-        NoWeightsError: model or checkpoint is missing, or holds no weights in Hugging Face format.
+        ReplayError: model or checkpoint is missing, or holds no weights in Hugging Face format.
     """
     settings = run.settings
     base, is_lora = str(settings["model"]), settings["tuner_type"] == "lora"
     if Path(base).is_absolute() and not Path(base).is_dir():
-        raise NoWeightsError(f"--model {base} is not there: give its place with --set model=DIR.")
+        raise ReplayError(f"--model {base} is not there: give its place with --set model=DIR.")
     resumed = settings.get("resume_from_checkpoint")
     checkpoint = run.folder / f"checkpoint-{version}"
     if version == 0:
@@ -228,7 +201,7 @@ def weights_of(run: Run, version: int) -> list[str]:
             f"--{name} {settings.get(name)}"
             for name in ("save_strategy", "save_steps", "save_total_limit")
         )
-        raise NoWeightsError(
+        raise ReplayError(
             f"{checkpoint} is not there ({run.folder} has {', '.join(present) or 'no checkpoint'}):"
             f" its weights generated the group. The run was saved with {saving}: in the next one "
             f"set --save_strategy steps, --save_steps 1 or a divisor of {version}, and a greater "
@@ -236,7 +209,7 @@ def weights_of(run: Run, version: int) -> list[str]:
         )
     is_whole = any(checkpoint.glob("*.safetensors")) or any(checkpoint.glob("pytorch_model*.bin"))
     if not is_whole or (is_lora and not (checkpoint / "adapter_config.json").is_file()):
-        raise NoWeightsError(
+        raise ReplayError(
             f"{checkpoint} holds no {'adapter' if is_lora else 'model'} in Hugging Face format "
             "(weights in shards of DeepSpeed or FSDP?): convert it in place."
         )

@@ -3,13 +3,10 @@ conversation, turn by turn with what was said in between."""
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,19 +17,9 @@ from PIL import Image
 from swift_grpo_ext.checks.rows import media_content
 from swift_grpo_ext.diversity.collision import shared_prefixes
 from swift_grpo_ext.record.query import where_round
-from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS
-from swift_grpo_ext.sampling.seeding import RoundId, SampleId
-from swift_grpo_ext.tools.diff import Decode, find_decoder, read_args
-from swift_grpo_ext.tools.replay.run import Drawn, why_not
-from swift_grpo_ext.tools.runs import find_runs, run_name
-from swift_grpo_ext.tools.view.log import Log, read_log
-from swift_grpo_ext.tools.view.runs import (
-    NotFoundError,
-    Prompt,
-    Run,
-    describe,
-    text_of,
-)
+from swift_grpo_ext.sampling.seeding import RoundId
+from swift_grpo_ext.tools.diff import Decode
+from swift_grpo_ext.tools.view.runs import NotFoundError, Run, described, parse_place
 from swift_grpo_ext.upstream.upright import apply_exif_orientation
 
 SIDES = {"small": 112, "full": 2048}
@@ -57,195 +44,47 @@ class Piece(NamedTuple):
     """True where one of its tokens is not trained on."""
 
 
-class RunView(Run):
-    """A run with what the pages of its groups need: tokenizer and images."""
-
-    _log = Log()
-
-    @property
-    def name(self) -> str:
-        return run_name(self.run_dir)
-
-    @property
-    def logdir(self) -> str:
-        """Return where `--report_to tensorboard`, ms-swift's default, writes."""
-        return shlex.quote(str(read_args(self.run_dir).get("logging_dir") or self.run_dir / "runs"))
-
-    @property
-    def state(self) -> str:
-        """Return the state of the log; `live` where samples are there before the first log."""
-        state = self.log.state
-        return "live" if state == "waiting" and self.facts.rounds else state
-
-    @property
-    def log(self) -> Log:
-        """Return what the run has logged; its file is read again only after a change."""
-        self._log = read_log(self.run_dir, self._log)
-        return self._log
-
-    def refresh(self, seconds: float = float("inf")) -> bool:
-        """Look for what is new on disk; return True if anything was. A folder that was served
-        before its training began may get the run in a folder of its own (`--add_version`)."""
-        if not self.facts.rounds and not self.log.steps:
-            with suppress(OSError):
-                [folder] = find_runs(self.run_dir)[:1]
-                if folder != self.run_dir:
-                    self.follow(folder)
-        return super().refresh(seconds)
-
-    @cached_property
-    def decode(self) -> Decode | None:
-        """The tokenizer of a checkpoint, or of the model; None where neither is on this machine."""
-        return find_decoder(self.run_dir)
-
-    def group(
-        self, name: RoundId, group: int, earlier: Sequence[tuple[RoundId, int, int]] = ()
-    ) -> dict[str, Any]:
-        """Return a group as `group.html` shows it.
-
-        Args:
-            earlier: round, group and index of samples of other groups that stand beside it, as far
-                as the record still has them.
-
-        Raises:
-            NotFoundError: the record has no such group.
-        """
-        turns = self._turns(name, group)
-        prompt = turns[0]["asked"]
-        firsts = {turn["fingerprint"] for turn in turns if not turn["turn"]}
-        drawn = [
-            Drawn(SampleId(**{c: t[c] for c in SAMPLE_ID_COLUMNS}), t["seed"], t["weight_version"])
-            for t in turns
-        ]
-        for other, number, index in earlier:
-            with suppress(NotFoundError):
-                beside = self._turns(other, number)
-                turns += [{**t, "is_earlier": True} for t in beside if t["index"] == index]
-        for position in {turn["turn"] for turn in turns}:
-            self._add_pieces([turn for turn in turns if turn["turn"] == position])
-        phase = "" if name.phase == "train" else f" --phase {name.phase}"
-        place = f"--round {name.step}.{name.number} --group {group}{phase}"
-        return {
-            "round": ".".join(map(str, name)),
-            "group": group,
-            "prompt": said(prompt, None),
-            "columns": turns[0]["columns"],
-            "media": prompt.media,
-            "samples": _samples(turns),
-            "rounding": is_rounding(turns),
-            "has_turns": any(turn["turn"] for turn in turns),
-            "has_one_prompt": len(firsts) == 1,
-            "has_masks": any(turn["num_masked"] for turn in turns),
-            "has_tokens": self.decode is not None,
-            "replay_obstacle": why_not(self.run_dir, drawn),
-            "replay": f"swift-grpo-ext replay {shlex.quote(str(self.run_dir))} {place}",
-        }
-
-    def _add_pieces(self, turns: Sequence[dict[str, Any]]) -> None:
-        """Give the samples of a group, or of them one turn each, the `pieces` of their texts."""
-        # Without a tokenizer, the characters of the texts tell which beginnings are shared.
-        units = [[*map(ord, t["text"])] if self.decode is None else t["token_ids"] for t in turns]
-        for turn, num_shared in zip(turns, shared_lengths(units), strict=True):
-            if self.decode is not None:
-                turn["pieces"] = pieces(
-                    *(turn["token_ids"], turn["logprobs"], self.decode, num_shared, turn["gaps"]),
-                    turn["mask"],
-                )
-            else:
-                beginning, rest = turn["text"][:num_shared], turn["text"][num_shared:]
-                is_masked = bool(turn["num_masked"]) and turn["num_masked"] == turn["num_tokens"]
-                turn["pieces"] = [
-                    Piece(beginning, is_shared=True, is_masked=is_masked),
-                    Piece(rest, is_masked=is_masked),
-                ]
-
-    def _turns(self, name: RoundId, group: int) -> list[dict[str, Any]]:
-        """Return a group's completions by index and turn, with tokens, their gaps by position, and
-        what was said before; raises NotFoundError where the record has no such group."""
-        place = f'{where_round(name)} and "group" = {group:d}'
-        rows = self.record.rows(f'select * from scored where {place} order by "index", turn')
-        if not rows:
-            raise NotFoundError(f"{name} has no group {group}")
-        turns: list[dict[str, Any]] = []
-        for row in rows:
-            described = describe(row)
-            # Positions of gaps count over all turns of a conversation.
-            start = turns[-1]["end"] if row["turn"] and turns else 0
-            end = start + row["num_tokens"]
-            gaps = (row["gaps"] or {}).items()
-            made = {
-                "start": start,
-                "end": end,
-                "gaps": {at - start: gap for at, gap in gaps if start <= at < end},
-                "num_masked": sum(not is_trained for is_trained in row["mask"] or ()),
-                "said": said(described["asked"], row["pictures"]),
-                "is_earlier": False,
-            }
-            turns.append({**described, **made})
-        return turns
-
-    def medium_name(
-        self, name: RoundId, group: int, number: int, index: int | None = None, turn: int = 0
-    ) -> str:
-        """Return the name of one medium of a group's prompt, or of what was added for one turn;
-        raises NotFoundError."""
-        place = f'{where_round(name)} and "group" = {group:d}'
-        if index is not None:
-            place += f' and "index" = {index:d} and turn = {turn:d}'
-        query = f'select media from samples where {place} order by "index", turn limit 1'
-        media: list[str] = next((row["media"] for row in self.record.rows(query)), [])
-        if not 0 <= number < len(media):
-            raise NotFoundError(f"{name} group {group} has no medium {number}")
-        return str(media[number])
-
-
-def is_rounding(samples: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether rewards are all equal and advantages are not 0: ms-swift (4.6, rl_core/
-    advantage.py) divides what float32 leaves of a reward less the mean, 1e-7 of it, by a standard
-    deviation of 0 + 1e-4."""
-    rewards = {sample["reward"] for sample in samples}
-    return len(rewards) == 1 and any(0 < abs(sample["advantage"] or 0) < 0.01 for sample in samples)
-
-
-class Said(NamedTuple):
-    """A message of a prompt, with the media that stand in it."""
-
-    role: str
-    text: str
-    """Return its text without the marks of its media, which the page shows beside it."""
-
-    media: list[tuple[int, str, str]]
-    """Number in the prompt, name, and the picture that the record has, as an address (`data:`);
-    empty without one."""
-
-
-def said(prompt: Prompt, pictures: Sequence[bytes | None] | None) -> list[Said]:
-    """Return the messages of a prompt with their media: images by their marks, in order; what no
-    mark stands for is with the last message."""
-    media = []
-    for number, name in enumerate(prompt.media):
-        picture = pictures[number] if pictures else None
-        encoded = base64.b64encode(picture).decode() if picture else ""
-        media.append((number, name, encoded and f"data:image/webp;base64,{encoded}"))
-    messages = []
-    for place, message in enumerate(prompt.messages, 1):
-        is_last = place == len(prompt.messages)
-        count = len(media) if is_last else text_of(message).count("<image>")
-        said_of = text_of(message, has_marks=not prompt.media)
-        messages.append(Said(str(message.get("role", "")), said_of, media[:count]))
-        media = media[count:]
-    return messages
-
-
-def _samples(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each sample once, as its first turn, with its `turns` and their sums."""
+def read_group(run: Run, round_: RoundId, group: int) -> dict[str, Any]:
+    """Return a group as `group.html` shows it: its `samples`, of each its `turns`; raises
+    NotFoundError where the record has no such group."""
+    place = f'{where_round(round_)} and "group" = {group:d}'
+    rows = run.record.rows(f'select * from scored where {place} order by "index", turn')
+    if not rows:
+        raise NotFoundError(f"{round_} has no group {group}")
     samples = []
-    for _, sample_turns in groupby(turns, key=lambda t: (t["round"], t["group"], t["index"])):
-        own = list(sample_turns)
-        sums = ("num_tokens", "engine_seconds", "tool_seconds")
-        total = {f"all_{name}": sum(turn[name] for turn in own) for name in sums}
-        samples.append({**own[0], **total, "turns": own})
-    return samples
+    for _, turns in groupby(map(described, rows), key=lambda row: row["index"]):
+        samples.append([*turns])
+        start = 0  # positions of gaps count over all turns of a conversation
+        for turn in samples[-1]:
+            end = start + turn["num_tokens"]
+            gaps = (turn["gaps"] or {}).items()
+            turn["gaps"] = {at - start: gap for at, gap in gaps if start <= at < end}
+            start = end
+    for number in range(max(map(len, samples))):
+        _add_pieces([turns[number] for turns in samples if number < len(turns)], run.decode)
+    phase = "" if round_.phase == "train" else f" --phase {round_.phase}"
+    command = f"swift-grpo-ext replay {shlex.quote(str(run.run_dir))}"
+    return {
+        "first": samples[0][0],
+        "samples": samples,
+        "has_one_prompt": len({turns[0]["fingerprint"] for turns in samples}) == 1,
+        "has_tokens": run.decode is not None,
+        "replay": f"{command} --round {round_.step}.{round_.number} --group {group}{phase}",
+    }
+
+
+def _add_pieces(turns: Sequence[dict[str, Any]], decode: Decode | None) -> None:
+    """Give the samples of a group, or one turn of each, the `pieces` of their texts. Without a
+    tokenizer, the characters of the texts tell which beginnings are shared."""
+    units = [[*map(ord, t["text"])] if decode is None else t["token_ids"] for t in turns]
+    for turn, num_shared in zip(turns, shared_lengths(units), strict=True):
+        turn["num_shared"] = num_shared
+        if decode is None:
+            text = turn["text"]
+            turn["pieces"] = [Piece(text[:num_shared], is_shared=True), Piece(text[num_shared:])]
+        else:
+            values = turn["token_ids"], turn["logprobs"], decode, num_shared
+            turn["pieces"] = pieces(*values, turn["gaps"], turn["mask"])
 
 
 def shared_lengths(completions: Sequence[Sequence[int]]) -> list[int]:
@@ -262,7 +101,7 @@ def pieces(
     logprobs: Sequence[float] | None,
     decode: Decode,
     num_shared: int,
-    gaps: dict[int, float],
+    gaps: Mapping[int, float],
     mask: Sequence[bool] | None = None,
 ) -> list[Piece]:
     """Return the text of each token; tokens that hold parts of a character only make one piece."""
@@ -290,29 +129,50 @@ def pieces(
     return parts
 
 
-def image_bytes(name: str, size: str) -> bytes:
+# --- images ---
+
+
+def read_image(run: Run, address: Mapping[str, Any]) -> bytes:
+    """Return the image that an address names by the identity of its sample and its `number` there,
+    as PNG; raises NotFoundError.
+
+    An address has no path: only what the run's own record names is read, and only if it is an
+    image. Nothing is fetched from elsewhere.
+    """
+    round_, numbers = parse_place(address, "group", "index", "turn", "number")
+    *_, number = numbers
+    where = 'and "group" = ? and "index" = ? and turn = ?'
+    query = f"select media, pictures from samples where {where_round(round_)} {where}"
+    rows = run.record.rows(query, numbers[:-1])
+    if not rows or not 0 <= number < len(rows[0]["media"]):
+        raise NotFoundError(f"{round_} has no such medium")
+    [row] = rows
+    picture = row["pictures"][number] if row["pictures"] else None
+    return image_bytes(picture or row["media"][number], address.get("size", ""))
+
+
+def image_bytes(image: str | bytes, size: str) -> bytes:
     """Return an image as PNG, which can hold no script.
 
-    A page names an image by its prompt's group and its number there, never by a path: only what the
-    run's own record names is read, and only if it is an image. Nothing is fetched from elsewhere.
-
     Args:
-        name: as the record has it; a relative one is looked for where the page was started.
+        image: a path as the record has it, where a relative one is looked for where the page was
+            started; or the content.
         size: a key of `SIDES`.
 
     Raises:
         NotFoundError: it is no image on this machine, or it has more pixels than Pillow opens.
     """
-    path = media_content(name)
-    if not isinstance(path, Path):
-        raise NotFoundError("the record holds its digest or its address only")
-    if not path.is_file():  # to open a pipe could wait for ever
-        raise NotFoundError(f"{path.name[:80]} is not on this machine")
+    content = media_content(image)
+    if content is None:
+        raise NotFoundError("the record holds its address only")
+    name = content.name[:80] if isinstance(content, Path) else "a picture of the record"
+    if isinstance(content, Path) and not content.is_file():  # to open a pipe could wait for ever
+        raise NotFoundError(f"{name} is not on this machine")
     try:
-        with Image.open(path) as image:
-            shown = apply_exif_orientation(image).convert("RGB")
+        with Image.open(content) as opened:
+            shown = apply_exif_orientation(opened).convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as e:
-        raise NotFoundError(f"{path.name[:80]} is no image that can be read ({e})") from e
+        raise NotFoundError(f"{name} is no image that can be read ({e})") from e
     side = SIDES["small" if size == "small" else "full"]
     shown.thumbnail((side, side))
     buffer = io.BytesIO()

@@ -1,22 +1,14 @@
-"""Reads what a run has logged: its steps, how fast they are, and whether it goes on."""
+"""Reads what a run has logged: its steps, their seconds, and whether it has ended."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from swift_grpo_ext.timing import PARTS
 from swift_grpo_ext.tools.updates import LOGS, STEP, by_step, read_logs
-
-LAST_STEPS = 20
-"""Steps at the end of a run over which its reward and its seconds are averaged."""
-
-SILENT_SECONDS, SILENT_STEPS = 300.0, 10
-"""A run may have stopped if it has logged nothing for these seconds, and for the time of these
-steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +19,7 @@ class Log:
     """The logged values of each optimizer step, as `by_step` returns them."""
 
     version: tuple[int, int] = (0, 0)
-    """When the file was written last, in nanoseconds since 1970, and its size; 0 before it is
-    there."""
+    """The file's time in nanoseconds since 1970, and its size; 0 before it is there."""
 
     has_ended: bool = False
     """True if ms-swift logged the training's end, and no step after it."""
@@ -45,27 +36,21 @@ class Log:
         return int(str(last.get(STEP, "0/0")).rpartition("/")[2])
 
     @property
-    def updated(self) -> float:
-        """When the file was written last, in seconds since 1970."""
-        return self.version[0] / 1e9
+    def updated(self) -> str:
+        """When the file was written last, by this machine's clock; empty before it is there."""
+        seconds = self.version[0] // 10**9
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
 
     @property
-    def seconds(self) -> float | None:
-        """The mean seconds of the last steps. The first step is left out: a run begins with what it
-        does once. None before the second."""
-        timed = [log for log in self.steps.values() if "time/rollout" in log][1:]
-        seconds = [sum(log[f"time/{part}"] for part in PARTS) for log in timed[-LAST_STEPS:]]
-        return fmean(seconds) if seconds else None
-
-    @property
-    def state(self) -> str:
-        """Return `waiting` before the first step, `live`, `ended`, or `silent` where nothing was
-        logged for long."""
-        if not self.steps:
-            return "waiting"
-        patience = max(SILENT_SECONDS, SILENT_STEPS * (self.seconds or 0.0))
-        is_silent = time.time() - self.updated > patience
-        return "ended" if self.has_ended else "silent" if is_silent else "live"
+    def seconds(self) -> dict[int, dict[str, float]]:
+        """The seconds of each step and of its parts. The first step that was timed is left out
+        where there are more: a run begins with what it does once."""
+        timed = {step: log for step, log in self.steps.items() if "time/rollout" in log}
+        return {
+            step: {"step": sum(log[f"time/{part}"] for part in PARTS)}
+            | {name.removeprefix("time/"): v for name, v in log.items() if name[:5] == "time/"}
+            for step, log in [*timed.items()][len(timed) > 1 :]
+        }
 
 
 def read_log(run_dir: Path, known: Log) -> Log:

@@ -8,34 +8,29 @@ writes.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import Mount, Route
 
-from swift_grpo_ext.tools.view import pages, several
-from swift_grpo_ext.tools.view.group import RunView, image_bytes
-from swift_grpo_ext.tools.view.runs import NotFoundError, parse_place
+from swift_grpo_ext.tools.view import pages
+from swift_grpo_ext.tools.view.group import read_image
+from swift_grpo_ext.tools.view.runs import NotFoundError, Run
 
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0
-
-Query = Mapping[str, str]
-"""The values of an address."""
 
 HEADERS = {
     "content-security-policy": "frame-ancestors 'none'",  # the page itself holds the rest of it
@@ -46,68 +41,33 @@ HEADERS = {
 }
 
 
-def make_app(runs: Sequence[RunView], token: str) -> Starlette:
-    """Return the application; who calls it refreshes the runs. Each run's pages stand below its
-    number."""
+def make_app(runs: Sequence[Run], token: str) -> Starlette:
+    """Return the application; its caller refreshes the runs. Each run's pages stand below its
+    number, and those of all runs beside."""
 
     def start(request: Request) -> Response:
         return RedirectResponse("0/overview" if len(runs) == 1 else "runs", headers=HEADERS)
 
-    def pair(query: Query) -> dict[str, Any]:
-        numbers = query.get("a", ""), query.get("b", "")
-        if not all(number.isdecimal() and int(number) < len(runs) for number in numbers):
-            raise NotFoundError(f"a={numbers[0]}, b={numbers[1]}: expected the numbers of two runs")
-        return several.pair_values(runs, (int(numbers[0]), int(numbers[1])))
-
-    pages_of_all = {"runs": lambda query: several.runs_values(runs), "pair": pair}
-    mounts = [Mount(f"/{n}", routes=_run_routes(runs, run)) for n, run in enumerate(runs)]
-    routes = [Route("/", start), *mounts, *_routes(runs, None, pages_of_all)]
-    return Starlette(
-        routes=[Mount(f"/{token}", routes=routes)], exception_handlers={NotFoundError: _not_found}
-    )
-
-
-def _run_routes(runs: Sequence[RunView], run: RunView) -> list[BaseRoute]:
-    """Return the routes of one run's pages and images."""
-
-    def image(request: Request) -> Response:
-        query = request.query_params  # by round, group and number: what the run's record names
-        place = parse_place(query, "group", "number")
-        turn = parse_place(query, "index", "turn")[1:] if "index" in query else ()
-        content = image_bytes(run.medium_name(*place, *turn), query.get("size", ""))
-        return Response(content, media_type="image/png", headers=HEADERS)
-
-    pages_of_run = {
-        "overview": lambda query: pages.overview_values(run),
-        "samples": lambda query: pages.samples_values(run, query),
-        "groups": lambda query: pages.groups_values(run, query),
-        "group": lambda query: pages.group_values(run, query),
-    }
-    return [Route("/image", image), *_routes(runs, run, pages_of_run)]
-
-
-def _routes(
-    runs: Sequence[RunView],
-    run: RunView | None,
-    values_of: Mapping[str, Callable[[Query], dict[str, Any]]],
-) -> list[BaseRoute]:
-    """Return the routes of a run's pages, or of all runs', by their names, and of their state."""
-
-    def state(request: Request) -> Response:
-        return PlainTextResponse(pages.state_of(runs if run is None else [run]), headers=HEADERS)
-
     def page(request: Request) -> Response:
-        name = request.path_params["page"]
-        if name not in values_of:
-            raise NotFoundError(f"there is no page {name}")
-        values = values_of[name](request.query_params)
-        return HTMLResponse(pages.render(name, run, runs, **values), headers=HEADERS)
+        index, name = request.path_params.get("run"), request.path_params["page"]
+        if index is not None and index >= len(runs):
+            raise NotFoundError(f"there is no run {index}")
+        if name == "state":
+            state = pages.state_of(runs if index is None else [runs[index]])
+            return PlainTextResponse(state, headers=HEADERS)
+        if name == "image" and index is not None:
+            content = read_image(runs[index], request.query_params)
+            return Response(content, media_type="image/png", headers=HEADERS)
+        text = pages.render(runs, index, name, request.query_params)
+        return HTMLResponse(text, headers=HEADERS)
 
-    return [Route("/state", state), Route("/{page}", page)]
+    def not_found(request: Request, cause: Exception) -> Response:
+        return PlainTextResponse(f"Not found: {cause}.", 404, headers=HEADERS)
 
-
-def _not_found(request: Request, cause: Exception) -> Response:
-    return PlainTextResponse(f"Not found: {cause}.", 404, headers=HEADERS)
+    routes = [Route("/", start), Route("/{page}", page), Route("/{run:int}/{page}", page)]
+    return Starlette(
+        routes=[Mount(f"/{token}", routes=routes)], exception_handlers={NotFoundError: not_found}
+    )
 
 
 def serve(runs: Sequence[Path], port: int, host: str) -> None:
@@ -121,18 +81,16 @@ def serve(runs: Sequence[Path], port: int, host: str) -> None:
     Raises:
         OSError: the port is taken, or the address is none of this machine's.
     """
-    views = [RunView(folder) for folder in runs]
+    views = [Run(folder) for folder in runs]
     token = secrets.token_urlsafe(16)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except OSError as e:
         cause = str(e.strerror).partition(" (while")[0]
-        if e.errno == errno.EADDRINUSE:
-            raise OSError(f"--port {port} is taken ({cause}): give another, or 0.") from e
         raise OSError(
             f"--host {host} --port {port}: cannot listen there ({cause}). Give an address of this "
-            "machine, or 0.0.0.0 for all of them, and a port from 1024 on."
+            "machine (0.0.0.0: all of them) and a free port from 1024 on (0: any)."
         ) from e
     with listener:
         stop = threading.Event()
@@ -165,9 +123,9 @@ def _how_to_look(host: str, port: int, token: str) -> str:
     )
 
 
-def _follow(runs: Sequence[RunView], stop: threading.Event) -> None:
-    """Read what the runs write until `stop` is set; an error is told once and tried again."""
-    told: set[str] = set()
+def _follow(runs: Sequence[Run], stop: threading.Event) -> None:
+    """Read what the runs write until `stop` is set; an error is logged once."""
+    logged: set[str] = set()
     while not stop.is_set():
         is_behind = False
         for run in runs:
@@ -175,8 +133,10 @@ def _follow(runs: Sequence[RunView], stop: threading.Event) -> None:
                 run.refresh(REFRESH_SECONDS)
                 is_behind |= not run.record.is_whole
             except (OSError, ValueError, duckdb.Error) as e:  # a file that is being replaced
-                if str(e) not in told:
-                    logger.warning("%s cannot be read now (%s): tried again.", run.run_dir, e)
-                told.add(str(e))
+                if str(e) not in logged:
+                    logger.warning(
+                        "%s cannot be read now (%s): another try follows.", run.run_dir, e
+                    )
+                logged.add(str(e))
         if not is_behind:
             stop.wait(REFRESH_SECONDS)

@@ -19,7 +19,7 @@ from tests.tools.view.chrome import BROWSER, Chrome, open_chrome
 from tests.tools.view.runs import HOSTILE, Writer, add_logs, add_tokenizer, make_rows, make_run
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
-ROWS = "tr.sample"
+ROWS = ".sample"
 VIEW = (
     "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(main(['view', *sys.argv[1:]]))"
 )
@@ -62,54 +62,51 @@ def page(chrome: Chrome, url: str) -> Iterator[Chrome]:
 
 def test_filters_and_groups(page: Chrome) -> None:
     page.fill("input[name=text]", "i1 s2")
-    page.until("document.querySelector('#count').innerText.startsWith('2 of')")
+    page.click("form button")
+    page.until("document.querySelector('#count').innerText.startsWith('2 /')")
     assert all("i1 s2" in text for text in page.texts(ROWS))
     page.click("summary")
     page.fill("select[name=phase]", "train")
+    page.click("form button")
     page.until("location.search.includes('phase=train')")
-    assert "where" not in page.run("location.search")
     page.until("document.querySelector('details').open")
-    options = page.texts("option")
-    assert {"newest", "Reward ↓", "stop (12)"} <= {*options}
+    assert {"reward ↓", "stop (12)"} <= {*page.texts("option")}
     page.click("#language")
-    assert {"最新", "奖励 ↓", "正常停止 (12)"} <= {*page.texts("option")}
+    assert page.texts("nav a") == ["概览", "样本", "组"]
     page.click("#language")
-    assert page.texts("option") == options
+    assert page.texts("nav a") == ["Overview", "Samples", "Groups"]
     page.click("nav a[href^=groups]")
-    page.until("document.querySelectorAll('ol.groups li').length >= 2")
-    page.click("ol.groups li:nth-child(2) a")
-    page.until("document.querySelectorAll('.completion').length >= 2")
-    assert "Group 1" in page.texts("h1")[0]
-    page.until("document.querySelector('.images img').naturalWidth === 56")
-    page.click("a.button[href$='group=0']")
-    page.until("document.querySelector('h1').innerText.includes('Group 0')")
-    assert "Question 0?" in page.texts(".prompt")[0]
+    page.until("document.querySelectorAll('.groups a').length >= 2")
+    page.fill("input[name=round]", "train.1.0")
+    page.run("document.querySelector('form').requestSubmit()")
+    page.until("document.querySelector('.groups a').innerText.includes('train.1.0')")
+    page.click(".groups a:nth-child(2)")
+    page.until("document.querySelectorAll('article').length >= 2")
+    assert "Group 1" in page.texts("h2")[0]
+    page.until("document.querySelector('.asked img').naturalWidth === 56")
+    page.click("h2 a[href$='group=0']")
+    page.until("document.querySelector('h2').innerText.includes('Group 0')")
+    assert "Question 0?" in page.texts(".messages")[0]
 
 
-def test_values_of_curves(page: Chrome) -> None:
+def test_curves(page: Chrome) -> None:
     page.click("nav a[href^=overview]")
-    page.until("document.querySelector('[data-panel=length]')")
-    page.until("document.querySelector('[data-panel=length] canvas')")
-    values = "document.querySelector('[data-panel=%s] .u-legend').innerText"
-    assert page.run(values % "length") == "Step3length3"  # the last value, without pointing
-    x, y = page.run("""(plot => { plot.scrollIntoView(); const box = plot.getBoundingClientRect();
-        return [box.left + box.width / 2, box.top + box.height / 2] })(
-        document.querySelector('[data-panel=length] .u-over'))""")
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    page.until(f"{values % 'length'} === 'Step2length3'")
-    # One cursor stands in all charts.
-    assert page.run(values % "gap") == "Step2gap0.1"
-    assert page.run(values % "grad_norm").endswith("grad_norm0.25")
+    page.until("document.querySelector('[data-panel=grad_norm] polyline')")
+    assert page.texts("[data-panel=grad_norm] figcaption") == ["Gradient norm\n0.375"]
+    colours = "[...document.querySelectorAll('[data-panel=reward] polyline')]"
+    assert page.run(f"{colours}.map(e => getComputedStyle(e).stroke)") == [
+        *("rgb(0, 114, 178)", "rgb(196, 78, 0)", "rgb(0, 128, 93)"),
+    ]
 
 
 def test_a_run_that_goes_on_and_hostile_text(page: Chrome, run_dir: Path) -> None:
     rows = [replace(row, text=HOSTILE) for row in make_rows(3)]
     Writer(run_dir, session=1, start_step=3).write(rows)
-    page.until("document.querySelector('#count').innerText === '16 of 16'")
-    assert "onerror" in page.texts(f"{ROWS} td.text")[0]
-    page.click(f"{ROWS} a")
-    page.until("document.querySelector('.completion')")
-    assert "<script>" in page.texts(".completion .tokens")[0]
+    page.until("document.querySelector('#count').innerText === '16 / 16'")
+    assert "onerror" in page.texts(f"{ROWS} .text")[0]
+    page.click(ROWS)
+    page.until("document.querySelector('article')")
+    assert "<script>" in page.texts(".tokens")[0]
     assert page.run("window.stolen") is None
     assert page.run("document.querySelectorAll('main script, main img[src=x]').length") == 0
 
@@ -153,10 +150,10 @@ def test_nothing_runs_over_its_box(width: int, page: Chrome, run_dir: Path, tmp_
     both = write_page([run_dir, other], tmp_path / "both.html").as_uri()
     pages = {
         live: ROWS,
-        live.replace("samples", "groups"): "ol.groups li",
+        live.replace("samples", "groups"): ".groups a",
         f"{saved}#overview": "main:target .panels figure",
-        f"{saved}#group-train.4.0-1": "main:target .completion",
-        f"{both}#runs": "main:target canvas",
+        f"{saved}#group-train.4.0-1": "main:target article",
+        f"{both}#runs": "main:target table",
     }
     for url, found in pages.items():
         page.open(url)
@@ -177,12 +174,12 @@ def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
     shutil.rmtree(run_dir)
     chrome.problems.clear()
     chrome.open(page.as_uri())
-    chrome.until("document.querySelector('main:target canvas')")
+    chrome.until("document.querySelector('main:target polyline')")
     assert chrome.run("scrollY") == 0
     chrome.click("nav a[href='#groups']")
-    images = "[...document.querySelectorAll('main:target ol.groups img')]"
+    images = "[...document.querySelectorAll('main:target .groups img')]"
     chrome.until(f"{images}.some(image => image.naturalWidth === 56)")
-    chrome.click("main:target ol.groups a")
+    chrome.click("main:target .groups a")
     chrome.until("document.querySelector('main:target .tokens')")
     token = "getComputedStyle(document.querySelector('main:target .tokens').children[1])"
     by_logprob = chrome.run(f"{token}.backgroundColor")

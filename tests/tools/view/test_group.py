@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import html
 import io
-import json
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 from PIL.ExifTags import Base
 
-from swift_grpo_ext.sampling.seeding import RoundId, sample_seed
-from swift_grpo_ext.tools.view.group import RunView, image_bytes, pieces, shared_lengths
-from swift_grpo_ext.tools.view.pages import group_values, render, words
-from swift_grpo_ext.tools.view.runs import NotFoundError
-from tests.tools.view.runs import Writer, make_rows, make_run
+from swift_grpo_ext.sampling.seeding import RoundId
+from swift_grpo_ext.tools.view.group import image_bytes, pieces, read_group, shared_lengths
+from swift_grpo_ext.tools.view.runs import NotFoundError, Run
+from tests.tools.view.runs import make_run
 
 
 def test_shared_beginnings() -> None:
@@ -58,48 +54,15 @@ def test_a_first_token_keeps_its_space() -> None:
 
 
 def test_a_group(tmp_path: Path) -> None:
-    run = RunView(make_run(tmp_path / "a run"))
+    run = Run(make_run(tmp_path / "a run"))
     run.refresh()
-    group = run.group(RoundId("train", 1, 0), 1, earlier=[(RoundId("train", 0, 0), 1, 1)])
-    assert [(said.role, said.text) for said in group["prompt"]] == [("user", "Question 1?")]
-    assert group["media"] == [str(tmp_path / "a run/images/1.png")]
+    group = read_group(run, RoundId("train", 1, 0), 1)
+    assert group["first"]["messages"] == [("user", "<image>Question 1?")]
+    assert group["first"]["media"] == [str(tmp_path / "a run/images/1.png")]
     assert group["replay"] == f"swift-grpo-ext replay '{tmp_path}/a run' --round 1.0 --group 1"
     # Without a tokenizer, the texts tell what is shared.
-    shown = [
-        (s["round"], s["index"], s["is_earlier"], [p.text for p in s["pieces"]])
-        for s in group["samples"]
-    ]
-    assert shown == [
-        ("train.1.0", 0, False, ["g1 i", "0 s1"]),
-        ("train.1.0", 1, False, ["g1 i1 s", "1"]),
-        ("train.0.0", 1, True, ["g1 i1 s", "0"]),
-    ]
-
-
-def test_replay_is_offered_where_the_weights_are(tmp_path: Path) -> None:
-    """Of a run that saved one checkpoint of three, and was resumed once with another seed."""
-    writer, settings = Writer(tmp_path), {"seed": 42, "tuner_type": "full", "model": "models/tiny"}
-    for step in range(4):
-        rows = [replace(r, seed=sample_seed(42 + step // 3, r.sample_id)) for r in make_rows(step)]
-        writer.write([replace(r, seed=None if r.sample_id.group else r.seed) for r in rows])
-    (tmp_path / "checkpoint-2").mkdir()
-    (tmp_path / "checkpoint-2/model.safetensors").touch()
-    run = RunView(tmp_path)
-    run.refresh()
-
-    def obstacle(step: int, group: int = 0) -> str:
-        page = render(
-            "group", run, **group_values(run, {"round": f"train.{step}.0", "group": group})
-        )
-        shown = run.group(RoundId("train", step, 0), group)["replay_obstacle"]
-        assert ("<code>swift-grpo-ext replay " in page) == (not shown)
-        assert not shown or words()[shown][1] in html.unescape(page)
-        return str(shown)
-
-    assert obstacle(0) == "replay_not"
-    (tmp_path / "args.json").write_text(json.dumps(settings))
-    assert [obstacle(step) for step in range(3)] == ["", "replay_no_weights", ""]
-    assert [obstacle(3), obstacle(0, group=1)] == ["replay_no_seed"] * 2
+    shown = [[piece.text for piece in turns[0]["pieces"]] for turns in group["samples"]]
+    assert shown == [["g1 i", "0 s1"], ["g1 i", "1 s1"]]
 
 
 def test_images_in_two_sizes(tmp_path: Path) -> None:
@@ -124,7 +87,7 @@ def test_what_is_no_local_image_is_refused(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "text.png").write_text("no image")
     os.mkfifo(tmp_path / "pipe.png")
     for name, message in {
-        "https://example.com/a.png": "its digest or its address only",
+        "https://example.com/a.png": "the record holds its address only",
         "gone.png": "gone.png is not on this machine",
         "pipe.png": "not on this machine",
         "text.png": "text.png is no image that can be read",

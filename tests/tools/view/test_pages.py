@@ -11,25 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.pages import (
     HERE,
     groups_values,
     number,
-    overview_values,
-    pair,
     render,
-    samples_values,
     word,
     words,
     write_page,
 )
+from swift_grpo_ext.tools.view.runs import Run
 from tests.diversity.runs import frozen_rounds
 from tests.diversity.runs import make_run as make_watched_run
 from tests.tools.view.runs import (
     HOSTILE,
     Writer,
-    add_logs,
     add_tokenizer,
     make_rows,
     make_run,
@@ -56,7 +52,7 @@ def test_a_saved_page_is_whole_and_safe(tmp_path: Path) -> None:
     path = write_page([run_dir], tmp_path / "page.html", 6)
     text = path.read_text(encoding="utf-8")
     tags = Page(text).tags
-    assert [tag for tag, _ in tags].count("script") == 2
+    assert [tag for tag, _ in tags].count("script") == 1
     loaded = {values.get("src") for tag, values in tags if tag != "a"}
     loaded |= {values["href"] for tag, values in tags if tag == "link"}
     loaded = {address.partition(",")[0] for address in loaded if address is not None}
@@ -72,25 +68,10 @@ def test_a_saved_page_of_a_run_with_frozen_noise(tmp_path: Path) -> None:
     make_watched_run(tmp_path, frozen_rounds())
     text = write_page([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
     assert 'class="verdict broken"' in text
-    shaded = json.loads(text.partition("data-alarms='")[2].partition("'")[0])
-    assert {(alarm["kind"], alarm["first_step"]) for alarm in shaded} == {("broken", 3)}
-    assert "Sample 0" in text
-    assert 'class="completion earlier"' in text
-
-
-def test_the_overview_says_what_would_save_time(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run")
-    settings = {"use_vllm": True, "vllm_mode": "server", "multi_turn_scheduler": None}
-    for is_asynchronous in (False, True):
-        settings["async_generate"] = is_asynchronous
-        (run_dir / "args.json").write_text(json.dumps(settings), encoding="utf-8")
-        add_logs(run_dir, 9.0, 4.0)
-        text = write_page([run_dir], tmp_path / "page.html").read_text(encoding="utf-8")
-        panel = text.partition('data-panel="time"')[2].partition("</figure>")[0]
-        assert panel.count('"name"') == 7
-        assert "Step 1 took 9 s and is cut" in panel
-        told = "time/rollout is 50% of a step"
-        assert (told in text, "--async_generate" in text) == (not is_asynchronous,) * 2
+    overview = text.partition('id="overview"')[2].partition("</main>")[0]
+    assert overview.count('<rect class="broken" x="290.7" width="121.3"') == overview.count("<svg")
+    assert overview.count("<article") == 4
+    assert 'id="group-train.2.0-0"' in text
 
 
 def test_tokens_carry_their_values(tmp_path: Path) -> None:
@@ -105,67 +86,59 @@ def test_tokens_carry_their_values(tmp_path: Path) -> None:
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"No samples yet. The first appear when a round"):
         write_page([tmp_path], tmp_path / "page.html")
-    run = RunView(tmp_path)
+    run = Run(tmp_path)
     run.refresh()
-    for page, values, told in (
-        ("samples", samples_values(run, {}), "No samples yet. "),
-        ("groups", groups_values(run, {}), "No samples yet. "),
-        ("overview", overview_values(run), "No step yet. "),
-    ):
-        text = render(page, run, **values)
-        assert f'<p><span lang="en">{told}' in text
-        assert "waiting for the first step" in text
-        assert "Nobody watches" not in text
+    for page in ("samples", "groups", "overview"):
+        text = render([run], 0, page, {})
+        assert f'<p><span lang="en">No {"step" if page == "overview" else "samples"} yet. ' in text
+        assert "No monitor" not in text
 
 
 def test_a_folder_that_is_not_there_yet_is_followed_into_its_version(tmp_path: Path) -> None:
-    run = RunView(tmp_path / "new")
+    run = Run(tmp_path / "new")
     run.refresh()
-    assert run.log.state == "waiting"
+    assert not run.has_begun
     made = make_run(tmp_path / "new/v0-20261128-093000")
     run.refresh()
     assert (run.run_dir, run.facts.num_rows) == (made, 12)
 
 
 def test_a_prompt_stands_once_above_its_samples(tmp_path: Path) -> None:
-    run = RunView(make_run(tmp_path))
+    run = Run(make_run(tmp_path))
     run.refresh()
-    page = render("samples", run, **samples_values(run, {"steps": "1"}))
+    page = render([run], 0, "samples", {"min_step": "1", "max_step": "1"})
     assert page.count("Question 1?") == 1
-    assert "&lt;image&gt;" not in page
-    assert page.count('<tr class="sample">') == 4
+    assert page.count('class="sample"') == 4
     assert page.count('<b class="chip" style="--share:1.00">1</b>') == 1
-    page = render("samples", run, **samples_values(run, {"text": "nowhere"}))
-    assert "No sample matches these filters." in page
+    assert '<span id="count">0 / 12</span>' in render([run], 0, "samples", {"text": "nowhere"})
 
 
 def test_rounds_lead_to_their_neighbours(tmp_path: Path) -> None:
     make_run(tmp_path)
-    run = RunView(tmp_path)
+    run = Run(tmp_path)
     run.refresh()
-    names = groups_values(run, {})["names"]
-    assert len(names) > 2
-    for at, name in enumerate(names):  # the newest is the first
-        values = groups_values(run, {"round": name})
-        assert values["later"] == (names[at - 1] if at else None)
-        assert values["earlier"] == next(iter(names[at + 1 :]), None)
+    names = [None, "train.2.0", "train.1.0", "train.0.0", None]  # the newest is the first
+    for at, name in enumerate(names[1:-1], 1):
+        values = groups_values(run, {"round": str(name)})
+        assert values["rounds"] == [names[at + 1], name, names[at - 1]]
+    assert groups_values(run, {})["rounds"] == ["train.1.0", "train.2.0", None]
 
 
 def test_all_words_are_there_in_both_languages() -> None:
-    """Each key that a template names has words, and each pair has Chinese in it."""
+    """Each key that a template names has words, all words are used, and have Chinese in them."""
     chinese = re.compile(r"[一-鿿]")
-    same = {"language", "completion", "prompt", "what_prompt", "of", "token", "unit_tokens"}
-    same |= {"unit_nats", "unit_p"}
-    assert {k for k, (_, text) in words().items() if not chinese.search(text)} == same
+    assert {k for k, (_, text) in words().items() if not chinese.search(text)} == {"language"}
     texts = [path.read_text(encoding="utf-8") for path in (HERE / "templates").iterdir()]
-    asked = {key for text in texts for key in re.findall(r'\bt\("(\w+)"\)', text)}
-    assert asked - set(words()) == set()
-    assert str(word("of")) == '<span lang="en">of</span><span lang="zh">/</span>'
-    assert word("x") == "x"
-    assert (pair("reward"), pair("reward.x")) == (["Reward", "奖励"], ["x", "x"])
-    assert "3 s" in word("first_cut", step=1, seconds="3")
+    asked = {key for text in texts for key in re.findall(r'"(\w+)"', text)}
+    own = json.loads((HERE / "words.json").read_text(encoding="utf-8"))
+    by_value = re.compile("panel_.*|summary_.*|by_.*|overview|samples|groups|runs|pair|none")
+    assert {key for key in own if not by_value.fullmatch(key)} - asked == set()
+    named = {key for text in texts for key in re.findall(r'\bt\("(\w+)"[,)]', text)}
+    assert named - set(words()) == set()
+    assert str(word("step")) == '<span lang="en">Step</span><span lang="zh">步</span>'
 
 
 def test_numbers() -> None:
-    values = [None, 0, 12345.0, -0.5, 0.00051, math.inf]
-    assert [number(v) for v in values] == ["–", "0", "12,345", "-0.500", "5.1e-04", "inf"]
+    values = [None, 0, 12345.0, -0.5, 0.00051, math.inf, 2**62, "stop", 1 / 3]
+    expected = ["–", "0", "12,345", "-0.5", "0.00051", "inf", str(2**62), "stop", "0.3333"]
+    assert [number(v) for v in values] == expected

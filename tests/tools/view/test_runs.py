@@ -10,7 +10,7 @@ import pytest
 from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.view import runs
 from swift_grpo_ext.tools.view.overview import make_panels
-from swift_grpo_ext.tools.view.runs import Run, find_samples, list_groups
+from swift_grpo_ext.tools.view.runs import NotFoundError, Run, find_samples, list_groups, text_of
 from tests.tools.view.runs import Writer, make_rows, make_run, score
 
 
@@ -22,21 +22,23 @@ def rewards_of(run: Run) -> list[float | None]:
 
 def test_a_run_is_followed_from_before_its_first_round(tmp_path: Path) -> None:
     writer, run = Writer(tmp_path), Run(tmp_path)
-    assert not run.refresh()
-    assert (run.facts.is_whole, run.facts.num_rows, run.facts.rounds) == (True, 0, [])
+    run.refresh()
+    assert (run.record.is_whole, run.facts.num_rows, run.facts.rounds) == (True, 0, [])
     writer.write(make_rows(0))
-    assert run.refresh()
+    run.refresh()
     assert run.facts.num_rows == 4
-    assert not run.refresh()  # nothing is new
+    known = run.facts
+    run.refresh()
+    assert run.facts is known  # nothing is new
     rows = make_rows(1)
     writer.write(rows, scored=False)
-    assert run.refresh()
+    run.refresh()
     assert rewards_of(run) == [0, 0, 0, 1] + [None] * 4
     assert list_groups(run, RoundId("train", 1, 0))[0]["reward"] is None
     [fate] = run.record.rows("select distinct fate from scored where reward is null")
     assert fate == {"fate": "generated"}
     writer.score(rows)
-    assert run.refresh()
+    run.refresh()
     assert rewards_of(run) == [0, 0, 0, 1] * 2
 
 
@@ -52,18 +54,18 @@ def test_turns_share_their_sample_s_score(tmp_path: Path) -> None:
 
 def test_rounds_come_newest_first_and_a_resumed_session_supersedes(tmp_path: Path) -> None:
     run = Run(make_run(tmp_path / "run"))
-    assert run.refresh()
+    run.refresh()
     assert run.facts.rounds == [("train", step, 0) for step in (2, 1, 0)]
     assert run.facts.functions == ["Accuracy", "Format"]
     Writer(tmp_path / "run", session=1, start_step=1).write(make_rows(1, num_groups=1))
-    assert run.refresh()
+    run.refresh()
     assert run.facts.rounds == [("train", step, 0) for step in (1, 0)]
     assert len(rewards_of(run)) == 4 + 2
 
 
 def test_what_is_read_is_shown_meanwhile(tmp_path: Path) -> None:
     run, rounds = Run(make_run(tmp_path / "run")), []
-    while not run.facts.is_whole:
+    while not run.record.is_whole:
         run.refresh(seconds=0)
         rounds.append([name.step for name in run.facts.rounds])
     assert rounds == [[2], [2], [2, 1], [2, 1], [2, 1, 0], [2, 1, 0]]  # samples, then scores
@@ -90,20 +92,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"steps": "1"}, "1.0.0 1.0.1 1.1.0 1.1.1"),
-        ({"steps": "1:2", "min_reward": "0.5"}, "1.1.1"),
-        ({"steps": ":0", "max_reward": "0.5"}, "0.0.0 0.0.1 0.1.0"),
-        ({"steps": "2:", "truncated": "false"}, "2.0.0 2.1.0"),
+        ({"min_step": "1", "max_step": "1"}, "1.0.0 1.0.1 1.1.0 1.1.1"),
+        ({"min_step": "1", "min_reward": "0.5", "max_step": "1"}, "1.1.1"),
+        ({"max_step": "0", "max_reward": "0.5"}, "0.0.0 0.0.1 0.1.0"),
+        ({"min_step": "2", "truncated": "false"}, "2.0.0 2.1.0"),
         ({"finish_reason": "length"}, "1.0.0"),
         ({"text": "G1 I0"}, "2.1.0 1.1.0 0.1.0"),
         ({"text": "a.c"}, "2.1.1"),
-        ({"text": "g. i1", "steps": "0"}, ""),
-        ({"text": "question 1", "where": "prompt", "steps": "0"}, "0.1.0 0.1.1"),
-        ({"text": '"s1', "where": "columns", "steps": "0"}, "0.1.0 0.1.1"),
+        ({"text": "g. i1", "max_step": "0"}, ""),
+        ({"text": "question 1", "where": "prompt", "max_step": "0"}, "0.1.0 0.1.1"),
+        ({"text": '"s1', "where": "columns", "max_step": "0"}, "0.1.0 0.1.1"),
         ({"min_reward.Accuracy": "1", "max_reward.Format": "1"}, "1.1.1 0.1.1"),
-        ({"steps": "0", "sort": "-reward.Accuracy"}, "0.1.1 0.0.0 0.0.1 0.1.0"),
-        ({"steps": "1:2", "text": "i1", "sort": "-reward"}, "1.1.1 2.0.1 1.0.1"),
-        ({"steps": "2", "sort": "reward"}, "2.0.0 2.0.1 2.1.0 2.1.1"),
+        ({"max_step": "0", "sort": "-reward.Accuracy"}, "0.1.1 0.0.0 0.0.1 0.1.0"),
+        ({"min_step": "1", "text": "i1", "sort": "-reward"}, "1.1.1 2.0.1 1.0.1"),
+        ({"min_step": "2", "sort": "reward"}, "2.0.0 2.0.1 2.1.0 2.1.1"),
     ],
 )
 def test_filters_and_orders(run: Run, values: dict[str, str], expected: str) -> None:
@@ -115,19 +117,21 @@ def test_filters_and_orders(run: Run, values: dict[str, str], expected: str) -> 
 
 
 def test_bad_queries_say_what_was_expected(run: Run) -> None:
-    with pytest.raises(ValueError, match="sort=text: expected one of reward, advantage, num_"):
+    with pytest.raises(
+        ValueError, match="sort=text: expected one of step, reward, advantage, num_"
+    ):
         find_samples(run, {"sort": "text"})
-    with pytest.raises(ValueError, match="steps=a:b: a is no number"):
-        find_samples(run, {"steps": "a:b"})
+    with pytest.raises(NotFoundError, match="min_step=a: expected a number"):
+        find_samples(run, {"min_step": "a"})
 
 
 def test_a_sample_as_a_list_shows_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "MAX_TEXT", 5)
     _, [sample] = find_samples(run, {"finish_reason": "length"})
     assert sample["seed"] == 2**62 + 100
-    assert sample["parts"] == {"Accuracy": 0.0, "Format": 1.0}
-    assert (sample["round"], sample["num_media"]) == ("train.1.0", 1)
-    assert (sample["text"], sample["question"]) == ("g0 i0", "Question 0?")
+    assert sample["rewards"] == {"Accuracy": 0.0, "Format": 1.0}
+    assert (sample["round"], len(sample["media"])) == ("train.1.0", 1)
+    assert (sample["text"], sample["question"]) == ("g0 i0", "<image>Question 0?")
     assert sample["columns"] == {"solution": "s0"}
 
 
@@ -139,13 +143,22 @@ def test_menus(run: Run) -> None:
 
 def test_groups_of_a_round(run: Run) -> None:
     _, scored = list_groups(run, RoundId("train", 1, 0))
-    assert scored == {
-        **{"round": "train.1.0", "group": 1, "prompt": "Question 1?", "num_media": 1},
-        **{"columns": {"solution": "s1"}},
-        **{"samples": 2, "distinct": 2, "rewards": [0.0, 1.0], "reward": 0.5, "spread": 0.5},
+    expected = {
+        **{"round": "train.1.0", "group": 1, "index": 0, "question": "<image>Question 1?"},
+        **{"columns": {"solution": "s1"}, "media": ["images/1.png"]},
+        **{"samples": 2, "num_texts": 2, "rewards": [0.0, 1.0], "reward": 0.5, "spread": 0.5},
     }
+    assert {name: scored[name] for name in expected} == expected
     _, partly_scored = list_groups(run, RoundId("train", 2, 0))
     assert (partly_scored["rewards"], partly_scored["spread"]) == ([0.0, None], 0.0)
+
+
+def test_what_a_message_says() -> None:
+    assert text_of({"role": "user", "content": "七", "loss": True}) == "七"
+    assert text_of({"role": "assistant", "content": None, "tool_calls": [{"f": "找"}]}) == (
+        '{"tool_calls": [{"f": "找"}]}'
+    )
+    assert text_of({"role": "user", "content": [{"type": "text"}]}) == '[{"type": "text"}]'
 
 
 @pytest.mark.parametrize("name", ["it's", 'a "name"', "准确", "a]b"])
@@ -156,4 +169,4 @@ def test_names_of_functions_are_text(name: str, tmp_path: Path) -> None:
     writer.append_scores([replace(score(row, 1.0), rewards=[(name, 0.5)]) for row in rows])
     run.refresh()
     assert find_samples(run, {f"min_reward.{name}": "0.5", "sort": f"reward.{name}"})[0] == 4
-    assert make_panels(run, [])["reward"][name] == [(1, 0.5)]
+    assert make_panels(run)["reward"][name] == [(1, 0.5)]
