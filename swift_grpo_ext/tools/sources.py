@@ -1,6 +1,6 @@
 """The settings of a run as they are written: both sides' YAML files, and arguments that win.
 
-Nothing is typed here: `swift rlhf` and `swift rollout` do that. Light to import.
+Values stay words: `swift rlhf` and `swift rollout` parse them. Light to import.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import yaml
 
 from swift_grpo_ext.checks.finding import did_you_mean
 
-Settings = Mapping[str, Any]
 Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
-COMMAND_WORDS = {word for command in COMMANDS.values() for word in command.split()}
+COMMAND_WORDS = {"swift", "rlhf", "rollout"}
 
 MODEL = ("model", "model_type", "template")
 """`launch.sh` gives servers these settings of the training, where their own file has none."""
@@ -28,8 +27,7 @@ class Source(NamedTuple):
 
     side: Side
     argv: list[str]
-    env: Mapping[str, str]
-    """What its ENV sets; the shell's own variables win, as in ms-swift."""
+    env: Mapping[str, str]  # of its ENV; the shell's own variables win, as in ms-swift
 
     @property
     def given(self) -> dict[str, list[str]]:
@@ -44,22 +42,22 @@ def read_sources(
     Args:
         path: one file, or `NAME`, which stands for both; None: `overrides` are all.
         model: the model of both sides, instead of the files'.
-        overrides: arguments of `swift rlhf` that win over its file.
+        overrides: arguments that win, of `swift rlhf`, or of a command that was pasted.
 
     Raises:
         ValueError: a file is missing, or is no YAML.
     """
-    file_of_words, env, side_of_words, words = as_pasted(overrides)
-    path = path or file_of_words
+    pasted, env, side_of_words, words = as_pasted(overrides)
+    path = path or pasted
     files = files_of(Path(path)) if path else (None, None)
     sources: dict[Side, Source] = {}
     for side, file in zip(COMMANDS, files, strict=True):
         is_meant = side == side_of_words
-        own = [*(["--model", model] if model else []), *(words if is_meant else [])]
-        if not file and (not is_meant or not (words or (own and not path))):
+        if not file and (path or not is_meant or not (words or model)):
             continue
         settings = read_settings(file) if file else {}
-        given = {**environment(settings), **(env if is_meant else {})}
+        given = {**(settings.get("ENV") or {}), **(env if is_meant else {})}
+        own = [*(["--model", model] if model else []), *(words if is_meant else [])]
         texts = {name: str(value) for name, value in given.items()}
         sources[side] = Source(side, [*to_argv(settings), *own], texts)
     if len(sources) == 2:
@@ -91,9 +89,8 @@ def files_of(path: Path) -> tuple[Path | None, Path | None]:
     if any(pair) and (path.is_file() or path.name == stem):
         return pair
     if not path.is_file():
-        beside = "" if path.suffix else f", nor {training.name} beside it"
         hint = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
-        raise ValueError(f"{path}: there is no such file{beside}. {hint}".rstrip())
+        raise ValueError(f"{path}: there is no such file. {hint}".rstrip())
     return path, None
 
 
@@ -110,12 +107,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def environment(settings: Settings) -> Settings:
-    """Return the `ENV` block, which ms-swift puts into the environment."""
-    return settings.get("ENV") or {}
-
-
-def to_argv(settings: Settings) -> Iterator[str]:
+def to_argv(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield settings as ms-swift's own reader of YAML does (cli/main.py, `parse_yaml_args`)."""
     for name, value in settings.items():
         if name == "ENV":
