@@ -32,7 +32,7 @@ from scipy.special import stdtrit
 
 from swift_grpo_ext.record.query import Record, literal, open_record, where_round
 from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS, SampleRow, to_rows
-from swift_grpo_ext.sampling.seeding import Phase, RoundId, SampleId
+from swift_grpo_ext.sampling.seeding import Phase, SampleId
 from swift_grpo_ext.tools.runs import find_run, find_runs
 from swift_grpo_ext.tools.updates import Updates, compare_updates
 
@@ -84,7 +84,7 @@ class Difference:
     number: int
     group: int | None = None
     index: int | None = None
-    turn: int | None = None  # from 0; None where no sample of the group is a conversation
+    turn: int | None = None  # from 0; None for the first
     token: int | None = None  # the first position whose token differs, from 0
 
     def __str__(self) -> str:
@@ -176,10 +176,10 @@ def diff(run_a: Run, run_b: Run) -> Diff:
     is_before = is_before_round = "true"
     if apart := _first_apart(records):
         difference, gap = _compare_at(apart, records)
-        phase, step, number, *place = apart
-        round_in_order = (step, phase == "train", number)
+        round_in_order = (apart.step, apart.phase == "train", apart.number)
         is_before_round = f"({ROUND_IN_ORDER}) < {round_in_order}"
-        is_before = f"({IN_ORDER}) < {(*round_in_order, *place)}"
+        place = (*round_in_order, apart.group, apart.index, apart.turn)
+        is_before = f"({IN_ORDER}) < {place}"
     [counts] = records[0].rows(
         "select count(distinct (phase, step, number)) as num_rounds, count(*) as num_samples "
         f"from samples where turn = 0 and {is_before_round}"
@@ -193,11 +193,11 @@ def diff(run_a: Run, run_b: Run) -> Diff:
     )
 
 
-def _first_apart(records: tuple[Record, Record]) -> tuple[Any, ...] | None:
-    """Return phase, step, number, group, index and turn of the first sample that is not the same in
-    two runs, or that scored differently; None where there is none. In a round, samples come first.
-    Scores that one run alone has do not count."""
-    found: list[tuple[Any, ...]] = []
+def _first_apart(records: tuple[Record, Record]) -> SampleId | None:
+    """Return the first sample that is not the same in two runs, or that scored differently; None
+    where there is none. In a round, samples come first. Scores that one run alone has do not count.
+    """
+    found = []
     for table, join, turn, columns in (
         ("samples", "full join", "turn", COMPARED),
         ("rewards", "join", "0 as turn", SCORES),
@@ -205,40 +205,40 @@ def _first_apart(records: tuple[Record, Record]) -> tuple[Any, ...] | None:
         query = f"select {SAMPLE}, {turn}, hash({', '.join(columns)}) as content from {table}"
         cursor = records[0].cursor()
         cursor.register("other", records[1].table(query))
-        found += cursor.execute(
+        rows = cursor.execute(
             f"with one as ({query}) select {SAMPLE}, turn from one {join} other "
             f"using ({SAMPLE}, turn) where one.content is distinct from other.content "
             f"order by {IN_ORDER} limit 1"
         ).fetchall()
-    return min(found, key=lambda a: (a[1], a[0] == "train", a[2]), default=None)
+        found += [SampleId(**dict(zip(SAMPLE_ID_COLUMNS, row, strict=True))) for row in rows]
+    return min(found, key=lambda a: (a.step, a.phase == "train", a.number), default=None)
 
 
-def _compare_at(apart: tuple[Any, ...], records: tuple[Record, Record]) -> tuple[Difference, float]:
-    """Return what differs at a place that `_first_apart` found, and the largest gap of
-    log-probabilities before it in its sample, in nats."""
-    name, (group, index, turn) = RoundId(*apart[:3]), apart[3:]
-    place: dict[str, Any] = name._asdict()
+def _compare_at(apart: SampleId, records: tuple[Record, Record]) -> tuple[Difference, float]:
+    """Return the difference of a sample that `_first_apart` found, and the largest gap of
+    log-probabilities before it in the sample, in nats."""
+    name = apart.round
     has_round = name in records[0].rounds(), name in records[1].rounds()
     if not all(has_round):
-        return Difference(what="rounds", values=has_round, **place), 0.0
-    where = f'{where_round(name)} and "group" = {group}'
-    groups = [to_rows(record.table(f"from samples where {where}")) for record in records]
-    has_turns = any(row.sample_id.turn for rows in groups for row in rows)
-    place |= {"group": group, "index": index, "turn": turn if has_turns else None}
-    sample_id = SampleId(**name._asdict(), group=group, index=index, turn=turn)
-    found = [{row.sample_id: row for row in rows}.get(sample_id) for rows in groups]
-    if None in found:
-        has_sample = found[0] is not None, found[1] is not None
-        return Difference(what="samples", values=has_sample, **place), 0.0
-    one, other = found
-    difference, gap = compare_sample(one, other, has_turns=has_turns)
+        return Difference(what="rounds", values=has_round, **name._asdict()), 0.0
+    where = f'{where_round(name)} and "group" = {apart.group} and "index" = {apart.index}'
+    query = f"from samples where {where} and turn = {apart.turn}"
+    one, other = (next(iter(to_rows(record.table(query))), None) for record in records)
+    if one is None or other is None:
+        values = one is not None, other is not None
+        return Difference(what="samples", values=values, **_place(apart)), 0.0
+    difference, gap = compare_sample(one, other)
     if difference is None:
-        query = f'select reward, advantage from rewards where {where} and "index" = {index}'
+        query = f"select reward, advantage from rewards where {where}"
         scores = [record.rows(query)[0] for record in records]
         what = next(name for name in SCORES if scores[0][name] != scores[1][name])
-        place["turn"] = None
-        difference = Difference(what=what, values=(scores[0][what], scores[1][what]), **place)
+        values = scores[0][what], scores[1][what]
+        difference = Difference(what=what, values=values, **_place(apart))
     return difference, gap or 0.0 if one.fingerprint == other.fingerprint else 0.0
+
+
+def _place(sample_id: SampleId) -> dict[str, Any]:
+    return {**asdict(sample_id), "turn": sample_id.turn or None}
 
 
 def _largest_gap(records: tuple[Record, Record], where: str) -> float:
@@ -288,15 +288,10 @@ def differing_settings(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     return {name: own for name, own in values.items() if any(value != own[0] for value in own)}
 
 
-def compare_sample(
-    one: SampleRow, other: SampleRow, *, has_turns: bool = False
-) -> tuple[Difference | None, float | None]:
+def compare_sample(one: SampleRow, other: SampleRow) -> tuple[Difference | None, float | None]:
     """Return the first difference of one sample, or turn, in two runs, and the largest gap of
-    log-probabilities before it, in nats; None where a side has none. With `has_turns` the
-    difference names the turn."""
-    place = asdict(one.sample_id)
-    if not has_turns:
-        place["turn"] = None
+    log-probabilities before it, in nats; None where a side has none."""
+    place = _place(one.sample_id)
     end = first_difference(one.token_ids, other.token_ids)
     gap = logprob_gap(one.logprobs, other.logprobs, end)
     column = next((c for c in COMPARED if getattr(one, c) != getattr(other, c)), None)

@@ -162,7 +162,7 @@ def test_the_turn_at_which_two_conversations_part(
     rows[0] = replace(rows[0], seed=7)
     Writer(tmp_path / "c").write(rows)
     difference = str(diff(tmp_path / "a", tmp_path / "c").difference)
-    assert difference.startswith("train round 0.0, group 0, sample 0, turn 1: the seed is ")
+    assert difference.startswith("train round 0.0, group 0, sample 0: the seed is ")
 
 
 def test_infinite_log_probabilities_of_one_sign_do_not_differ() -> None:
@@ -214,4 +214,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert printed["settings"] == {"seed": [42, 9]}
     assert printed["difference"]["values"] == [2**62 + 111, 9]
     assert main(["diff", str(one), str(tmp_path / "none")]) == 2
-    assert f"{tmp_path}/none is no folder ({tmp_path} has a, b, c)" in capsys.readouterr().err
+    assert f"{tmp_path}/none holds no run" in capsys.readouterr().err
