@@ -409,24 +409,21 @@ def pair_by_seed(
     baselines: Sequence[Path], candidates: Sequence[Path]
 ) -> dict[str, tuple[Path, Path]]:
     """Return the folders of runs with one `--seed`, by that seed; one run on each side is a pair
-    with any seeds.
-
-    Raises:
-        ValueError: a seed is on one side only, or twice.
-    """
-    seeds = [
-        [str(read_args(folder).get("seed", "unknown")) for folder in side]
+    with any seeds. Raises ValueError where a seed is on one side only, or twice."""
+    one, other = (
+        {str(read_args(folder).get("seed", "unknown")): folder for folder in side}
         for side in (baselines, candidates)
-    ]
-    if len(baselines) > 1 or len(candidates) > 1:
-        is_single = all(len(set(side_seeds)) == len(side_seeds) for side_seeds in seeds)
-        if not is_single or set(seeds[0]) != set(seeds[1]):
-            raise ValueError(
-                f"--baseline has the seeds {seeds[0]} and --candidate {seeds[1]}; expected each "
-                "seed once on both sides. Give runs that were started with equal --seed."
-            )
-        candidates = [candidates[seeds[1].index(seed)] for seed in seeds[0]]
-    return dict(zip(seeds[0], zip(baselines, candidates, strict=True), strict=True))
+    )
+    if len(baselines) == len(candidates) == 1:
+        return {next(iter(one)): (baselines[0], candidates[0])}
+    counts = len(baselines), len(candidates)
+    if one.keys() != other.keys() or counts != (len(one), len(other)):
+        raise ValueError(
+            f"--baseline has {counts[0]} runs of the seeds {', '.join(one)} and --candidate "
+            f"{counts[1]} of {', '.join(other)}; expected each seed once on both sides. Give runs "
+            "that were started with equal --seed."
+        )
+    return {seed: (run, other[seed]) for seed, run in one.items()}
 
 
 def read_pair(

@@ -38,9 +38,9 @@ DEFAULTS: Mapping[str, Any] = {
 
 def sources_of(options: argparse.Namespace) -> dict[Side, Source]:
     """Return the settings that `check` or `selftest` was given; raises ValueError for bad files."""
-    words = [*options.rest, *(["--dataset", *options.dataset] if options.dataset else [])]
-    is_bare = options.dataset and not options.config and words[0].startswith("--")
-    overrides = [*to_argv(DEFAULTS), *words] if is_bare else words
+    dataset = ["--dataset", *options.dataset] if options.dataset else []
+    defaults = to_argv(DEFAULTS) if dataset and not options.config else ()
+    overrides = [*defaults, *options.rest, *dataset]
     return read_sources(options.config, model=options.model, overrides=overrides)
 
 

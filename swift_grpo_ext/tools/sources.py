@@ -16,7 +16,6 @@ from swift_grpo_ext.checks.finding import did_you_mean
 
 Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
-COMMAND_WORDS = {"swift", "rlhf", "rollout"}
 
 MODEL = ("model", "model_type", "template")
 """`launch.sh` gives servers these settings of the training, where their own file has none."""
@@ -42,43 +41,28 @@ def read_sources(
     Args:
         path: one file, or `NAME`, which stands for both; None: `overrides` are all.
         model: the model of both sides, instead of the files'.
-        overrides: arguments that win, of `swift rlhf`, or of a command that was pasted.
+        overrides: arguments of `swift rlhf` that win.
 
     Raises:
-        ValueError: a file is missing, or is no YAML.
+        ValueError: a file is missing, or is no YAML, or other words are among the arguments.
     """
-    pasted, env, side_of_words, words = as_pasted(overrides)
-    path = path or pasted
+    if overrides and not overrides[0].startswith("--"):
+        raise ValueError(f"{overrides[0]}: expected arguments of swift rlhf, as --name value.")
     files = files_of(Path(path)) if path else (None, None)
+    own = ["--model", model] if model else []
     sources: dict[Side, Source] = {}
     for side, file in zip(COMMANDS, files, strict=True):
-        is_meant = side == side_of_words
-        if not file and (path or not is_meant or not (words or model)):
-            continue
-        settings = read_settings(file) if file else {}
-        given = {**(settings.get("ENV") or {}), **(env if is_meant else {})}
-        own = [*(["--model", model] if model else []), *(words if is_meant else [])]
-        texts = {name: str(value) for name, value in given.items()}
-        sources[side] = Source(side, [*to_argv(settings), *own], texts)
+        words = [*own, *(overrides if side == "training" else [])]
+        if file or (not path and side == "training" and words):
+            settings = read_settings(file) if file else {}
+            env = {name: str(value) for name, value in (settings.get("ENV") or {}).items()}
+            sources[side] = Source(side, [*to_argv(settings), *words], env)
     if len(sources) == 2:
         training, rollout = sources.values()
         for name in MODEL:
             if name in training.given and name not in rollout.given:
                 rollout.argv.extend([f"--{name}", *training.given[name]])
     return sources
-
-
-def as_pasted(words: Sequence[str]) -> tuple[str | None, dict[str, str], Side, list[str]]:
-    """Return the file, the environment, the side and the arguments of a command that was pasted,
-    such as `NPROC_PER_NODE=8 swift rlhf train.yaml --model M`, or of arguments alone."""
-    start = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    head = [word for word in words[:start] if word not in COMMAND_WORDS]
-    env = dict(word.split("=", 1) for word in head if "=" in word)
-    bare = [word for word in head if "=" not in word]
-    if len(bare) > 1 or not all(word.endswith((".yaml", ".yml")) for word in bare):
-        raise ValueError(f"{' '.join(head)}: expected arguments of swift rlhf, as --name value.")
-    side: Side = "rollout" if "rollout" in words[:start] else "training"
-    return next(iter(bare), None), env, side, list(words[start:])
 
 
 def files_of(path: Path) -> tuple[Path | None, Path | None]:

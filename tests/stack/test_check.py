@@ -203,9 +203,8 @@ def test_each_refusal_of_a_server(assets: Path, folder: Path) -> None:
 
 
 def test_a_run_that_starts(assets: Path, folder: Path, tmp_path: Path) -> None:
-    """The quickstart's command, pasted whole: ranks come from its environment."""
     argv = [*training(assets, folder, "--stop_words", "</answer>").argv]
-    command = [*COMMAND, "check", "--", "NPROC_PER_NODE=2", "swift", "rlhf", *argv]
+    command = [*COMMAND, "check", "--ranks", "2", "--", *argv]
     with started(command, tmp_path / "log", out=tmp_path / "out") as running:
         finished = running.wait(900)
     said = (tmp_path / "out").read_text(encoding="utf-8")
