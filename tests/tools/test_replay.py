@@ -193,7 +193,6 @@ def test_weights_of_a_resumed_run(tmp_path: Path) -> None:
     [
         ({"seed": None}, {}, r"sample 0 has no seed: .*--rollout_seed_mode engine"),
         ({}, {"seed": 7}, r"has the seed \d+, and --seed 7 .*--set seed=N"),
-        ({"weight_version": 1}, {}, r"steps \[0, 1\]"),
     ],
 )
 def test_samples_that_cannot_be_generated_again(

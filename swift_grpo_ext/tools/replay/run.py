@@ -85,23 +85,15 @@ def why_not(folder: Path, samples: Sequence[Drawn]) -> str:
 
 
 def check_samples(samples: Sequence[Drawn | SampleRow], settings: Mapping[str, Any]) -> None:
-    """Raise `ReplayError` where samples have no seeds, or others than `--seed` gives, or where
-    different weights generated them."""
-    unseeded = [sample for sample in samples if sample.seed is None]
-    if unseeded:
-        raise ReplayError(
-            f"{unseeded[0].sample_id} has no seed: the engine chose one that was not recorded "
-            "(--rollout_seed_mode engine, or --use_vllm false). Train with "
-            "--rollout_seed_mode sample.",
-            "replay_no_seed",
-        )
-    versions = sorted({sample.weight_version for sample in samples})
-    if len(versions) != 1:
-        raise ReplayError(
-            f"{samples[0].sample_id}: weights of the steps {versions} generated the samples of "
-            "this group; expected those of one step."
-        )
+    """Raise `ReplayError` where samples have no seeds, or others than `--seed` gives."""
     for sample in samples:
+        if sample.seed is None:
+            raise ReplayError(
+                f"{sample.sample_id} has no seed: the engine chose one that was not recorded "
+                "(--rollout_seed_mode engine, or --use_vllm false). Train with "
+                "--rollout_seed_mode sample.",
+                "replay_no_seed",
+            )
         expected = sample_seed(settings["seed"], sample.sample_id)
         if expected != sample.seed:
             raise ReplayError(
