@@ -172,7 +172,8 @@ def diff(run_a: Run, run_b: Run) -> Diff:
     folders = [record.run_dir for record in records]
     if set(records[0].rounds()).isdisjoint(records[1].rounds()):
         raise ValueError(f"{folders[0]} and {folders[1]} have no round in common.")
-    difference, gap = None, 0.0
+    difference: Difference | None = None
+    gap = 0.0
     is_before = is_before_round = "true"
     if apart := _first_apart(records):
         difference, gap = _compare_at(apart, records)
@@ -197,7 +198,7 @@ def _first_apart(records: tuple[Record, Record]) -> SampleId | None:
     """Return the first sample that is not the same in two runs, or that scored differently; None
     where there is none. In a round, samples come first. Scores that one run alone has do not count.
     """
-    found = []
+    found: list[SampleId] = []
     for table, join, turn, columns in (
         ("samples", "full join", "turn", COMPARED),
         ("rewards", "join", "0 as turn", SCORES),

@@ -91,7 +91,8 @@ def run_child(
             stderr=files[1],
             start_new_session=True,
         )
-        deadline, status, rest = time.monotonic() + MOST_SECONDS, None, ""
+        deadline, rest = time.monotonic() + MOST_SECONDS, ""
+        status: int | None = None
         try:
             with out.open(encoding="utf-8") as reader:
                 while status is None and time.monotonic() < deadline:

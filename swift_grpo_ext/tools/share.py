@@ -39,7 +39,7 @@ DEFAULTS: Mapping[str, Any] = {
 def sources_of(options: argparse.Namespace) -> dict[Side, Source]:
     """Return the settings that `check` or `selftest` was given; raises ValueError for bad files."""
     dataset = ["--dataset", *options.dataset] if options.dataset else []
-    defaults = to_argv(DEFAULTS) if dataset and not options.config else ()
+    defaults = [*to_argv(DEFAULTS)] if dataset and not options.config else []
     overrides = [*defaults, *options.rest, *dataset]
     return read_sources(options.config, model=options.model, overrides=overrides)
 
