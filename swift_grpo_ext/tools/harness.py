@@ -91,15 +91,15 @@ def run_child(
             stderr=files[1],
             start_new_session=True,
         )
-        deadline, rest = time.monotonic() + MOST_SECONDS, ""
+        deadline, rest = time.monotonic() + MOST_SECONDS, b""
         status: int | None = None
         try:
-            with out.open(encoding="utf-8") as reader:
+            with out.open("rb") as reader:
                 while status is None and time.monotonic() < deadline:
                     with suppress(psutil.TimeoutExpired):
                         status = child.wait(SECONDS_BETWEEN_LOOKS)
-                    *lines, rest = (rest + reader.read()).split("\n")
-                    yield from (json.loads(line) for line in lines if line.startswith("{"))
+                    *lines, rest = (rest + reader.read()).split(b"\n")
+                    yield from (json.loads(line) for line in lines if line.startswith(b"{"))
         finally:
             _kill(child)
         if status is None:
