@@ -41,7 +41,7 @@ class BothSides:
 
     def encode(self, row: Row) -> EncodedRow:
         prompt = self.ask.encode(self.training.sample(row).to_infer_request())
-        return self.training.compare(row, prompt, self.ask([]))
+        return self.training.compare(row, prompt)
 
     def said(self, rows: list[Row]) -> list[str]:
         found = check_encoding(self.args, self.template, {"dataset": rows}, self.ask)

@@ -1,7 +1,7 @@
-"""`swift-grpo-ext`: what can be asked of the plugin, and of a run's samples, without training.
+"""`swift-grpo-ext`: everything around a training.
 
-`main` adds a parser for each command, and imports what runs it only when it is asked for: numpy and
-pyarrow take a second, ms-swift and torch ten.
+`main` adds a parser for each command, and imports its module only when it runs: numpy and pyarrow
+take a second, ms-swift and torch ten.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import docstring_parser
 
@@ -42,15 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "check",
         "check.command.run",
         "is this machine ready, and would this run start? each problem with a remedy",
-        "Arguments of swift rlhf behind -- win over the file's settings. Without CONFIG, the "
-        "machine, --model and --dataset are looked at. Exit status: 1 where there is an error.",
+        "Arguments of swift rlhf behind -- win over the file's settings. Without settings the "
+        "machine alone is checked. Exit status: 1 where there is an error.",
     )
     add("config", nargs="?", help="a file, or NAME for NAME.train.yaml and NAME.rollout.yaml")
-    add("--model", help="of both sides, instead of the files'")
+    add("--model", help="of both sides, instead of the files'; with --dataset, no file is needed")
     add("--dataset", nargs="+", default=[], help="instead of the file's")
     add("--ranks", type=int, help="training processes (default: as ENV says)")
     add("--gpus", metavar="LIST", help="of this machine, e.g. 0,1 (default: ENV's)")
-    add("--settings-only", action="store_true", help="for another machine: look nothing up here")
+    add("--settings-only", action="store_true", help="for another machine: names, and both files")
     add("--quiet", action="store_true", help="errors and warnings only")
 
     add = command(
@@ -64,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", help="instead of the file's; with --dataset, no file is needed")
     add("--dataset", nargs="+", default=[], help="instead of the file's")
     add("--output", type=Path, default=Path("output/selftest"), help="folder (%(default)s)")
-    add("--json", action="store_true", help="print JSON instead of text")
 
     add = command("init", "share.init", "copy a preset and its launch script to start from")
     add("directory", type=Path, nargs="?", help="where to")
@@ -73,10 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     command("plugin-path", "share.plugin_path", "the file to give to --external_plugins")
 
-    add = command("flags", "cli.flags", "list the flags that the plugin adds")
-    add("--markdown", action="store_true", help="as the documentation's table")
+    command("flags", "cli.flags", "list the flags that the plugin adds")
 
-    # --- a run that has been ---
+    # --- after a run ---
 
     add = command(
         "view", "cli.view", "samples, rewards, curves and diversity of a run in a browser"
@@ -87,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output", metavar="FILE.html", help="write one page that opens offline instead")
 
     add = command(
-        "replay", "replay.command.run", "generate a logged group again, and compare token by token"
+        "replay",
+        "replay.command.run",
+        "generate a recorded group again, and compare token by token",
     )
     add("run_dir", help="the run's output folder: args.json, samples, checkpoints")
     add("--round", required=True, type=round_name, help="step and number: 12.0; 12 means 12.0")
@@ -100,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=setting,
         action="append",
         default=[],
-        help="a setting of args.json that is another here, such as model=DIR or "
-        "vllm_max_model_len=512 (what a server was told); the value is JSON, or text",
+        help="in place of a setting of args.json, such as model=DIR, or a server's "
+        "vllm_max_model_len=512; the value is JSON, or text",
     )
 
     add = command(
@@ -130,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--json", action="store_true", help="for scripts")
 
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else [*argv]
     end = words.index("--") if "--" in words else len(words)
     options, unknown = parser.parse_known_args(words[:end])
     if unknown:
@@ -157,30 +156,24 @@ def steps(text: str) -> range:
 
 def round_name(text: str) -> tuple[int, int]:
     """Parse the step and the number of a round."""
-    match = re.fullmatch(r"(\d+)(?:\.(\d+))?", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a step and a number, such as 12.0")
-    return int(match[1]), int(match[2] or 0)
+    step, _, number = text.partition(".")
+    return int(step), int(number or 0)
 
 
 def setting(text: str) -> tuple[str, Any]:
     """Parse NAME=VALUE; the value is JSON or text."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
-    try:
+    name, value = text.split("=", 1)
+    with suppress(ValueError):
         return name, json.loads(value)
-    except ValueError:
-        return name, value
+    return name, value
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlagInfo:
-    """One flag, as the help text and the documentation's table show it."""
+class FlagInfo(NamedTuple):
+    """A flag of ours, as words."""
 
     name: str
     type: str
-    default: Any
+    default: str
     help: str
 
 
@@ -190,43 +183,24 @@ def flag_infos() -> list[FlagInfo]:
     docs = docstring_parser.parse_from_object(ExtFlags)
     texts = {param.arg_name: param.description or "" for param in docs.params}
     infos = []
-    for flag in fields(ExtFlags):
-        hint, values = hints[flag.name], get_args(hints[flag.name])
+    for name, hint in hints.items():
+        values, default = get_args(hint), getattr(defaults, name)
         if get_origin(hint) is Literal:
             words = " | ".join(values)
         else:  # `list[int]` takes several values
             words = f"{values[0].__name__} ..." if values else str(hint.__name__)
-        default, text = getattr(defaults, flag.name), " ".join(texts[flag.name].split())
-        infos.append(FlagInfo(name=flag.name, type=words, default=default, help=text))
+        if isinstance(default, list):
+            shown = " ".join(map(str, default)) or "none given"
+        else:
+            shown = str(default).lower() if isinstance(default, bool) else str(default)
+        infos.append(FlagInfo(name, words, shown, " ".join(texts[name].split())))
     return infos
 
 
-def show(value: object) -> str:
-    """Return a value as it is typed on a command line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none given"
-    return str(value)
-
-
-def flags(options: argparse.Namespace) -> None:
+def flags(_: argparse.Namespace) -> None:
     """Print every flag of ours with type, default and meaning."""
-    if options.markdown:
-        print(flag_table())
-        return
     for info in flag_infos():
-        print(f"--{info.name} {info.type}  (default: {show(info.default)})")
-        print(f"    {info.help}")
-
-
-def flag_table() -> str:
-    """Return the flags as a Markdown table, one row each."""
-    lines = ["| flag | values | default | meaning |", "|---|---|---|---|"]
-    for info in flag_infos():
-        values = info.type.replace("|", "\\|")
-        lines.append(f"| `--{info.name}` | {values} | {show(info.default)} | {info.help} |")
-    return "\n".join(lines)
+        print(f"--{info.name} {info.type}  (default: {info.default})\n    {info.help}")
 
 
 def view(options: argparse.Namespace) -> None:

@@ -1,17 +1,17 @@
 """Two runs side by side: `swift-grpo-ext diff` and `swift-grpo-ext compare`.
 
-`diff` names the first place where they differ, and the settings that differ. Samples are compared
-by their identity: phase, round, group, index, turn. Rounds come in the order in which a training
-generates them. Only the first difference is shown: later ones follow from it. Beside it stands the
-first update that differs (`updates.py`): where it comes earlier, it is why.
+`diff` joins two runs by the identity of their samples (phase, round, group, index, turn) and names
+the first one that differs, in the order in which a training generates them. Later differences
+follow from it. It also names the settings that differ, and the first update that differs
+(`updates.py`): an update that differs earlier is the cause.
 
 `compare` says how much better candidate runs score than baselines, prompt by prompt. Runs with one
 `--seed` meet the same prompts with the same noise. What two such runs share cancels in the
 difference of each prompt's mean rewards, so that the interval is narrower than that of two means
-that are compared unpaired. Of runs of different lengths the steps that both have are compared:
-rewards rise as a run goes on. The 95% interval of the mean difference is Student's t. Several pairs
-of runs count as one value each, for prompts within a run are not independent. Of one pair the
-prompts count, which says nothing about other seeds.
+that are compared unpaired. Rewards rise as a run goes on: the steps that both runs have are
+compared. The 95% interval of the mean difference is Student's t. Each of several pairs of runs
+counts as one value, because prompts within a run are not independent. In a single pair the prompts
+count, which says nothing about other seeds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import argparse
 import json
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -33,29 +32,25 @@ from scipy.special import stdtrit
 
 from swift_grpo_ext.record.query import Record, literal, open_record, where_round
 from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS, SampleRow, to_rows
-from swift_grpo_ext.sampling.seeding import Phase, RoundId
+from swift_grpo_ext.sampling.seeding import Phase, SampleId
 from swift_grpo_ext.tools.runs import find_run, find_runs
 from swift_grpo_ext.tools.updates import Updates, compare_updates
 
 Decode = Callable[[Sequence[int]], str]
 
-EQUAL, DIFFERENT, INCOMPARABLE = 0, 1, 2
-"""Exit statuses."""
+EQUAL, DIFFERENT, INCOMPARABLE = 0, 1, 2  # exit statuses
 
 COMPARED = ("prompt", "media", "fingerprint", "seed", "weight_version", "token_ids",
             "finish_reason", "stop_reason", "text", "mask")  # fmt: skip
 """Columns in the order in which one decides the next. A fingerprint that differs alone says that
 the media's content, tools or boxes differ."""
 
+SCORES = ("reward", "advantage")
 SAMPLE = ", ".join(f'"{name}"' for name in SAMPLE_ID_COLUMNS[:-1])
-ROUNDS_APART = {
-    "samples": f"select {SAMPLE}, turn, hash({', '.join(COMPARED)}) as content from samples",
-    "scores": f"select {SAMPLE}, hash(reward, advantage) as content from rewards",
-}
-"""What is joined of two runs, to find the first round that differs."""
+ROUND_IN_ORDER = "step, phase = 'train', number"  # an evaluation precedes the round of its step
+IN_ORDER = f'{ROUND_IN_ORDER}, "group", "index", turn'
 
-TURNS = "turns"
-"""In the place of a reward: how many turns a conversation has."""
+TURNS = "turns"  # in the place of a reward: the number of a conversation's turns
 
 WHERE_ONLY = frozenset(
     ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "external_plugins",
@@ -67,29 +62,30 @@ WHERE_ONLY = frozenset(
 """Settings that say where a run lives or what it writes, and change no token; and what ms-swift
 derives from others."""
 
+SUBJECTS = {
+    "rounds": "the round is",
+    "samples": "the sample is",
+    "tokens": "the token is",
+    "media": "the media are",
+    "fingerprint": "the prompt reads the same, and what its media hold, its tools or its boxes "
+    "differ: its hash is",
+}
+"""How the sentence about a difference begins; else with the column."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
     """The first value that differs."""
 
-    what: str
-    """A column of the record, or `turns` where a conversation goes on in one run alone, or
-    `samples` where the rounds hold other samples, or `rounds` where one run lacks the round."""
-
-    values: tuple[Any, Any]
-    """The value in each run."""
-
+    what: str  # a column, `tokens`, or `samples` or `rounds` where one run lacks them
+    values: tuple[Any, Any]  # in each run
     phase: str
     step: int
     number: int
     group: int | None = None
     index: int | None = None
-    turn: int | None = None
-    """From 0; None where no sample of the round, or of the group, is a conversation. As text, turns
-    count from 1, as in `--max_turns`."""
-
-    token: int | None = None
-    """The first position in the completion whose token differs, from 0."""
+    turn: int | None = None  # from 0; None for the first
+    token: int | None = None  # the first position whose token differs, from 0
 
     def __str__(self) -> str:
         return self.describe()
@@ -99,82 +95,31 @@ class Difference:
         where: tuple[str, str] = ("in A", "in B"),
         decoders: tuple[Decode | None, Decode | None] = (None, None),
     ) -> str:
-        """Return a sentence that names the place and both values.
-
-        Args:
-            where: follows each value.
-            decoders: give the text of each run's tokens; None leaves them as numbers.
-        """
-        one, other = self.values
-        token = self.token
-        if self.what == "prompt":
-            one, other = _messages_as_text(one), _messages_as_text(other)
-        elif self.what == "media":
-            one, other = next(pair for pair in zip_longest(one, other) if pair[0] != pair[1])
-        elif self.what == "mask":  # None: all are trained on
-            one, other = one or [True] * len(other), other or [True] * len(one)
-            token, one, other = next(
-                (at, a, b) for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b
-            )
-        if isinstance(one, str) and isinstance(other, str):
+        """Return a sentence that names the place and both values, each followed by its `where`; the
+        decoders give the text of each run's tokens. Turns count from 1, as in `--max_turns`."""
+        one, other = map(self._show, self.values, decoders)
+        if self.what != "tokens":
             one, other = from_where_they_part(one, other)
-        one, other = map(self._show, (one, other), decoders)
         place = f"{self.phase} round {self.step}.{self.number}"
         turn = None if self.turn is None else self.turn + 1
-        parts = {"group": self.group, "sample": self.index, "turn": turn, "token": token}
+        parts = {"group": self.group, "sample": self.index, "turn": turn, "token": self.token}
         for name, number in parts.items():
             place += "" if number is None else f", {name} {number}"
-        return f"{place}: {SUBJECTS[self.what]} {one} {where[0]} and {other} {where[1]}"
+        subject = SUBJECTS.get(self.what, f"the {self.what.replace('_', ' ')} is")
+        return f"{place}: {subject} {one} {where[0]} and {other} {where[1]}"
 
     def _show(self, value: Any, decode: Decode | None) -> str:
-        """Return one of the values as the sentence has it."""
-        if self.what in CHOICES:
-            return CHOICES[self.what][bool(value)]
-        if self.what in ("samples", "turns"):
-            return f"{value} {self.what}"
-        if self.what == "tokens":
-            if isinstance(value, str):
-                return "missing (the completion has ended)"
-            told = [] if decode is None else [json.dumps(decode(value["id"]), ensure_ascii=False)]
-            told.append(f"id {value['id'][0]}")
-            told += [f"log-probability {logprob:.3f}" for logprob in value["logprob"]]
-            return told[0] + (f" ({', '.join(told[1:])})" if told[1:] else "")
+        if self.what in ("rounds", "samples"):
+            return "there" if value else "missing"
+        if self.what != "tokens":
+            value = json.loads(value) if self.what == "prompt" else value
+            return "none" if value is None else json.dumps(value, ensure_ascii=False)
         if isinstance(value, str):
-            return json.dumps(value, ensure_ascii=False)
-        return "none" if value is None else str(value)
-
-
-SUBJECTS = {
-    "rounds": "the round is",
-    "samples": "the round has",
-    "turns": "the conversation has",
-    "prompt": "the prompt is",
-    "media": "the first of the media that differs is",
-    "fingerprint": "the prompt reads the same, and what its media hold, its tools or its boxes "
-    "differ: its hash is",
-    "seed": "the seed is",
-    "weight_version": "the weights are those of step",
-    "tokens": "the token is",
-    "finish_reason": "the completion was finished by",
-    "stop_reason": "the stop reason is",
-    "text": "the tokens are the same, and their text is",
-    "mask": "the token is",
-    "reward": "the reward is",
-    "advantage": "the advantage is",
-}
-"""How the sentence about a difference begins."""
-
-CHOICES = {"rounds": ("missing", "there"), "mask": ("not trained on", "trained on")}
-
-
-def _messages_as_text(prompt: str) -> str:
-    lines = []
-    for message in json.loads(prompt):
-        role, others = message.get("role"), {k: v for k, v in message.items() if k != "role"}
-        content = others["content"] if others.keys() == {"content"} else others
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        lines.append(f"{role}: {text}")
-    return "\n".join(lines)
+            return "missing (the completion has ended)"
+        shown = [] if decode is None else [json.dumps(decode(value["id"]), ensure_ascii=False)]
+        shown.append(f"id {value['id'][0]}")
+        shown += [f"log-probability {logprob:.3f}" for logprob in value["logprob"]]
+        return shown[0] + (f" ({', '.join(shown[1:])})" if shown[1:] else "")
 
 
 def from_where_they_part(one: str, other: str) -> tuple[str, str]:
@@ -187,26 +132,21 @@ def from_where_they_part(one: str, other: str) -> tuple[str, str]:
     return first, second
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Diff:
     """The result, as `--json` prints it."""
 
-    difference: Difference | None = None
-    num_rounds: int = 0
-    """The number of common rounds before the first difference."""
+    difference: Difference | None
+    num_rounds: int  # before the round of the first difference
+    num_samples: int  # of these rounds; all turns of a conversation are one
 
-    num_samples: int = 0
-    """All turns of a conversation are one."""
-
-    logprob_gap: float = 0.0
+    logprob_gap: float
     """The largest difference of log-probabilities in nats, over all tokens before the first
     difference. The record rounds each (`record.tables`). Up to about 1e-3 in float32 and 0.1 in
     bfloat16 the weights are the same, and a token that differs was a near tie."""
 
-    updates: Updates = field(default_factory=Updates)
-
-    settings: dict[str, tuple[Any, ...]]
-    """The settings of `args.json` that differ; none where a run has no readable one."""
+    updates: Updates
+    settings: dict[str, tuple[Any, ...]]  # those of `args.json` that differ
 
     @property
     def is_equal(self) -> bool:
@@ -214,8 +154,7 @@ class Diff:
         return self.difference is None and self.updates.difference is None
 
 
-Run: TypeAlias = "str | os.PathLike[str] | Record"
-"""A run's folder, or its record where that is open."""
+Run: TypeAlias = "str | os.PathLike[str] | Record"  # a folder, or its record where that is open
 
 
 def _opened(run: Run) -> Record:
@@ -223,112 +162,104 @@ def _opened(run: Run) -> Record:
 
 
 def diff(run_a: Run, run_b: Run) -> Diff:
-    """Compare two runs round by round, up to the first difference.
+    """Compare two runs up to the first difference.
 
     Raises:
         FileNotFoundError: a run has no record.
         ValueError: no round is common.
     """
     records = _opened(run_a), _opened(run_b)
-    one, other = (record.run_dir for record in records)
-    result = Diff(
-        updates=compare_updates(one, other),
-        settings=differing_settings(read_args(one), read_args(other)),
+    folders = [record.run_dir for record in records]
+    if set(records[0].rounds()).isdisjoint(records[1].rounds()):
+        raise ValueError(f"{folders[0]} and {folders[1]} have no round in common.")
+    difference: Difference | None = None
+    gap = 0.0
+    is_before = is_before_round = "true"
+    if apart := _first_apart(records):
+        difference, gap = _compare_at(apart, records)
+        round_in_order = (apart.step, apart.phase == "train", apart.number)
+        is_before_round = f"({ROUND_IN_ORDER}) < {round_in_order}"
+        place = (*round_in_order, apart.group, apart.index, apart.turn)
+        is_before = f"({IN_ORDER}) < {place}"
+    [counts] = records[0].rows(
+        "select count(distinct (phase, step, number)) as num_rounds, count(*) as num_samples "
+        f"from samples where turn = 0 and {is_before_round}"
     )
-    rounds = [{*record.rounds()} for record in records]
-    if rounds[0].isdisjoint(rounds[1]):
-        raise ValueError(f"{one} and {other} have no round in common.")
-    first = _first_round_apart(records)
-    equal: list[RoundId] = []
-    for name in sorted(rounds[0] | rounds[1], key=_in_order):
-        has_round = name in rounds[0], name in rounds[1]
-        if not all(has_round):
-            result.difference = Difference(what="rounds", values=has_round, **name._asdict())
-            break
-        if name == first:
-            result.difference, result.logprob_gap = _compare_round(name, records)
-        if result.difference is not None:
-            break
-        equal.append(name)
-    result.num_rounds = len(equal)
-    result.num_samples = _num_samples(records[0], equal)
-    result.logprob_gap = max(result.logprob_gap, _largest_gap(records, equal))
-    return result
+    return Diff(
+        difference=difference,
+        logprob_gap=max(gap, _largest_gap(records, is_before)),
+        updates=compare_updates(*folders),
+        settings=differing_settings(*map(read_args, folders)),
+        **counts,
+    )
 
 
-def _in_order(name: RoundId) -> tuple[int, bool, int]:
-    """Sort rounds as a training generates them: an evaluation at step s comes before the training
-    round that begins at s."""
-    return name.step, name.phase == "train", name.number
-
-
-def _first_round_apart(records: tuple[Record, Record]) -> RoundId | None:
-    """Return the first round with a sample or a score that is not the same in two runs; None where
-    there is none. Scores that one run alone has do not count."""
-    found = []
-    for what, query in ROUNDS_APART.items():
+def _first_apart(records: tuple[Record, Record]) -> SampleId | None:
+    """Return the first sample that is not the same in two runs, or that scored differently; None
+    where there is none. In a round, samples come first. Scores that one run alone has do not count.
+    """
+    found: list[SampleId] = []
+    for table, join, turn, columns in (
+        ("samples", "full join", "turn", COMPARED),
+        ("rewards", "join", "0 as turn", SCORES),
+    ):
+        query = f"select {SAMPLE}, {turn}, hash({', '.join(columns)}) as content from {table}"
         cursor = records[0].cursor()
         cursor.register("other", records[1].table(query))
-        join, identity = ("full join", f"{SAMPLE}, turn") if what == "samples" else ("join", SAMPLE)
         rows = cursor.execute(
-            f"with one as ({query}) select phase, step, number from one {join} other "
-            f"using ({identity}) where one.content is distinct from other.content "
-            "order by step, phase, number limit 1"
+            f"with one as ({query}) select {SAMPLE}, turn from one {join} other "
+            f"using ({SAMPLE}, turn) where one.content is distinct from other.content "
+            f"order by {IN_ORDER} limit 1"
         ).fetchall()
-        found += [RoundId(*row) for row in rows]
-    return min(found, key=_in_order, default=None)
+        found += [SampleId(**dict(zip(SAMPLE_ID_COLUMNS, row, strict=True))) for row in rows]
+    return min(found, key=lambda a: (a.step, a.phase == "train", a.number), default=None)
 
 
-def _compare_round(
-    name: RoundId, records: tuple[Record, Record]
-) -> tuple[Difference | None, float]:
-    """Return the first difference of a round, in its samples or else in its scores, and the largest
-    gap of log-probabilities before it, in nats."""
-    query = f"from samples where {where_round(name)} order by {SAMPLE}, turn"
-    one, other = (to_rows(record.table(query)) for record in records)
-    difference, gap = _compare_samples(name, one, other)
+def _compare_at(apart: SampleId, records: tuple[Record, Record]) -> tuple[Difference, float]:
+    """Return the difference of a sample that `_first_apart` found, and the largest gap of
+    log-probabilities before it in the sample, in nats."""
+    name = apart.round
+    has_round = name in records[0].rounds(), name in records[1].rounds()
+    if not all(has_round):
+        return Difference(what="rounds", values=has_round, **name._asdict()), 0.0
+    where = f'{where_round(name)} and "group" = {apart.group} and "index" = {apart.index}'
+    query = f"from samples where {where} and turn = {apart.turn}"
+    one, other = (next(iter(to_rows(record.table(query))), None) for record in records)
+    if one is None or other is None:
+        values = one is not None, other is not None
+        return Difference(what="samples", values=values, **_place(apart)), 0.0
+    difference, gap = compare_sample(one, other)
     if difference is None:
-        query = (
-            f'select "group", "index", reward, advantage from rewards where {where_round(name)} '
-            f"order by {SAMPLE}"
-        )
-        difference = _compare_scores(name, *(record.rows(query) for record in records))
-    return difference, gap
+        query = f"select reward, advantage from rewards where {where}"
+        scores = [record.rows(query)[0] for record in records]
+        what = next(name for name in SCORES if scores[0][name] != scores[1][name])
+        values = scores[0][what], scores[1][what]
+        difference = Difference(what=what, values=values, **_place(apart))
+    return difference, gap or 0.0 if one.fingerprint == other.fingerprint else 0.0
 
 
-def _num_samples(record: Record, rounds: Sequence[RoundId]) -> int:
-    query = "select phase, step, number, count(*) as num from samples where turn = 0 group by all"
-    counts = {RoundId(*row): num for *row, num in (row.values() for row in record.rows(query))}
-    return sum(counts[name] for name in rounds)
+def _place(sample_id: SampleId) -> dict[str, Any]:
+    return {**asdict(sample_id), "turn": sample_id.turn or None}
 
 
-def _largest_gap(records: tuple[Record, Record], rounds: Sequence[RoundId]) -> float:
-    """Return the largest difference of log-probabilities in nats, over rounds that have the same
+def _largest_gap(records: tuple[Record, Record], where: str) -> float:
+    """Return the largest difference of log-probabilities in nats, over samples with the same
     tokens in two runs."""
-    if not rounds:
-        return 0.0
-    last = _in_order(rounds[-1])
-    query = (
-        f"select logprobs from samples where (step, phase = 'train', number) <= {last} "
-        f"order by {SAMPLE}, turn"
-    )
+    query = f"select logprobs from samples where {where} order by {IN_ORDER}"
     one, other = (record.table(query)["logprobs"].combine_chunks() for record in records)
     are_known = pc.and_(one.is_valid(), other.is_valid())
     values = (
         column.filter(are_known).flatten().to_numpy(zero_copy_only=False) for column in (one, other)
     )
-    return _greatest_gap(*values) or 0.0
+    return logprob_gap(*values) or 0.0
 
 
 def read_args(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the settings of a run's `args.json`; none where it has no readable one."""
     try:
-        settings: dict[str, Any] = json.loads(
-            (Path(run_dir) / "args.json").read_text(encoding="utf-8")
-        )
+        return dict(json.loads(Path(run_dir, "args.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
-    return settings
 
 
 def find_decoder(run_dir: Path) -> Decode | None:
@@ -358,64 +289,27 @@ def differing_settings(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     return {name: own for name, own in values.items() if any(value != own[0] for value in own)}
 
 
-def _compare_samples(
-    name: RoundId, one: list[SampleRow], other: list[SampleRow]
-) -> tuple[Difference | None, float]:
-    """Return the first difference of a round's samples, and the largest gap of log-probabilities
-    before it, in nats."""
-    largest = 0.0
-    turns = [Counter(replace(row.sample_id, turn=0) for row in rows) for rows in (one, other)]
-    has_turns = has_later_turns([*one, *other])
-    for a, b in zip_longest(one, other):
-        if a is None or b is None or a.sample_id != b.sample_id:
-            if turns[0].keys() != turns[1].keys():
-                counts = len(turns[0]), len(turns[1])
-                return Difference(what="samples", values=counts, **name._asdict()), largest
-            # The one that goes on comes before the other's next sample.
-            longer = min(row.sample_id for row in (a, b) if row is not None)
-            first = replace(longer, turn=0)
-            values = turns[0][first], turns[1][first]
-            return Difference(what="turns", values=values, **asdict(longer)), largest
-        difference, gap = compare_sample(a, b, has_turns=has_turns)
-        if a.fingerprint == b.fingerprint:
-            largest = max(largest, gap or 0.0)
-        if difference is not None:
-            return difference, largest
-    return None, largest
-
-
-def has_later_turns(rows: Iterable[SampleRow]) -> bool:
-    """Return whether some of the samples are conversations."""
-    return any(row.sample_id.turn for row in rows)
-
-
-def compare_sample(
-    one: SampleRow, other: SampleRow, *, has_turns: bool = False
-) -> tuple[Difference | None, float | None]:
+def compare_sample(one: SampleRow, other: SampleRow) -> tuple[Difference | None, float | None]:
     """Return the first difference of one sample, or turn, in two runs, and the largest gap of
-    log-probabilities before it, in nats; None where a side has none.
-
-    Args:
-        has_turns: the difference names the turn, also if it is the first.
-    """
-    place = asdict(one.sample_id)
-    if not has_turns:
-        place["turn"] = None
+    log-probabilities before it, in nats; None where a side has none."""
+    place = _place(one.sample_id)
     end = first_difference(one.token_ids, other.token_ids)
     gap = logprob_gap(one.logprobs, other.logprobs, end)
     column = next((c for c in COMPARED if getattr(one, c) != getattr(other, c)), None)
+    if column is None:
+        return None, gap
     if column == "token_ids" and end is not None:
-        tokens: list[Any] = []
-        for row in (one, other):
-            token_id = row.token_ids[end : end + 1]
-            logprob = (row.logprobs or [])[end : end + 1]
-            tokens.append({"id": token_id, "logprob": logprob} if token_id else "ended")
-        values = tokens[0], tokens[1]
+        values = _token(one, end), _token(other, end)
         return Difference(what="tokens", values=values, token=end, **place), gap
-    if column is not None:
-        values = getattr(one, column), getattr(other, column)
-        return Difference(what=column, values=values, **place), gap
-    return None, gap
+    values = getattr(one, column), getattr(other, column)
+    return Difference(what=column, values=values, **place), gap
+
+
+def _token(row: SampleRow, position: int) -> dict[str, Any] | str:
+    if position >= len(row.token_ids):
+        return "ended"
+    at = slice(position, position + 1)
+    return {"id": row.token_ids[at], "logprob": (row.logprobs or [])[at]}
 
 
 def first_difference(one: Sequence[object], other: Sequence[object]) -> int | None:
@@ -425,32 +319,16 @@ def first_difference(one: Sequence[object], other: Sequence[object]) -> int | No
 
 
 def logprob_gap(
-    one: Sequence[float] | None, other: Sequence[float] | None, end: int | None
+    one: Sequence[float] | None, other: Sequence[float] | None, end: int | None = None
 ) -> float | None:
     """Return the largest difference of log-probabilities of tokens before `end`, in nats; None
     where a side has none."""
-    if one is None or other is None:
+    if one is None or other is None or not len(one[:end]) or not len(other[:end]):
         return None
-    return _greatest_gap(np.asarray(one[:end]), np.asarray(other[:end]))
-
-
-def _greatest_gap(one: np.ndarray, other: np.ndarray) -> float | None:
     # Two infinities of one sign do not differ; their difference would be NaN.
+    a, b = np.asarray(one[:end]), np.asarray(other[:end])
     with np.errstate(invalid="ignore"):
-        gaps = np.where(one == other, 0.0, np.abs(one - other))
-    return float(gaps.max()) if len(gaps) else None
-
-
-def _compare_scores(
-    name: RoundId, one: list[dict[str, Any]], other: list[dict[str, Any]]
-) -> Difference | None:
-    """Return the first sample of a round whose reward or advantage differs."""
-    for a, b in zip(one, other, strict=False):
-        for column in ("reward", "advantage"):
-            if a[column] != b[column]:
-                place = {**name._asdict(), "group": a["group"], "index": a["index"]}
-                return Difference(what=column, values=(a[column], b[column]), **place)
-    return None
+        return float(np.where(a == b, 0.0, np.abs(a - b)).max())
 
 
 def run_diff(options: argparse.Namespace) -> int:
@@ -485,18 +363,13 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def _what_is_equal(updates: Updates) -> str:
-    """Say what was compared of two runs without a difference."""
-    parts = ["prompts, media, seeds, tokens, log-probabilities, rewards and advantages"]
-    if updates.num_steps:
-        parts.append(f"{', '.join(updates.names)} of {updates.num_steps:,} steps in logging.jsonl")
-    if updates.checkpoint:
-        parts.append(f"the weights of {updates.checkpoint}")
-    missing = []
-    if not updates.num_steps:
-        missing.append("no step is in both logs")
-    if not updates.checkpoint:
-        missing.append("no checkpoint of weights is in both runs")
-    return "; ".join(parts) + (f" ({' and '.join(missing)})" if missing else "")
+    steps = f"{', '.join(updates.names)} of {updates.num_steps:,} steps in logging.jsonl"
+    weights = f"the weights of {updates.checkpoint}"
+    return (
+        "prompts, media, seeds, tokens, log-probabilities, rewards and advantages; "
+        f"{steps if updates.num_steps else 'no step is in both logs'}; "
+        f"{weights if updates.checkpoint else 'no checkpoint of weights is in both runs'}"
+    )
 
 
 # --- compare ---
@@ -507,41 +380,24 @@ class Comparison:
     """The result, as `--json` prints it."""
 
     num_pairs: int
-    num_prompts: int
-    """The prompts that both runs of a pair met, summed over pairs."""
-
-    num_alone: int
-    """The prompts that only one run of a pair met; they are left out."""
-
-    baseline: float
+    num_prompts: int  # that both runs of a pair met, summed over pairs
+    num_alone: int  # prompts that only one run of a pair met: they are left out
+    baseline: float  # mean rewards, over pairs and their prompts
     candidate: float
-    """Mean rewards, over pairs and their prompts."""
-
     difference: float
-    interval: tuple[float, float]
-    """Of the difference, at 95%."""
-
+    interval: tuple[float, float]  # of the difference, at 95%
+    # By seed, of each pair:
     differences: dict[str, float]
-    """The difference of each pair, by seed."""
-
-    steps: dict[str, tuple[int, int]]
-    """The first and the last step that were compared of each pair, by seed."""
-
-    num_steps: dict[str, tuple[int, int]]
-    """How many steps each run of a pair has, by seed."""
+    steps: dict[str, tuple[int, int]]  # the first and the last that were compared
+    num_steps: dict[str, tuple[int, int]]  # of each run
 
 
 class Pair(NamedTuple):
     """Two runs side by side."""
 
-    means: tuple[dict[str, float], dict[str, float]]
-    """Each run's mean rewards by the prompts' hashes."""
-
-    steps: range
-    """From the first step that both runs have to the last one, which are compared."""
-
-    num_steps: tuple[int, int]
-    """How many each run has."""
+    means: tuple[dict[str, float], dict[str, float]]  # rewards by the prompts' hashes
+    steps: range  # that both runs have, and that are compared
+    num_steps: tuple[int, int]  # of each run
 
     @property
     def common(self) -> dict[str, tuple[float, float]]:
@@ -549,39 +405,26 @@ class Pair(NamedTuple):
         one, other = self.means
         return {prompt: (one[prompt], other[prompt]) for prompt in one if prompt in other}
 
-    def describe_lengths(self, which: str = "") -> str:
-        """Return a sentence where the runs are of different lengths, else nothing."""
-        one, other = self.num_steps
-        if one == other:
-            return ""
-        return (
-            f"Runs{which} are of different lengths ({one} and {other} steps): steps "
-            f"{self.steps[0]} to {self.steps[-1]} are compared."
-        )
-
 
 def pair_by_seed(
     baselines: Sequence[Path], candidates: Sequence[Path]
 ) -> dict[str, tuple[Path, Path]]:
-    """Return the folders of runs with one `--seed`, by it; one run on each side is a pair whatever
-    its seed.
-
-    Raises:
-        ValueError: a seed is on one side only, or twice.
-    """
-    seeds = [
-        [str(read_args(folder).get("seed", "unknown")) for folder in side]
+    """Return the folders of runs with one `--seed`, by that seed; one run on each side is a pair
+    with any seeds. Raises ValueError where a seed is on one side only, or twice."""
+    one, other = (
+        {str(read_args(folder).get("seed", "unknown")): folder for folder in side}
         for side in (baselines, candidates)
-    ]
-    if len(baselines) > 1 or len(candidates) > 1:
-        is_single = all(len(set(side_seeds)) == len(side_seeds) for side_seeds in seeds)
-        if not is_single or set(seeds[0]) != set(seeds[1]):
-            raise ValueError(
-                f"--baseline has the seeds {seeds[0]} and --candidate {seeds[1]}; expected each "
-                "seed once on both sides. Give runs that were started with equal --seed."
-            )
-        candidates = [candidates[seeds[1].index(seed)] for seed in seeds[0]]
-    return dict(zip(seeds[0], zip(baselines, candidates, strict=True), strict=True))
+    )
+    if len(baselines) == len(candidates) == 1:
+        return {next(iter(one)): (baselines[0], candidates[0])}
+    counts = len(baselines), len(candidates)
+    if one.keys() != other.keys() or counts != (len(one), len(other)):
+        raise ValueError(
+            f"--baseline has {counts[0]} runs of the seeds {', '.join(one)} and --candidate "
+            f"{counts[1]} of {', '.join(other)}; expected each seed once on both sides. Give runs "
+            "that were started with equal --seed."
+        )
+    return {seed: (run, other[seed]) for seed, run in one.items()}
 
 
 def read_pair(
@@ -591,48 +434,43 @@ def read_pair(
     steps: range | None = None,
     reward: str | None = None,
 ) -> Pair:
-    """Read two runs in the steps that both have.
-
-    Args:
-        steps: count these rounds only; None for all.
-        reward: a reward function's name, or `turns`; None for the total.
+    """Read two runs in the steps that both have, among `steps` where these are given; `reward` is a
+    reward function's name, or `turns`, or None for the total.
 
     Raises:
         FileNotFoundError: a run has no record.
-        ValueError: there is no scored round, no such function, or no step in common.
+        ValueError: no scored round is common, or there is no such function.
     """
-    sides = []
-    for record in map(_opened, runs):
-        scores = _scores(record, reward)
-        among = f" and step between {steps[0]} and {steps[-1]}" if steps else ""
-        scores = f"{scores} where value is not null and phase = {literal(phase)}{among}"
-        [found] = record.rows(f"select min(step) as first, max(step) as last {scores}")
-        if found["first"] is None:
-            among = f" in the steps {steps[0]} to {steps[-1]}" if steps else ""
-            raise ValueError(f"{record.run_dir} has no scored {phase} round{among}.")
-        sides.append((record, scores, range(found["first"], found["last"] + 1)))
-    spans = [span for _, _, span in sides]
+    records = [_opened(run) for run in runs]
+    chosen = f"where value is not null and phase = {literal(phase)}"
+    if steps is not None:
+        chosen += f" and step between {steps[0]} and {steps[-1]}"
+    scores = [f"{_scores(record, reward)} {chosen}" for record in records]
+    spans = []
+    for record, query in zip(records, scores, strict=True):
+        [found] = record.rows(f"select min(step) as first, max(step) as last {query}")
+        has_any = found["first"] is not None
+        spans.append(range(found["first"], found["last"] + 1) if has_any else range(0))
     common = range(max(span.start for span in spans), min(span.stop for span in spans))
     if not common:
         had = " and ".join(
-            f"{record.run_dir} has the steps {span[0]} to {span[-1]}" for record, _, span in sides
+            f"{record.run_dir} has {f'the steps {span[0]} to {span[-1]}' if span else 'none'}"
+            for record, span in zip(records, spans, strict=True)
         )
-        raise ValueError(f"{had}: expected some in common.")
-    baseline, candidate = (
-        {
-            row["fingerprint"]: row["mean"]
-            for row in record.rows(
-                f"select fingerprint, favg(value) as mean {scores} "
-                f"and step between {common[0]} and {common[-1]} group by all order by all"
-            )
-        }
-        for record, scores, _ in sides
-    )
-    return Pair((baseline, candidate), common, (len(spans[0]), len(spans[1])))
+        raise ValueError(f"expected scored {phase} rounds of the same steps; {had}.")
+    means = [
+        record.rows(
+            f"select fingerprint, favg(value) as mean {query} "
+            f"and step between {common[0]} and {common[-1]} group by all order by all"
+        )
+        for record, query in zip(records, scores, strict=True)
+    ]
+    one, other = ({row["fingerprint"]: row["mean"] for row in rows} for rows in means)
+    return Pair((one, other), common, (len(spans[0]), len(spans[1])))
 
 
 def _scores(record: Record, reward: str | None) -> str:
-    """Return SQL for a run's scored samples, with `phase`, `step`, `fingerprint` and `value`; all
+    """Return SQL for a run's scored samples, with `phase`, `step`, `fingerprint` and `value`; the
     turns of a conversation share one score."""
     if reward == TURNS:
         value = "count(*)"
@@ -652,14 +490,8 @@ def _scores(record: Record, reward: str | None) -> str:
 
 
 def compare(pairs: Mapping[str, Pair]) -> Comparison:
-    """Compare pairs of runs by their mean rewards of each prompt.
-
-    Args:
-        pairs: by seed.
-
-    Raises:
-        ValueError: a pair has fewer than two prompts in common.
-    """
+    """Compare pairs of runs, by seed, by their mean rewards of each prompt; raises ValueError where
+    a pair has fewer than two prompts in common."""
     num_alone = num_prompts = 0
     means = []
     for seed, pair in pairs.items():
@@ -667,8 +499,8 @@ def compare(pairs: Mapping[str, Pair]) -> Comparison:
         if len(common) < 2:
             raise ValueError(
                 f"The runs of seed {seed} have {len(common)} prompts in common, expected 2 or "
-                "more: other data, or the same elsewhere (a prompt is known by its row, paths of "
-                "images included). Give runs on one data set in one folder."
+                "more: a prompt is known by its row, paths of images included. Give runs on one "
+                "data set in one folder."
             )
         num_alone += sum(len(side) - len(common) for side in pair.means)
         num_prompts += len(common)
@@ -707,9 +539,12 @@ def run_compare(options: argparse.Namespace) -> int:
         return 0
     low, high = result.interval
     print(f"{result.num_pairs} pair(s) of runs, {result.num_prompts:,} prompts")
-    for seed, pair in pairs.items():
-        if told := pair.describe_lengths(f" of seed {seed}" if len(pairs) > 1 else ""):
-            print(told)
+    for seed, (_, steps, num_steps) in pairs.items():
+        if num_steps[0] != num_steps[1]:
+            print(
+                f"The runs of seed {seed} have {num_steps[0]} and {num_steps[1]} steps: steps "
+                f"{steps[0]} to {steps[-1]} are compared."
+            )
     print(f"  baseline    {result.baseline:8.4f}")
     print(f"  candidate   {result.candidate:8.4f}")
     print(f"  difference  {result.difference:+8.4f}  [{low:+.4f}, {high:+.4f}] (95%)")

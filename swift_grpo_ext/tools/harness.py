@@ -1,14 +1,13 @@
 """The real `swift rlhf` or `swift rollout`, with the plugin, up to a point.
 
-- `typed` reads the arguments as its parser does, and looks at nothing else.
-- `begin` goes on to template and data. No weights are loaded, and nothing is written. What would
-  end the start is told in place of raised, so that one look finds more than one error. Stand-ins
+- `begin` stops after template and data. No weights are loaded, nothing is written. Findings that
+  would end the start are reported instead of raised: one look finds more than one error. Stand-ins
   are few: other ranks (torch's own fake group), servers (a client that does not connect), and hubs
-  (what is on this machine, and no more).
-- `with_trainer` goes on to where it would train.
+  (the files that are on this machine).
+- `with_trainer` goes on to the point where training would begin.
 
-`run_child` runs a module that does any of this, and yields what it finds: lines of JSON on its
-standard output.
+`run_child` runs a module that does any of this in a process of its own, and yields its results:
+lines of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -16,17 +15,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 from unittest.mock import create_autospec, patch
+
+import psutil
 
 from swift_grpo_ext.checks.finding import (
     Finding,
@@ -37,11 +41,9 @@ from swift_grpo_ext.checks.finding import (
     note,
     skipped,
 )
-from swift_grpo_ext.tools.sources import COMMANDS, Side, Source
+from swift_grpo_ext.tools.sources import COMMANDS, Source
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     from datasets import Dataset
     from swift.arguments import RLHFArguments, RolloutArguments
     from swift.template import Template
@@ -51,30 +53,80 @@ if TYPE_CHECKING:
 Tell = Callable[[Finding], None]
 
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:error|[\w.]*(?:Error|Exception)): .+)", re.MULTILINE)
-"""The end of a traceback in Python, also of a rank's, and a mistake of the user's, which has none;
-torchrun's own errors have no text."""
+"""The end of a traceback in Python, also of a rank's, and the line of a `SettingsError`; torchrun's
+own errors have no text."""
+
+MOST_SECONDS = 1800.0  # of a child: a large model loads for minutes
+SECONDS_BETWEEN_LOOKS = 0.2
 
 
-# --- in the process that asks ---
+# --- in the parent ---
 
 
-def run_child(module: str, job: Mapping[str, object], env: Mapping[str, str]) -> Findings:
-    """Run `python -m MODULE JOB_AS_JSON`, and yield its findings as they come."""
-    command = [sys.executable, "-m", module, json.dumps(job)]
-    with tempfile.NamedTemporaryFile() as log:
-        child = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
+class ChildError(RuntimeError):
+    """A child has failed; the message says how, after its results."""
+
+
+def run_child(
+    module: str, job: object, env: Mapping[str, str], log: Path | None = None, ranks: int = 1
+) -> Iterator[dict[str, Any]]:
+    """Run `python -m MODULE JOB_AS_JSON`, by torchrun for several ranks, with its errors in `log`,
+    and yield its results as they come; raises `ChildError` at the end."""
+    command = [sys.executable, "-m"]
+    if ranks > 1:
+        with socket.create_server(("", 0)) as any_free:
+            port = any_free.getsockname()[1]
+        command += ["torch.distributed.run", "--nproc_per_node", str(ranks)]
+        command += ["--master_port", str(port), "-m"]
+    command += [module, json.dumps(job)]
+    # A file, for a process that the child leaves behind would keep a pipe open.
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        out, log = Path(folder, "out"), log or Path(folder, "log")
+        files = [stack.enter_context(path.open("wb")) for path in (out, log)]
+        child = psutil.Popen(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=files[0],
+            stderr=files[1],
+            start_new_session=True,
         )
+        deadline, rest = time.monotonic() + MOST_SECONDS, b""
+        status: int | None = None
         try:
-            assert child.stdout is not None
-            for line in child.stdout:
-                yield Finding(**json.loads(line))
-            status = child.wait()
+            with out.open("rb") as reader:
+                while status is None and time.monotonic() < deadline:
+                    with suppress(psutil.TimeoutExpired):
+                        status = child.wait(SECONDS_BETWEEN_LOOKS)
+                    *lines, rest = (rest + reader.read()).split(b"\n")
+                    yield from (json.loads(line) for line in lines if line.startswith(b"{"))
         finally:
-            child.kill()
-            child.wait()
+            _kill(child)
+        if status is None:
+            raise ChildError(f"did not end within {MOST_SECONDS:g} seconds")
         if status:
-            yield error("The start", f"ended with {status}: {last_error(Path(log.name))}")
+            raise ChildError(f"ended with {status}: {last_error(log)}")
+
+
+def findings_of(module: str, job: object, env: Mapping[str, str]) -> Findings:
+    """Run a module in a child, and yield the findings that it tells, and that it failed."""
+    try:
+        for found in run_child(module, job, env):
+            yield Finding(**found)
+    except ChildError as e:
+        yield error("The start", str(e))
+
+
+def _kill(child: psutil.Popen) -> None:
+    """End a child and its processes: ranks and engines live in sessions of their own, and others
+    that it left behind in the child's."""
+    with suppress(psutil.NoSuchProcess):
+        for process in [*child.children(recursive=True), child]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def last_error(log: Path) -> str:
@@ -89,41 +141,40 @@ def last_error(log: Path) -> str:
 
 
 @contextmanager
-def told() -> Iterator[Tell]:
-    """Give what writes findings to standard output; other output goes to the log."""
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
-        os.dup2(2, 1)
-        yield lambda finding: print(json.dumps(asdict(finding)), file=out, flush=True)
+def standard_output() -> Iterator[TextIO]:
+    """Give the block standard output for itself; ms-swift, vLLM and their processes write to
+    standard error meanwhile."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(own, "w", encoding="utf-8", closefd=False) as out:
+            yield out
+    finally:
+        sys.stdout.flush()
+        os.dup2(own, 1)
+        os.close(own)
 
 
-def typed(side: Side, argv: Sequence[str]) -> Namespace:
-    """Return what the parser makes of a side's arguments; raise `SettingsError` for what it does
-    not take."""
-    from swift.arguments import RLHFArguments, RolloutArguments
-
-    from swift_grpo_ext.command_line import EXTENDED, Parser, as_typed
-
-    upstream = RLHFArguments if side == "training" else RolloutArguments
-    parser = Parser([EXTENDED[upstream]], allow_abbrev=False)
-    values, unknown = parser.parse_known_args(as_typed([*argv]))
-    values, unknown = Parser([upstream]).parse_known_args(unknown, values)  # takes abbreviations
-    if unknown:
-        text = f"{' '.join(unknown)}: left over; a setting of {COMMANDS[side]} is --name"
-        raise SettingsError(text)
-    return values
+@contextmanager
+def told() -> Iterator[Callable[[Any], None]]:
+    """Give a function that writes a result, a dataclass, for `run_child`."""
+    with standard_output() as out:
+        yield lambda found: print(
+            json.dumps(asdict(found), ensure_ascii=False), file=out, flush=True
+        )
 
 
 class Begun(NamedTuple):
-    """A start, as far as it came."""
+    """The result of a start."""
 
     args: RLHFArguments | RolloutArguments
     template: Template
-    datasets: Sequence[Dataset | None] = ()
-    """Of a training: the rows to train on and to evaluate with; none where a hub has them."""
+    datasets: Sequence[Dataset | None] = ()  # of a training: to train on, and to evaluate with
 
 
 class NotHereError(Exception):
-    """A hub has what this machine has not."""
+    """A model or a data set is on a hub, and not on this machine."""
 
 
 def begin(
@@ -134,7 +185,7 @@ def begin(
 
     Args:
         ranks: training processes over all nodes; None: NPROC_PER_NODE x NNODES, else 1.
-        servers: those of a training, where they are known.
+        servers: the settings of a training's servers, where they are known.
     """
     found: list[Finding] = []
 
@@ -142,7 +193,7 @@ def begin(
         found.append(finding)
         tell(finding)
 
-    for name, value in source.env.items():  # which gives way to the shell, as in ms-swift
+    for name, value in source.env.items():  # the shell wins, as in ms-swift
         os.environ.setdefault(name, value)
     try:
         with collected(heard), ExitStack() as stack:
@@ -154,11 +205,9 @@ def begin(
             _leave_servers(stack, servers)
             return _begin_training(stack, source.argv, heard)
     except NotHereError as e:
-        text = (
-            "is not on this machine, nor what follows from it: template and rows. Without weights:"
-        )
-        name = str(e).partition(" ")[2]
-        heard(skipped(str(e), text, f"modelscope download {name} --exclude '*.safetensors'"))
+        remedy = f"modelscope download {str(e).partition(' ')[2]} --exclude '*.safetensors'"
+        text = "is not on this machine, so template and rows were not looked at. Without weights:"
+        heard(skipped(str(e), text, remedy))
     except Exception as e:  # ms-swift's own refusals, and those of a user's plugin
         name, _, text = str(e).removeprefix("--").partition(": ")
         command = f"`{COMMANDS[source.side]}`"
@@ -166,19 +215,19 @@ def begin(
         if isinstance(e, SettingsError):
             heard(error(name, text) if text else error(command, str(e)))
         elif any(finding.level == "error" for finding in found):
-            heard(note(command, f"ended here, perhaps for what stands above ({reason})."))
+            heard(note(command, f"ended here, perhaps because of the errors above ({reason})."))
         else:
             heard(error(command, f"ends with {reason}"))
     return None
 
 
 def _refuse(_: ArgumentParser, message: str) -> NoReturn:
-    """Stand for argparse's way to end: it prints five hundred flags, and why."""
+    # argparse would print five hundred flags, and the reason.
     raise SettingsError(f"Settings: {message}")
 
 
 def _begin_rollout(argv: Sequence[str]) -> Begun:
-    # Our plugin knows a server by this module.
+    # The plugin recognizes a server by this module.
     from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
     pipeline = SimpleNamespace(args_class=SwiftRolloutDeploy.args_class)
@@ -199,14 +248,14 @@ def _begin_training(stack: ExitStack, argv: Sequence[str], tell: Tell) -> Begun:
         with patch("os.makedirs"):
             add_version(self)
 
-    def check_what_is_here(self: RLHFExtArguments) -> None:
+    def check_local_rows(self: RLHFExtArguments) -> None:
         try:
             check(self)
         except NotHereError as e:  # a data set: the template is still there
             tell(skipped(str(e), "is on a hub, and its rows are not on this machine."))
 
     stack.enter_context(patch.object(SftArguments, "_add_version", make_no_folder))
-    stack.enter_context(patch.object(RLHFExtArguments, "_check_grpo", check_what_is_here))
+    stack.enter_context(patch.object(RLHFExtArguments, "_check_grpo", check_local_rows))
 
     class Start(SwiftRLHF):
         def _prepare_model_tokenizer(self) -> None:  # without the weights
@@ -223,7 +272,7 @@ def _begin_training(stack: ExitStack, argv: Sequence[str], tell: Tell) -> Begun:
 
 
 def _use_local_hubs(stack: ExitStack) -> None:
-    """Have hubs give what this machine has."""
+    """Let hubs give only the files that are on this machine."""
     import huggingface_hub
     import modelscope
     from swift.hub.hub import HFHub, MSHub
@@ -255,7 +304,7 @@ def _take_ranks(ranks: int | None) -> None:
     from torch import distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Where nothing is known of the nodes, a rank has the devices that a launcher gives it.
+    # With --ranks the nodes are not known: all ranks count as local ones.
     local = size if ranks else per_node
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(local))
     # The launcher of several nodes sets these; nothing listens there, or connects.
@@ -265,7 +314,7 @@ def _take_ranks(ranks: int | None) -> None:
 
 
 def _leave_servers(stack: ExitStack, servers: Source | None) -> None:
-    """Have the client of servers connect to none, and say what is known of them."""
+    """Let the client of servers connect to none; it knows their settings from `servers`."""
     import swift.rlhf_trainers
 
     client = swift.rlhf_trainers.VLLMClient
@@ -276,11 +325,12 @@ def _leave_servers(stack: ExitStack, servers: Source | None) -> None:
     def get_engine_type(self: Any) -> None:
         self.enable_lora, self.use_gym_env = is_apart, has_gym
 
-    for method in ("check_server", "init_communicator", "close_communicator"):
-        # `upstream/pins.py` looks at the parameters of one.
-        stand_in = create_autospec(getattr(client, method), return_value=None)
-        stack.enter_context(patch.object(client, method, stand_in))
-    stack.enter_context(patch.object(client, "get_engine_type", get_engine_type))
+    # `upstream/pins.py` compares the parameters of one.
+    stand_ins = {
+        name: create_autospec(getattr(client, name), return_value=None)
+        for name in ("check_server", "init_communicator", "close_communicator")
+    }
+    stack.enter_context(patch.multiple(client, get_engine_type=get_engine_type, **stand_ins))
 
 
 # --- up to the trainer ---
@@ -289,11 +339,8 @@ def _leave_servers(stack: ExitStack, servers: Source | None) -> None:
 def with_trainer(
     given: Sequence[str] | RLHFArguments, use: Callable[[RolloutGRPOTrainer], None]
 ) -> None:
-    """Run `swift rlhf`; `use` is given the trainer instead of training.
-
-    Args:
-        given: its arguments, as words or as ms-swift has them.
-    """
+    """Run `swift rlhf` with its arguments, as words or parsed, and call `use` with the trainer in
+    place of training."""
     from swift.cli.main import parse_yaml_args
     from swift.cli.utils import try_use_single_device_mode
 

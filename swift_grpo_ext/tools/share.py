@@ -1,8 +1,8 @@
-"""What the installed package brings along: the plugin file, the presets, the launch script.
+"""Files of the installed package: the plugin file, the presets, the launch script.
 
 `swift_grpo_ext/share` has the layout of a clone: there, its entries are links to `plugins/`,
-`examples/` and `scripts/`; in a wheel, they are the files. `share/presets` is no link: a table and
-two templates, which it fills.
+`examples/` and `scripts/`; in a wheel, they are the files. `share/presets` is no link: it holds a
+table, and two templates that the table fills.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from swift_grpo_ext.tools.sources import Side, Source, read_sources, to_argv
 
 SHARE = Path(__file__).resolve().parents[1] / "share"
 PLUGIN_FILE = SHARE / "plugins" / "grpo_ext.py"
@@ -28,9 +30,18 @@ DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
     "reward_funcs": ["format"],
     "lazy_tokenize": True,
+    "vllm_enforce_eager": True,
     "external_plugins": [str(PLUGIN_FILE)],
 }
 """Settings of `check` and `selftest` where only a model and a data set are given."""
+
+
+def sources_of(options: argparse.Namespace) -> dict[Side, Source]:
+    """Return the settings that `check` or `selftest` was given; raises ValueError for bad files."""
+    dataset = ["--dataset", *options.dataset] if options.dataset else []
+    defaults = [*to_argv(DEFAULTS)] if dataset and not options.config else []
+    overrides = [*defaults, *options.rest, *dataset]
+    return read_sources(options.config, model=options.model, overrides=overrides)
 
 
 def plugin_path(options: argparse.Namespace) -> None:
@@ -39,18 +50,33 @@ def plugin_path(options: argparse.Namespace) -> None:
 
 
 def init(options: argparse.Namespace) -> None:
-    """Write a preset and print how to run it, or list the presets."""
+    """Write a preset, the plugins that it names, and the script that launches it, and print how to
+    run it; or list the presets."""
+    name, directory = options.preset, options.directory
     if options.list:
-        for name, preset in presets().items():
-            print(f"{name:20} {preset['title']}")
+        for known, preset in presets().items():
+            print(f"{known:20} {preset['title']}")
         return
-    if options.directory is None:
+    if directory is None:
         raise ValueError("where to? swift-grpo-ext init DIRECTORY; --list shows the presets.")
-    files = write_preset(options.preset, options.directory)
-    print(*files, sep="\n")
+    if name not in presets():
+        raise ValueError(f"there is no preset {name}; choose from {', '.join(presets())}.")
+    settings = filled(name)
+    files = dict(settings)
+    if len(settings) > 1:
+        files["launch.sh"] = LAUNCH_SCRIPT.read_text(encoding="utf-8")
+    for text in settings.values():
+        for plugin in yaml.safe_load(text)["external_plugins"]:
+            files[plugin] = (SHARE / plugin).read_text(encoding="utf-8")
+    if taken := [file for file in files if (directory / file).exists()]:
+        raise ValueError(f"{directory / taken[0]} is there already: nothing was copied.")
+    for file, text in files.items():
+        (directory / file).parent.mkdir(parents=True, exist_ok=True)
+        (directory / file).write_text(text, encoding="utf-8")
+        print(directory / file)
     # The second line of its first file says how it is run.
-    command = files[0].read_text(encoding="utf-8").splitlines()[1].removeprefix("#   ")
-    print(f"\nIn {options.directory}: {command}")
+    command = next(iter(files.values())).splitlines()[1].removeprefix("#   ")
+    print(f"\nIn {directory}: {command}")
 
 
 def presets() -> dict[str, dict[str, Any]]:
@@ -79,34 +105,3 @@ def filled(name: str) -> dict[str, str]:
         file: templates.get_template(f"{side}.yaml.j2").render(preset, name=name)
         for file, side in files.items()
     }
-
-
-def write_preset(name: str, directory: Path) -> list[Path]:
-    """Write a preset, the plugins that it names, and the script that launches it.
-
-    Args:
-        name: of the preset.
-        directory: where to; made where it is missing. Run the preset from there.
-
-    Returns:
-        The files written.
-
-    Raises:
-        ValueError: there is no such preset, or a file of that name is there already.
-    """
-    if name not in presets():
-        raise ValueError(f"there is no preset {name}; choose from {', '.join(presets())}.")
-    settings = filled(name)
-    files = dict(settings)
-    if len(settings) > 1:
-        files["launch.sh"] = LAUNCH_SCRIPT.read_text(encoding="utf-8")
-    for text in settings.values():
-        for plugin in yaml.safe_load(text)["external_plugins"]:
-            files[plugin] = (SHARE / plugin).read_text(encoding="utf-8")
-    taken = [file for file in files if (directory / file).exists()]
-    if taken:
-        raise ValueError(f"{directory / taken[0]} is there already: nothing was copied.")
-    for file, text in files.items():
-        (directory / file).parent.mkdir(parents=True, exist_ok=True)
-        (directory / file).write_text(text, encoding="utf-8")
-    return [directory / file for file in files]

@@ -1,6 +1,6 @@
 """The settings of a run as they are written: both sides' YAML files, and arguments that win.
 
-Nothing is typed here: `swift rlhf` and `swift rollout` do that. Light to import.
+Values stay words: `swift rlhf` and `swift rollout` parse them. Light to import.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import yaml
 
 from swift_grpo_ext.checks.finding import did_you_mean
 
-Settings = Mapping[str, Any]
 Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
-COMMAND_WORDS = {word for command in COMMANDS.values() for word in command.split()}
 
 MODEL = ("model", "model_type", "template")
 """`launch.sh` gives servers these settings of the training, where their own file has none."""
@@ -28,8 +26,7 @@ class Source(NamedTuple):
 
     side: Side
     argv: list[str]
-    env: Mapping[str, str]
-    """What its ENV sets; the shell's own variables win, as in ms-swift."""
+    env: Mapping[str, str]  # of its ENV; the shell's own variables win, as in ms-swift
 
     @property
     def given(self) -> dict[str, list[str]]:
@@ -44,43 +41,28 @@ def read_sources(
     Args:
         path: one file, or `NAME`, which stands for both; None: `overrides` are all.
         model: the model of both sides, instead of the files'.
-        overrides: arguments of `swift rlhf` that win over its file.
+        overrides: arguments of `swift rlhf` that win.
 
     Raises:
-        ValueError: a file is missing, or is no YAML.
+        ValueError: a file is missing, or is no YAML, or other words are among the arguments.
     """
-    file_of_words, env, side_of_words, words = as_pasted(overrides)
-    path = path or file_of_words
+    if overrides and not overrides[0].startswith("--"):
+        raise ValueError(f"{overrides[0]}: expected arguments of swift rlhf, as --name value.")
     files = files_of(Path(path)) if path else (None, None)
+    own = ["--model", model] if model else []
     sources: dict[Side, Source] = {}
     for side, file in zip(COMMANDS, files, strict=True):
-        is_meant = side == side_of_words
-        own = [*(["--model", model] if model else []), *(words if is_meant else [])]
-        if not file and (not is_meant or not (words or (own and not path))):
-            continue
-        settings = read_settings(file) if file else {}
-        given = {**environment(settings), **(env if is_meant else {})}
-        texts = {name: str(value) for name, value in given.items()}
-        sources[side] = Source(side, [*to_argv(settings), *own], texts)
+        words = [*own, *(overrides if side == "training" else [])]
+        if file or (not path and side == "training" and words):
+            settings = read_settings(file) if file else {}
+            env = {name: str(value) for name, value in (settings.get("ENV") or {}).items()}
+            sources[side] = Source(side, [*to_argv(settings), *words], env)
     if len(sources) == 2:
         training, rollout = sources.values()
         for name in MODEL:
             if name in training.given and name not in rollout.given:
                 rollout.argv.extend([f"--{name}", *training.given[name]])
     return sources
-
-
-def as_pasted(words: Sequence[str]) -> tuple[str | None, dict[str, str], Side, list[str]]:
-    """Return the file, the environment, the side and the arguments of a command that was pasted,
-    such as `NPROC_PER_NODE=8 swift rlhf train.yaml --model M`, or of arguments alone."""
-    start = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    head = [word for word in words[:start] if word not in COMMAND_WORDS]
-    env = dict(word.split("=", 1) for word in head if "=" in word)
-    bare = [word for word in head if "=" not in word]
-    if len(bare) > 1 or not all(word.endswith((".yaml", ".yml")) for word in bare):
-        raise ValueError(f"{' '.join(head)}: expected arguments of swift rlhf, as --name value.")
-    side: Side = "rollout" if "rollout" in words[:start] else "training"
-    return next(iter(bare), None), env, side, list(words[start:])
 
 
 def files_of(path: Path) -> tuple[Path | None, Path | None]:
@@ -91,9 +73,8 @@ def files_of(path: Path) -> tuple[Path | None, Path | None]:
     if any(pair) and (path.is_file() or path.name == stem):
         return pair
     if not path.is_file():
-        beside = "" if path.suffix else f", nor {training.name} beside it"
         hint = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
-        raise ValueError(f"{path}: there is no such file{beside}. {hint}".rstrip())
+        raise ValueError(f"{path}: there is no such file. {hint}".rstrip())
     return path, None
 
 
@@ -110,12 +91,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def environment(settings: Settings) -> Settings:
-    """Return the `ENV` block, which ms-swift puts into the environment."""
-    return settings.get("ENV") or {}
-
-
-def to_argv(settings: Settings) -> Iterator[str]:
+def to_argv(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield settings as ms-swift's own reader of YAML does (cli/main.py, `parse_yaml_args`)."""
     for name, value in settings.items():
         if name == "ENV":

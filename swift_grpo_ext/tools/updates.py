@@ -1,10 +1,11 @@
-"""What two runs have logged of their updates, and the weights that they saved, side by side."""
+"""The updates that two runs have logged, and the weights that they saved, side by side."""
 
 from __future__ import annotations
 
 import filecmp
 import json
 import os
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +16,7 @@ LOGGED = ("learning_rate", "loss", "grad_norm", "kl")
 """Values of `logging.jsonl` in the order in which one decides the next. Times, memory and what a
 process has in its caches are a run's own."""
 
-LOGS = "logging.jsonl"
-"""ms-swift's own file of a run's metrics."""
-
+LOGS = "logging.jsonl"  # ms-swift's own file of a run's metrics
 STEP = "global_step/max_steps"
 
 
@@ -25,36 +24,27 @@ STEP = "global_step/max_steps"
 class UpdateDifference:
     """The first value of an update that differs."""
 
-    step: int
-    """The optimizer step, from 1."""
-
-    what: str
-    """One of `LOGGED`, or `weights` of the checkpoint after that step."""
-
-    values: tuple[Any, Any]
-    """The value in each run; of weights, the file that differs."""
+    step: int  # the optimizer step, from 1
+    what: str  # one of `LOGGED`, or `weights` of the checkpoint after that step
+    values: tuple[Any, Any]  # in each run; of weights, the file that differs
 
     def __str__(self) -> str:
         one, other = ("not logged" if value is None else value for value in self.values)
-        if self.what != "weights":
-            return f"step {self.step}: {self.what} is {one} in A and {other} in B"
-        place = f"step {self.step}: the weights differ, checkpoint-{self.step}"
-        return f"{place}/{one}" if one == other else f"{place} has {one} in A and {other} in B"
+        if self.what == "weights":
+            return f"step {self.step}: the weights differ, checkpoint-{self.step}/{one}"
+        return f"step {self.step}: {self.what} is {one} in A and {other} in B"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Updates:
     """The result."""
 
-    num_steps: int = 0
-    """The number of steps in both logs before the first difference."""
-
-    names: tuple[str, ...] = ()
-    """Those of `LOGGED` that were there."""
+    num_steps: int = 0  # in both logs before the first difference
+    names: tuple[str, ...] = ()  # those of `LOGGED` that were there
 
     checkpoint: str | None = None
-    """The last one that both runs have, where its weights are equal; they are looked at where
-    nothing else of the updates differs."""
+    """The last one that both runs have, where its weights are equal; compared where the logs do
+    not differ."""
 
     difference: UpdateDifference | None = None
 
@@ -77,28 +67,18 @@ def compare_updates(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]
 def _compare_last_weights(run_a: Path, run_b: Path) -> tuple[str | None, UpdateDifference | None]:
     """Return the last checkpoint that both runs have, where its weights are equal, and the first
     of its files that differs; None twice where there is none of weights."""
-    both = {path.name for path in run_a.glob("checkpoint-*")}
-    both &= {path.name for path in run_b.glob("checkpoint-*")}
-    last = max((name for name in both if _step_of(name)), key=_step_of, default=None)
-    if last is None:
+    names = ({path.name for path in run.glob("checkpoint-*")} for run in (run_a, run_b))
+    found = (re.fullmatch(r"checkpoint-(\d+)", name) for name in set.intersection(*names))
+    steps = [int(match[1]) for match in found if match]
+    if not steps:
         return None, None
-    folders = run_a / last, run_b / last
-    files = sorted({path.name for folder in folders for path in folder.glob("*.safetensors")})
-    for file in files:
-        one, other = (folder / file for folder in folders)
-        is_there = one.is_file(), other.is_file()
-        if not all(is_there) or not filecmp.cmp(one, other, shallow=False):
-            one_has, other_has = (file if there else f"no {file}" for there in is_there)
-            values = one_has, other_has
-            found = UpdateDifference(step=_step_of(last), what="weights", values=values)
-            return None, found
-    return (last if files else None), None
-
-
-def _step_of(checkpoint: str) -> int:
-    """Return 0 for a folder of another kind."""
-    number = checkpoint.partition("-")[2]
-    return int(number) if number.isdecimal() else 0
+    name = f"checkpoint-{max(steps)}"
+    files = {file.name for run in (run_a, run_b) for file in (run / name).glob("*.safetensors")}
+    _, differing, missing = filecmp.cmpfiles(run_a / name, run_b / name, files, shallow=False)
+    if apart := sorted([*differing, *missing]):
+        values = apart[0], apart[0]
+        return None, UpdateDifference(step=max(steps), what="weights", values=values)
+    return (name if files else None), None
 
 
 def read_steps(run: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
@@ -119,8 +99,8 @@ def read_logs(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def by_step(logs: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the logs of optimizer steps by the steps' numbers, in order; a resume takes back the
-    steps from which on it makes them once more."""
+    """Return the logs of optimizer steps by the steps' numbers, in order. A resumed run logs some
+    steps again: its own logs replace the earlier ones of the same and later steps."""
     steps: dict[int, dict[str, Any]] = {}
     for logged in logs:
         if "loss" in logged:

@@ -20,8 +20,8 @@ from typing import Any
 from unittest.mock import patch
 
 from swift_grpo_ext.tools.harness import with_trainer
+from swift_grpo_ext.tools.selftest.command import attempt
 from swift_grpo_ext.tools.selftest.outcome import SAME_TOKENS
-from swift_grpo_ext.tools.selftest.worker import attempt
 
 SAMPLES = 64
 """The collision test takes so many; a user gets more."""

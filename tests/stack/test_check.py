@@ -1,34 +1,27 @@
-"""`check` starts the real thing: what a training or a server refuses, it refuses, and no more.
-
-    python -m tests.stack.test_check CASES.json FOUND.json
-
-begins each case in a process of its own, forked from this one.
-"""
+"""`check` starts the real thing: what a training or a server refuses, it refuses, and no more."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import sys
-import traceback
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from swift_grpo_ext.checks.finding import Finding
-from swift_grpo_ext.tools.check.command import glance
-from swift_grpo_ext.tools.check.start import Job
-from swift_grpo_ext.tools.harness import begin
-from swift_grpo_ext.tools.sources import Side, Source, read_sources
+from swift_grpo_ext.tools.check.command import MODULE, Job
+from swift_grpo_ext.tools.check.glance import check_sources
+from swift_grpo_ext.tools.share import sources_of
+from swift_grpo_ext.tools.sources import Source, read_sources
 from tests.stack.processes import COMMAND, PLUGIN, started
 from tests.stack.rounds import PRESET, server_argv, write_lines
+from tests.stack.starts import begun
 
 pytestmark = pytest.mark.stack
 
@@ -173,18 +166,6 @@ def taken_port() -> Iterator[int]:
         yield int(taken.getsockname()[1])
 
 
-def begun(sources: dict[str, Source], folder: Path) -> dict[str, list[Finding]]:
-    """Return what the start of each case says."""
-    (folder / "cases.json").write_text(json.dumps(sources))
-    files = (str(folder / "cases.json"), str(folder / "found.json"))
-    command = [sys.executable, "-m", "tests.stack.test_check", *files]
-    with started(command, folder / "log") as running:
-        finished = running.wait(900)
-    assert finished.returncode == 0, finished.cause
-    found = json.loads((folder / "found.json").read_text())
-    return {name: [Finding(**each) for each in findings] for name, findings in found.items()}
-
-
 def unsaid(cases: dict[str, list[Finding]]) -> dict[str, list[str]]:
     """Return the refusals that are not the first error of their case, with what was said."""
     wrong = {}
@@ -202,7 +183,7 @@ def test_each_refusal_of_a_training(assets: Path, folder: Path) -> None:
         for expected, argv in TRAININGS.items()
     }
     found = begun({**cases, "": training(assets, folder)}, folder)
-    assert [finding.level for finding in found.pop("")] == []  # a training that starts
+    assert [finding.level for finding in found.pop("")] == ["note", "ok"]  # a training that starts
     assert unsaid(found) == {}
     assert not (folder / "run").exists()
 
@@ -222,9 +203,8 @@ def test_each_refusal_of_a_server(assets: Path, folder: Path) -> None:
 
 
 def test_a_run_that_starts(assets: Path, folder: Path, tmp_path: Path) -> None:
-    """The quickstart's command, pasted whole: ranks come from its environment."""
     argv = [*training(assets, folder, "--stop_words", "</answer>").argv]
-    command = [*COMMAND, "check", "--", "NPROC_PER_NODE=2", "swift", "rlhf", *argv]
+    command = [*COMMAND, "check", "--ranks", "2", "--", *argv]
     with started(command, tmp_path / "log", out=tmp_path / "out") as running:
         finished = running.wait(900)
     said = (tmp_path / "out").read_text(encoding="utf-8")
@@ -237,13 +217,15 @@ def test_a_run_that_starts(assets: Path, folder: Path, tmp_path: Path) -> None:
         "ok: --dataset: 32 rows with 32 media are equal in rollout and training, in tokens and pos",
     ):
         assert line in said
-    assert said.endswith("Ready. Not looked at: weights, and the memory that they need.\n")
+    assert said.endswith(
+        "Ready (warnings: 0). Not looked at: weights, and the memory that they need.\n"
+    )
 
 
 def said_of(folder: Path, *sources: Source) -> str:
     """Return what the start of a run says, a line each."""
     job = asdict(Job(sources={source.side: source for source in sources}))
-    command = [sys.executable, "-m", "swift_grpo_ext.tools.check.start", json.dumps(job)]
+    command = [sys.executable, "-m", MODULE, json.dumps(job)]
     (folder / "out").unlink(missing_ok=True)
     with started(command, folder / "log", out=folder / "out") as running:
         finished = running.wait(900)
@@ -256,69 +238,39 @@ def said_of(folder: Path, *sources: Source) -> str:
 def test_both_sides(assets: Path, folder: Path, tmp_path: Path) -> None:
     """One look finds more than one error; rows are encoded by each side with its own settings."""
     trains = training(assets, folder, *SERVED, "--callbacks", "diversty", "--tool_timeout", "0")
-    served = server_argv(assets, "--seed", "-1")
-    said = said_of(tmp_path, trains, Source("rollout", served, {}))
+    served = Source("rollout", server_argv(assets, "--seed", "-1", "--max_pixels", "784"), {})
+    said = said_of(tmp_path, trains, served)
     for line in (
         "error: --callbacks diversty: is registered by neither",
         "error: --tool_timeout 0.0: expected",
         "error: --seed -1: expected 0 or more",
-        "32 rows with 32 media are equal in rollout and training",
     ):
         assert line in said
-    other = Source("rollout", server_argv(assets, "--max_pixels", "784"), {})
-    said = said_of(tmp_path, training(assets, folder, *SERVED), other)
     assert re.search(r"error: --dataset: row \d+ of .*: the rollout saw a prompt of", said), said
 
 
-def test_what_is_not_here_is_not_looked_at(assets: Path, folder: Path, tmp_path: Path) -> None:
-    said = said_of(tmp_path, training(assets, folder, "--model", "No-Such/Model"))
-    assert "error: " not in said
-    assert "skipped: --model No-Such/Model: is not on this machine" in said
-    said = said_of(tmp_path, training(assets, folder, "--dataset", "Org/rows"))
-    assert "error: " not in said
-    assert "skipped: --dataset Org/rows: is on a hub" in said
-    assert "ok: --template: qwen2_5_vl" in said
+def test_what_is_not_here_is_not_looked_at(assets: Path, folder: Path) -> None:
+    hubs = {"--model": "No-Such/Model", "--dataset": "Org/rows"}
+    found = begun({flag: training(assets, folder, flag, hub) for flag, hub in hubs.items()}, folder)
+    said = {flag: [f"{f.level}: {f.sentence}" for f in found[flag]] for flag in hubs}
+    assert not any(line.startswith("error: ") for lines in said.values() for line in lines)
+    [only] = said["--model"]
+    assert only.startswith("skipped: --model No-Such/Model: is not on this machine")
+    first, *_, last = said["--dataset"]
+    assert first.startswith("skipped: --dataset Org/rows: is on a hub")
+    assert last.startswith("ok: --template: qwen2_5_vl")
 
 
 def test_a_model_and_rows_alone(assets: Path, folder: Path, tmp_path: Path) -> None:
     named = ["--template", "qwen2_5_vl", "--model_type", "qwen2_5_vl"]
     rows = [str(folder / "rows.jsonl")]
-    for dataset, rest, expected in (
-        (rows, [], "error: `swift rlhf`: ends with ValueError: Failed to automatically match"),
-        (rows, named, "32 rows with 32 media are equal in rollout and training"),
-        ([], named, "ok: --template: qwen2_5_vl: a turn ends with <|im_end|>; stop words: none."),
+    for rest, expected in (
+        ([], "error: `swift rlhf`: ends with ValueError: Failed to automatically match"),
+        (named, "32 rows with 32 media are equal in rollout and training"),
     ):
-        options = Namespace(config=None, model=str(assets / "tiny_vlm"), dataset=dataset, rest=rest)
-        options.settings_only = False
-        sources: dict[Side, Source] = {}
-        assert [*glance(options, sources)] == []
+        options = Namespace(config=None, model=str(assets / "tiny_vlm"), dataset=rows, rest=rest)
+        sources = sources_of(options)
+        assert [*check_sources(sources, looks_at_files=True)] == []
         said = said_of(tmp_path, *sources.values())
         assert expected in said
         assert ("error: " in said) == expected.startswith("error: ")
-
-
-def main(cases: Path, found: Path) -> None:
-    said: dict[str, list[dict[str, Any]]] = {}
-    for name, (side, argv, env) in json.loads(cases.read_text()).items():
-        one = found.with_suffix(".one")
-        if not (child := os.fork()):
-            findings: list[Finding] = []
-            try:
-                begin(Source(_side(side), argv, env), findings.append)
-                one.write_text(json.dumps([asdict(finding) for finding in findings]))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-        said[name] = json.loads(one.read_text())
-        one.unlink()
-    found.write_text(json.dumps(said))
-
-
-def _side(name: str) -> Side:
-    return "training" if name == "training" else "rollout"
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import swift
 import yaml
 
-from swift_grpo_ext.checks.finding import Finding
-from swift_grpo_ext.tools.check.start import Job
-from swift_grpo_ext.tools.sources import read_sources
-from tests.stack.processes import ROOT, started
+from swift_grpo_ext.tools.sources import Side, Source, to_argv
+from tests.stack.processes import ROOT
+from tests.stack.starts import begun
 
 pytestmark = pytest.mark.stack
 
@@ -23,40 +19,43 @@ ELSEWHERE = ("sleep_level", "reward_funcs")
 """Presets of GPU machines let their engines sleep; rewards want rows of their own."""
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
-def test_a_preset_starts(preset: Path, assets: Path, tmp_path: Path) -> None:
-    """With the tiny model and the digits in place of its own: no network, no GPU."""
+def here(preset: Path, assets: Path, folder: Path) -> Source:
+    """Return a preset with the tiny model and the digits in place of its own."""
     settings = yaml.safe_load(preset.read_text(encoding="utf-8"))
     if deepspeed := settings.pop("deepspeed", None):
         # It needs accelerators; what ms-swift would read is there all the same.
         assert (Path(swift.__file__).parent / f"config/{deepspeed}.json").is_file()
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     argv = ["--model", str(assets / "tiny_vlm"), "--torch_dtype", "float32"]
     if "model_type" not in settings:  # the presets' own models are known by their names
         argv += ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
-    side = "rollout" if preset.name.endswith(".rollout.yaml") else "training"
+    side: Side = "rollout" if preset.name.endswith(".rollout.yaml") else "training"
     if side == "rollout":
         argv += ["--port", "0"]
     else:
         argv += ["--dataset", str(assets / "digits/train.jsonl"), "--check_model", "false"]
-        argv += ["--output_dir", str(tmp_path / "out")]
-    [source] = read_sources(tmp_path / "run.yaml", overrides=argv).values()
-    job = Job(sources={side: source._replace(side=side)})
-    command = [sys.executable, "-m", "swift_grpo_ext.tools.check.start", json.dumps(asdict(job))]
-    with started(command, tmp_path / "log", out=tmp_path / "found") as running:
-        finished = running.wait(300)
-    assert finished.returncode == 0, finished.cause
-    lines = (tmp_path / "found").read_text(encoding="utf-8").splitlines()
-    found = [Finding(**json.loads(line)) for line in lines]
-    errors = [
-        f.sentence for f in found if f.level == "error" if not f.setting.startswith(ELSEWHERE)
-    ]
-    assert errors == []
+        argv += ["--output_dir", str(folder / "out")]
+    env = {name: str(value) for name, value in (settings.get("ENV") or {}).items()}
+    return Source(side, [*to_argv(settings), *argv], env)
+
+
+def test_presets_start(assets: Path, tmp_path: Path) -> None:
+    """No network and no GPU is needed."""
+    sources = {preset.name: here(preset, assets, tmp_path) for preset in PRESETS}
+    found = begun(sources, tmp_path)
     assert not (tmp_path / "out").exists()
-    said = {finding.setting: finding.text for finding in found}
-    assert said["template"].startswith("qwen2_5_vl: a turn ends with")
-    if side == "training":
-        ranks = int(source.env.get("NPROC_PER_NODE", 1)) * int(source.env.get("NNODES", 1))
-        steps = settings.get("steps_per_generation") or settings["gradient_accumulation_steps"]
-        size = ranks * settings["per_device_train_batch_size"] * steps
-        assert said["num_generations"].startswith(f"a round is {size} samples ({ranks} ranks x")
+    for name, source in sources.items():
+        errors = [
+            finding.sentence
+            for finding in found[name]
+            if finding.level == "error" and not finding.setting.startswith(ELSEWHERE)
+        ]
+        assert errors == [], name
+        said = {finding.setting: finding.text for finding in found[name]}
+        assert said["template"].startswith("qwen2_5_vl: a turn ends with"), name
+        if source.side == "training":
+            given = source.given
+            ranks = int(source.env.get("NPROC_PER_NODE", 1)) * int(source.env.get("NNODES", 1))
+            steps = given.get("steps_per_generation") or given["gradient_accumulation_steps"]
+            size = ranks * int(given["per_device_train_batch_size"][0]) * int(steps[0])
+            expected = f"a round is {size} samples ({ranks} ranks x"
+            assert said["num_generations"].startswith(expected), name

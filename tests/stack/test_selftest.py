@@ -63,7 +63,6 @@ def test_a_healthy_stack_holds(found: dict[str, Any]) -> None:
     weights = healthy["weights"]["values"]
     moved = weights["the change moved log-probabilities by (nats)"]
     assert moved >= 4 * weights["limit (nats)"]
-    assert healthy["prompts"]["values"]["refused by the template"] == 1
     logits = healthy["logits"]["values"]
     shortest, _, longest = logits["completions (tokens)"].partition(" to ")
     assert (logits["samples"], int(shortest) < int(longest)) == (4, True)

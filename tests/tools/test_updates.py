@@ -58,8 +58,7 @@ def test_weights_that_no_log_tells_of(tmp_path: Path) -> None:
     expected = "step 2: the weights differ, checkpoint-2"
     assert str(found.difference) == f"{expected}/model.safetensors"
     (other / "checkpoint-2/model.safetensors").unlink()
-    expected += " has model.safetensors in A and no model.safetensors in B"
-    assert str(compare_updates(one, other).difference) == expected
+    assert str(compare_updates(one, other).difference) == f"{expected}/model.safetensors"
 
 
 def test_a_resumed_run_is_equal_to_the_end(
@@ -83,8 +82,8 @@ def test_what_was_not_compared_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     one, other = write(tmp_path / "a"), write(tmp_path / "b")
     assert main(["diff", str(one), str(other)]) == 0
     assert capsys.readouterr().out.endswith(
-        "rewards and advantages (no step is in both logs and no checkpoint of weights is in both "
-        "runs).\n"
+        "rewards and advantages; no step is in both logs; no checkpoint of weights is in both "
+        "runs.\n"
     )
     log(one, 1, 2)
     log(other, 1, 2, loss=0.5)

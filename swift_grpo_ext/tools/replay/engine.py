@@ -1,7 +1,7 @@
-"""Generate the samples of a logged group again, by the trainer of the run's settings and weights.
+"""Generate the samples of a recorded group again, by the trainer of the run's settings and weights.
 
-It is one process, whatever the run had: a sample's tokens depend on its seed, prompt, weights and
-settings alone (docs/promises.md, S2).
+It is one process, with any settings of the run: a sample's tokens depend on its seed, prompt,
+weights and settings alone (docs/promises.md, S2).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from swift_grpo_ext.checks.finding import Finding, collected
 from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.record.tables import SampleRow
-from swift_grpo_ext.sampling.prompt_hash import PROMPT_FIELDS
 from swift_grpo_ext.tools.harness import with_trainer
 from swift_grpo_ext.tools.replay.run import Run
 
@@ -37,18 +36,13 @@ CHANGED: Mapping[str, Any] = {
     **{"add_version": False, "load_args": False, "custom_register_path": [], "ddp_backend": None},
     **{"gradient_accumulation_steps": 1, "steps_per_generation": 1, "sequence_parallel_size": 1},
 }
-"""Settings that are other ones here."""
 
 
 def with_trainer_of(
     run: Run, weights: Sequence[str], use: Callable[[RolloutGRPOTrainer], None]
 ) -> list[Finding]:
-    """Build the trainer of a run at some weights, and have `use` use it; return what a start would
-    have said.
-
-    Args:
-        weights: a model, and adapters of it, as `weights_of` returns them.
-    """
+    """Build the trainer of a run at `weights` (a model, and adapters of it), and call `use` with
+    it; return what the checks of a start find."""
     import swift_grpo_ext
 
     swift_grpo_ext.register()
@@ -78,27 +72,11 @@ def with_trainer_of(
 def generate_again(
     trainer: RolloutGRPOTrainer, asked: Sequence[tuple[SampleRow, Mapping[str, Any]]]
 ) -> list[Completion]:
-    """Generate samples of a group, or turns of them, again, in their order.
-
-    Args:
-        asked: the samples, as they were logged, and ms-swift's rows of their prompts.
-    """
+    """Generate samples of a group again: recorded rows with their prompts."""
     from swift_grpo_ext.rollout.answers import answer_of
     from swift_grpo_ext.tools.selftest.rig import Rig
 
     rig = Rig(trainer)
-    _, outputs = rig.generate(
-        [dict(prompt) for _, prompt in asked],
-        [row.sample_id for row, _ in asked],
-        config=rig.config(int(trainer.max_completion_length)),
-    )
+    rows, ids = [dict(prompt) for _, prompt in asked], [row.sample_id for row, _ in asked]
+    _, outputs = rig.generate(rows, ids, rig.config(int(trainer.max_completion_length)))
     return [answer_of(output).completions[0] for output in outputs]
-
-
-def request_columns(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row in the form in which a scheduler has them in its requests."""
-    from swift.rl_core.data import OnPolicySample
-
-    request = OnPolicySample.from_row(dict(prompt)).to_infer_request()
-    columns = {name: getattr(request, name, None) for name in PROMPT_FIELDS}
-    return {name: value for name, value in columns.items() if value}

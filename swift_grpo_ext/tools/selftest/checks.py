@@ -1,12 +1,11 @@
-"""The checks, each a function of a `Rig` that returns what was measured and what is wrong.
+"""The checks, each a function of a `Rig` that returns measured values and faults.
 
-A check raises `NotTriedError` where the settings or rows leave nothing to look at.
+A check raises `NotTriedError` where the settings or rows leave nothing to test.
 """
 
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -36,9 +35,7 @@ from swift_grpo_ext.training.group import DisagreementError, logprobs_of, traine
 from swift_grpo_ext.upstream.patches import replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
-Finding = tuple[dict[str, Any], list[str]]
-"""The values that a check measured, and the faults that it found; none where the promise holds."""
-
+Finding = tuple[dict[str, Any], list[str]]  # measured values, and faults
 Check = Callable[[Rig], Finding]
 T = TypeVar("T")
 
@@ -62,24 +59,17 @@ def check_prompts(rig: Rig) -> Finding:
             check_rollout_prompts(sample, sample.encoded, trainer.template, placeholders)
         except DisagreementError as e:
             faults.append(str(e))
-    values = {
-        "prompts": len(lengths),
-        "longest (tokens)": max(lengths),
-        "refused by the template": len(rig.refused),
-    }
-    return values, faults[:1]
+    return {"prompts": len(lengths), "longest (tokens)": max(lengths)}, faults[:1]
 
 
 # --- seeds ---
 
 NUM_COLLISION_SAMPLES = 256
-LEAST_BITS = 64.0
-"""Surprisal of all samples together, below which shared noise could not be told from certainty."""
+LEAST_BITS = 64.0  # surprisal of all samples, below which shared noise looks like certainty
 
 
 def check_seeds(rig: Rig) -> Finding:
-    """The same samples are equal, in whatever request or batch; all others have noise of their
-    own."""
+    """Compare the same samples over requests and batches; all others need noise of their own."""
     trainer = rig.trainer
     if trainer._settings.run_seed is None or not trainer.temperature:
         raise NotTriedError(
@@ -94,7 +84,6 @@ def check_seeds(rig: Rig) -> Finding:
         i for group in range(0, len(rig.prompts), 2)[::-1] for i in ids if i.group == group
     ]
     same = {
-        "the same round again": flips(rig.first_round, rig.generate_tokens(ids)),
         "other neighbours, in another order": flips(
             rig.first_round, rig.generate_tokens(other_order)
         ),
@@ -148,21 +137,17 @@ def check_same_tokens(rig: Rig, path: Path) -> Finding:
 
 # --- stops ---
 
-DEFAULT_STOP = "</answer>"
-"""Tried where the settings name no stop string."""
-
+DEFAULT_STOP = "</answer>"  # tried where the settings name no stop string
 BEFORE, BEHIND = "It is 7. ", " Then more."
 
 
 def check_stops(rig: Rig) -> Finding:
-    """Force each stop string by a grammar that goes on behind it, and see where the sample ends."""
+    """Force each stop string by a grammar with more text behind it; test where the sample ends."""
     trainer = rig.trainer
-    tokenizer = trainer.template.tokenizer
     # No grammar can force special tokens.
-    special = set(tokenizer.get_added_vocab())
+    special = set(trainer.template.tokenizer.get_added_vocab())
     words = [word for word in trainer.args.stop_words if word not in special] or [DEFAULT_STOP]
     faults: list[str] = []
-    tried = 0
     for word in words:
         forced = BEFORE + word + BEHIND
         config = rig.config()
@@ -173,25 +158,15 @@ def check_stops(rig: Rig) -> Finding:
         config.structured_outputs_regex = "".join(
             f"\\{c}" if c in r".^$*+?{}[]\|()" else c for c in forced
         )
-        [sample] = rig.generate_for_training(rig.prompts[:1], rig.ids(0, 1, 1), config)
-        if not ends_before(rig, word, sample):
-            tried += 1
-            faults += _stop_faults(rig, word, sample)
-    if not tried:
-        raise NotTriedError("--stop_token_ids end every text that a grammar spells before its end")
-    return {"stop strings": tried}, faults
-
-
-def ends_before(rig: Rig, word: str, sample: RolloutSample) -> bool:
-    """Return whether one of `--stop_token_ids` has ended a completion before the whole word."""
-    args, ids = rig.trainer.args, trained_ids(sample)
-    spelled = rig.trainer.template.tokenizer.decode(ids)
-    is_whole = find(spelled, [*args.stop_words, word]) is not None
-    return bool(ids) and ids[-1] in args.stop_token_ids and not is_whole
+        # A stop token could end the forced text before its stop string.
+        with replaced(trainer.args, "stop_token_ids", []):
+            [sample] = rig.generate_for_training(rig.prompts[:1], rig.ids(0, 1, 1), config)
+        faults += _stop_faults(rig, word, sample)
+    return {"stop strings": len(words)}, faults
 
 
 def _stop_faults(rig: Rig, word: str, sample: RolloutSample) -> Iterator[str]:
-    """Say what is wrong with a completion that a grammar made spell `word` and more."""
+    """Yield the faults of a completion that a grammar made spell `word` and more."""
     trainer = rig.trainer
     decode = trainer.template.tokenizer.decode
     ids = trained_ids(sample)
@@ -219,12 +194,9 @@ def _stop_faults(rig: Rig, word: str, sample: RolloutSample) -> Iterator[str]:
 
 # --- weights ---
 
-NUM_TENSORS = 32
-"""Tensors that the known change touches, spread over the model."""
-
+NUM_TENSORS = 32  # that the known change touches, spread over the model
 FIRST_CHANGE, MOST_TRIES = 0.05, 10
-CLEAR = 4.0
-"""The change moves log-probabilities by so many limits, to be told from none."""
+CLEAR = 4.0  # the change moves log-probabilities by this many limits
 
 
 def check_weights(rig: Rig) -> Finding:
@@ -234,7 +206,7 @@ def check_weights(rig: Rig) -> Finding:
     gaps = {"before an update": rig.gap(samples)}
     if not gaps["before an update"].count:
         raise NotTriedError(
-            "rollout and training see other prompts: `prompts` says how they differ"
+            "rollout and training see different prompts: `prompts` says how they differ"
         )
     with _changed(rig, samples, CLEAR * limit) as moved:
         rig.update_weights()
@@ -292,39 +264,32 @@ def _changed(rig: Rig, samples: Sequence[RolloutSample], least: float) -> Iterat
 
 
 def spread(trained: Sequence[T]) -> Sequence[T]:
-    """Return about `NUM_TENSORS` of them. The stride is odd: an adapter's tensors come in pairs, A
-    and B, and no change of A alone changes anything while B is 0."""
+    """Return about `NUM_TENSORS` tensors. The stride is odd: an adapter's tensors come in pairs, A
+    and B, and a change of A alone has no effect while B is 0."""
     return trained[:: max(len(trained) // NUM_TENSORS, 1) | 1]
 
 
 # --- log-probabilities ---
 
-SHARED_PROMPT = "--logps_shared_prompt auto"
 TOLERANCES = {16: 0.5, 32: 1e-3}
-"""Nats between log-probabilities that are computed in different ways, by bits of a number: of any
-token, where the mean has a limit of its own (`gap_limit`). bfloat16 rounds logits between 32 and 64
-to steps of 2^-2; two ways may be two of them apart."""
+"""Nats between log-probabilities of a token that are computed in different ways, by bits of a
+number; the mean has a limit of its own (`gap_limit`). bfloat16 rounds logits between 32 and 64 to
+steps of 2^-2; two ways may be two of them apart."""
 
 
 def check_logits(rig: Rig) -> Finding:
-    """Compare the log-probabilities of ms-swift's own pass with those as the settings have them,
-    of the completion's positions alone, and with a prompt that is read once; and say what the last
-    saves."""
-    plain = {"logits_shim": "auto", "logps_shared_prompt": "false"}
+    """Compare the log-probabilities of ms-swift's own pass with those of the settings, and of the
+    completion's positions without and with a prompt that is read once."""
     ways: dict[str, dict[str, Any]] = {
-        "ms-swift": {"logits_shim": "off"},
         "the settings": {},
-        "--logits_shim auto": plain,
-        SHARED_PROMPT: {**plain, "logps_shared_prompt": "auto"},
+        "--logps_shared_prompt false": {"logits_shim": "auto", "logps_shared_prompt": "false"},
+        "--logps_shared_prompt auto": {"logits_shim": "auto", "logps_shared_prompt": "auto"},
     }
     samples = unequal_samples(rig)
-    logps, seconds = dict[str, torch.Tensor](), dict[str, float]()
-    for way, flags in ways.items():
-        logps[way], seconds[way] = _logps(rig, samples, flags)
-    expected = logps.pop("ms-swift")
+    expected = _logps(rig, samples, {"logits_shim": "off"})
     if not expected.numel():
         raise NotTriedError("no completion has a token")
-    gaps = {way: (values - expected).abs() for way, values in logps.items()}
+    gaps = {way: (_logps(rig, samples, flags) - expected).abs() for way, flags in ways.items()}
     # Logits are divided by the temperature, and their rounding with them.
     bits, temperature = rig.trainer.number_bits, rig.trainer.temperature
     limit = TOLERANCES[16 if bits <= 16 else 32] / min(temperature or 1.0, 1.0)
@@ -335,25 +300,20 @@ def check_logits(rig: Rig) -> Finding:
         for way, gap in gaps.items()
         if not (gap.max() <= limit and gap.mean() <= mean_limit)  # nor NaN
     ]
-    share = seconds[SHARED_PROMPT] / seconds["--logits_shim auto"]
     lengths = [len(trained_ids(sample)) for sample in samples]
     values = {
         "samples": len(samples),
         "completions (tokens)": f"{min(lengths)} to {max(lengths)}",
         "limit (nats)": limit,
         **{way: float(f"{gap.max():.2g}") for way, gap in gaps.items()},
-        "prompt once: of a forward's time": float(f"{share:.2g}"),
-        "setting to copy": "--logps_shared_prompt false" if share > 1 else "none",
     }
     return values, faults
 
 
 def unequal_samples(rig: Rig) -> list[RolloutSample]:
-    """Generate a group of one prompt, of which one half stops at half the length: a batch of
-    completions of one length has no padding, and would show nothing of it.
-
-    Not of several prompts: ms-swift's pass keeps the logits of all positions behind the shortest.
-    """
+    """Generate a group of one prompt; one half stops at half the length, so that the batch has
+    padding. (With several prompts ms-swift's pass keeps the logits of all positions behind the
+    shortest one.)"""
     [row, *_] = rig.hardest_prompts(1)
     ids, config = rig.ids(0, 1), rig.config()
     half = len(ids) // 2
@@ -363,32 +323,21 @@ def unequal_samples(rig: Rig) -> list[RolloutSample]:
     return samples + rig.generate_for_training([row] * len(rest), rest, config)
 
 
-def _logps(
-    rig: Rig, samples: Sequence[RolloutSample], flags: dict[str, Any]
-) -> tuple[torch.Tensor, float]:
-    """Return log-probabilities of all completion tokens in nats, and the seconds that they took.
-
-    At other positions, such as padding, ms-swift's pass has values that nothing reads, and ours has
-    none.
-
-    Args:
-        flags: settings that are other ones here.
-    """
+def _logps(rig: Rig, samples: Sequence[RolloutSample], flags: dict[str, Any]) -> torch.Tensor:
+    """Return log-probabilities of all completion tokens in nats, with `flags` in place of the
+    settings. At other positions, such as padding, ms-swift's pass has values without meaning."""
     trainer = rig.trainer
     args = copy(trainer.args)
     vars(args).update(flags)
-    logps = CompletionLogps(args, trainer.template)
-    with replaced(trainer, "completion_logps", logps):
+    with replaced(trainer, "completion_logps", CompletionLogps(args, trainer.template)):
         inputs, batch = rig.encode(samples)
         with torch.no_grad():
             # Twice: --logps_shared_prompt proves itself on a first batch.
             for _ in range(2):
-                start = time.perf_counter()
                 values, _ = trainer._get_per_token_logps_and_entropies(
                     trainer.model, copy(inputs), batch
                 )
-                found = values[batch.completion_mask.bool()].float().cpu()
-        return found, time.perf_counter() - start
+    return values[batch.completion_mask.bool()].float().cpu()
 
 
 CHECKS: dict[str, Check] = {

@@ -5,8 +5,8 @@ exponential noise, which is the same). With one noise, two distributions q and q
 tokens with a probability of at most 2 TV(q, q') (Daliri, Musco, Suresh, Coupling without
 Communication, arXiv:2408.07978), and TV = E_q |1 - q'/q| / 2, about half the mean difference
 between log-probabilities of sampled tokens. So where seeds, weights and prompt are the same, the
-flips over all tokens are at most about the sum of those differences. Other noise gives flips where
-log-probabilities agree to the last bit.
+number of tokens that differ is at most about the sum of those differences. With other noise tokens
+differ though log-probabilities agree to the last bit.
 """
 
 from __future__ import annotations
@@ -31,32 +31,28 @@ PROMISES = {
     "logits": "L1, L4, L6",
     SAME_TOKENS: "S2",
 }
-"""The checks, each with the promises that it looks at (docs/promises.md)."""
+"""The checks, each with its promises (docs/promises.md)."""
 
 ALL = [check for check in PROMISES if check != SAME_TOKENS]
-"""The checks of the first topology; the others generate the same tokens."""
-
-REMEDIES = {
-    "prompts": "Give both sides the same --template, --system, --max_length, MAX_PIXELS and the "
-    "like (docs/support.md has what ms-swift's templates write differently).",
-    "weights": "The engine has other weights, stale caches, or another prompt than the trainer: "
-    "`prompts` says whether it is the last.",
-    "logits": "Leave out the flags that are named, and report it with selftest.json.",
-}
-"""A check has one where a promise that does not hold asks for more than `REPORT`."""
+"""The checks of the first topology; on the others the same tokens are generated."""
 
 REPORT = "Report it with selftest.json."
+REMEDIES = {
+    "prompts": "Give both sides the same --template, --system, --max_length, MAX_PIXELS and the "
+    "like (docs/support.md lists what ms-swift's templates write differently).",
+    "weights": "The engine has other weights, stale caches, or another prompt than the trainer: "
+    "`prompts` tests the last.",
+    "logits": "Leave out the flags that are named, and report it with selftest.json.",
+}
+"""Remedies of checks that have more than `REPORT`."""
 
 Status = Literal["holds", "does not hold", "could not be tried"]
 
 DRIFT_MARGIN = 4.0
 """Differences are measured on tokens that were sampled alike, which lie closer than others."""
 
-FLOOR = 1e-3
-"""Flips that are expected of a handful of tokens whose differences were measured as 0."""
-
-LEAST_P = 1e-6
-"""The p-value of shared noise, or of rounding, below which a promise does not hold."""
+FLOOR = 1e-3  # differing tokens expected of a few tokens with differences measured as 0
+LEAST_P = 1e-6  # a promise does not hold below this p-value of shared noise, or of rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,38 +62,27 @@ class Result:
     check: str
     topology: str = ""
     status: Status = "could not be tried"
-    values: dict[str, Any] = field(default_factory=dict)
-    """What was measured, as JSON takes it; units stand in the names."""
-
-    reason: str = ""
-    """Why the promise does not hold, or could not be tried."""
-
+    values: dict[str, Any] = field(default_factory=dict)  # measured; units stand in the names
+    reason: str = ""  # why the promise does not hold, or could not be tried
     remedy: str = ""
 
 
 class NotTriedError(Exception):
-    """A check has nothing to look at; the message says why, and what would help."""
+    """A check has nothing to test; the message says why, and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flips:
     """Where two lists of the same samples differ."""
 
-    num_tokens: int = 0
-    """Compared tokens: each sample's up to its first difference, that token inclusive."""
-
-    count: int = 0
-    """Samples that differ."""
-
-    drift: float = 0.0
-    """The sum over tokens of the difference between log-probabilities, in nats."""
-
-    largest: float = 0.0
-    """The largest of these differences."""
+    num_tokens: int = 0  # each sample's up to its first difference, that token inclusive
+    count: int = 0  # samples that differ
+    drift: float = 0.0  # the sum over tokens of the difference of log-probabilities, in nats
+    largest: float = 0.0  # of these differences
 
     @property
     def is_rounding(self) -> bool:
-        """So many flips are no wonder where noise, weights and prompt are the same."""
+        """Rounding explains this count where noise, weights and prompt are the same."""
         expected = DRIFT_MARGIN * self.drift + FLOOR
         return self.count == 0 or float(pdtrc(self.count - 1, expected)) >= LEAST_P
 
@@ -109,7 +94,7 @@ class Flips:
 
 
 def flips(one: Sequence[SampleRow], other: Sequence[SampleRow]) -> Flips:
-    """Compare samples by their ids; those that only one side has do not count."""
+    """Compare the samples that both sides have, by their ids."""
     others = {sample.sample_id: sample for sample in other}
     num_tokens, count, gaps = 0, 0, [0.0]
     for a in one:

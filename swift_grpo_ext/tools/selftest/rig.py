@@ -43,17 +43,14 @@ if TYPE_CHECKING:
 
 NUM_PROMPTS = 4
 MAX_GROUP_SIZE = 8
-MAX_TOKENS = 64
-"""Tokens of a completion, where the user's own limit is higher."""
-
-ROWS_LOOKED_AT = 500
-"""Rows of the data set, evenly spread."""
+MAX_TOKENS = 64  # of a completion, where the user's own limit is higher
+ROWS_LOOKED_AT = 500  # of the data set, evenly spread
 
 Row = dict[str, Any]
 
 
 def reason_against(trainer: RolloutGRPOTrainer) -> str:
-    """Say which of a training's settings keeps a rig from generating as it does; "" for none."""
+    """Return which setting of a training keeps a rig from generating as it does; "" for none."""
     if not trainer._settings.generates:
         return "rounds are generated as ms-swift generates them"
     if trainer.args.async_generate:
@@ -70,9 +67,6 @@ class Rig:
 
     def __init__(self, trainer: RolloutGRPOTrainer) -> None:
         self.trainer = trainer
-        self.refused = set[str]()
-        """Hashes of prompts that were looked at and that the template refuses."""
-
         # As the training does before its first step: number types of mixed precision, no DDP yet.
         trainer.model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         trainer.model.train()
@@ -105,23 +99,17 @@ class Rig:
         return [*self.usable(by_media, count), *self.usable(by_text, count)]
 
     def usable(self, rows: Iterable[Row], count: int) -> list[Row]:
-        """Return the first `count` rows whose prompts the template encodes, the same on all ranks.
-
-        A training replaces the others, or names them and ends: no check can tell more of them.
-
-        Raises:
-            NotTriedError: it encodes none.
-        """
+        """Return the first `count` rows whose prompts the template encodes, the same on all ranks;
+        raises `NotTriedError` where it encodes none. A training replaces the others, or ends."""
         given, numbers, reason = list(rows), list[int](), ""
         for number, row in enumerate(given):
             if len(numbers) == count:
                 break
             if error := encoding_error(self.trainer.template, row, self.trainer._max_model_len):
                 reason = reason or error
-                self.refused.add(prompt_hash(prompt_of_row(row)))
             else:
                 numbers.append(number)
-        # Another rank may have other luck with a URL, and would generate something else.
+        # A URL may fail on one rank only, which would then generate for other prompts.
         numbers, *_ = self.trainer.ranks.all_gather(numbers)
         if not numbers:
             raise NotTriedError(f"the template refuses every prompt, the first one: {reason}")
@@ -144,18 +132,12 @@ class Rig:
         self,
         rows: Sequence[Row],
         ids: Sequence[SampleId],
-        *,
         config: RequestConfig | None = None,
         run_seed: int | None = None,
     ) -> tuple[list[RolloutSample], list[RolloutOutput]]:
-        """Generate samples as the training does, each rank a part of them.
-
-        Args:
-            run_seed: a seed instead of `--seed`.
-
-        Returns:
-            ms-swift's samples and their outputs, in the order of `ids`, on every rank.
-        """
+        """Generate samples as the training does, each rank a part of them, perhaps with a seed in
+        place of `--seed`; return ms-swift's samples and their outputs, in the order of `ids`, on
+        every rank."""
         trainer, settings, ranks = self.trainer, self.trainer._settings, self.trainer.ranks
         if run_seed is not None:
             settings = copy(settings)
@@ -178,7 +160,7 @@ class Rig:
     def generate_tokens(
         self, ids: Sequence[SampleId], run_seed: int | None = None
     ) -> list[SampleRow]:
-        """Generate samples of the few prompts; the number of a group is that of its prompt."""
+        """Generate samples of the few prompts; a group has the number of its prompt."""
         rows = [self.prompts[sample_id.group] for sample_id in ids]
         _, outputs = self.generate(rows, ids, run_seed=run_seed)
         samples = []
@@ -212,7 +194,7 @@ class Rig:
         self, rows: Sequence[Row], ids: Sequence[SampleId], config: RequestConfig | None = None
     ) -> list[RolloutSample]:
         """Generate samples with their completions, as the training encodes them."""
-        samples, outputs = self.generate(rows, ids, config=config)
+        samples, outputs = self.generate(rows, ids, config)
         for sample, sample_id, output in zip(samples, ids, outputs, strict=True):
             sample.sample_id, sample.request_id = sample_id, sample_id.request_id
             sample.prompt_hash = prompt_hash(sample)  # without the answer, which comes next
@@ -240,8 +222,8 @@ class Rig:
         return inputs, batch
 
     def gap(self, samples: Sequence[RolloutSample]) -> Gap:
-        """Return how far log-probabilities of generated samples lie from those of the trainer's
-        model. A sample of which training sees another prompt counts nothing: `prompts` says so."""
+        """Compare log-probabilities of generated samples with those of the trainer's model. Samples
+        with another prompt in training are left out: `prompts` names them."""
         trainer, whole = self.trainer, Gap()
         placeholders = placeholder_ids(trainer.template)
         for sample in samples:
