@@ -53,8 +53,9 @@ class _NamedTypes:
             dtype: torch.dtype = super()._init_model_info()  # type: ignore[misc]
             get_template_meta(args.model_info, args.model_meta, template_type=args.template)
         except ValueError as e:
-            if finding := preflight.unmatched(e):
-                raise SettingsError(finding.sentence) from e
+            flag = "template" if "template_type" in str(e) else "model_type"
+            if str(e).startswith("Failed to automatically match"):
+                raise SettingsError(f"--{flag}: is missing. {e}") from e
             raise
         return dtype
 
@@ -100,6 +101,8 @@ class RolloutExtArguments(_NamedTypes, ExtFlags, RolloutArguments):
     def _check_device_count(self) -> None:
         # ms-swift calls it once it knows the model; a server has no hook of its own for checks.
         enforce(preflight.check_model(self))
+        # ms-swift has taken the next port where old connections hold this one for a minute.
+        self.port = self.__dict__.pop("_given_port", 0) or self.port
         super()._check_device_count()
 
 
@@ -159,6 +162,7 @@ def _check(args: BaseArguments, given: list[str]) -> None:
             # A script may have called `register()` before it loaded the server.
             apply(Moment.SERVER)
         api_key.take(args)
+        vars(args)["_given_port"] = args.port
         vars(args)["watches_weights"] = not has_accelerator() or "rollout_mismatch" in given
     else:
         api_key.check_urls(args)
