@@ -56,7 +56,7 @@ def check_rewards(
     """Refuse reward functions that fail with the rows of a data set, whatever a model writes.
 
     Args:
-        names: `check_names` refuses those that nobody registered.
+        names: `rules_of_names` refuses those that nobody registered.
         rows: the first ones, as ms-swift reads them; [] where they are not known.
         knows_all_columns: False where other data sets, or a scheduler, may add columns.
         calls: functions are called; else their signatures alone are looked at.
@@ -71,7 +71,7 @@ def check_rewards(
             yield error(subject, text, f"pip install {module}")
         elif reason := misfit(made, args=args):
             text = f"cannot be made as ms-swift does, by orms[{name!r}](args=...): {reason}."
-            yield error(subject, text)
+            yield error(subject, text, "Register a class whose __init__, if any, takes args.")
         elif problems := [*check_call(subject, made, columns, rows, setting)]:
             for problem in problems:
                 # A column that is missing here may come from elsewhere.

@@ -111,7 +111,11 @@ def test_what_is_said_stands_below_what_it_is_about(capfd: pytest.CaptureFixture
 def test_values_are_looked_at_for_another_machine(capfd: pytest.CaptureFixture[str]) -> None:
     preset = str(ROOT / "examples/presets/colocate_8gpu.yaml")
     for ranks, more, expected in (
-        ("7", ["--num_generations", "3"], "does not divide the 112 samples of a round"),
+        (
+            "7",
+            ["--num_generations", "3"],
+            "generation_batch_size (112) must be evenly divisible by num_gen",
+        ),
         ("8", ["--vllm_tensor_parallel_size", "16"], "16: does not divide the 8 training ranks"),
         ("8", ["--num_generations", "many"], "Settings: argument --num_generations"),
     ):
