@@ -249,8 +249,7 @@ def _adapter_config(args: RLHFArguments) -> tuple[dict[str, Any], str]:
 
 
 def rules_of_names(args: Arguments) -> Findings:
-    """Refuse names that neither ms-swift nor a plugin registered. ms-swift looks most of them up once
-    the model is loaded."""
+    """Refuse names that neither ms-swift nor a plugin registered, before a model is loaded."""
     from swift.callbacks import callbacks_map
     from swift.model import MODEL_MAPPING
     from swift.rewards import orms, rm_plugins

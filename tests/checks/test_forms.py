@@ -235,7 +235,7 @@ def met(folder: Path, url: str) -> dict[str, tuple[Rows, str]]:
         "cut base64": (asks(images=[content]), "images[0]: '/9j/"),
         "cut at a URL": (
             asks(images=[f"{url}/cut.jpg"]),
-            f"image file is truncated (6 bytes not processed); it shows images[0] '{url}/cut.jpg'",
+            f"bytes not processed); it shows images[0] '{url}/cut.jpg'",
         ),
         "nothing at a URL": (asks(images=[f"{url}/none.png"]), "HTTPError: 404"),
         "no image at a URL": (asks(images=[f"{url}/text.png"]), f"it shows images[0] '{url}/text"),

@@ -27,7 +27,7 @@ def arguments(**changes: Any) -> Any:
         (16, 5, {"eval_strategy": "steps"}, ["warning: --split_dataset_ratio: 1 of 5 rows are"]),
         (
             *(16, 5, {"eval_strategy": "steps", "val_dataset": ["v.jsonl"]}),
-            ["warning: --val_dataset: 1 of 5 rows are left out of each evaluation: evaluation"],
+            ["warning: --val_dataset: 1 of 5 rows are left out of each evaluation: its batches"],
         ),
         (16, 6, {"eval_strategy": "steps", "num_generations_eval": 1}, ["error: "]),
         (

@@ -66,9 +66,15 @@ def test_rows_that_a_training_leaves_out(
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        (asks(objects={}), "KeyError: 'bbox' (objects: {'ref': None, 'bbox': None}; expected {"),
-        (asks(objects=[[1, 2, 3, 4]]), "(objects: [[1, 2, 3, 4]]; expected {"),
-        (asks(objects={"bbox": [1, 2]}), "'bbox': [1, 2]}; expected {"),
+        (asks(objects={}), "KeyError: 'bbox' (objects: {}; expected {"),
+        (
+            asks(objects=[[1, 2, 3, 4]]),
+            "AttributeError: 'list' object has no attribute 'keys' (objects: [[1, 2, 3, 4]]; e",
+        ),
+        (
+            asks(objects={"bbox": [1, 2]}),
+            "TypeError: object of type 'int' has no len() (objects: {'bbox': [1, 2]}; expected",
+        ),
         (asks(None), "AssertionError: message: {'role': 'user', 'content': None}"),
         ({"messages": []}, "MessagesPreprocessor makes nothing of it"),
     ],

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from swift.arguments import RolloutArguments
 from swift.utils import find_free_port
 
 from swift_grpo_ext.checks import preflight, rules
@@ -337,8 +338,8 @@ def test_a_server_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     assert_says(
         preflight.check_process(arguments(port=0)),
-        "error: `swift rollout`: is one process, ...RANK, WORLD_SIZE, LOCAL_RANK....env -u RANK -u "
-        "WORLD_SIZE -u LOCAL_RANK swift rollout",
+        "error: `swift rollout`: is one process, ...RANK, WORLD_SIZE, LOCAL_RANK. Start it with env "
+        "-u RANK -u WORLD_SIZE -u LOCAL_RANK swift rollout",
     )
     assert_says(preflight.check_process(arguments()), None)
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -369,6 +370,7 @@ def test_old_connections_do_not_hold_a_port(monkeypatch: pytest.MonkeyPatch) -> 
     vars(args)["_given_port"] = port
     assert_says(preflight.check_process(arguments(port=port)), None)
     monkeypatch.setattr(preflight, "check_model", lambda _: ())
+    monkeypatch.setattr(RolloutArguments, "_check_device_count", lambda _: None)
     args._check_device_count()
     assert args.port == port
 
