@@ -123,10 +123,9 @@ def check_datasets(
     args: RLHFArguments, train_dataset: Dataset, eval_dataset: Dataset | None
 ) -> Findings:
     """Refuse data sets with rows that cannot be encoded, with too few rows for a generation batch,
-    and without the columns that reward functions ask for. One rank of each machine looks at rows.
-    """
+    and without the columns that reward functions ask for."""
     yield from rules.rules_of_data(args, train_dataset, eval_dataset)
-    # Media may be on the disk of each machine. The launcher ends the other ranks with this one.
+    # One rank of each machine looks at rows: media may be on its disk. The launcher ends the others.
     if not is_local_master():
         return
     yield from check_rewarded(args, train_dataset)

@@ -338,8 +338,8 @@ def test_a_server_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     assert_says(
         preflight.check_process(arguments(port=0)),
-        "error: `swift rollout`: is one process, ...RANK, WORLD_SIZE, LOCAL_RANK. Start it with env "
-        "-u RANK -u WORLD_SIZE -u LOCAL_RANK swift rollout",
+        "error: `swift rollout`: is one process, ...RANK, WORLD_SIZE, LOCAL_RANK. Start it with env"
+        " -u RANK -u WORLD_SIZE -u LOCAL_RANK swift rollout",
     )
     assert_says(preflight.check_process(arguments()), None)
     monkeypatch.setenv("WORLD_SIZE", "1")
