@@ -79,12 +79,10 @@ def check_left_out(given: Preprocessed, setting: str) -> Findings:
         if (objects := row.get("objects")) is not None:
             first += f" (objects: {short(objects)}; expected {OBJECTS})"
     if given.num_kept == 0:
-        yield error(
-            setting,
-            f"no row is left of {num_rows}{first}.",
-            'Expected rows such as {"messages": [...], "images": ["1.png"], ...}; --columns maps '
-            "columns of other names.",
+        remedy = (
+            'Expected rows such as {"messages": [...], "images": ["1.png"]}; --columns renames.'
         )
+        yield error(setting, f"no row is left of {num_rows}{first}.", remedy)
     elif num_left_out > 0:
         say = note if is_filter else warning
         yield say(setting, f"ms-swift leaves out {num_left_out} of {num_rows} rows{first}.")

@@ -99,7 +99,7 @@ def check_rows(
         num_rows += 1
         num_bytes += sum(len(c) for m in media if isinstance(c := source_of(m.value), bytes))
         has_media = has_media or bool(media)
-        if fault := row_fault(row, placeholders) or (template and narrow_fault(template, row)):
+        if fault := row_fault(row, placeholders) or narrow_fault(template, row):
             bad.append(fault if bad else f"{name_of(row)}: {fault}.")
             if not deletes_bad_rows:
                 yield error(setting, bad[0], REMEDY)
@@ -223,14 +223,14 @@ def _view_fault(row: object, placeholders: Collection[str]) -> str | None:
     return None
 
 
-def narrow_fault(template: Template, row: Row) -> str | None:
+def narrow_fault(template: Template | None, row: Row) -> str | None:
     """Return what the template says of a row with a picture that is `NARROW`; None where it takes
     the picture, or wants a model to say."""
     sizes = []
     for medium in media_of(prompt_of(row)):
         with suppress(Exception), Image.open(media_content(source_of(medium.value)) or "") as image:
             sizes.append(image.size)
-    if not any(max(size) > NARROW * min(size) for size in sizes):
+    if template is None or not any(max(size) > NARROW * min(size) for size in sizes):
         return None
     fault = encoding_error(template, row)
     return fault if fault and "ratio" in fault else None

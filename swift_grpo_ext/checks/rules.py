@@ -128,8 +128,7 @@ def rules_of_training(args: RLHFArguments) -> Findings:
         yield from rule(
             f"resume_from_checkpoint {resumed}",
             not is_whole(Path(resumed)),
-            f"is no whole checkpoint: its {TRAINER_STATE}, which is written last, is missing or "
-            "cut short.",
+            f"is no whole checkpoint: its {TRAINER_STATE} is missing or cut short.",
             f"Resume from {last}, the last whole one." if last else "Start without it.",
         )
     text = "expected false: a stream cannot repeat a row for its group, nor go on after a resume."
@@ -273,13 +272,13 @@ def rules_of_names(args: Arguments) -> Findings:
 
 def rules_of_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
     """Warn of flags without a reader, by theme: which, whether it applies, and why."""
-    is_server, of_servers = serves(args), ENGINE_FLAGS_OF_SERVERS
+    is_server, of_servers = serves(args), [*ENGINE_FLAGS_OF_SERVERS]
     if not is_server and args.vllm_mode == "server":
         engines = [name for name in given if name.startswith(("vllm_", "sleep_level"))]
         of_servers = [name for name in engines if not name.startswith(WITH_SERVERS)]
     is_watched = is_server or "diversity" in (args.callbacks or ())
     is_short = not args.multi_turn_scheduler
-    our_own = {*flag_names()}.difference(SERVER_FLAGS)
+    our_own = [name for name in flag_names() if name not in SERVER_FLAGS]
     for names, is_idle, text in (
         (our_own, is_server, "is ignored by `swift rollout`; `swift rlhf` decides."),
         (of_servers, not is_server, "has no effect with `swift rlhf`; `swift rollout` reads it."),

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from PIL import Image
 from swift.arguments import RolloutArguments
 from swift.utils import find_free_port
 
@@ -509,20 +508,13 @@ def test_data_sets(rows: Any, eval_rows: Any, changes: dict[str, Any], expected:
     assert_says(preflight.check_datasets(arguments(**changes), rows, eval_rows), expected)
 
 
-def test_what_the_template_refuses_is_refused_before_a_model_is_loaded(
-    assets: Path, tmp_path: Path
-) -> None:
-    """Placeholders passed `check` and the rollout, and the first training forward ended the run;
-    narrow pictures were met at a rollout."""
+def test_what_the_template_refuses_is_refused_before_a_model_is_loaded(assets: Path) -> None:
+    """Placeholders passed `check` and the rollout, and the first training forward ended the run."""
     args = arguments()
     args.model_dir = str(assets / "tiny_vlm")
     typed = {"role": "user", "content": "<image><|vision_start|><|image_pad|><|vision_end|>Which?"}
     rows: Any = [*GOOD, {"messages": [typed], "images": ["http://x"]}]
     refused = "error: --dataset: the row that asks '<image><|vision_start|>...holds '<|image_pad|>'"
-    assert_says(preflight.check_datasets(args, rows, None), refused)
-    Image.new("RGB", (28, 28 * 250)).save(path := tmp_path / "narrow.png")
-    rows = [*GOOD, {"messages": QUESTION, "images": [str(path)]}]
-    refused = "error: --dataset: the row that asks ...ratio must be smaller than 200...narrow.png'"
     assert_says(preflight.check_datasets(args, rows, None), refused)
 
 

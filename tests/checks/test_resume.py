@@ -26,8 +26,8 @@ def refused(folder: Path | None, *, only_model: bool = False) -> str:
 def test_only_whole_checkpoints_are_resumed_from(tmp_path: Path) -> None:
     missing = checkpoint(tmp_path, 10, None)
     assert refused(missing) == (
-        f"--resume_from_checkpoint {missing}: is no whole checkpoint: its trainer_state.json, "
-        "which is written last, is missing or cut short. Start without it."
+        f"--resume_from_checkpoint {missing}: is no whole checkpoint: its trainer_state.json "
+        "is missing or cut short. Start without it."
     )
     whole = checkpoint(tmp_path, 9, '{"global_step": 9}')
     cut_short = checkpoint(tmp_path, 11, '{"global_st')
