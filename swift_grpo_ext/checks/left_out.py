@@ -80,7 +80,7 @@ def check_left_out(given: Preprocessed, setting: str) -> Findings:
             first += f" (objects: {short(objects)}; expected {OBJECTS})"
     if given.num_kept == 0:
         remedy = (
-            'Expected rows such as {"messages": [...], "images": ["1.png"]}; --columns renames.'
+            'Expected {"messages": [...], "images": ["1.png"], ...}; --columns renames columns.'
         )
         yield error(setting, f"no row is left of {num_rows}{first}.", remedy)
     elif num_left_out > 0:
