@@ -36,6 +36,14 @@ ALONE = {"use_vllm": False, "vllm_mode": None}
 
 TRAINED = ("adalora", "boft", "dummy", "fourierft", "full", "ia3", "lora", "lora_llm", "vera")
 UNMERGED = ("adapter", "llamapro", "reft")
+NO_SCHEDULER = "warning: --tool_timeout: has no effect without --multi_turn_scheduler."
+NO_REPLAY: list[tuple[dict[str, Any], str]] = [
+    ({"torch_compile": True}, "go with --torch_compile true, which leaves"),
+    ({"use_liger_kernel": True}, "go with --use_liger_kernel true, whose loss"),
+    ({"teacher_model": "org/teacher"}, "go with --teacher_model, whose experts"),
+    ({"sequence_parallel_size": 2}, "go with --sequence_parallel_size, which"),
+    ({"use_vllm": False}, "go with --use_vllm false, whose rollouts"),
+]
 TEACHER = {"teacher_model_server": "http://teacher:8000"}
 
 
@@ -139,25 +147,12 @@ def test_the_first_error_is_raised_after_the_warnings(
         ({"seed": -1}, "error: --seed -1: expected 0 or more"),
         ({"seed": -1, "rollout_seed_mode": "engine"}, None),
         ({"router_replay_mode": "R3"}, None),
-        (
-            {"router_replay_mode": "R3", "torch_compile": True},
-            "error: --router_replay_mode R3: does not go with --torch_compile true, which leaves",
-        ),
-        (
-            {"router_replay_mode": "R3", "use_liger_kernel": True},
-            "error: --router_replay_mode R3: does not go with --use_liger_kernel true, whose loss",
-        ),
-        (
-            {"router_replay_mode": "R3", "teacher_model": "org/teacher"},
-            "error: --router_replay_mode R3: does not go with --teacher_model, whose experts",
-        ),
-        (
-            {"router_replay_mode": "R3", "sequence_parallel_size": 2},
-            "error: --router_replay_mode R3: does not go with --sequence_parallel_size, which",
-        ),
-        (
-            {"router_replay_mode": "R3", "use_vllm": False},
-            "error: --router_replay_mode R3: does not go with --use_vllm false, whose rollouts",
+        *(
+            (
+                {"router_replay_mode": "R3", **one},
+                f"error: --router_replay_mode R3: does not go {end}",
+            )
+            for one, end in NO_REPLAY
         ),
         ({"streaming": True}, "error: --streaming true: expected false: a stream cannot repeat"),
         ({"callbacks": ["diversity"]}, None),
@@ -190,16 +185,7 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
         (SERVER, ["rollout_timeout", *rules.ENGINE_FLAGS_OF_SERVERS], None),
         (SERVER, ["rollout_seed_mode", "sample_log", "sample_log_gb"], None),
         ({}, [n for n in flag_names() if not n.startswith(("diversity", "tool"))], None),
-        (
-            {},
-            ["tool_timeout"],
-            "warning: --tool_timeout: has no effect without --multi_turn_s",
-        ),
-        (
-            SERVER,
-            ["tool_timeout"],
-            "warning: --tool_timeout: has no effect without --multi_tu",
-        ),
+        *((side, ["tool_timeout"], NO_SCHEDULER) for side in ({}, SERVER)),
         ({"multi_turn_scheduler": "any"}, ["tool_timeout"], None),
         ({}, ["diversity_action"], "warning: --diversity_action: has no effect without --cal"),
         ({"callbacks": ["a", "diversity"]}, ["diversity_action"], None),
