@@ -102,7 +102,7 @@ class RolloutExtArguments(_NamedTypes, ExtFlags, RolloutArguments):
         # ms-swift calls it once it knows the model; a server has no hook of its own for checks.
         enforce(preflight.check_model(self))
         # ms-swift has taken the next port where old connections hold this one for a minute.
-        self.port = self.__dict__.pop("_given_port", 0) or self.port
+        self.port: int = self.__dict__.pop("_given_port", 0) or self.port
         super()._check_device_count()
 
 

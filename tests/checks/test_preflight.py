@@ -150,7 +150,7 @@ def test_the_first_error_is_raised_after_the_warnings(
         *(
             (
                 {"router_replay_mode": "R3", **one},
-                f"error: --router_replay_mode R3: does not go {end}",
+                f"error: --router_replay_mode R3: does not {end}",
             )
             for one, end in NO_REPLAY
         ),
