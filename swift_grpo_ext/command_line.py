@@ -82,6 +82,8 @@ class RolloutExtArguments(ExtFlags, RolloutArguments):
     def _check_device_count(self) -> None:
         # ms-swift calls it once it knows the model; a server has no hook of its own for checks.
         enforce(preflight.check_model(self))
+        # ms-swift has taken the next port where old connections hold this one for a minute.
+        self.port: int = self.__dict__.pop("_given_port", 0) or self.port
         super()._check_device_count()
 
 
@@ -140,6 +142,7 @@ def _check(args: BaseArguments, given: list[str]) -> None:
             # A script may have called `register()` before it loaded the server.
             apply(Moment.SERVER)
         api_key.take(args)
+        vars(args)["_given_port"] = args.port
         vars(args)["watches_weights"] = not has_accelerator() or "rollout_mismatch" in given
     else:
         api_key.check_urls(args)

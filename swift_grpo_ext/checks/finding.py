@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 Level = Literal["ok", "note", "skipped", "warning", "error"]
 
@@ -20,18 +19,12 @@ class Finding:
     """One result of a check.
 
     An `error` does not run, or trains something else than it says. A `warning` is ignored, wasteful
-    or a likely slip. A `note` is worth knowing, `ok` holds, and what is `skipped` was not looked
-    at.
+    or a likely slip. What is `skipped` was not looked at.
     """
 
     level: Level
-
-    setting: str
-    """The flag without dashes, perhaps with its value; or what else was looked at."""
-
-    text: str
-    """What is wrong with it, and what was expected."""
-
+    setting: str  # the flag without dashes, perhaps with its value; or what else was looked at
+    text: str  # what is wrong with it, and what was expected
     remedy: str = ""
 
     @property
@@ -52,7 +45,7 @@ error = partial(Finding, "error")
 
 
 class SettingsError(ValueError):
-    """A mistake of the user's. Its text says all: where nobody catches it, it is printed alone."""
+    """A mistake of the user's. Uncaught, its text is printed alone."""
 
 
 def hide_tracebacks() -> None:
@@ -60,9 +53,7 @@ def hide_tracebacks() -> None:
     all ranks have the same settings."""
     show = sys.excepthook
 
-    def show_alone(
-        kind: type[BaseException], raised: BaseException, trace: TracebackType | None
-    ) -> None:
+    def show_alone(kind: Any, raised: BaseException, trace: Any) -> None:
         if not isinstance(raised, SettingsError):
             show(kind, raised, trace)
         elif os.environ.get("LOCAL_RANK", "0") == "0":
@@ -84,11 +75,6 @@ def collected(tell: Callable[[Finding], None]) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(tell)
-
-
-def is_collecting() -> bool:
-    """Return whether this start is only looked at."""
-    return bool(_listeners)
 
 
 def enforce(findings: Iterable[Finding]) -> None:

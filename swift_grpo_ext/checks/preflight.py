@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import socket
-import time
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
-from swift.utils import get_logger, is_local_master
+from swift.utils import is_local_master
 
 from swift_grpo_ext.checks import rules
-from swift_grpo_ext.checks.finding import Findings, error, is_collecting
-from swift_grpo_ext.checks.rewards import COMPLETIONS, check_rewards, leads_conversations
+from swift_grpo_ext.checks.finding import Findings, error
+from swift_grpo_ext.checks.rewards import COMPLETIONS, check_rewards
 from swift_grpo_ext.checks.rows import check_rows
 
 if TYPE_CHECKING:
@@ -29,84 +27,49 @@ if TYPE_CHECKING:
 
     Arguments: TypeAlias = RLHFArguments | RolloutArguments
 
-logger = get_logger()
-
-TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-SECONDS_OF_OLD_CONNECTIONS = 75
-
-
-# --- the process ---
-
 
 def check_process(args: Arguments) -> Findings:
     """Refuse ports that are taken, and a server among ranks."""
     if not rules.serves(args):
-        if is_alone():
-            yield from check_master_port(os.environ.get("MASTER_PORT", ""))
+        port = os.environ.get("MASTER_PORT", "")
+        # torch would say so after a minute, in thirty lines.
+        if is_alone() and port.isdecimal() and not port_is_free(int(port)):
+            text = "is in use on this machine."
+            yield error(f"MASTER_PORT {port}", text, "Leave it out: any free port is then taken.")
         return
-    # ms-swift would take a server that torchrun's variables reach for one of several ranks, and
-    # wait for the others until its `--ddp_timeout` of months.
-    set_here = [f"{name}={os.environ[name]}" for name in TORCHRUN_NAMES if name in os.environ]
-    if len(set_here) == len(TORCHRUN_NAMES) and os.environ["WORLD_SIZE"] != "1":
+    # ms-swift would take it for a rank, and wait for the others until a `--ddp_timeout` of months.
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if {*names} <= os.environ.keys() and os.environ["WORLD_SIZE"] != "1":
         yield error(
             "`swift rollout`",
-            f"found {' '.join(set_here)} in its environment, as torchrun sets them, and would wait "
-            "for the other ranks. It is one process, whatever its replicas "
-            "(--vllm_data_parallel_size): start it outside of torchrun, or with "
-            f"env {' '.join(f'-u {name}' for name in TORCHRUN_NAMES)} swift rollout ...",
+            f"is one process, whatever its replicas, and found torchrun's {', '.join(names)}.",
+            f"Start it with env {' '.join(f'-u {name}' for name in names)} swift rollout ...",
         )
     # ms-swift quietly takes the next free port, where no trainer looks for it (deploy_args.py).
-    if not _port_becomes_free(args.port):
+    if not port_is_free(args.port):
         yield error(
             f"port {args.port}",
             "is in use on this machine.",
-            "Stop what listens there, or give another --port here and the same as "
-            "--vllm_server_port to `swift rlhf`.",
+            "Stop what listens there, or give another, as --vllm_server_port to `swift rlhf` too.",
         )
 
 
 def is_alone() -> bool:
-    """Return whether a training is one process that will listen at MASTER_PORT itself: neither does
-    torchrun, nor has a script of the user's made the group."""
+    """Return whether a training is one process that will listen at MASTER_PORT itself, in place of
+    torchrun or of a script that has made the group."""
     is_one = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
     return is_one and not dist.is_initialized()
 
 
-def check_master_port(port: str) -> Findings:
-    """Refuse a port that is taken: torch would say so after a minute, in thirty lines."""
-    if port.isdecimal() and not port_is_free(int(port), reuse=True):
-        text = "is in use on this machine."
-        yield error(f"MASTER_PORT {port}", text, "Leave it out: any free port is then taken.")
-
-
-def _port_becomes_free(port: int) -> bool:
-    """Return whether nothing listens on a port; wait for connections of a server that has just
-    ended."""
-    # They keep the port from ms-swift for a minute (TIME_WAIT): it binds without `SO_REUSEADDR`.
-    for waited in range(SECONDS_OF_OLD_CONNECTIONS):
-        if port_is_free(port, reuse=False):
-            return True
-        if not port_is_free(port, reuse=True):  # somebody listens
-            return False
-        if not waited:
-            logger.info(f"Waiting for old connections to port {port} to go away (a minute at most)")
-        time.sleep(1)
-    return False
-
-
-def port_is_free(port: int, *, reuse: bool) -> bool:
-    """Return whether a process may listen there; with `reuse`, also beside connections that have
-    ended."""
+def port_is_free(port: int) -> bool:
+    """Return whether a process may listen there, also beside connections that have ended."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind(("", port))
         except OSError:
             return False
     return True
-
-
-# --- a round ---
 
 
 def round_of(args: RLHFArguments | SimpleNamespace, num_ranks: int) -> SimpleNamespace:
@@ -127,8 +90,7 @@ def round_of(args: RLHFArguments | SimpleNamespace, num_ranks: int) -> SimpleNam
 
 
 def check_round(args: RLHFArguments | SimpleNamespace, num_ranks: int) -> Findings:
-    """Refuse a round that groups do not fill, and say what would be one; ms-swift says it once it
-    has loaded the data set, in its own words."""
+    """Refuse a round that groups do not fill, which ms-swift does once it has loaded the data."""
     parallel = args.vllm_tensor_parallel_size
     if args.vllm_mode == "colocate" and num_ranks % parallel:
         yield error(
@@ -138,56 +100,38 @@ def check_round(args: RLHFArguments | SimpleNamespace, num_ranks: int) -> Findin
         )
     try:
         round_of(args, num_ranks)
-        return
     except ValueError as e:
-        reason = str(e).removesuffix(" Valid values: [].")
-    group, steps = args.num_generations, args.steps_per_generation
-    name = "steps_per_generation" if steps else "gradient_accumulation_steps"
-    steps = steps or args.gradient_accumulation_steps or 1
-    per_step = args.per_device_train_batch_size * num_ranks
-    size = per_step * steps
-    if args.generation_batch_size or size % group == 0:
-        yield error(f"num_generations {group}", reason)
-        return
-    ranks = f" x {num_ranks} ranks" if num_ranks > 1 else ""
-    divisors = [n for n in range(2, size + 1) if size % n == 0]
-    near = [n for n in divisors if n < group][-1:] + [n for n in divisors if n > group][:1]
-    use = "".join(f"{n} or " for n in near)
-    more = next(n for n in count(steps) if per_step * n % group == 0)
-    yield error(
-        f"num_generations {group}",
-        f"does not divide the {size} samples of a round (--{name} {steps} x "
-        f"--per_device_train_batch_size {args.per_device_train_batch_size}{ranks}).",
-        f"Use {use}--{name} {more} ({per_step * more} samples).",
-    )
-
-
-# --- once the model is known, and the data loaded ---
+        yield error(
+            f"num_generations {args.num_generations}",
+            str(e),
+            f"A round is --per_device_train_batch_size {args.per_device_train_batch_size} x "
+            f"{num_ranks} ranks x --steps_per_generation, by default --gradient_accumulation_steps "
+            f"{args.gradient_accumulation_steps or 1}.",
+        )
 
 
 def check_model(args: Arguments) -> Findings:
     """Refuse what does not go with this model, and adapters that servers would refuse."""
-    yield from rules.broken(rules.rules_of_model(args))
+    yield from rules.rules_of_model(args)
     # Known on the first rank alone; the launcher ends the others with it.
     if client := getattr(args, "vllm_client", None):
         client.get_engine_type()
-        yield from rules.check_adapters(args, client.enable_lora)
+        yield from rules.rules_of_adapters(args, client.enable_lora)
 
 
 def check_datasets(
     args: RLHFArguments, train_dataset: Dataset, eval_dataset: Dataset | None
 ) -> Findings:
     """Refuse data sets with rows that cannot be encoded, with too few rows for a generation batch,
-    and without the columns that reward functions ask for.
-
-    Rows are looked at by one rank of each machine.
-    """
-    yield from rules.broken(rules.rules_of_data(args, train_dataset, eval_dataset))
-    # Media may be on the disk of each machine. The launcher ends the other ranks with this one.
+    and without the columns that reward functions ask for."""
+    yield from rules.rules_of_data(args, train_dataset, eval_dataset)
+    # One rank of each machine looks at rows, whose media its disk may hold; the others end with it.
     if not is_local_master():
         return
     yield from check_rewarded(args, train_dataset)
-    template, is_led = _template(args), leads_conversations(args)
+    template = _template(args)
+    # Rewards may need what a scheduler or a gym adds to rows.
+    is_led = bool(args.multi_turn_scheduler or args.use_gym_env or args.gym_env)
     for setting, dataset in (("dataset", train_dataset), ("val_dataset", eval_dataset)):
         if dataset is not None:
             yield from check_rows(
@@ -208,7 +152,6 @@ def check_datasets(
                 knows_all_columns=not is_led,
                 # Once is enough: functions are the same for both.
                 calls=dataset is train_dataset and not is_led,
-                makes_all=is_collecting(),
             )
 
 

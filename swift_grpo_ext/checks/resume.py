@@ -1,30 +1,22 @@
-"""Which checkpoints of a run are whole, judged by the files on the disk.
-
-The Trainer writes a checkpoint's `trainer_state.json` last: one without it was not finished.
-"""
+"""Which checkpoints of a run are whole, judged by the files on the disk."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE = "trainer_state.json"  # the Trainer writes it last
 
 
 def is_whole(checkpoint: Path) -> bool:
     """Return whether all of a checkpoint was written."""
     try:
-        state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return "global_step" in json.loads((checkpoint / TRAINER_STATE).read_bytes())
+    except (OSError, ValueError, TypeError):
         return False
-    return isinstance(state, dict) and "global_step" in state
 
 
 def last_whole(run: Path) -> Path | None:
     """Return the newest whole checkpoint in a run's directory; None where there is none."""
-    steps = {
-        int(number): folder
-        for folder in run.glob("checkpoint-*")
-        if (number := folder.name.removeprefix("checkpoint-")).isdecimal() and is_whole(folder)
-    }
-    return steps[max(steps)] if steps else None
+    whole = [folder for folder in run.glob("checkpoint-[0-9]*") if is_whole(folder)]
+    return max(whole, key=lambda folder: int(folder.name.partition("-")[2]), default=None)

@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from transformers import TrainerState
 
-from swift_grpo_ext.checks.finding import Findings, did_you_mean, error, skipped, warning
+from swift_grpo_ext.checks.finding import Findings, error, skipped, warning
 from swift_grpo_ext.upstream.rows import short
 
 MAX_SECONDS = 10  # for the made-up completions: a judge may sit behind a function
@@ -33,10 +32,7 @@ COMPLETIONS = ("I do not know.", "", "<think>Let me see.</think><answer>42</answ
 """Any model gives such at times. They are several: ms-swift spreads one value over all samples."""
 
 PACKAGE_OF_REWARD = {"accuracy": "math_verify", "cosine": "math_verify", "toolbench": "rouge"}
-"""ms-swift does not bring along what its rewards need, and imports it once the model is loaded."""
-
-ANSWERS = ("solution", "answer", "label", "target", "ground_truth", "ground_truths", "reference")
-"""Names that data sets give to one thing."""
+"""Packages that rewards of ms-swift import once the model is loaded."""
 
 FROM_SERVERS = "trajectory_inputs"
 """A server that leads conversations adds it (4.6, grpo_trainer.py:354); settings may not tell."""
@@ -56,27 +52,21 @@ def check_rewards(
     setting: str,
     knows_all_columns: bool = True,
     calls: bool = True,
-    makes_all: bool = False,
 ) -> Findings:
-    """Refuse reward functions that nobody registered, or that fail with the rows of a data set.
+    """Refuse reward functions that fail with the rows of a data set, whatever a model writes.
 
     Args:
+        names: `rules_of_names` refuses those that nobody registered.
         rows: the first ones, as ms-swift reads them; [] where they are not known.
         knows_all_columns: False where other data sets, or a scheduler, may add columns.
         calls: functions are called; else their signatures alone are looked at.
-        makes_all: classes with an `__init__` of their own, too: it may load a model.
     """
     from swift.rewards import orms
 
     columns = columns_of(rows)
-    for name in names:
-        subject, made = f"reward_funcs {name}", orms.get(name)
-        module, is_swifts = PACKAGE_OF_REWARD.get(name), _is_swifts(made)
-        if made is None:
-            hint = did_you_mean(name, orms) or f"known: {', '.join(sorted(orms))}."
-            text = "is registered by neither ms-swift nor a file of external_plugins;"
-            yield error(subject, text, hint)
-        elif module and is_swifts and find_spec(module) is None:
+    for name, made in ((name, orms[name]) for name in names if name in orms):
+        subject, module = f"reward_funcs {name}", PACKAGE_OF_REWARD.get(name)
+        if module and _is_swifts(made) and find_spec(module) is None:
             text = f"needs the package {module}, which is not installed."
             yield error(subject, text, f"pip install {module}")
         elif reason := misfit(made, args=args):
@@ -86,13 +76,8 @@ def check_rewards(
             for problem in problems:
                 # A column that is missing here may come from elsewhere.
                 yield problem if knows_all_columns else replace(problem, level="warning")
-        elif columns and calls and not is_swifts and not _needs_more(made, makes_all):
+        elif columns and calls and not _is_swifts(made) and not _needs_more(made):
             yield from try_reward(subject, made, columns, args)
-
-
-def leads_conversations(args: Any) -> bool:
-    """Return whether rewards may need what a scheduler or a gym adds to rows."""
-    return bool(args.multi_turn_scheduler or args.use_gym_env or args.gym_env)
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
@@ -119,7 +104,7 @@ def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
 
 
 def misfit(function: Any, *given: object, **named: object) -> str:
-    """Say why a call does not fit a signature; "" where it does, or there is no signature."""
+    """Return why a call does not fit a signature; "" where it does, or there is no signature."""
     try:
         inspect.signature(function).bind(*given, **named)
     except TypeError as e:
@@ -139,32 +124,19 @@ def check_call(
     """Refuse parameters that no column fills, and a function that does not take every column."""
     if not columns or not inspect.isclass(made):  # a function that makes one tells nothing of it
         return
-    given = {**columns, "trainer_state": None}
+    given = {**columns, "trainer_state": None, FROM_SERVERS: None}
     # Behind `self` and the completions, which are given by their place.
     parameters = [*inspect.signature(made.__call__).parameters.values()][2:]
-    given |= {p.name: None for p in parameters if p.name == FROM_SERVERS}
-    reason = misfit(made.__call__, None, COMPLETIONS, **given)
-    missing = [
-        p.name
-        for p in parameters
-        if p.default is p.empty
-        and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        and p.name not in given
-    ]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in given]
     if missing:
-        name, there = missing[0], [*{name: 0 for row in rows for name in row}]
-        # Columns of nearly the same name, and then those that often hold the same thing.
-        alike = get_close_matches(name, there)
-        alike += [column for column in there if {column, name} <= {*ANSWERS}]
+        there = ", ".join({name: 0 for row in rows for name in row})
         yield error(
             subject,
-            f"asks for `{'` and `'.join(missing)}`, and --{setting} has the columns "
-            f"{', '.join(there)}.",
-            f'Did you mean {alike[0]}? --columns \'{{"{alike[0]}": "{name}"}}\' renames it.'
-            if alike
-            else "Add the column, or rename yours with --columns.",
+            f"asks for `{'` and `'.join(missing)}`, and --{setting} has the columns {there}.",
+            f"""Add the column, or rename yours: --columns '{{"YOURS": "{missing[0]}"}}'.""",
         )
-    elif reason:
+    elif reason := misfit(made.__call__, None, COMPLETIONS, **given):
         text = f"does not take all that ms-swift passes by name: {reason}."
         yield error(subject, text, "Add **kwargs to its parameters.")
 
@@ -176,8 +148,7 @@ def try_reward(
     given = {"trainer_state": TrainerState(), **columns}
     try:
         with _at_most(MAX_SECONDS):
-            function = made(args=args)
-            output = function(list(COMPLETIONS), **given)
+            output = made(args=args)(list(COMPLETIONS), **given)
             if inspect.iscoroutine(output):
                 output = asyncio.run(output)
             fault = values_fault(output)
@@ -185,12 +156,10 @@ def try_reward(
         text = f"gave no values for {len(COMPLETIONS)} made-up completions within {MAX_SECONDS} s."
         yield skipped(subject, text, "Their number and type are not known.")
     except Exception as e:  # a user's code raises anything
-        # The last line of the user's own code, rather than of a library that it calls; the line
-        # that was called where pip has installed that code.
-        ours, *frames = traceback.extract_tb(e.__traceback__)
-        own = [frame for frame in frames if "/lib/python3" not in frame.filename]
-        installed = [frame for frame in frames if "site-packages" in frame.filename]
-        [last, *_] = own[-1:] or installed or [ours]
+        # The last line of the file that defines the function, rather than of a library.
+        frames = traceback.extract_tb(e.__traceback__)
+        file = getattr(inspect.getmodule(made), "__file__", None)
+        last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
         yield warning(
             subject,
             f"raised {type(e).__name__}: {e} ({Path(last.filename).name}, line {last.lineno}) for "
@@ -204,26 +173,25 @@ def try_reward(
 
 
 def values_fault(output: Any) -> str:
-    """Say what is wrong with the values of a reward function; "" where nothing is."""
+    """Return what is wrong with the values of a reward function; "" where nothing is."""
     try:
         # As ms-swift does: None stands for "not judged", and a tensor is made of the rest.
         values = [math.nan if value is None else value for value in output]
         shape = torch.tensor(values, dtype=torch.float32).shape
     except (TypeError, ValueError, RuntimeError):
         return f"{type(output).__name__} {short(output)}"
-    if len(values) != len(COMPLETIONS):
-        return f"{len(values)} value{'s' * (len(values) != 1)}"
-    return "" if len(shape) == 1 else f"lists of shape {[*shape]}"
+    return "" if shape == (len(COMPLETIONS),) else f"values of shape {[*shape]}"
 
 
 def _is_swifts(made: object) -> bool:
     return (getattr(made, "__module__", None) or "").startswith("swift.")
 
 
-def _needs_more(made: Callable[..., object], makes_all: bool) -> bool:
+def _needs_more(made: Callable[..., object]) -> bool:
     """Return whether a reward may need other ranks, a server's conversations, or a model."""
-    # The `__init__` of ms-swift's `ORM` loads nothing.
-    if not (makes_all or _is_swifts(getattr(made, "__init__", None))):
+    # The `__init__` of ms-swift's `ORM` loads nothing. No signal comes in another thread.
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_main and _is_swifts(getattr(made, "__init__", None))):
         return True
     try:
         source = inspect.getsource(made)
@@ -233,19 +201,16 @@ def _needs_more(made: Callable[..., object], makes_all: bool) -> bool:
 
 
 @contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
+def _at_most(seconds: int) -> Iterator[None]:
     """Raise `TooSlowError` within the block after so many seconds, in the main thread."""
-    if threading.current_thread() is not threading.main_thread():  # no signal comes elsewhere
-        yield
-        return
 
     def end(*_: object) -> None:
         raise TooSlowError
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.alarm(seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.alarm(0)
         signal.signal(signal.SIGALRM, before)

@@ -20,9 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import requests
 from PIL import Image
-from requests.utils import requote_uri
 
 from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
@@ -31,8 +29,6 @@ from swift_grpo_ext.upstream.rows import (
     COLUMNS,
     FILE,
     KINDS,
-    LONGEST_SHOWN,
-    TEACHER_IMAGES,
     Medium,
     RowFormError,
     column_of,
@@ -48,32 +44,30 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 MAX_IMAGES_OPENED = 20_000  # rows of a larger data set that are chosen at random
-MAX_CONTENT = 2**31
-"""Bytes of content in `images` after which no more rows are looked at: 20,000 rows with images of
-1 MB would be 20 GB."""
-
-READERS: Mapping[str, Callable[[IO[str]], Iterable[object]]] = {
-    ".jsonl": lambda file: (json.loads(line or "null") for line in map(str.strip, file)),
-    ".json": json.load,
-    ".csv": csv.DictReader,
-}
-"""How a file is searched for a row, by the file's suffix."""
-
-ROLES = {"system", "user", "assistant", "tool"}
+MAX_CONTENT = 2**31  # bytes of content in `images` after which no more rows are looked at
 MAX_SEARCHED = 2**26  # bytes of a file that is searched for a row: half a second
 SHOWN_MEDIA = 3  # of those that an error may be about
 NARROW = 200
 """Times as wide as high, or the other way round: some families refuse a picture beyond it
 (`smart_resize` of Qwen, GLM and others, transformers 5.19), and others take it."""
 
-TOO_NARROW = "too narrow for this model"
+READERS: Mapping[str, Callable[[IO[str]], Iterable[object]]] = {
+    ".jsonl": lambda file: (json.loads(line or "null") for line in map(str.strip, file)),
+    ".json": json.load,
+    ".csv": csv.DictReader,
+}
+"""Readers that search a file for a row, by the file's suffix."""
 
-FRAMES = '{"type": "video", "video": ["1.png", ...]} of its frames'
-A_PDF = "is a PDF; expected an image: draw its pages as images first"
-EXPECTED_IMAGE = 'a path, URL, data URL, base64, or {"bytes": ...} or {"path": ...}'
-
-
-# --- all rows ---
+ROLES = {"system", "user", "assistant", "tool"}
+EXPECTED = {
+    "image": 'a path, URL, data URL, base64, or {"bytes": ...} or {"path": ...}',
+    "video": 'a path or URL, or a part {"type": "video", "video": ["1.png", ...]} of its frames',
+    "audio": "a path, URL, or base64",
+}
+REMEDY = (
+    "Correct the row (paths hold from the working directory, or from ROOT_IMAGE_DIR), or have such "
+    "prompts replaced with --truncation_strategy delete."
+)
 
 
 def check_rows(
@@ -85,23 +79,17 @@ def check_rows(
     tells_duplicates: bool = False,
     template: Template | None = None,
 ) -> Findings:
-    """Refuse the first row that has a fault (`early_fault`); warn of a data set without any image,
-    of marks that no medium matches, and of prompts that stand twice in the data set, media included
-    (docs/promises.md, G4).
-
-    Args:
-        expects_media: the model takes media: their absence is worth a warning.
-        deletes_bad_rows: ms-swift replaces bad rows: their number is worth a warning.
-    """
+    """Refuse the first row with a fault (`row_fault`, `narrow_fault`), or count them where ms-swift
+    `deletes_bad_rows`. Warn of a data set without media where the model `expects_media`, and of
+    prompts that stand in it twice (docs/promises.md, G4)."""
     placeholders = placeholder_texts(template) if template else ()
     numbers: Sequence[int] = range(len(dataset))
     if len(numbers) > MAX_IMAGES_OPENED:
-        # By chance, and the same in each run: a fixed stride would meet the same kind of row again
-        # and again where kinds alternate.
+        # At random, and the same in each run: a fixed stride would meet one kind of row alone where
+        # kinds alternate.
         numbers = random.Random(0).sample(numbers, MAX_IMAGES_OPENED)
     num_rows, num_bytes, has_media = 0, 0, False
     bad: list[str] = []
-    unmatched: list[str] = []
     hashes: list[str] = []
     for i in numbers:
         if num_bytes > MAX_CONTENT:
@@ -111,48 +99,22 @@ def check_rows(
         num_rows += 1
         num_bytes += sum(len(c) for m in media if isinstance(c := source_of(m.value), bytes))
         has_media = has_media or bool(media)
-        if fault := early_fault(row, template, placeholders):
-            bad.append(fault if bad else f"{name_of(row)}: {fault}")
+        if fault := row_fault(row, placeholders) or narrow_fault(template, row):
+            bad.append(fault if bad else f"{name_of(row)}: {fault}.")
             if not deletes_bad_rows:
-                break
-        elif expects_media and (marks := unmatched_marks(row)):
-            unmatched.append(marks if unmatched else f"{name_of(row)}: {marks}")
+                yield error(setting, bad[0], REMEDY)
+                return
         if tells_duplicates:
             hashes.append(prompt_hash(prompt_of(row)))
-    if bad and not deletes_bad_rows:
-        yield error(
-            setting,
-            f"{bad[0]}.",
-            "Correct the row, give paths that hold from the working directory or from "
-            "ROOT_IMAGE_DIR, or have such prompts replaced with --truncation_strategy delete.",
-        )
-    elif bad:
-        yield warning(
-            setting,
-            f"{len(bad)} of {num_rows} rows that were looked at cannot be used, the first: "
-            f"{bad[0]}. Whenever such a row is met, another takes its place "
-            "(--truncation_strategy delete).",
-        )
-    if unmatched and (deletes_bad_rows or not bad):
-        yield warning(
-            setting,
-            f"{len(unmatched)} of {num_rows} rows have marks that their media do not match, the "
-            f"first: {unmatched[0]}.",
-            "Correct the rows if a medium or a mark is missing; a question about the tag is right.",
-        )
+    if bad:
+        text = f"{len(bad)} of {num_rows} rows cannot be used; training replaces them. The first:"
+        yield warning(setting, f"{text} {bad[0]}")
     if expects_media and not has_media and not bad:
-        yield warning(
-            setting,
-            "no row holds `images` (or `videos`, `audios`), and the model takes them.",
-            'If they should: add the column, e.g. {"messages": [...], "images": ["digit.png"]}, or '
-            "map yours with --columns.",
-        )
-    if duplicates := count_duplicates(hashes):
-        yield warning(
-            setting,
-            f"{duplicates} of {num_rows} rows repeat a prompt that stands earlier in the data "
-            "set, media included; each gets noise of its own.",
-        )
+        text = "no row holds `images` (or `videos`, `audios`), and the model takes them."
+        yield warning(setting, text, "If rows have them, map their column with --columns.")
+    if repeated := count_duplicates(hashes):
+        text = f"{repeated} of {num_rows} rows repeat a prompt that stands earlier in the data set"
+        yield warning(setting, f"{text}, media included; each gets noise of its own.")
 
 
 # --- one row ---
@@ -166,8 +128,11 @@ def media_of(row: object) -> list[Medium]:
         return []
 
 
-def prompt_of(row: Row) -> dict[str, Any]:
-    """Return a row without the answer that it ends with: rollouts never see it."""
+def prompt_of(row: Any) -> Any:
+    """Return a row without the answer that it ends with, which rollouts never see; a sample or a
+    request as it is."""
+    if not isinstance(row, Mapping):
+        return row
     messages = list(row.get("messages") or ())
     if messages and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant":
         messages.pop()
@@ -176,16 +141,12 @@ def prompt_of(row: Row) -> dict[str, Any]:
 
 def question_of(row: object) -> str:
     """Return the start of a row's last question."""
-    row = prompt_of(row) if isinstance(row, Mapping) else row
-    try:
-        messages: Any = read_row(row).messages
-    except RowFormError:
-        messages = column_of(row, "messages")
+    messages = column_of(prompt_of(row), "messages")
     *_, last = messages if messages and isinstance(messages, (list, tuple)) else [None]
-    content = (last.get("content") if isinstance(last, Mapping) else last) or ""
-    if isinstance(content, list):  # parts in a form that ms-swift does not read
-        dicts = [part for part in content if isinstance(part, Mapping)]
-        content = "".join(str(part.get("text") or part.get("content") or "") for part in dicts)
+    content = column_of(last, "content") or ""
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, Mapping)]
+        content = "".join(str(part.get("text") or part.get("content") or "") for part in parts)
     return str(content)[:60]
 
 
@@ -198,11 +159,8 @@ def name_of(row: object) -> str:
 
 
 def place_of(row: object) -> str:
-    """Return a row's number, from 1 as in its file, and the file; "" where it is not found.
-
-    ms-swift shuffles. It notes each row's file (4.6, dataset/loader.py,
-    `_inject_dataset_routing_tag`), which is searched for the row's texts and paths.
-    """
+    """Return a row's number, from 1, and its file; "" where it is not found: ms-swift shuffles, and
+    notes each row's file (4.6, dataset/loader.py, `_inject_dataset_routing_tag`)."""
     columns = row if isinstance(row, Mapping) else {**getattr(row, "__dict__", {})}
     columns = {**columns, **(columns.get("extra") or {})}  # a sample's other columns
     path = Path(str(columns.get("dataset", ""))).expanduser()
@@ -229,43 +187,19 @@ def _texts(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def early_fault(
-    row: object, template: Template | None, placeholders: Collection[str] = ()
-) -> str | None:
-    """Say what `row_fault` does, and whether the template refuses a narrow picture."""
-    sizes: list[tuple[int, int]] = []
-    if fault := row_fault(row, placeholders, sizes):
+def row_fault(row: object, placeholders: Collection[str] = ()) -> str | None:
+    """Return what is wrong with a row's prompt, or with a teacher's view of it: field, value, and
+    what was expected; None where nothing is. `encoding_error` finds what headers of images do not
+    show. `placeholders` are the tokens that stand for media inside the model."""
+    row = prompt_of(row)
+    if fault := _view_fault(row, placeholders):
         return fault
-    if template is None or not isinstance(row, Mapping) or not any(map(is_narrow, sizes)):
-        return None
-    fault = encoding_error(template, row)
-    return fault if fault and TOO_NARROW in fault else None  # a template may want the model
+    view = teacher_view(row)
+    fault = _view_fault(view, placeholders) if view else None
+    return fault and f"the teacher's view: {fault}"
 
 
-def row_fault(
-    row: object, placeholders: Collection[str] = (), sizes: list[tuple[int, int]] | None = None
-) -> str | None:
-    """Say what is wrong with a row's prompt, or with a teacher's view of it: field, value, and what
-    was expected; None where nothing is.
-
-    Only headers of images are read. What is fetched, and a file that was cut in its middle, shows
-    when the row is encoded (`encoding_error`).
-
-    Args:
-        placeholders: the tokens that stand for media inside the model.
-        sizes: a list to which width and height of each image are added.
-    """
-    row = prompt_of(row) if isinstance(row, Mapping) else row
-    if (fault := _view_fault(row, placeholders, sizes)) or not (view := teacher_view(row)):
-        return fault
-    fault = _view_fault(view, placeholders, sizes)
-    is_named = not fault or fault.startswith(TEACHER_IMAGES)
-    return fault if is_named else f"teacher_prompt: {fault}"
-
-
-def _view_fault(
-    row: object, placeholders: Collection[str], sizes: list[tuple[int, int]] | None
-) -> str | None:
+def _view_fault(row: object, placeholders: Collection[str]) -> str | None:
     try:
         read = read_row(row)
     except RowFormError as e:
@@ -284,128 +218,56 @@ def _view_fault(
                 "since the mark is a token of this model"
             )
     for medium in read.media:
-        is_image = medium.kind == "image"
-        if reason := _image_fault(medium, sizes) if is_image else _file_fault(medium):
+        if reason := _medium_fault(medium):
             return f"{medium.field}: {reason}"
     return None
 
 
-def unmatched_marks(row: object) -> str | None:
-    """Say what ms-swift does about marks of another number than media; None where there is none.
-
-    It replaces marks from the first one on, keeps the others as text, and puts missing ones in
-    front of the first message (4.6, template/base.py, `_add_default_tags`).
-    """
-    read = read_row(prompt_of(row) if isinstance(row, Mapping) else row)
-    for kind in KINDS:
-        given, marked = read.count(kind)
-        # Questions about HTML have <video> and <audio> tags, and no column of videos. A column that
-        # is null in this row says that the data set has some.
-        has_column = not isinstance(row, Mapping) or f"{kind}s" in row
-        is_null = has_column and column_of(row, f"{kind}s") is None
-        if marked > given and (kind == "image" or given or is_null):
-            return (
-                f"messages: {marked} <{kind}> marks stand for {given} {kind}s, and the last "
-                f"{marked - given} stay text"
-            )
-        if 0 < marked < given:
-            return (
-                f"messages: {marked} <{kind}> marks stand for {given} {kind}s, so that the first "
-                f"{given - marked} are shown in front of the first message"
-            )
-    return None
-
-
-def _image_fault(medium: Medium, sizes: list[tuple[int, int]] | None = None) -> str | None:
-    value = source_of(medium.value)
-    if reason := _wrong_form(value):
-        return reason
-    if isinstance(value, (list, tuple, int, float, Mapping)):
-        return f"is {short(medium.value)}; expected {EXPECTED_IMAGE}"
-    reason = unreadable(value, sizes)
-    return f"{short(medium.value)} {reason}" if reason else None
-
-
-def _file_fault(medium: Medium) -> str | None:  # a video or an audio
-    value = medium.value
-    if medium.kind == "video" and isinstance(value, (list, tuple)) and value:
-        if not medium.field.startswith("messages"):
-            return (
-                f"is a list of {len(value)} frames, which ms-swift's requests take in `content` "
-                f"alone; expected a path or URL, or a part {FRAMES}"
-            )
-        frames = (Medium("image", medium.field, frame) for frame in value)
-        return next(filter(None, map(_image_fault, frames)), None)
-    if reason := _wrong_form(value):
-        return reason
-    if not isinstance(value, str):
-        return f"is {short(value)}; expected a path, URL, or base64"
-    try:
-        content = media_content(value)
-        is_missing = isinstance(content, Path) and not content.exists()
-        is_folder = isinstance(content, Path) and content.is_dir()
-    except (ValueError, OSError):  # no base64, no path: ms-swift says what it is
+def narrow_fault(template: Template | None, row: Row) -> str | None:
+    """Return what the template says of a row with a picture that is `NARROW`; None where it takes
+    the picture, or wants a model to say."""
+    sizes = []
+    for medium in media_of(prompt_of(row)):
+        with suppress(Exception), Image.open(media_content(source_of(medium.value)) or "") as image:
+            sizes.append(image.size)
+    if template is None or not any(max(size) > NARROW * min(size) for size in sizes):
         return None
-    if is_folder:
-        or_frames = f", or a part {FRAMES}" if medium.kind == "video" else ""
-        return f"{short(value)} is a folder; expected a file{or_frames}"
-    return f"{short(value)} does not exist" if is_missing else None
+    fault = encoding_error(template, row)
+    return fault if fault and "ratio" in fault else None
 
 
-def _wrong_form(value: object) -> str | None:
-    if value is None or (isinstance(value, str) and not value):
-        return f"is {'empty' if value == '' else 'null'}; expected a path, or [] for no medium"
+def _medium_fault(medium: Medium) -> str | None:
+    is_image = medium.kind == "image"
+    value = source_of(medium.value) if is_image else medium.value
+    if value is None or value == "":
+        return f"is {short(value)}; expected a path, or [] for no medium"
+    if medium.kind == "video" and isinstance(value, list) and medium.field.startswith("messages"):
+        frames = (Medium("image", medium.field, frame) for frame in value)
+        return next(filter(None, map(_medium_fault, frames)), None)
+    if not isinstance(value, (str, bytes, Image.Image) if is_image else str):
+        return f"is {short(medium.value)}; expected {EXPECTED[medium.kind]}"
     text = value.strip() if isinstance(value, str) else ""
     if text.startswith("[") and text.endswith("]") and not os.path.exists(text):  # noqa: PTH110
         return (
             f"{short(value)} is text that holds a list; expected a list (JSON Lines or Parquet "
             "have them, CSV has none) or one path"
         )
-    return None
+    reason = unreadable(value, is_image=is_image)
+    return reason and f"{short(medium.value)} {reason}"
 
 
-# --- one image ---
-
-
-def unreadable(image: object, sizes: list[tuple[int, int]] | None = None) -> str | None:
-    """Say why an image cannot be read; None where it can, or where only fetching it would tell."""
+def unreadable(medium: object, *, is_image: bool = True) -> str | None:
+    """Return why a medium cannot be read; None where it can, or where only fetching it, or the
+    template, would tell."""
     try:
-        content = media_content(image)
-        if content is None:
-            return None
-        if isinstance(content, Path) and not content.exists():
-            # Base64 of a tiny image may be as short as a file's name.
-            with (
-                suppress(Exception),
-                Image.open(io.BytesIO(base64.b64decode(str(image), validate=True))),
-            ):
-                return None
-            return "does not exist"
-        if isinstance(content, Path) and not content.is_file():
-            return "is not a file"  # a pipe would be waited for
-        # To open an image reads its header, and no pixel.
-        with Image.open(content) as opened:
-            if sizes is not None:
-                sizes.append(opened.size)
-            return None
-    except FileNotFoundError:
-        return "does not exist"
+        content = media_content(medium)
+        if isinstance(content, Path) and not content.is_file():  # a pipe would be waited for
+            return "is not a file" if content.exists() else "does not exist"
+        if is_image and content is not None:
+            Image.open(content).close()  # reads the header, and no pixel
     except Exception as e:  # PIL's plugins raise whatever they stumble over in a broken header
-        return A_PDF if is_pdf(image) else f"is not an image that can be read ({reason_of(e)})"
-
-
-def is_narrow(size: tuple[int, int]) -> bool:
-    return max(size) > NARROW * min(size)
-
-
-def is_pdf(image: object) -> bool:
-    if isinstance(image, str) and image.partition("?")[0].lower().endswith(".pdf"):
-        return True
-    with suppress(Exception):
-        content = media_content(image) or io.BytesIO()
-        with content.open("rb") if isinstance(content, Path) else content as file:
-            return file.read(5) == b"%PDF-"
-    return False
+        return f"is not an image that can be read ({reason_of(e)})" if is_image else None
+    return None
 
 
 def media_content(medium: object) -> Path | IO[bytes] | None:
@@ -415,19 +277,19 @@ def media_content(medium: object) -> Path | IO[bytes] | None:
     if not isinstance(medium, str) or medium.strip().startswith(("http://", "https://")):
         return None
     medium = medium.strip()
-    if medium.startswith("data:"):
-        return io.BytesIO(base64.b64decode(medium.partition(";base64,")[2]))
     # `Path.expanduser` raises where there is no such user, whose name a file may have.
-    path = Path(os.path.expanduser(medium.removeprefix(FILE)))  # noqa: PTH111
-    if len(medium) > LONGEST_SHOWN and not path.suffix:  # no file's name is longer: base64
-        return io.BytesIO(base64.b64decode(medium))
+    path = os.path.expanduser(medium.removeprefix(FILE))  # noqa: PTH111
     root = os.environ.get("ROOT_IMAGE_DIR")  # ms-swift's own setting, for relative paths
-    return Path(root) / path if root and not path.exists() else path
+    if root and not os.path.exists(path):  # noqa: PTH110
+        path = str(Path(root, path))
+    # Base64 has no dot.
+    if medium.startswith("data:") or not ("." in medium or os.path.exists(path)):  # noqa: PTH110
+        with suppress(ValueError):
+            return io.BytesIO(base64.b64decode(medium.partition(";base64,")[2] or medium))
+    return Path(path)
 
 
 # --- encoding ---
-
-REMEDY = "Correct the row, or have such prompts replaced with --truncation_strategy delete."
 
 
 class RowError(ValueError):
@@ -444,7 +306,7 @@ class RowError(ValueError):
 def encoding_error(
     template: Template, row: Row, max_tokens: int | None = None, *, strip_response: bool = True
 ) -> str | None:
-    """Say why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it.
+    """Return why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it.
 
     Args:
         max_tokens: that the engine takes, prompt and completion together.
@@ -479,53 +341,28 @@ def encoding_error(
     return None
 
 
-def encoding_fault(row: object, error: Exception, *, fetches: bool = True) -> str:
-    """Say which of a row's media an error in encoding was about, or else what it says.
-
-    Args:
-        fetches: URLs are fetched once more. A server judges redirects only as it encodes.
-    """
-    from swift.template import MaxLengthError
-
-    # An error of a processor names no medium. What our own look finds is said first; then each
-    # image is loaded to its end; and else all are named.
-    if fault := row_fault(row):
-        return fault
-    media = read_row(prompt_of(row) if isinstance(row, Mapping) else row).media
-    for medium in media:
-        if reason := _loading_fault(medium, error, fetches=fetches):
-            return f"{medium.field}: {short(medium.value)} {reason}"
-    if not media or isinstance(error, MaxLengthError):
-        return reason_of(error)
-    shown = ", ".join(f"{medium.field} {short(medium.value)}" for medium in media[:SHOWN_MEDIA])
-    more = f" and {len(media) - SHOWN_MEDIA} more" if len(media) > SHOWN_MEDIA else ""
-    return f"{reason_of(error).rstrip('.')}; it shows {shown}{more}"
-
-
-def _loading_fault(medium: Medium, error: Exception, *, fetches: bool) -> str | None:
-    """Say why ms-swift's own reader cannot load a medium; videos and audios are the templates'."""
+def encoding_fault(row: object, error: Exception) -> str:
+    """Return which of a row's media an error in encoding was about, or else what it says."""
     from swift.template import Template
 
-    source = source_of(medium.value)
-    if isinstance(error, requests.RequestException):  # has tried several times: not again
-        url = error.request.url if error.request is not None else None
-        is_it = isinstance(source, str) and requote_uri(source.strip()) == url
-        return f"cannot be fetched ({reason_of(error)})" if is_it else None
-    is_url = isinstance(source, str) and source.strip().startswith("http")
-    if medium.kind != "image" or (is_url and not fetches):
-        return None
-    # Decoded to its end: a file that was cut in its middle has a whole header.
-    try:
-        image = Template._load_image(medium.value, load_images=True)
-        image.load()
-    except Exception as e:  # PIL's plugins raise many kinds
-        if is_pdf(source):
-            return A_PDF
-        return f"is not an image that can be read ({reason_of(e)}); expected a whole one"
-    if is_narrow(image.size) and "ratio" in str(error):
-        width, height = image.size
-        return f"is {width} x {height} pixels, {TOO_NARROW} ({reason_of(error)}); crop or pad it"
-    return None
+    # An error of a processor names no medium. What our own look finds comes first; then each image
+    # is loaded to its end: a file that was cut in its middle has a whole header.
+    if fault := row_fault(row):
+        return fault
+    media = read_row(prompt_of(row)).media
+    for medium in media:
+        source = source_of(medium.value)
+        is_url = isinstance(source, str) and source.strip().startswith("http")
+        if medium.kind == "image" and not is_url:
+            try:
+                Template._load_image(medium.value, load_images=True).load()
+            except Exception as e:  # PIL's plugins raise many kinds
+                reason = f"is not an image that can be read ({reason_of(e)}); expected a whole one"
+                return f"{medium.field}: {short(medium.value)} {reason}"
+    if not media:
+        return reason_of(error)
+    shown = ", ".join(f"{medium.field} {short(medium.value)}" for medium in media[:SHOWN_MEDIA])
+    return f"{reason_of(error).rstrip('.')}; it shows {shown}"
 
 
 def reason_of(error: Exception) -> str:

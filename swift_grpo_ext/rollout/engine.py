@@ -208,7 +208,7 @@ class RolloutEngine(GRPOVllmEngine):
         is at fault, and else a `RowError`."""
         if isinstance(error, (RowError, RequestError)):
             raise error  # named already, within
-        named = RowError(request, encoding_fault(request, error, fetches=not self.serves))
+        named = RowError(request, encoding_fault(request, error))
         # Another machine may have the file, or reach the address.
         is_machines = isinstance(error, OSError) and (
             error.errno is not None or isinstance(error, requests.RequestException)

@@ -26,17 +26,15 @@ def refused(folder: Path | None, *, only_model: bool = False) -> str:
 def test_only_whole_checkpoints_are_resumed_from(tmp_path: Path) -> None:
     missing = checkpoint(tmp_path, 10, None)
     assert refused(missing) == (
-        f"--resume_from_checkpoint {missing}: is no whole checkpoint: its trainer_state.json, "
-        f"which is written last, is missing or cut short. {tmp_path} has no whole checkpoint: "
-        "start without --resume_from_checkpoint."
+        f"--resume_from_checkpoint {missing}: is no whole checkpoint: its trainer_state.json "
+        "is missing or cut short. Start without it."
     )
     whole = checkpoint(tmp_path, 9, '{"global_step": 9}')
     cut_short = checkpoint(tmp_path, 11, '{"global_st')
     checkpoint(tmp_path, 8, '{"global_step": 8}')
     checkpoint(tmp_path, 70, "[]")
     checkpoint(tmp_path, 71, "{}")
-    checkpoint(tmp_path, 72, '"global_step"')
     (tmp_path / "checkpoint-best").mkdir()
-    remedy = f"The last whole one is {whole}: resume with --resume_from_checkpoint {whole}."
+    remedy = f"Resume from {whole}, the last whole one."
     assert refused(cut_short).endswith(f"is missing or cut short. {remedy}")
     assert refused(None) == refused(whole) == refused(missing, only_model=True) == ""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from shutil import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +95,7 @@ class Slow(ORM):
 
 
 def told(name: str, made: Any, monkeypatch: pytest.MonkeyPatch, **how: Any) -> str:
-    monkeypatch.setattr("swift.rewards.orms", {"named": made} if made else {"format": Takes})
+    monkeypatch.setattr("swift.rewards.orms", {"named": made})
     rows = how.pop("rows", ROWS)
     found = check_rewards([name], rows, SimpleNamespace(), setting="dataset rows.jsonl", **how)
     return "\n".join(f"{finding.level}: {finding.sentence}" for finding in found)
@@ -112,27 +111,36 @@ COLUMNS = "and --dataset rows.jsonl has the columns messages, images, answer, le
         (Waits, {}, ""),
         (returns(torch.zeros(3)), {}, ""),
         (returns([None, None, None]), {}, ""),
-        # As the text and the image of a column of another name
-        (Solution, {}, f"asks for `solution`, {COLUMNS} Did you mean answer? --columns '{{"),
-        (Odd, {}, f"asks for `zzz` and `yyy`, {COLUMNS} Add the column, or rename yours with"),
+        (
+            Solution,
+            {},
+            f"asks for `solution`, {COLUMNS} Add the column, or rename yours: --columns",
+        ),
+        (Odd, {}, f"asks for `zzz` and `yyy`, {COLUMNS}"),
         (Solution, {"rows": []}, ""),
         (Solution, {"knows_all_columns": False}, "warning: --reward_funcs named: asks for `solu"),
         (Closed, {}, "does not take all that ms-swift passes by name: got an unexpected keyword"),
         (Plain, {}, "cannot be made as ms-swift does, by orms['named'](args=...): got an unexp"),
         (lambda completions, **kwargs: [0.0], {}, "(args=...): missing a required argument: 'comp"),
         # Values: one of them would be spread over all samples
-        (returns([1.0]), {}, "error: --reward_funcs named: returned 1 value for 3 completions."),
-        (returns([1.0] * 4), {}, "returned 4 values for 3 completions. Expected a list with a num"),
+        (
+            returns([1.0]),
+            {},
+            "error: --reward_funcs named: returned values of shape [1] for 3 completions.",
+        ),
         (returns(0.5), {}, "returned float 0.5 for 3 completions."),
         (returns(["a", 1, 2]), {}, "returned list ['a', 1, 2] for 3 completions."),
-        (returns([[1.0]] * 3), {}, "returned lists of shape [3, 1] for 3 completions."),
+        (
+            returns([[1.0]] * 3),
+            {},
+            "returned values of shape [3, 1] for 3 completions. Expected a list",
+        ),
         (returns([1.0]), {"calls": False}, ""),
         # A user's code may have its reasons.
         (Raises, {}, "warning: --reward_funcs named: raised KeyError: 'I do not know.' (test_rew"),
         (Served, {}, ""),
         (Loads, {}, ""),
-        (Loads, {"makes_all": True}, "warning: --reward_funcs named: raised RuntimeError: no GPU"),
-        (lambda args: Waits(args), {"makes_all": True}, ""),
+        (lambda args: Waits(args), {}, ""),
     ],
 )
 def test_a_reward_function(
@@ -144,20 +152,15 @@ def test_a_reward_function(
     assert text.count("\n") == 0
 
 
-def test_names_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "did you mean format?" in told("fromat", None, monkeypatch, rows=[])
-    assert "known: format." in told("zzz", None, monkeypatch)
-    monkeypatch.undo()
+def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards, "find_spec", {"math_verify": None}.get)
     [found] = check_rewards(["cosine"], [], None, setting="dataset")
     assert found.sentence.startswith("--reward_funcs cosine: needs the package math_verify")
 
 
 def test_a_slow_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards, "MAX_SECONDS", 0.2)
-    expected = (
-        "skipped: --reward_funcs named: gave no values for 3 made-up completions within 0.2 s"
-    )
+    monkeypatch.setattr(rewards, "MAX_SECONDS", 1)
+    expected = "skipped: --reward_funcs named: gave no values for 3 made-up completions within 1 s"
     assert told("named", Slow, monkeypatch).startswith(expected)
 
 
@@ -173,18 +176,13 @@ def test_a_reward_that_speaks_to_other_ranks_is_not_called(monkeypatch: pytest.M
         ("calls", "async def __call__(self, texts, **_): return json.loads(texts[1])", "JSONDe"),
     ],
 )
-def test_installed_code_that_fails_is_named(
+def test_the_users_own_line_is_named(
     name: str, call: str, raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where pip has installed a reward function, and this package alike."""
-    site = tmp_path / "lib/python3.11/site-packages"
-    site.mkdir(parents=True)
-    copy(rewards.__file__, site / f"of_{name}.py")
     source = f"import json\nclass Judge:\n  def __init__(self, args): ...\n  {call}\n"
-    (site / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(site)
-    installed, judge = import_module(f"of_{name}"), import_module(name).Judge
-    [found] = installed.try_reward("reward_funcs judge", judge, {}, None)
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    [found] = rewards.try_reward("reward_funcs judge", import_module(name).Judge, {}, None)
     assert found.level == "warning"
     assert f"raised {raised}" in found.sentence
     assert f"({name}.py, line 4) for the first rows" in found.sentence

@@ -24,7 +24,6 @@ from swift_grpo_ext.checks.rows import (
     place_of,
     prompt_of,
     row_fault,
-    unmatched_marks,
     unreadable,
 )
 from swift_grpo_ext.rollout.sample import RolloutSample
@@ -66,7 +65,7 @@ def test_readable_in_every_form(png: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("/none.png", "does not exist"),
         ("/", "is not a file"),
         ("a" * 255, "does not exist"),
-        ("a" * 256, "is not an image that can be read"),  # long without a suffix: base64
+        ("a" * 256, "is not an image that can be read"),  # without a dot: base64
         ("/none/" + "a" * 246 + ".png", "does not exist"),
         (b"", "is not an image that can be read"),
         (b"\x89PNG\r\n\x1a\n", "is not an image that can be read"),
@@ -95,44 +94,6 @@ def test_images_of_a_row(row: Any, reason: str | None) -> None:
     assert str(row_fault(row)).startswith(str(reason))
 
 
-@pytest.mark.parametrize(
-    ("question", "columns", "expected"),
-    [
-        ("Which?", {}, None),
-        ("Which?", {"images": [PICTURE] * 2}, None),  # in front, as in many data sets
-        ("<image>Which?", {"images": [PICTURE]}, None),
-        ("<video> and <audio> are tags of HTML", {}, None),
-        ("<image> is a tag of RSS", {}, "1 <image> marks stand for 0 images, and the last 1 stay"),
-        ("<image>", {"images": None}, "1 <image> marks stand for 0 images, and the last 1 stay"),
-        (
-            "<image>" * 3,
-            {"images": [PICTURE]},
-            "3 <image> marks stand for 1 images, and the last 2",
-        ),
-        ("<video>", {"videos": None}, "1 <video> marks stand for 0 videos, and the last 1 stay"),
-        (
-            "<image>Which?",
-            {"images": [PICTURE] * 3},
-            "1 <image> marks stand for 3 images, so that the first 2 are shown in front of the",
-        ),
-    ],
-)
-def test_marks_and_media_that_do_not_match(
-    question: str, columns: dict[str, Any], expected: str | None
-) -> None:
-    """ms-swift runs all of these. A mark that is a token of the model cannot stay text."""
-    row = {"messages": [{"role": "user", "content": question}], **columns}
-    found = [sentence for sentence in said([row, row]) if " marks " in sentence]
-    assert len(found) == (expected is not None)
-    if expected:
-        begins = "warning: --dataset: 2 of 2 rows have marks that their media do not match, the "
-        assert found[0].startswith(f"{begins}first: the row that asks {question!r}: messages: ")
-        assert expected in found[0]
-    is_refused = expected is not None and "the last" in expected
-    assert (row_fault(row, ["<image>", "<video>"]) is not None) == is_refused or "HTML" in question
-    assert row_fault(row) is None
-
-
 def test_a_mark_that_is_a_token_of_the_model(assets: Path) -> None:
     """LLaVA's `<image>`: a surplus one cannot stay text."""
     processor = get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
@@ -154,12 +115,11 @@ def test_a_mark_that_is_a_token_of_the_model(assets: Path) -> None:
     )
 
 
-def test_marks_of_the_answer_do_not_count() -> None:
+def test_the_answer_is_no_part_of_the_prompt() -> None:
     answer = {"role": "assistant", "content": "<image>"}
     question = {"role": "user", "content": "Which?"}
-    assert unmatched_marks({"messages": [question, answer]}) is None
-    assert unmatched_marks({"messages": [answer, question]}) is not None
     row = {"messages": [question, answer], "solution": "7"}
+    assert row_fault(row, ["<image>"]) is None
     assert prompt_of(row) == {"messages": [question], "solution": "7"}
     assert row["messages"] == [question, answer]
     assert prompt_of({"messages": [question]}) == {"messages": [question]}
@@ -176,7 +136,7 @@ def test_a_bad_row_is_named(png: Path, tmp_path: Path) -> None:
     [refused] = said([*data, data[1]])
     assert re.match(rf"error: --dataset: {named}.*\. Correct.*strategy delete", refused)
     [warned] = said([*data, data[1]], deletes_bad_rows=True)
-    assert re.match(f"warning: --dataset: 2 of 3 rows .* the first: {named}", warned)
+    assert re.match(f"warning: --dataset: 2 of 3 rows .* The first: {named}", warned)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
@@ -221,7 +181,7 @@ def test_rows_of_large_data_sets_are_chosen_at_random(monkeypatch: pytest.Monkey
     """A stride of 50 took every 50th row, which lacked its image, for the whole data set."""
     opened: list[str] = []
     monkeypatch.setattr(checked, "MAX_IMAGES_OPENED", 20)
-    monkeypatch.setattr(checked, "unreadable", lambda image, _: opened.append(image))
+    monkeypatch.setattr(checked, "unreadable", lambda image, **_: opened.append(image))
     data = [{"images": [] if i % 50 == 0 else [f"{i:03}.png"]} for i in range(1000)]
     assert said(data) == []
     first, opened[:] = list(opened), []
@@ -271,16 +231,13 @@ def test_a_narrow_picture_is_refused_where_the_family_does(assets: Path, tmp_pat
         Image.new("RGB", size).save(path := tmp_path / f"{name}.png")
         message = {"role": "user", "content": f"<image>{name}?"}
         rows.append({"messages": [message], "images": [str(path)]})
-    refused = f"images[0]: '{tmp_path}/narrow.png' is 28 x 5628 pixels, too narrow for this model ("
-    [said_of_it] = said(rows, template=template)
-    assert said_of_it.startswith(f"error: --dataset: the row that asks '<image>narrow?': {refused}")
-    assert (
-        "aspect ratio must be smaller than 200, got 201.0); crop or pad it. Correct" in said_of_it
-    )
+    [refused] = said(rows, template=template)
+    assert refused.startswith("error: --dataset: the row that asks '<image>narrow?': ValueError: ")
+    assert f"smaller than 200, got 201.0; it shows images[0] '{tmp_path}/narrow.png'. C" in refused
     assert said(rows[1:], template=template) == []
     assert said(rows) == []  # of a family that is not known
     [warned] = said(rows, template=template, deletes_bad_rows=True)
-    assert warned.startswith("warning: --dataset: 1 of 2 rows that were looked at cannot be used")
+    assert warned.startswith("warning: --dataset: 1 of 2 rows cannot be used")
 
     class Anything:  # a family without the limit
         placeholder_tokens: ClassVar[list[int]] = []

@@ -75,10 +75,10 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "--multi_turn_scheduler gym: is registered": ("--multi_turn_scheduler", "gym"),
     "--reward_model_plugin zzz: is registered": ("--reward_model_plugin", "zzz"),
     "--reward_funcs acuracy: is registered": ("--reward_funcs", "acuracy"),
-    "--template qwen2_5_v: ms-swift has no such": ("--template", "qwen2_5_v"),
-    "--model_type qwen9: ms-swift has no such": ("--model_type", "qwen9"),
+    "--template qwen2_5_v: is registered": ("--template", "qwen2_5_v"),
+    "--model_type qwen9: is registered": ("--model_type", "qwen9"),
     # Rounds
-    "--num_generations 7: does not divide": ("--num_generations", "7"),
+    "--num_generations 7: generation_batch_size (": ("--num_generations", "7"),
     "--dataset {rows}: 512 rows are fewer": ("--gradient_accumulation_steps", "1000"),
     "--val_dataset: 512 rows make no batch": (
         *("--val_dataset", "{rows}", "--eval_strategy", "steps"),
@@ -120,7 +120,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "--multi_turn_scheduler gym: is registered": (
         *("--multi_turn_scheduler", "gym", "--vllm_use_async_engine", "true"),
     ),
-    "--template qwen2_5_v: ms-swift has no such": ("--template", "qwen2_5_v"),
+    "--template qwen2_5_v: is registered": ("--template", "qwen2_5_v"),
     "--vllm_speculative_config": ("--vllm_speculative_config", '{{"a": 1}}'),
     "`swift rollout`: ends with ValueError: RolloutArguments does not support": (
         *("--vllm_pipeline_parallel_size", "2"),

@@ -27,10 +27,11 @@ from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
 from swift_grpo_ext.checks.rows import (
     Row,
     RowError,
-    early_fault,
     encoding_error,
     encoding_fault,
     name_of,
+    narrow_fault,
+    row_fault,
 )
 from swift_grpo_ext.rollout.positions import Positions, position_model, positions_in
 from swift_grpo_ext.rollout.sample import RolloutSample
@@ -241,7 +242,9 @@ def check_encoding(
         some = [rows[i] for i in (*range(rest.start), *numbers)]
         # `check_rows` has named the others.
         drawn[setting] = [
-            row for row in some if not early_fault(row, template, encoder.placeholder_texts)
+            row
+            for row in some
+            if not (row_fault(row, encoder.placeholder_texts) or narrow_fault(template, row))
         ]
     every = [row for rows in drawn.values() for row in rows]
     encoded = ask([encoder.sample(row).to_infer_request() for row in every])
