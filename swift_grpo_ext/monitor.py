@@ -1,15 +1,13 @@
 """`--callbacks diversity`: analyzes every round's completions for lost diversity and shared noise.
 
-The trainer hands over each rank's samples as they are generated (`recorder`), perhaps from
-another thread and ahead of their step. When their round is scored (`score_listeners`), rank 0
-gathers them, and a thread of rank 0 analyzes them while the step goes on. At the end of the step,
-and of each batch of an evaluation, rank 0 waits for its thread, and tells all ranks what to log and
-whether to stop: no rank stops alone or at another step.
+The recorder hands the samples of all ranks to rank 0, perhaps ahead of their step. Once their round
+is scored (`score_listeners`), a thread of rank 0 analyzes them while the step goes on. At the end
+of the step, and of each batch of an evaluation, rank 0 waits for its thread, and tells all ranks
+what to log and whether to stop: no rank stops alone or at another step.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +18,6 @@ from swift.utils import get_logger
 from transformers import TrainerControl, TrainerState
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.diversity.collision import compact
 from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.sampling.seeding import Phase
 
@@ -56,8 +53,6 @@ class DiversityMonitor(TrainerCallback):
         trainer.score_listeners.append(self._begin_analysis)
         self._is_greedy = args.temperature < GREEDY_TEMPERATURE
         self._analyzer = RoundAnalyzer(is_greedy=self._is_greedy, seed_mode=args.rollout_seed_mode)
-        self._pending: deque[list[SampleRow]] = deque()  # appended to by the thread that generates
-        # On rank 0: samples whose rounds may not be whole yet (`--async_generate`), and analyses.
         self._unscored: list[SampleRow] = []
         self._analyses: list[Future[list[DiversityRow]]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="diversity")
@@ -86,30 +81,24 @@ class DiversityMonitor(TrainerCallback):
         # ms-swift's own rollouts do not name the engine; colocated, the first rank of a
         # tensor-parallel group does.
         size = self.args.vllm_tensor_parallel_size if self.args.use_vllm else 1
-        samples = []
         for row in rows:
-            if row.sample_id.turn and not row.token_ids:
+            if row.sample_id.turn and not len(row.token_ids):
                 continue  # its prompt had no room for an answer: it is no copy of other such turns
             if not row.replica and is_colocated:
                 row = replace(row, replica=f"rank {row.rank - row.rank % size}")
-            samples.append(compact(row))
-        self._pending.append(samples)  # all at once: another thread may look
+            self._unscored.append(row)
 
     # --- results out ---
 
     def _begin_analysis(self, rows: Sequence[RewardRow] = ()) -> None:
-        """Have rank 0's thread analyze the samples that arrived since the last call, with the
-        scores of all ranks; every rank calls it together."""
-        # As many as are there now: the thread that generates may append meanwhile.
-        arrived = [s for _ in range(len(self._pending)) for s in self._pending.popleft()]
-        gathered = self.trainer.ranks.gather(arrived)  # on rank 0 alone
-        samples = [sample for rank_samples in gathered for sample in rank_samples]
+        """Have the thread analyze the samples that have arrived, with the scores of all ranks."""
         scores = {row.sample_id: row.reward for row in rows}
+        samples, self._unscored = self._unscored, []
         if self.args.async_generate:
             # The next round is generated meanwhile, and arrives in pieces; an evaluation's next
             # batch belongs to the same round, and has later groups. Both wait for their scores.
             newest = {name.phase: (*name.round, name.group) for name in sorted(scores)}
-            waiting, samples, self._unscored = [*self._unscored, *samples], [], []
+            waiting, samples = samples, []
             for sample in waiting:
                 name = sample.sample_id
                 is_whole = (*name.round, name.group) <= newest.get(name.phase, ())

@@ -43,7 +43,6 @@ completion into several on purpose, the test calls it shared noise.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,24 +70,6 @@ MAX_PER_PROMPT = 64
 MAX_KEPT_BITS = 96.0  # 2^-96 is 1e-29: an alarm however many pairs there are
 
 Kind = Literal["shared", "frozen"]
-
-
-def compact(row: SampleRow) -> SampleRow:
-    """Return what the statistics read of a row, with its numbers as arrays: sequences, as a row's
-    fields should be, which numpy reads as they are."""
-    logprobs = known_logprobs(row)
-    return replace(
-        row,
-        finish_reason=None,
-        stop_reason=None,
-        token_ids=array("i", np.asarray(row.token_ids, np.int32).tobytes()),
-        logprobs=None if logprobs is None else array("f", logprobs.tobytes()),
-        prompt="",
-        media=(),
-        pictures=None,
-        mask=None,
-        columns=None,
-    )
 
 
 def known_logprobs(row: SampleRow) -> Floats | None:
@@ -205,9 +186,13 @@ class PromptMemory:
         for sample in samples:
             bits = np.cumsum(surprisal_bits(sample)[:MAX_PREFIX_TOKENS])
             end = min(int(np.searchsorted(bits, MAX_KEPT_BITS)) + 1, MAX_PREFIX_TOKENS)
-            kept = replace(sample, token_ids=sample.token_ids[:end], logprobs=None, text="")
-            # A copy: the whole completion must not stay alive.
-            by_prompt.setdefault(sample.fingerprint, []).append(compact(kept))
+            kept = replace(
+                sample,
+                token_ids=np.array(sample.token_ids[:end], np.int32),  # a copy of the beginning
+                **{"logprobs": None, "text": "", "prompt": "", "media": (), "pictures": None},
+                **{"mask": None, "columns": None},
+            )
+            by_prompt.setdefault(sample.fingerprint, []).append(kept)
         for fingerprint, new in by_prompt.items():
             self._prompts[fingerprint] = [*self.earlier(fingerprint), *new][-MAX_PER_PROMPT:]
 

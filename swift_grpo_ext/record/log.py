@@ -288,18 +288,8 @@ class SampleLog:
         Raises:
             ValueError: a row's counts disagree or a value does not fit; nothing is written.
         """
-        self.append_rounds(rounds_of(rows, table, session=self._session), table)
-
-    def append_rounds(
-        self, rounds: Sequence[tuple[RoundId, pa.Table]], table: Table = SAMPLES
-    ) -> None:
-        """Have the thread write rounds, as `rounds_of` returns them: rows of one round that stand
-        in several places are one file."""
-        parts: dict[RoundId, list[pa.Table]] = {}
-        for name, rows in rounds:
-            parts.setdefault(name, []).append(rows)
-        whole = [(name, pa.concat_tables(tables)) for name, tables in parts.items()]
-        self._unwritten.append(self.writer.submit(self._write, whole, table))
+        rounds = rounds_of(rows, table, session=self._session)
+        self._unwritten.append(self.writer.submit(self._write, rounds, table))
 
     def flush(self) -> None:
         """Wait until all rows are on disk, or wait for a disk that failed."""

@@ -1,4 +1,5 @@
-"""Makes a row of each sample as it is generated, in a training or a server; rank 0 writes them.
+"""Makes a row of each sample as it is generated, in a training or a server. Rank 0 gathers the
+rows of a round, writes them, and shows them to listeners.
 
 Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its escape, `\\ud83d`.
 """
@@ -8,13 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
+import numpy as np
 
 from swift_grpo_ext.media.pictures import utf8
 from swift_grpo_ext.ranks import RankGroup
@@ -22,14 +23,11 @@ from swift_grpo_ext.record.log import RunInUseError, SampleLog, claim_session
 from swift_grpo_ext.record.tables import (
     DIVERSITY,
     REWARDS,
-    SAMPLES,
     DiversityRow,
     RewardRow,
     SampleRow,
-    rounds_of,
 )
 from swift_grpo_ext.rollout.conversation import Turn
-from swift_grpo_ext.sampling.seeding import RoundId
 
 if TYPE_CHECKING:
     from swift_grpo_ext.rollout.sample import RolloutSample
@@ -41,8 +39,8 @@ MAX_COLUMN = 2000
 
 
 class SampleRecorder:
-    """Takes down each rank's samples, has rank 0 write them beside the step, and shows them to
-    listeners.
+    """Keeps each rank's samples until rank 0 gathers them, writes them beside the step, and shows
+    them to listeners.
 
     Args:
         kept: `--sample_log`.
@@ -71,11 +69,12 @@ class SampleRecorder:
         self.log: SampleLog | None = None
         """Rank 0 has one in a session."""
 
-        self._unwritten: deque[tuple[RoundId, pa.Table]] = deque()
-        """Rounds of this rank since the last `write`; the thread that generates appends to it."""
+        self._taken: deque[list[SampleRow]] = deque()
+        """Samples of this rank since the last `write`; the thread that generates appends them."""
 
         self._is_unreadable = False
         self.listeners: list[Callable[[list[SampleRow]], None]] = []
+        """Every rank adds the same. Those of rank 0 get the samples of all ranks."""
 
     def open(self, *, start_step: int) -> None:
         """Begin a session, on every rank together; calls after the first do nothing.
@@ -132,9 +131,6 @@ class SampleRecorder:
                 one.
             num_ranks: how many ranks' samples these are, in order, this rank's first.
             weight_version: optimizer steps behind the weights that generated them.
-
-        Raises:
-            ValueError: a sample has other counts than it should.
         """
         rows = []
         for number, (sample, turns) in enumerate(zip(samples, turns_of_samples, strict=True)):
@@ -147,26 +143,37 @@ class SampleRecorder:
         self.append(rows)
 
     def append(self, rows: list[SampleRow]) -> None:
-        """Take down rows of this rank; raises what `record` does."""
-        if self._session is not None and self._kept != "none":
-            # The listeners get them all the same: the collision test reads them.
-            without_logprobs = self._kept == "tokens"
-            kept = [replace(r, logprobs=None) for r in rows] if without_logprobs else rows
-            self._unwritten.extend(rounds_of(kept, SAMPLES, session=self._session))
-        for listener in self.listeners:
-            listener(rows)
+        """Take down rows of this rank."""
+        if self._kept != "none" or self.listeners:
+            self._taken.append(rows)
 
     def write(self) -> None:
         """Have a thread of rank 0 write what all ranks have taken down; every rank calls it
-        together, once a round is generated. `flush` waits for the disk."""
-        if self._session is None or self._kept == "none":
+        together, once a round is generated. `flush` waits for the disk.
+
+        Raises:
+            ValueError: on rank 0, a sample has other counts than it should.
+        """
+        if self._kept == "none" and not self.listeners:
             return
-        # As many as are there now: with --async_generate a thread appends the next round meanwhile.
-        own = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
+        own = self._take()
         # Rank 0 keeps its own out of the gather, which makes all shares as long as the longest.
-        shares = self._ranks.gather([] if self.log is not None else own)
-        if self.log is not None:
-            self.log.append_rounds([*own, *(rows for share in shares for rows in share)])
+        shares = self._ranks.gather([] if self._ranks.rank == 0 else own)
+        if self._ranks.rank > 0:
+            return
+        rows = own + [row for share in shares for row in share]
+        self._write(rows)
+        for listener in self.listeners:
+            listener(rows)
+
+    def _take(self) -> list[SampleRow]:
+        # As many as are there now: with --async_generate a thread appends the next round meanwhile.
+        return [row for _ in range(len(self._taken)) for row in self._taken.popleft()]
+
+    def _write(self, rows: list[SampleRow]) -> None:
+        if self.log is not None and self._kept != "none":
+            without_logprobs = self._kept == "tokens"
+            self.log.append([replace(r, logprobs=None) for r in rows] if without_logprobs else rows)
 
     def record_scores(self, rows: Sequence[RewardRow]) -> None:
         """Write down how the samples of all ranks scored, on rank 0; wait until both are on
@@ -187,15 +194,16 @@ class SampleRecorder:
 
     def finish(self) -> None:
         """Write what is left, if that can be done now: the training ends."""
+        left = self._take()
         if self.log is not None:
-            self.log.append_rounds(self._unwritten)
+            self._write(left)
             self.log.finish()
-        elif self._unwritten:
-            names = {str(name): rows.num_rows for name, rows in self._unwritten}
+        elif left and self._session is not None and self._kept != "none":
+            counts = Counter(str(row.sample_id.round) for row in left)
             logger.warning(
                 "Rank %d has generated %s samples that are not in the run's record: the rollout "
                 "failed before rank 0 had them.",
-                *(self._ranks.rank, ", ".join(f"{n} of {name}" for name, n in names.items())),
+                *(self._ranks.rank, ", ".join(f"{n} of {name}" for name, n in counts.items())),
             )
 
 
@@ -207,9 +215,9 @@ def sample_row(
     rank: int = 0,
     mask: list[bool] | None = None,
 ) -> SampleRow:
-    """Return the row of a turn; arguments are its fields."""
+    """Return the row of a turn; arguments are its fields. Numbers are arrays, which pickle fast."""
     completion = turn.completion
-    stop_reason = completion.stop_reason
+    stop_reason, logprobs = completion.stop_reason, completion.logprobs
     pictures = [picture.webp for picture in turn.media]
     return SampleRow(
         sample_id=turn.sample_id,
@@ -219,8 +227,8 @@ def sample_row(
         weight_version=weight_version,
         finish_reason=completion.finish_reason,
         stop_reason=None if stop_reason is None else utf8(str(stop_reason)),
-        token_ids=list(completion.token_ids),
-        logprobs=None if completion.logprobs is None else list(completion.logprobs),
+        token_ids=np.asarray(completion.token_ids, np.int32),
+        logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
         text=utf8(completion.text),
         fingerprint=turn.fingerprint,
         prompt=utf8(json.dumps(turn.messages, ensure_ascii=False, default=repr)),

@@ -10,12 +10,12 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 
@@ -25,6 +25,8 @@ SAMPLE_ID_COLUMNS = (*ROUND_COLUMNS, "group", "index", "turn")
 LOGPROB_STEPS = 512
 """Log-probabilities are rounded to as many steps in a nat: the error is at most 0.001 nats. They
 compress as well as numbers of 16 bits do, which DuckDB does not read (docs/benchmarks.md)."""
+
+Numbers: TypeAlias = Sequence[Any] | NDArray[Any]
 
 Fate = Literal["trained", "dropped", "evaluated"]
 
@@ -146,8 +148,8 @@ class SampleRow:
     stop_reason: str | None = None
     """The stop string, or the stop token's id in digits, that ended it; None where none did."""
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[float] | None
+    token_ids: Numbers
+    logprobs: Numbers | None
     """The log-probabilities of `token_ids` in nats, kept as `LOGPROB_STEPS` says; None where the
     engine gave none, or with `--sample_log tokens`."""
 
@@ -286,12 +288,11 @@ Row: TypeAlias = SampleRow | RewardRow | DiversityRow
 
 def rounds_of(rows: Iterable[Row], table: Table, *, session: int) -> list[tuple[RoundId, pa.Table]]:
     """Return the rows of each round as the files hold them; raises what `to_arrow` does."""
-
-    def name_of(row: Row) -> RoundId:
-        return row.round if isinstance(row, DiversityRow) else row.sample_id.round
-
-    rounds = groupby(rows, key=name_of)
-    return [(name, to_arrow(list(of), table, session=session)) for name, of in rounds]
+    rounds: dict[RoundId, list[Row]] = {}
+    for row in rows:
+        name = row.round if isinstance(row, DiversityRow) else row.sample_id.round
+        rounds.setdefault(name, []).append(row)
+    return [(name, to_arrow(found, table, session=session)) for name, found in rounds.items()]
 
 
 def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
@@ -323,7 +324,7 @@ def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
     return pa.table(arrays, schema=pa.schema(fields))
 
 
-def _rounded(logprobs: Sequence[float]) -> np.ndarray:
+def _rounded(logprobs: Numbers) -> np.ndarray:
     """Return values in steps of 1 / `LOGPROB_STEPS`; behind 2^15 nats float32 has coarser ones."""
     return np.rint(np.asarray(logprobs, np.float32) * LOGPROB_STEPS) / LOGPROB_STEPS
 

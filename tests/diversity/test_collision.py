@@ -7,6 +7,7 @@ import pickle
 import re
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from math import comb, log2, log10
 
@@ -22,13 +23,12 @@ from swift_grpo_ext.diversity.collision import (
     Correction,
     PromptMemory,
     collision_test,
-    compact,
     format_p,
     log2_fisher,
     shared_prefixes,
 )
 from swift_grpo_ext.record.tables import SampleRow
-from tests.diversity.samples import LONG, group_of, groups_of, sample
+from tests.diversity.samples import LN2, LONG, group_of, groups_of, sample
 
 
 def remembering(samples: Sequence[SampleRow]) -> PromptMemory:
@@ -278,7 +278,7 @@ def test_memory_is_bounded_over_many_rounds() -> None:
     """The samples come as other ranks send them. What the memory held is what goes with it."""
     places = [{"step": 1000 + step, "prompt": f"{step:032}"} for step in range(200)]
     groups = [group_of(*[list(range(20))] * 8, seed=2**60, **place) for place in places]
-    rounds = [pickle.dumps([compact(s) for s in group]) for group in groups]
+    rounds = [pickle.dumps(group) for group in groups]
     memory = PromptMemory(max_bytes=500_000)
     tracemalloc.start()
     for of_round in rounds:
@@ -309,7 +309,9 @@ def test_a_prompt_keeps_its_latest_samples() -> None:
 def test_a_completion_is_kept_to_its_first_96_bits_or_4096_tokens(
     bits: float, num_tokens: int, kept: int
 ) -> None:
-    generated = compact(sample(list(range(num_tokens)), bits=bits, step=3))
+    made = sample([], bits=bits, step=3)
+    ids, bits = np.arange(num_tokens, dtype=np.int32), np.full(num_tokens, -LN2 * bits)
+    generated = replace(made, token_ids=ids, logprobs=bits)
     (beginning,) = remembering([generated]).earlier("prompt")
     assert list(beginning.token_ids) == list(range(kept))
     assert (beginning.logprobs, beginning.sample_id) == (None, generated.sample_id)
