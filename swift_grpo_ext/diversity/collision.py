@@ -6,15 +6,12 @@ every other sample, of this round and of earlier ones. Nothing is assumed about 
 
 **The bound.** Compare a sample Y with a given completion y. Let b be the surprisal, -log2 q in
 bits, of their longest common prefix. Then P(b >= c) <= 2^-c: one shortest prefix of y has q(prefix)
-<= 2^-c, and b >= c only if Y begins with it, which has probability q(prefix). The bound holds
-
-- under any temperature, top-k, top-p, penalty, grammar or mask: q is what is left after them;
-- for completions of any length: the end-of-sequence token is a token, and a completion that was cut
-  off only has a shorter prefix;
-- for y from another policy (an earlier round, other weights): only Y is drawn again;
-- for k samples and y: P <= 2^-(k c). So n samples that all share a prefix of b bits have
-  probability <= 2^-((n - 1) b). Their number of *coincidences* is e = n - 1, or e = n against a
-  completion of an earlier round.
+<= 2^-c, and b >= c only if Y begins with it, which has probability q(prefix). The bound holds under
+any temperature, top-k, top-p, penalty, grammar or mask, since q is what is left after them; for
+completions of any length, since the end of a sequence is a token; and for y from another policy (an
+earlier round, other weights), since only Y is drawn again. For k samples and y, P <= 2^-(k c). So n
+samples that all share a prefix of b bits have probability <= 2^-((n - 1) b). Their number of
+*coincidences* is e = n - 1, or e = n against a completion of an earlier round.
 
 **Many pairs.** A weighted Bonferroni bound over everything that is searched corrects the `log2_p`
 of a round: over R rounds of independent samples expect at most R times the alarm level of alarms.
@@ -49,7 +46,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import pairwise
 from math import comb, log, log2
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from cachetools import LRUCache
@@ -65,9 +62,9 @@ Floats = NDArray[np.floating[Any]]
 MAX_PREFIX_TOKENS = 4096  # compared of a completion; the rest could only hide coincidences
 MAX_COLLISIONS = 16  # kept of a round, the most improbable
 MAX_BYTES = 64 * 2**20  # for earlier rounds: 13,000 samples with beginnings of 1,000 tokens
-BYTES_OF_SAMPLE = 1000  # a remembered sample takes so many beside its tokens
-MAX_PER_PROMPT = 64
-MAX_KEPT_BITS = 96.0  # 2^-96 is 1e-29: an alarm however many pairs there are
+BYTES_OF_SAMPLE = 1000  # of a remembered sample beside its tokens
+MAX_PER_PROMPT = 64  # samples that are remembered
+MAX_KEPT_BITS = 96.0  # of a remembered sample; 2^-96 is 1e-29, an alarm among any number of pairs
 
 Kind = Literal["shared", "frozen"]
 
@@ -107,17 +104,14 @@ class Collision:
 class CollisionTest:
     """The test's result for one round."""
 
+    # The least of its most improbable collision's and of all together; at most 0.
     log2_p: float = 0.0
-    """The least of its most improbable collision's and of all together; at most 0."""
-
+    # The most improbable first; none lies within another.
     collisions: list[Collision] = field(default_factory=list)
-    """The most improbable first; none lies within another."""
-
     num_pairs: int = 0  # of samples of one prompt in the round
     num_earlier_pairs: int = 0  # of a sample and one of an earlier round
     num_untested: int = 0  # samples without log-probabilities
-    max_bits: float = 0.0
-    """Surprisal of the least probable prefix that two samples of the round share."""
+    max_bits: float = 0.0  # of the least probable prefix that two samples of the round share
 
     @property
     def is_tested(self) -> bool:
@@ -127,8 +121,8 @@ class CollisionTest:
 def collision_test(
     samples: Sequence[SampleRow], memory: PromptMemory | None = None
 ) -> CollisionTest:
-    """Compare the samples of one round with each other and with `memory`, which does not change.
-    Samples of equal prompts are compared, in one group or in several."""
+    """Compare the samples of one round that have one prompt, in one group or in several, with each
+    other and with `memory`, which does not change."""
     by_prompt: dict[str, list[SampleRow]] = {}
     for sample in sorted(samples, key=lambda s: s.sample_id):
         if known_logprobs(sample) is not None:
@@ -164,11 +158,8 @@ def collision_test(
 
 
 class PromptMemory:
-    """Beginnings of completions of earlier rounds, kept by prompt to detect frozen noise.
-
-    It holds at most `max_bytes` over all prompts, and `MAX_PER_PROMPT` samples of a prompt, each up
-    to `MAX_KEPT_BITS` of surprisal and `MAX_PREFIX_TOKENS` tokens. The oldest go first.
-    """
+    """Beginnings of completions of earlier rounds, kept by prompt to detect frozen noise; the
+    oldest go first."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._prompts: LRUCache[str, list[SampleRow]] = LRUCache(
@@ -198,16 +189,12 @@ class PromptMemory:
 
 
 class Correction:
-    """The weighted Bonferroni correction for all sets of samples that a round is searched for.
-
-    Args:
-        sizes: the number of samples and of remembered samples, for each prompt.
-    """
+    """The weighted Bonferroni correction for all sets of samples that a round is searched for."""
 
     def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Take the numbers of samples and of remembered samples, for each prompt."""
         self._sizes = Counter(sizes)
         self._num_families = 2 if any(earlier for _, earlier in sizes) else 1
-        self._num_sets: dict[tuple[int, Kind], int] = {}
 
     def log2_p(self, coincidences: int, bits: float, kind: Kind) -> float:
         """Return the corrected p-value of one set; may be above 0."""
@@ -216,13 +203,11 @@ class Correction:
         return log2(self.num_sets(e, kind)) - e * bits - log2_share
 
     def num_sets(self, coincidences: int, kind: Kind) -> int:
-        e, key = coincidences, (coincidences, kind)
-        if key not in self._num_sets:
-            self._num_sets[key] = sum(
-                num_prompts * (comb(n, e + 1) if kind == "shared" else comb(n, e) * earlier)
-                for (n, earlier), num_prompts in self._sizes.items()
-            )
-        return self._num_sets[key]
+        e = coincidences
+        return sum(
+            num_prompts * (comb(n, e + 1) if kind == "shared" else comb(n, e) * earlier)
+            for (n, earlier), num_prompts in self._sizes.items()
+        )
 
 
 class _PromptSamples:
@@ -236,9 +221,10 @@ class _PromptSamples:
         ]
         self._prefixes = list(shared_prefixes(self._tokens))
         longest = max((prefix.length for prefix in self._prefixes), default=0)
-        bits = (surprisal_bits(sample)[:longest] for sample in samples)
-        self._bits = [np.cumsum(np.append(0.0, sample_bits)) for sample_bits in bits]
-        """The surprisal of each prefix, from the empty one on, by sample."""
+        # The surprisal of each prefix, from the empty one on, by sample.
+        self._bits = [
+            np.cumsum(np.append(0.0, surprisal_bits(sample)[:longest])) for sample in samples
+        ]
 
     def collisions(self, correction: Correction) -> Iterator[Collision]:
         """For each shared prefix, yield the most improbable claim about it."""
@@ -303,8 +289,7 @@ def format_p(log10_p: float) -> str:
 # --- sequences that share prefixes: the inner nodes of their trie ---
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
+class SharedPrefix(NamedTuple):
     """All sequences, two or more, that begin with one prefix; no longer one is common to all."""
 
     members: Ints  # indices of the sequences
