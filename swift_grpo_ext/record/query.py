@@ -210,30 +210,19 @@ class Record:
         cursor.execute("create or replace table rounds as from held")
         cursor.execute(COUNTED)
         for table in TABLES:
-            cursor.execute(f"create or replace view {table.name} as {self._select(table, cursor)}")
+            cursor.execute(f"create or replace view {table.name} as {self._rows_of(table)}")
         cursor.execute(SCORED)
         cursor.commit()
         self.version += 1
 
-    def _select(self, table: Table, cursor: duckdb.DuckDBPyConnection) -> str:
+    def _rows_of(self, table: Table) -> str:
         """Return the query for the rows of a table that count."""
-        of = DIVERSITY.name if table is DIVERSITY else SAMPLES.name
-        query = "select session, phase, step, number from counted where of = ?"
-        counted = {(row[0], RoundId(*row[1:])) for row in cursor.execute(query, [of]).fetchall()}
-        paths = []
-        is_partly_superseded = False
-        for file, rounds in self._rounds.items():
-            num_counted = sum((file.session, name) in counted for name in rounds)
-            if num_counted and _table_of(file) == table.name:
-                is_partly_superseded |= num_counted < len(rounds)
-                paths.append(literal(str(file.path)))
+        paths = [literal(str(file.path)) for file in self._rounds if _table_of(file) == table.name]
         if not paths:
             return f"from no_{table.name}"
-        all_rows = f"from read_parquet([{', '.join(paths)}])"
-        if not is_partly_superseded:
-            return all_rows
+        of = DIVERSITY.name if table is DIVERSITY else SAMPLES.name
         return (
-            f"{all_rows} semi join (from counted where of = '{of}') "
+            f"from read_parquet([{', '.join(paths)}]) semi join (from counted where of = '{of}') "
             "using (session, phase, step, number)"
         )
 
