@@ -82,13 +82,9 @@ class RecordFile(NamedTuple):
     """A file, and what its name says; files sort from the oldest to the newest."""
 
     session: int
-    start_step: int
-    """The optimizer step of the checkpoint that the session was resumed from."""
-
-    first: int
+    start_step: int  # the optimizer step of the checkpoint that the session was resumed from
+    first: int  # the number of the first file that was merged; of a single file, its own
     last: int
-    """Numbers of the first and last file that were merged; of a single file, both its own."""
-
     path: Path
 
 
@@ -231,15 +227,12 @@ class SampleLog:
         self._unwritten: list[Future[None]] = []
         # The thread alone touches what follows.
         self._num_files = Counter[str]()  # of each table
+        # Each table's files that wait to be merged and follow one another, with their bytes.
         self._small = defaultdict[str, dict[RecordFile, int]](dict)
-        """Each table's files that wait to be merged and follow one another, with their bytes."""
-
+        # Rounds that are not on disk: those of the last call, and more where the disk failed.
         self._waiting: deque[tuple[Table, RoundId, pa.Table]] = deque()
-        """Rounds that are not on disk: those of the last call, and more where the disk failed."""
-
         self._num_lost = 0
-        self._troubles: set[str] = set()
-        """What was warned of, and holds still."""
+        self._troubles: set[str] = set()  # that hold still, and of which a warning was logged
 
     def append(self, rows: Sequence[Row], table: Table = SAMPLES) -> None:
         """Have the thread write rows, a file for each round; `flush` waits for it.

@@ -17,9 +17,8 @@ A session that wrote no rows supersedes nothing. Scores count where they are of 
 the samples are of.
 
 **Damage.** DuckDB reads no checksums of pages, and pyarrow passes over headers that DuckDB reads:
-both check a file when it is first seen. A file that fails is left out whole, with a warning, until
-it changes, or at once until another try succeeds where the system could not read it (a file
-server's hiccup).
+both check a file when it is first seen. A damaged file is left out whole, with a warning, until it
+changes. A file that the system cannot read (a file server's hiccup) is tried again at each refresh.
 """
 
 from __future__ import annotations
