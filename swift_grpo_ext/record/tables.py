@@ -60,14 +60,13 @@ class SampleRow:
     finish_reason: Text | None
     stop_reason: Text | None = None  # the stop string, or the stop token's id in digits
     token_ids: Ids
-    logprobs: (
-        Logprobs | None
-    )  # nats, in `LOGPROB_STEPS`; None where the engine gave none, or none are kept
+    # Nats, in `LOGPROB_STEPS`; None where the engine gave none, or with `--sample_log tokens`.
+    logprobs: Logprobs | None
     text: Text
     fingerprint: Text  # the hash of the prompt, media included: 32 hex digits
     prompt: Text  # the messages as JSON; of a later turn, those since the turn before
     media: Texts  # of these messages: paths, URLs, digests of content that has neither
-    # For each of a later turn's `media` a small picture (WebP) if it is an image without a path.
+    # Of each of a later turn's `media` that is an image without a path, a small picture (WebP).
     pictures: Pictures | None = None
     mask: Flags | None = None  # whether a token was trained on; None where all were
     # From the request to the answer. A colocated engine answers a round's samples together.
@@ -107,7 +106,7 @@ class RewardRow:
     fate: Annotated[Fate, pa.utf8()]  # `dropped`: dynamic sampling left it out
 
 
-@dataclass(kw_only=True, slots=True)  # not frozen: the analyzer adds collisions, then the alarm
+@dataclass(kw_only=True, slots=True)  # not frozen: the analyzer adds the alarm
 class DiversityRow:
     """What the monitor measured in one round; an evaluation has a row for each of its batches."""
 
@@ -122,9 +121,9 @@ class DiversityRow:
     num_untested: Int64
     metrics: Metrics
     collisions: Json = field(default_factory=list)  # (see `diversity.analyzer`)
-    worst_groups: Integers = field(default_factory=list)  # numbers; with collisions, then copies
-    remedy: Text = ""  # its key in `alarms`; empty without alarm
-    alarm: Text | None = None  # the alarm's text; log, page and reporters count these
+    worst_groups: Integers = field(default_factory=list)  # numbers: collisions first, then copies
+    remedy: Text = ""  # a key of `diversity/words.json`; empty without an alarm
+    alarm: Text | None = None  # the text, which log, page and reporters count
 
     @property
     def steps_done(self) -> int:
