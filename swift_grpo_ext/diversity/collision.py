@@ -59,6 +59,10 @@ MAX_COLLISIONS = 16  # kept of a round
 MAX_BYTES = 64 * 2**20  # for earlier rounds: 13,000 samples with beginnings of 1,000 tokens
 BYTES_OF_SAMPLE = 1000  # of a remembered sample beside its tokens
 MAX_PER_PROMPT = 64  # samples that are remembered
+FORGOTTEN: dict[str, Any] = {
+    **{"logprobs": None, "text": "", "prompt": "", "media": ()},
+    **{"pictures": None, "mask": None, "columns": None},
+}
 MAX_KEPT_BITS = 96.0  # of a remembered sample; 2^-96 is 1e-29, an alarm among any number of pairs
 
 
@@ -172,12 +176,8 @@ class PromptMemory:
         for sample in samples:
             bits = np.cumsum(surprisal_bits(sample)[:MAX_PREFIX_TOKENS])
             end = min(int(np.searchsorted(bits, MAX_KEPT_BITS)) + 1, MAX_PREFIX_TOKENS)
-            kept = replace(
-                sample,
-                token_ids=np.array(sample.token_ids[:end], np.int32),  # a copy of the beginning
-                **{"logprobs": None, "text": "", "prompt": "", "media": (), "pictures": None},
-                **{"mask": None, "columns": None},
-            )
+            beginning: Any = np.array(sample.token_ids[:end], np.int32)  # a copy
+            kept = replace(sample, token_ids=beginning, **FORGOTTEN)
             by_prompt.setdefault(sample.fingerprint, []).append(kept)
         for fingerprint, new in by_prompt.items():
             self._prompts[fingerprint] = [*self.earlier(fingerprint), *new][-MAX_PER_PROMPT:]

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -195,9 +195,12 @@ def sample_row(
     rank: int = 0,
     mask: list[bool] | None = None,
 ) -> SampleRow:
-    """Return the row of a turn; arguments are its fields. Numbers are arrays, which pickle fast."""
+    """Return the row of a turn; arguments are its fields."""
     completion = turn.completion
     stop_reason, logprobs = completion.stop_reason, completion.logprobs
+    # Arrays, which pickle fast; mypy takes none for a sequence.
+    token_ids: Any = np.asarray(completion.token_ids, np.int32)
+    known_logprobs: Any = None if logprobs is None else np.asarray(logprobs, np.float32)
     pictures = [picture.webp for picture in turn.media]
     return SampleRow(
         sample_id=turn.sample_id,
@@ -207,8 +210,8 @@ def sample_row(
         weight_version=weight_version,
         finish_reason=completion.finish_reason,
         stop_reason=None if stop_reason is None else utf8(str(stop_reason)),
-        token_ids=np.asarray(completion.token_ids, np.int32),
-        logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
+        token_ids=token_ids,
+        logprobs=known_logprobs,
         text=utf8(completion.text),
         fingerprint=turn.fingerprint,
         prompt=utf8(json.dumps(turn.messages, ensure_ascii=False, default=repr)),

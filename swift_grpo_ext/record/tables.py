@@ -27,12 +27,14 @@ LOGPROB_STEPS = 512
 compress as well as numbers of 16 bits do, which DuckDB does not read (docs/benchmarks.md)."""
 
 # The columns' types: fields of rows name them, and those that may be None are nullable.
-Int32, Int64 = Annotated[int, pa.int32()], Annotated[int, pa.int64()]
-Float32, Float64 = Annotated[float, pa.float32()], Annotated[float, pa.float64()]
-Text, Flag = Annotated[str, pa.utf8()], Annotated[bool, pa.bool_()]
-Numbers: TypeAlias = Sequence[Any] | NDArray[Any]
-Ids = Annotated[Numbers, pa.list_(pa.int32())]
-Logprobs = Annotated[Numbers, pa.list_(pa.float32())]
+Int32 = Annotated[int, pa.int32()]
+Int64 = Annotated[int, pa.int64()]
+Float32 = Annotated[float, pa.float32()]
+Float64 = Annotated[float, pa.float64()]
+Text = Annotated[str, pa.utf8()]
+Flag = Annotated[bool, pa.bool_()]
+Ids = Annotated[Sequence[int], pa.list_(pa.int32())]
+Logprobs = Annotated[Sequence[float], pa.list_(pa.float32())]
 Texts = Annotated[Sequence[str], pa.list_(pa.utf8())]
 Pictures = Annotated[Sequence[bytes | None], pa.list_(pa.binary())]
 Flags = Annotated[Sequence[bool], pa.list_(pa.bool_())]
@@ -212,7 +214,7 @@ def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
     return pa.table(arrays, schema=table.schema)
 
 
-def _rounded(logprobs: Numbers) -> NDArray[np.float32]:
+def _rounded(logprobs: Sequence[float]) -> NDArray[np.floating[Any]]:
     """Return values in steps of 1 / `LOGPROB_STEPS`; behind 2^15 nats float32 has coarser ones."""
     return np.rint(np.asarray(logprobs, np.float32) * LOGPROB_STEPS) / LOGPROB_STEPS
 
