@@ -16,9 +16,9 @@ the sessions before it,
 A session that wrote no rows supersedes nothing. Scores count where they are of the session that
 the samples are of.
 
-**Damage.** DuckDB reads no checksums of pages, and pyarrow passes over headers that DuckDB reads:
-both check a file when it is first seen. A damaged file is left out whole, with a warning, until it
-changes. A file that the system cannot read (a file server's hiccup) is tried again at each refresh.
+**Damage.** DuckDB reads no checksums of pages, so pyarrow checks a file when it is first seen. A
+damaged file is left out whole, with a warning, until it changes. A file that the system cannot read
+(a file server's hiccup) is tried again at each refresh.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class Record:
             self._database.execute(f"create table no_{table.name} as from empty")
         self._publish()
 
-    def refresh(self, seconds: float = float("inf"), *, again: bool = False) -> bool:
+    def refresh(self, seconds: float = float("inf")) -> bool:
         """Check the files that are new, the newest first, and show their rows, for some seconds at
-        most; return whether the views have changed. `again` also checks files that were sound.
+        most; return whether the views have changed.
 
         Raises:
             OSError: a folder cannot be listed.
@@ -114,8 +114,8 @@ class Record:
         with self._lock:
             files = {f: table for table in TABLES for f in record_files(table.folder(self.run_dir))}
             # Others were merged, or removed by a bounded record.
-            known = {} if again else {f: r for f, r in self._rounds.items() if f in files}
-            has_changed = again or len(known) < len(self._rounds)
+            known = {f: rounds for f, rounds in self._rounds.items() if f in files}
+            has_changed = len(known) < len(self._rounds)
             self._rounds = known
             self._unread = {f: version for f, version in self._unread.items() if f in files}
             new = [
@@ -149,7 +149,8 @@ class Record:
         except duckdb.OutOfMemoryException:
             raise
         except duckdb.Error:
-            self.refresh(again=True)
+            self._leave_out_what_fails()
+            self.refresh()  # a merged file may stand in the place of others
         return self.cursor().sql(query, params=values or None).to_arrow_table()
 
     def rows(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> list[dict[str, Any]]:
@@ -172,9 +173,7 @@ class Record:
         """Take a file up if it is sound; return whether it is."""
         try:
             rounds = rounds_of_file(file.path, table)
-            path = literal(str(file.path))
-            query = f"select bit_xor(hash(columns(*))) from read_parquet([{path}])"
-            self.cursor().execute(query).fetchall()
+            self.cursor().execute(f"describe from read_parquet([{literal(str(file.path))}])")
         except DAMAGE as e:
             self._leave_out(file, e)
             return False
@@ -193,6 +192,22 @@ class Record:
             state = "is damaged" if is_damaged else "cannot be read now"
             logger.warning("%s %s (%s): its rows are left out. %s", file.path, state, cause, remedy)
         self._unread[file] = version
+
+    def _leave_out_what_fails(self) -> None:
+        """Have DuckDB read each file whole, since it reads headers that pyarrow passes over."""
+        with self._lock:
+            for file in [*self._rounds]:
+                path = literal(str(file.path))
+                try:
+                    query = f"select bit_xor(hash(columns(*))) from read_parquet([{path}])"
+                    with file.path.open("rb"):  # an error of the system has its number
+                        self.cursor().execute(query).fetchall()
+                except duckdb.OutOfMemoryException:  # which is no fault of the file
+                    continue
+                except (OSError, duckdb.Error) as e:
+                    del self._rounds[file]
+                    self._leave_out(file, e)
+            self._publish()
 
     def _publish(self) -> None:
         """Have the views show the rows of the sound files that count."""
