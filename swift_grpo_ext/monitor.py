@@ -1,15 +1,13 @@
 """`--callbacks diversity`: analyzes every round's completions for lost diversity and shared noise.
 
-The trainer hands over each rank's samples as they are generated (`recorder`), perhaps from
-another thread and ahead of their step. When their round is scored (`score_listeners`), rank 0
-gathers them, and a thread of rank 0 analyzes them while the step goes on. At the end of the step,
-and of each batch of an evaluation, rank 0 waits for its thread, and tells all ranks what to log and
-whether to stop: no rank stops alone or at another step.
+The recorder hands the samples of all ranks to rank 0, perhaps ahead of their step. Once their round
+is scored (`score_listeners`), a thread of rank 0 analyzes them while the step goes on. At the end
+of the step, and of each batch of an evaluation, rank 0 waits for its thread, and tells all ranks
+what to log and whether to stop: no rank stops alone or at another step.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +18,6 @@ from swift.utils import get_logger
 from transformers import TrainerControl, TrainerState
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.diversity.collision import compact
 from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.sampling.seeding import Phase
 
@@ -30,22 +27,17 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
+# Below it vLLM decodes greedily (`_SAMPLING_EPS` in vllm/v1/sample/sampler.py).
 GREEDY_TEMPERATURE = 1e-5
-"""Below which vLLM decodes greedily (`_SAMPLING_EPS` in vllm/v1/sample/sampler.py)."""
 
-Scalars = list[tuple[Phase, dict[str, float]]]
-"""The values to log of each round, with its phase."""
+Scalars = list[tuple[Phase, dict[str, float]]]  # the values to log of each round, with its phase
 
 
 class DiversityMonitor(TrainerCallback):
     """See the module."""
 
     def __init__(self, args: RolloutGRPOConfig, trainer: RolloutTraining) -> None:
-        """Listen to the trainer, which has no accelerator yet.
-
-        Raises:
-            ValueError: the trainer is none of ours.
-        """
+        """Listen to the trainer, which has no accelerator yet; refuse one that is none of ours."""
         super().__init__(args, trainer)
         if not hasattr(trainer, "recorder"):
             raise ValueError(
@@ -56,64 +48,50 @@ class DiversityMonitor(TrainerCallback):
         trainer.score_listeners.append(self._begin_analysis)
         self._is_greedy = args.temperature < GREEDY_TEMPERATURE
         self._analyzer = RoundAnalyzer(is_greedy=self._is_greedy, seed_mode=args.rollout_seed_mode)
-        self._pending: deque[list[SampleRow]] = deque()  # appended to by the thread that generates
-        # On rank 0: samples whose rounds may not be whole yet (`--async_generate`), and analyses.
         self._unscored: list[SampleRow] = []
         self._analyses: list[Future[list[DiversityRow]]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="diversity")
-        self._last_alarm: dict[str, str] = {}
-        """Verdict of the last round by phase; empty without an alarm."""
+        self._last_alarm: dict[str, str] = {}  # verdict of the last round, by phase; or ""
 
     def on_train_begin(
         self, args: object, state: TrainerState, control: object, **kwargs: object
     ) -> None:
+        if not state.is_world_process_zero or (self.args.use_vllm and not self._is_greedy):
+            return
+        reason = "--use_vllm false gives no log-probabilities"
         if self._is_greedy:
             reason = f"--temperature {self.args.temperature} decodes greedily"
-        elif not self.args.use_vllm:
-            reason = "--use_vllm false gives no log-probabilities"
-        else:
-            return
-        if state.is_world_process_zero:
-            logger.warning(
-                f"--callbacks diversity: {reason}, so that broken randomness looks like a "
-                "collapsed policy; metrics are logged."
-            )
-
-    # --- samples in ---
+        logger.warning(
+            f"--callbacks diversity: {reason}, so that broken randomness looks like a collapsed "
+            "policy; metrics are logged."
+        )
 
     def _receive(self, rows: Sequence[SampleRow]) -> None:
+        """Take the samples of all ranks, on rank 0."""
         is_colocated = not self.args.use_vllm or self.args.vllm_mode == "colocate"
         # ms-swift's own rollouts do not name the engine; colocated, the first rank of a
         # tensor-parallel group does.
         size = self.args.vllm_tensor_parallel_size if self.args.use_vllm else 1
-        samples = []
         for row in rows:
-            if row.sample_id.turn and not row.token_ids:
+            if row.sample_id.turn and not len(row.token_ids):
                 continue  # its prompt had no room for an answer: it is no copy of other such turns
             if not row.replica and is_colocated:
                 row = replace(row, replica=f"rank {row.rank - row.rank % size}")
-            samples.append(compact(row))
-        self._pending.append(samples)  # all at once: another thread may look
-
-    # --- results out ---
+            self._unscored.append(row)
 
     def _begin_analysis(self, rows: Sequence[RewardRow] = ()) -> None:
-        """Have rank 0's thread analyze the samples that arrived since the last call, with the
-        scores of all ranks; every rank calls it together."""
-        # As many as are there now: the thread that generates may append meanwhile.
-        arrived = [s for _ in range(len(self._pending)) for s in self._pending.popleft()]
-        gathered = self.trainer.ranks.gather(arrived)  # on rank 0 alone
-        samples = [sample for rank_samples in gathered for sample in rank_samples]
+        """Have the thread analyze the samples that have arrived, with the scores of all ranks."""
         scores = {row.sample_id: row.reward for row in rows}
+        samples, self._unscored = self._unscored, []
         if self.args.async_generate:
-            # The next round is generated meanwhile, and arrives in pieces; an evaluation's next
-            # batch belongs to the same round, and has later groups. Both wait for their scores.
+            # The next round may have arrived already; an evaluation's next batch belongs to the
+            # same round, and has later groups. Both wait for their scores.
             newest = {name.phase: (*name.round, name.group) for name in sorted(scores)}
-            waiting, samples, self._unscored = [*self._unscored, *samples], [], []
+            waiting, samples = samples, []
             for sample in waiting:
                 name = sample.sample_id
-                is_whole = (*name.round, name.group) <= newest.get(name.phase, ())
-                (samples if is_whole else self._unscored).append(sample)
+                is_scored = (*name.round, name.group) <= newest.get(name.phase, ())
+                (samples if is_scored else self._unscored).append(sample)
         if samples:
             known = {name: reward for name, reward in scores.items() if reward is not None}
             self._analyses.append(self._thread.submit(self._analyzer.analyze, samples, known))
@@ -121,12 +99,9 @@ class DiversityMonitor(TrainerCallback):
     def on_step_end(
         self, args: object, state: object, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Act on all samples that have arrived; every rank calls it together.
-
-        Raises:
-            Exception: rank 0 failed; all ranks raise, so that none waits for the others.
-        """
-        self._begin_analysis()  # of samples that nobody scored
+        """Act on all samples that have arrived; every rank calls it together, and raises where
+        rank 0 fails."""
+        self._begin_analysis()  # of samples without a score
         ranks = self.trainer.ranks
         decisions: list[tuple[Scalars, bool]] | Exception | None = None
         if ranks.rank == 0:
@@ -146,8 +121,8 @@ class DiversityMonitor(TrainerCallback):
     on_prediction_step = on_step_end  # after each batch of an evaluation
 
     def _decide(self) -> tuple[Scalars, bool]:
-        """Record and report what rank 0's thread has found. Return what to log, and whether an
-        alarm stops the run."""
+        """Record and report the thread's findings. Return what to log, and whether an alarm stops
+        the run."""
         scalars: Scalars = []
         stops = False
         action = self.args.diversity_action
@@ -156,12 +131,9 @@ class DiversityMonitor(TrainerCallback):
             self.trainer.recorder.record_diversity(row)
             phase = row.round.phase
             scalars.append((phase, row.scalars()))
-            # When an alarm begins, not in each of its rounds.
             if row.alarm and action != "log" and self._last_alarm.get(phase) != row.verdict:
-                logger.warning(
-                    f"{row.alarm} (Said once; `swift-grpo-ext view "
-                    f"{self.args.output_dir}` shows all of them.)"
-                )
+                shown = f"`swift-grpo-ext view {self.args.output_dir}` shows later ones"
+                logger.warning(f"{row.alarm} ({shown}.)")
             stops |= bool(row.alarm) and action == "stop"
             self._last_alarm[phase] = row.verdict if row.alarm else ""
         return scalars, stops

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from record import make_sample
 from tqdm import tqdm
 
-from swift_grpo_ext.diversity.collision import CollisionTest, PromptMemory, collision_test, compact
+from swift_grpo_ext.diversity.collision import CollisionTest, PromptMemory, collision_test
 from swift_grpo_ext.diversity.metrics import group_samples, outcome_metrics, round_metrics
 from swift_grpo_ext.record.tables import SampleRow
 
@@ -121,8 +121,8 @@ def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[Sampl
     ends = np.where((ids == END).any(axis=1), (ids == END).argmax(axis=1) + 1, len(p))
     rng, samples = np.random.default_rng(step), []
     for number, end in enumerate(ends):
-        completion = (ids[number, :end].tolist(), logprobs[number, :end].tolist(), "")
-        samples.append(compact(make_sample(rng, step, number, completion, group_size)))
+        completion = (ids[number, :end], logprobs[number, :end], "")
+        samples.append(make_sample(rng, step, number, completion, group_size))
     return samples
 
 
@@ -236,9 +236,9 @@ def random_rows(
     """Make rows of the record, whose token ids are spread as words are (Zipf)."""
     rows = []
     for number in range(num_samples):
-        ids = (rng.zipf(1.3, length) % 50_000).tolist()
+        ids = (rng.zipf(1.3, length) % 50_000).astype(np.int32)
         text = f"{'so it must be ' * (length // 8)}<answer>{number % 7}</answer>"
-        completion = (ids, (-rng.exponential(0.5, length)).tolist(), text)
+        completion = (ids, -rng.exponential(0.5, length).astype(np.float32), text)
         rows.append(make_sample(rng, step, number, completion, group_size))
     return rows
 
@@ -258,17 +258,16 @@ def cost() -> str:
 def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> dict[str, float]:
     """Return CPU seconds of each part, one thread; the median of five."""
     rng = np.random.default_rng(0)
-    rows = random_rows(rng, num_samples, length, group_size, 1)
+    samples = random_rows(rng, num_samples, length, group_size, 1)
     if same:
-        rows = [replace(row, token_ids=rows[0].token_ids) for row in rows]
-    samples = [compact(row) for row in rows]
+        samples = [replace(row, token_ids=samples[0].token_ids) for row in samples]
     groups = group_samples(samples)
     earlier = random_rows(rng, num_samples, length, group_size, 0)
     memory = PromptMemory()
     memory.remember(earlier)
     scores = {s.sample_id: float(rng.random() < 0.5) for s in samples}
     parts: dict[str, Callable[[], Any]] = {
-        "rows to arrays": lambda: group_samples(map(compact, rows)),
+        "groups": lambda: group_samples(samples),
         "metrics": lambda: round_metrics(groups),
         "correct ones": lambda: outcome_metrics(groups, scores),
         "collision test": lambda: collision_test(samples, memory),

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 from common import DEFAULT_MODEL, ROOT, command, environment
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -44,7 +45,8 @@ from swift_grpo_ext.sampling.seeding import SampleId
 GROUP_SIZE = 8
 TOKEN_COLUMNS = ("token_ids.list.element", "logprobs.list.element", "text")
 QUESTION = "Which digit is in the middle of the picture? " * 4
-Text = tuple[list[int], list[float], str]  # token ids, log-probabilities and text of a completion
+# Token ids, log-probabilities and text of a completion, as `SampleRecorder` hands them over.
+Text = tuple[NDArray[np.int32], NDArray[np.float32], str]
 PAGES = {
     "best first": "samples?sort=-reward",
     "longest first": "samples?sort=-num_tokens",
@@ -103,10 +105,9 @@ def make_texts(options: argparse.Namespace) -> list[Text]:
         followers = corpus[order[np.minimum(chosen, len(order) - 1)] + 1]
         # The corpus' last token may have no follower: begin anew.
         tokens = np.where(starts[followers + 1] > starts[followers], followers, corpus[0])
-    token_ids = drawn.tolist()
-    logprobs = np.negative(rng.exponential(0.5, drawn.shape)).tolist()
-    texts = tokenizer.decode_batch(token_ids, skip_special_tokens=False)
-    return list(zip(token_ids, logprobs, texts, strict=True))
+    logprobs = np.negative(rng.exponential(0.5, drawn.shape)).astype(np.float32)
+    texts = tokenizer.decode_batch(drawn.tolist(), skip_special_tokens=False)
+    return list(zip(drawn.astype(np.int32), logprobs, texts, strict=True))
 
 
 def write(options: argparse.Namespace, texts: list[Text], run_dir: Path) -> dict[str, float]:

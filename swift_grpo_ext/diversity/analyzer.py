@@ -37,22 +37,16 @@ from swift_grpo_ext.diversity.metrics import (
 )
 from swift_grpo_ext.record.tables import DiversityRow, SampleRow
 
-COMMON_MODE = 0.9
-"""`common_mode` from which on a round looks collapsed, if half of the samples are copies too."""
-
-COPIED = 0.98
-"""`copied_ratio` from which on a round looks collapsed, unless its prompts are solved."""
-
+COMMON_MODE = 0.9  # from which on a round looks collapsed, if half of the samples are copies too
+COPIED = 0.98  # `copied_ratio` from which on it does, unless its prompts are solved
+# The share of solved groups from which on one completion for each prompt is success: a short answer
+# has one right form. One completion for nearly all prompts is no success.
 SOLVED = 0.5
-"""The share of solved groups from which on one completion for each prompt is success: a short
-answer has one right form. One completion for nearly all prompts is no success."""
-
+# Collapsed rounds in a row that make an alarm: one round of easy prompts can look collapsed. Broken
+# randomness is an alarm at once: its p-value says how odd one round is.
 PATIENCE = 3
-"""Collapsed rounds in a row that make an alarm: one round of easy prompts can look collapsed.
-Broken randomness is an alarm at once: its p-value says how odd one round is."""
-
 MAX_WORST_GROUPS = 4
-MAX_ORIGINS = 8  # samples that the record of one collision names
+MAX_ORIGINS = 4  # samples of the round that the record of one collision names
 ALARM_P = 1e-6  # the probability, at most, of calling a round of independent samples broken
 
 
@@ -66,10 +60,9 @@ class RoundAnalyzer:
 
     def __init__(self, *, is_greedy: bool, seed_mode: str) -> None:
         self._is_greedy = is_greedy
-        self._seed_mode = seed_mode
+        self._noise_remedy = "ignored_seeds" if seed_mode == "sample" else "seed_mode"
         self._memory = PromptMemory()
-        self._num_collapsed: dict[str, int] = {}
-        """Collapsed rounds in a row, by phase."""
+        self._num_collapsed = {"train": 0, "eval": 0}  # rounds in a row
 
     def analyze(
         self, samples: Sequence[SampleRow], scores: Scores | None = None
@@ -81,53 +74,52 @@ class RoundAnalyzer:
 
     def _analyze_round(self, groups: Sequence[Group], scores: Scores) -> DiversityRow:
         samples = [sample for group in groups for sample in group]
+        round_ = samples[0].sample_id.round
         test = CollisionTest(num_untested=len(samples))
         if not self._is_greedy:
             test = collision_test(samples, self._memory)
             self._memory.remember(samples)  # only now: each sample would collide with itself
         metrics = {**round_metrics(groups), **outcome_metrics(groups, scores)}
+        verdict = judge(test, metrics)
         record = DiversityRow(
-            round=samples[0].sample_id.round,
+            round=round_,
             num_samples=len(samples),
             num_groups=len(groups),
-            verdict=judge(test, metrics),
+            verdict=verdict,
             log10_p=test.log2_p * math.log10(2),
             shared_bits=test.max_bits,
             num_pairs=test.num_pairs,
             num_earlier_pairs=test.num_earlier_pairs,
             num_untested=test.num_untested,
             metrics=metrics,
+            collisions=list(map(_describe, test.collisions)),
             worst_groups=worst_groups(groups, test.collisions, scores),
         )
-        for collision in test.collisions:
-            record.collisions.append(
-                {
-                    "kind": collision.kind,
-                    "samples": [_origin(row) for row in collision.samples[:MAX_ORIGINS]],
-                    "earlier": [_origin(row) for row in collision.earlier[-MAX_ORIGINS:]],
-                    "num_tokens": collision.num_tokens,
-                    "bits": collision.bits,
-                    "log2_p": collision.log2_p,
-                    "num_samples": len(collision.samples),
-                }
-            )
-
-        num_before = self._num_collapsed.get(record.round.phase, 0)
-        num_collapsed = num_before + 1 if record.verdict == "collapse" else 0
-        self._num_collapsed[record.round.phase] = num_collapsed
-        is_broken = record.verdict == "broken"
-        if is_broken or num_collapsed >= PATIENCE:
-            noise_remedy = (
-                "remedy_ignored_seeds" if self._seed_mode == "sample" else "remedy_seed_mode"
-            )
-            record.remedy = noise_remedy if is_broken else "remedy_collapse"
+        num_collapsed = self._num_collapsed[round_.phase] + 1 if verdict == "collapse" else 0
+        self._num_collapsed[round_.phase] = num_collapsed
+        if verdict == "broken" or num_collapsed >= PATIENCE:
+            cause = self._noise_remedy if verdict == "broken" else "collapse"
+            record.remedy = f"remedy_{cause}"
             record.alarm = alarm_line(record, num_collapsed)
         return record
 
 
-def _origin(row: SampleRow) -> dict[str, Any]:
-    origin = {"seed": row.seed, "rank": row.rank, "replica": row.replica}
-    return {"sample_id": asdict(row.sample_id), **origin}
+def _describe(collision: Collision) -> dict[str, Any]:
+    """Return what the record holds of a collision; `num_samples` counts those not named too."""
+
+    def origin(row: SampleRow) -> dict[str, Any]:
+        engine = {"seed": row.seed, "rank": row.rank, "replica": row.replica}
+        return {"sample_id": asdict(row.sample_id), **engine}
+
+    return {
+        "kind": "frozen" if collision.earlier else "shared",
+        "samples": [origin(row) for row in collision.samples[:MAX_ORIGINS]],
+        "earlier": [origin(row) for row in collision.earlier[-1:]],  # the latest
+        "num_tokens": collision.num_tokens,
+        "bits": collision.bits,
+        "log2_p": collision.log2_p,
+        "num_samples": len(collision.samples),
+    }
 
 
 def judge(test: CollisionTest, metrics: Mapping[str, float]) -> str:
@@ -144,17 +136,15 @@ def judge(test: CollisionTest, metrics: Mapping[str, float]) -> str:
 def worst_groups(
     groups: Sequence[Group], collisions: Sequence[Collision], scores: Scores
 ) -> list[int]:
-    """Return the numbers of the groups with collisions, then of those with most copies; of these,
-    solved ones come last."""
+    """Return the numbers of the groups with collisions, then of those with most copies, solved ones
+    last."""
     worst = [sample.sample_id.group for c in collisions for sample in c.samples[:2]]
-    share_distinct = {
-        group[0].sample_id.group: len(set(map(token_bytes, group))) / len(group) for group in groups
-    }
-    copied = [number for number, share in share_distinct.items() if share < 1]
-    solved = {
-        group[0].sample_id.group
-        for group in groups
-        if is_solved([scores.get(replace(sample.sample_id, turn=0), 0.0) for sample in group])
-    }
-    worst += sorted(copied, key=lambda number: (number in solved, share_distinct[number]))
+    copied = []
+    for group in groups:
+        share = len(set(map(token_bytes, group))) / len(group)
+        rewards = [scores.get(replace(sample.sample_id, turn=0), 0.0) for sample in group]
+        if share < 1:
+            copied.append((is_solved(rewards), share, group[0].sample_id.group))
+    copied.sort(key=lambda group: group[:2])
+    worst += [number for *_, number in copied]
     return list(dict.fromkeys(worst))[:MAX_WORST_GROUPS]

@@ -6,25 +6,18 @@ every other sample, of this round and of earlier ones. Nothing is assumed about 
 
 **The bound.** Compare a sample Y with a given completion y. Let b be the surprisal, -log2 q in
 bits, of their longest common prefix. Then P(b >= c) <= 2^-c: one shortest prefix of y has q(prefix)
-<= 2^-c, and b >= c only if Y begins with it, which has probability q(prefix). The bound holds
+<= 2^-c, and b >= c only if Y begins with it, which has probability q(prefix). The bound holds under
+any temperature, top-k, top-p, penalty, grammar or mask, since q is what is left after them; for
+completions of any length, since the end of a sequence is a token; and for y from another policy (an
+earlier round, other weights), since only Y is drawn again.
 
-- under any temperature, top-k, top-p, penalty, grammar or mask: q is what is left after them;
-- for completions of any length: the end-of-sequence token is a token, and a completion that was cut
-  off only has a shorter prefix;
-- for y from another policy (an earlier round, other weights): only Y is drawn again;
-- for k samples and y: P <= 2^-(k c). So n samples that all share a prefix of b bits have
-  probability <= 2^-((n - 1) b). Their number of *coincidences* is e = n - 1, or e = n against a
-  completion of an earlier round.
+**Many pairs.** Bonferroni's bound corrects the `log2_p` of a round: over R rounds of independent
+samples expect at most R times the alarm level of alarms.
 
-**Many pairs.** A weighted Bonferroni bound over everything that is searched corrects the `log2_p`
-of a round: over R rounds of independent samples expect at most R times the alarm level of alarms.
-
-- Half of it: *one improbable set* of n samples of one prompt, or of n samples with one completion
-  of an earlier round. Sets with e coincidences get the share 1/2 of it (e = 1: pairs) or
-  1 / (2 e (e - 1)); the shares add up to 1. With remembered completions each of the two families
-  gets half. For pairs alone, p = 4 x (number of pairs) x 2^-b: 34 bits in a round of 128 groups of
-  8 are an alarm at 1e-6.
-- Half of it: *many sets, none improbable alone*, as when a whole round is frozen and each sample
+- Half of it: *one improbable pair* of samples of one prompt, or of a sample and a completion of an
+  earlier round: p = 2 x (number of pairs) x 2^-b. In a round of 128 groups of 8, 33 bits are an
+  alarm at 1e-6.
+- Half of it: *many pairs, none improbable alone*, as when a whole round is frozen and each sample
   has 10 bits. Compare each sample, in the order of their ids, with the D different completions of
   its prompt that came before, remembered ones included: p_i = min(1, D x 2^-b_i) is a p-value
   whatever came before. So they combine as if independent (Fisher 1932).
@@ -43,14 +36,12 @@ completion into several on purpose, the test calls it shared noise.
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import pairwise
 from math import comb, log, log2
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 from cachetools import LRUCache
@@ -64,31 +55,15 @@ Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
 
 MAX_PREFIX_TOKENS = 4096  # compared of a completion; the rest could only hide coincidences
-MAX_COLLISIONS = 16  # kept of a round, the most improbable
+MAX_COLLISIONS = 16  # kept of a round
 MAX_BYTES = 64 * 2**20  # for earlier rounds: 13,000 samples with beginnings of 1,000 tokens
-BYTES_OF_SAMPLE = 1000  # a remembered sample takes so many beside its tokens
-MAX_PER_PROMPT = 64
-MAX_KEPT_BITS = 96.0  # 2^-96 is 1e-29: an alarm however many pairs there are
-
-Kind = Literal["shared", "frozen"]
-
-
-def compact(row: SampleRow) -> SampleRow:
-    """Return what the statistics read of a row, with its numbers as arrays: sequences, as a row's
-    fields should be, which numpy reads as they are."""
-    logprobs = known_logprobs(row)
-    return replace(
-        row,
-        finish_reason=None,
-        stop_reason=None,
-        token_ids=array("i", np.asarray(row.token_ids, np.int32).tobytes()),
-        logprobs=None if logprobs is None else array("f", logprobs.tobytes()),
-        prompt="",
-        media=(),
-        pictures=None,
-        mask=None,
-        columns=None,
-    )
+BYTES_OF_SAMPLE = 1000  # of a remembered sample beside its tokens
+MAX_PER_PROMPT = 64  # samples that are remembered
+FORGOTTEN: dict[str, Any] = {
+    **{"logprobs": None, "text": "", "prompt": "", "media": ()},
+    **{"pictures": None, "mask": None, "columns": None},
+}
+MAX_KEPT_BITS = 96.0  # of a remembered sample; 2^-96 is 1e-29, an alarm among any number of pairs
 
 
 def known_logprobs(row: SampleRow) -> Floats | None:
@@ -114,29 +89,25 @@ def surprisal_bits(row: SampleRow) -> Floats:
 class Collision:
     """Samples of one prompt that share a prefix, and the p-value of that."""
 
-    kind: Kind  # `shared`: samples of the round share it; `frozen`: an earlier round had it too
     samples: tuple[SampleRow, ...]  # of this round
-    earlier: tuple[SampleRow, ...]  # of earlier rounds; empty unless `frozen`
+    earlier: tuple[SampleRow, ...]  # of earlier rounds
     num_tokens: int  # of the common prefix
     bits: float  # of surprisal of the common prefix
-    log2_p: float  # corrected for everything that was searched; above 0 if it alone proves nothing
+    log2_p: float  # of a pair, corrected; above 0 if it alone proves nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollisionTest:
     """The test's result for one round."""
 
+    # The least of its most improbable collision's and of all together; at most 0.
     log2_p: float = 0.0
-    """The least of its most improbable collision's and of all together; at most 0."""
-
+    # Those that independent noise explains least come first; none lies within another.
     collisions: list[Collision] = field(default_factory=list)
-    """The most improbable first; none lies within another."""
-
     num_pairs: int = 0  # of samples of one prompt in the round
     num_earlier_pairs: int = 0  # of a sample and one of an earlier round
     num_untested: int = 0  # samples without log-probabilities
-    max_bits: float = 0.0
-    """Surprisal of the least probable prefix that two samples of the round share."""
+    max_bits: float = 0.0  # of the least probable prefix that two samples of the round share
 
     @property
     def is_tested(self) -> bool:
@@ -146,8 +117,8 @@ class CollisionTest:
 def collision_test(
     samples: Sequence[SampleRow], memory: PromptMemory | None = None
 ) -> CollisionTest:
-    """Compare the samples of one round with each other and with `memory`, which does not change.
-    Samples of equal prompts are compared, in one group or in several."""
+    """Compare the samples of one round that have one prompt, in one group or in several, with each
+    other and with `memory`, which does not change."""
     by_prompt: dict[str, list[SampleRow]] = {}
     for sample in sorted(samples, key=lambda s: s.sample_id):
         if known_logprobs(sample) is not None:
@@ -156,38 +127,38 @@ def collision_test(
         _PromptSamples(own, memory.earlier(fingerprint) if memory else [])
         for fingerprint, own in by_prompt.items()
     ]
-    correction = Correction([(len(p.samples), len(p.earlier)) for p in prompts])
-    collisions = [collision for prompt in prompts for collision in prompt.collisions(correction)]
-    collisions.sort(key=lambda collision: collision.log2_p)
-    log2_p = min([0.0, *(collision.log2_p for collision in collisions[:1])])
+    num_pairs = sum(comb(len(prompt.samples), 2) for prompt in prompts)
+    num_earlier_pairs = sum(len(prompt.samples) * len(prompt.earlier) for prompt in prompts)
+    log2_pairs = log2(max(num_pairs + num_earlier_pairs, 1)) + 1
+    collisions = [collision for prompt in prompts for collision in prompt.collisions(log2_pairs)]
+    # The bound for a set of e + 1 samples, or of e and one of an earlier round, is 2^-(e b).
+    collisions.sort(key=lambda c: -c.bits * (len(c.samples) - (not c.earlier)))
+    log2_p = min([0.0, *(collision.log2_p for collision in collisions)])
     fisher_log2_p = log2_fisher([p for prompt in prompts for p in prompt.sample_log2_ps()]) + 1
     named: list[Collision] = []
     named_members: list[set[SampleId]] = []
     for collision in collisions:
+        if len(named) == MAX_COLLISIONS:
+            break
         # Improbable ones are named; all are where only all together are improbable.
         is_evidence = collision.log2_p < 0 or (log2_p == 0 and fisher_log2_p < 0)
-        if not is_evidence or len(named) == MAX_COLLISIONS:
-            break
         members = {s.sample_id for s in (*collision.samples, *collision.earlier)}
-        if not any(members <= others for others in named_members):
+        if is_evidence and not any(members <= others for others in named_members):
             named.append(collision)
             named_members.append(members)
     return CollisionTest(
         log2_p=min(log2_p, fisher_log2_p),
         collisions=named,
-        num_pairs=correction.num_sets(1, "shared"),
-        num_earlier_pairs=correction.num_sets(1, "frozen"),
+        num_pairs=num_pairs,
+        num_earlier_pairs=num_earlier_pairs,
         num_untested=len(samples) - sum(map(len, by_prompt.values())),
         max_bits=max((c.bits for c in collisions if len(c.samples) > 1), default=0.0),
     )
 
 
 class PromptMemory:
-    """Beginnings of completions of earlier rounds, kept by prompt to detect frozen noise.
-
-    It holds at most `max_bytes` over all prompts, and `MAX_PER_PROMPT` samples of a prompt, each up
-    to `MAX_KEPT_BITS` of surprisal and `MAX_PREFIX_TOKENS` tokens. The oldest go first.
-    """
+    """Beginnings of completions of earlier rounds, kept by prompt to detect frozen noise; the
+    oldest go first."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._prompts: LRUCache[str, list[SampleRow]] = LRUCache(
@@ -205,39 +176,11 @@ class PromptMemory:
         for sample in samples:
             bits = np.cumsum(surprisal_bits(sample)[:MAX_PREFIX_TOKENS])
             end = min(int(np.searchsorted(bits, MAX_KEPT_BITS)) + 1, MAX_PREFIX_TOKENS)
-            kept = replace(sample, token_ids=sample.token_ids[:end], logprobs=None, text="")
-            # A copy: the whole completion must not stay alive.
-            by_prompt.setdefault(sample.fingerprint, []).append(compact(kept))
+            beginning: Any = np.array(sample.token_ids[:end], np.int32)  # a copy
+            kept = replace(sample, token_ids=beginning, **FORGOTTEN)
+            by_prompt.setdefault(sample.fingerprint, []).append(kept)
         for fingerprint, new in by_prompt.items():
             self._prompts[fingerprint] = [*self.earlier(fingerprint), *new][-MAX_PER_PROMPT:]
-
-
-class Correction:
-    """The weighted Bonferroni correction for all sets of samples that a round is searched for.
-
-    Args:
-        sizes: the number of samples and of remembered samples, for each prompt.
-    """
-
-    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
-        self._sizes = Counter(sizes)
-        self._num_families = 2 if any(earlier for _, earlier in sizes) else 1
-        self._num_sets: dict[tuple[int, Kind], int] = {}
-
-    def log2_p(self, coincidences: int, bits: float, kind: Kind) -> float:
-        """Return the corrected p-value of one set; may be above 0."""
-        e = coincidences
-        log2_share = -2.0 - log2(max(e * (e - 1), 1) * self._num_families)
-        return log2(self.num_sets(e, kind)) - e * bits - log2_share
-
-    def num_sets(self, coincidences: int, kind: Kind) -> int:
-        e, key = coincidences, (coincidences, kind)
-        if key not in self._num_sets:
-            self._num_sets[key] = sum(
-                num_prompts * (comb(n, e + 1) if kind == "shared" else comb(n, e) * earlier)
-                for (n, earlier), num_prompts in self._sizes.items()
-            )
-        return self._num_sets[key]
 
 
 class _PromptSamples:
@@ -251,31 +194,25 @@ class _PromptSamples:
         ]
         self._prefixes = list(shared_prefixes(self._tokens))
         longest = max((prefix.length for prefix in self._prefixes), default=0)
-        bits = (surprisal_bits(sample)[:longest] for sample in samples)
-        self._bits = [np.cumsum(np.append(0.0, sample_bits)) for sample_bits in bits]
-        """The surprisal of each prefix, from the empty one on, by sample."""
+        # The surprisal of each prefix, from the empty one on, by sample.
+        self._bits = [
+            np.cumsum(np.append(0.0, surprisal_bits(sample)[:longest])) for sample in samples
+        ]
 
-    def collisions(self, correction: Correction) -> Iterator[Collision]:
-        """For each shared prefix, yield the most improbable claim about it."""
+    def collisions(self, log2_pairs: float) -> Iterator[Collision]:
+        """Yield each shared prefix; `log2_pairs` corrects for the pairs of the round."""
         for prefix in self._prefixes:
             is_new = prefix.members < len(self.samples)
             new, old = prefix.members[is_new], prefix.members[~is_new] - len(self.samples)
-            if not len(new):
-                continue
-            least = min(float(self._bits[i][prefix.length]) for i in new)
-            # One coincidence, or all of them: with groups of one size log2 p is concave in their
-            # number (binomials are), so that its least value is at one end.
-            sizes: list[tuple[Kind, int]] = [("frozen", e) for e in {1, len(new)} if len(old)]
-            sizes += [("shared", e) for e in {1, len(new) - 1} if len(new) > 1]
-            log2_p, kind = min((correction.log2_p(e, least, kind), kind) for kind, e in sizes)
-            yield Collision(
-                kind=kind,
-                samples=tuple(self.samples[i] for i in new),
-                earlier=tuple(self.earlier[i] for i in old) if kind == "frozen" else (),
-                num_tokens=prefix.length,
-                bits=least,
-                log2_p=log2_p,
-            )
+            if len(new):
+                least = min(float(self._bits[i][prefix.length]) for i in new)
+                yield Collision(
+                    samples=tuple(self.samples[i] for i in new),
+                    earlier=tuple(self.earlier[i] for i in old),
+                    num_tokens=prefix.length,
+                    bits=least,
+                    log2_p=log2_pairs - least,
+                )
 
     def sample_log2_ps(self) -> list[float]:
         """For each sample with predecessors, return log2 of its p-value p_i (see the module)."""
@@ -318,8 +255,7 @@ def format_p(log10_p: float) -> str:
 # --- sequences that share prefixes: the inner nodes of their trie ---
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
+class SharedPrefix(NamedTuple):
     """All sequences, two or more, that begin with one prefix; no longer one is common to all."""
 
     members: Ints  # indices of the sequences

@@ -3,10 +3,6 @@
 A metric of a round is the mean over its groups, unless its docstring says otherwise. Metrics that
 compare samples leave out groups of one sample, and are missing where no other group is left.
 
-`outcome_metrics` needs rewards: a sample is *correct* if its reward is `CORRECT_REWARD` or more.
-There all turns of a conversation are one sample, with the last turn's text and tokens, and samples
-without a score are left out.
-
 **Bounded cost.** Distinct-n, edit similarity, Self-BLEU and Vendi compare completions token by
 token. They read groups, evenly spaced over the round, of about `MAX_COMPARED_SAMPLES` samples in
 all, the first `MAX_GROUP_SAMPLES` of each group, and the first `MAX_TOKENS` tokens of each sample.
@@ -32,9 +28,9 @@ from swift_grpo_ext.diversity.collision import Ints, known_logprobs
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
+# ms-swift's accuracy rewards (`rewards/orm.py`) give 1.0 for a right answer and 0.0 for a wrong
+# one; with format rewards beside them, a right answer's sum is at least as high.
 CORRECT_REWARD = 1.0
-"""ms-swift's accuracy rewards (`rewards/orm.py`) give 1.0 for a right answer and 0.0 for a wrong
-one; with format rewards beside them, a right answer's sum is at least as high."""
 
 # 10,240 samples of 1,000 tokens take 0.5 CPU-seconds so (scripts/bench/results/diversity.md).
 MAX_COMPARED_SAMPLES = 1024
@@ -46,12 +42,8 @@ DISTINCT_ORDERS = (1, 2, 3)
 BLEU_ORDER = 4
 VENDI_ORDERS = (1, 2)
 
-Group = Sequence[SampleRow]
-"""The samples of one prompt's occurrence in a round."""
-
-Scores = Mapping[SampleId, float]
-"""Rewards by sample, of turn 0."""
-
+Group = Sequence[SampleRow]  # the samples of one prompt's occurrence in a round
+Scores = Mapping[SampleId, float]  # rewards by sample, of turn 0
 T = TypeVar("T")
 
 
@@ -69,7 +61,16 @@ def group_samples(samples: Iterable[SampleRow]) -> list[list[SampleRow]]:
 def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return all metrics of a round by name; undefined ones are left out."""
     completions = [Counter(map(token_bytes, group)) for group in groups]
-    metrics: dict[str, float | None] = {
+    compared = compared_tokens(groups)
+    several = [tokens for tokens in compared if len(tokens) > 1]
+    max_pairs = MAX_PAIRS // max(len(several), 1)
+    counts = [list(ngram_counts(tokens)) for tokens in compared]
+    counts_of_several = [group for group in counts if group[0].shape[0] > 1]
+    distinct = {
+        f"distinct_{n}": mean(distinct_ngrams(group[n - 1]) for group in counts if group[n - 1].nnz)
+        for n in DISTINCT_ORDERS
+    }
+    metrics = {
         "unique_ratio": unique_ratio(completions),
         "groups_with_duplicates": groups_with_duplicates(completions),
         "copied_ratio": copied_ratio(completions),
@@ -77,24 +78,18 @@ def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "distinct_answers": mean(map(distinct_answers, groups)),
         "length_spread": mean(length_spread(group) for group in groups if len(group) > 1),
         "surprisal": surprisal(groups),
+        **distinct,
+        "edit_similarity": mean(edit_similarity(tokens, max_pairs) for tokens in several),
+        "self_bleu": mean(score for group in counts_of_several for score in self_bleu(group)),
+        "vendi": mean(vendi_score(group) for group in counts_of_several),
     }
-    compared = compared_tokens(groups)
-    several = [tokens for tokens in compared if len(tokens) > 1]
-    counts = [list(ngram_counts(tokens)) for tokens in compared]
-    for order in DISTINCT_ORDERS:
-        metrics[f"distinct_{order}"] = mean(
-            distinct_ngrams(group[order - 1]) for group in counts if group[order - 1].nnz
-        )
-    counts = [group for group in counts if group[0].shape[0] > 1]
-    limit = MAX_PAIRS // max(len(several), 1)
-    metrics["edit_similarity"] = mean(edit_similarity(tokens, limit) for tokens in several)
-    metrics["self_bleu"] = mean(score for group in counts for score in self_bleu(group))
-    metrics["vendi"] = mean(vendi_score(group) for group in counts)
     return {name: value for name, value in metrics.items() if value is not None}
 
 
 def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]:
-    """Return the metrics that need rewards, by name; undefined ones are left out.
+    """Return the metrics that need rewards, by name; undefined ones are left out. A sample is
+    correct if its reward is `CORRECT_REWARD` or more. All turns of a conversation are one sample,
+    with the last turn's text and tokens. Samples without a score are left out.
 
     - `pass_at_1`, `pass_at_2`, `pass_at_4` ...: the chance that one of k samples is correct.
     - `equal_rewards`: the share of groups whose samples all have one reward, from which GRPO
@@ -103,19 +98,16 @@ def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]
     - `correct_answers`, `correct_vendi`: `distinct_answers` and `vendi_score` of the correct
       samples of a group. Groups without a correct sample do not count; one correct sample counts 1.
     """
-    # Each scored sample's last turn, by the sample's name.
     last_turns: dict[SampleId, SampleRow] = {}
     for sample in sorted((s for g in groups for s in g), key=lambda s: s.sample_id.turn):
-        name = replace(sample.sample_id, turn=0)
-        if name in scores:
-            last_turns[name] = sample
-    by_group: dict[int, list[tuple[SampleRow, float]]] = {}
-    for name in sorted(last_turns):
-        by_group.setdefault(name.group, []).append((last_turns[name], scores[name]))
-    rewards = [[reward for _, reward in group] for group in by_group.values()]
+        last_turns[replace(sample.sample_id, turn=0)] = sample
+    by_group: dict[int, list[SampleId]] = {}
+    for name in sorted(last_turns.keys() & scores.keys()):
+        by_group.setdefault(name.group, []).append(name)
+    rewards = [[scores[name] for name in names] for names in by_group.values()]
     correct = [
-        [sample for sample, reward in group if reward >= CORRECT_REWARD]
-        for group in by_group.values()
+        [last_turns[name] for name in names if scores[name] >= CORRECT_REWARD]
+        for names in by_group.values()
     ]
     some_correct = [group for group in correct if group]
     metrics = {
@@ -129,11 +121,8 @@ def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]
     }
     k = 1
     while any(len(r) >= k for r in rewards):
-        metrics[f"pass_at_{k}"] = mean(
-            pass_at_k(len(r), len(c), k)
-            for r, c in zip(rewards, correct, strict=True)
-            if len(r) >= k
-        )
+        counts = ((len(r), len(c)) for r, c in zip(rewards, correct, strict=True))
+        metrics[f"pass_at_{k}"] = mean(pass_at_k(n, c, k) for n, c in counts if n >= k)
         k *= 2
     return {name: value for name, value in metrics.items() if value is not None}
 
@@ -156,11 +145,9 @@ def token_bytes(sample: SampleRow) -> bytes:
 
 
 def unique_ratio(completions: Sequence[Counter[bytes]]) -> float:
-    """Different completions per sample: sum over groups of |{token ids}| / number of samples.
-
-    1/G (all equal) to 1 (all differ): higher is more diverse. Source: the "unique" fraction of
-    Holtzman et al. 2020 (The Curious Case of Neural Text Degeneration), on completions.
-    """
+    """Different completions per sample: sum over groups of |{token ids}| / number of samples. 1/G
+    (all equal) to 1 (all differ): higher is more diverse. Source: the "unique" fraction of Holtzman
+    et al. 2020 (The Curious Case of Neural Text Degeneration), on completions."""
     return sum(map(len, completions)) / sum(group.total() for group in completions)
 
 
@@ -171,22 +158,17 @@ def groups_with_duplicates(completions: Sequence[Counter[bytes]]) -> float | Non
 
 
 def copied_ratio(completions: Sequence[Counter[bytes]]) -> float:
-    """Samples that repeat another of their group, per sample that could.
-
-    sum of (G - distinct) / sum of (G - 1); 0 (all differ) to 1 (each group is one completion);
-    0 where all groups hold one sample. Source: this project; `unique_ratio` freed of G.
-    """
+    """Samples that repeat another of their group, per sample that could: sum of (G - distinct) /
+    sum of (G - 1). 0 (all differ) to 1 (each group is one completion); 0 where all groups hold one
+    sample. Source: this project; `unique_ratio` freed of G."""
     could = sum(group.total() - 1 for group in completions)
     return sum(group.total() - len(group) for group in completions) / could if could else 0.0
 
 
 def common_mode(groups: Sequence[Group], completions: Sequence[Counter[bytes]]) -> float:
     """Share of prompts that have one and the same most frequent completion, which comes twice or
-    more.
-
-    0 to 1: lower is more diverse; 1 is a policy that no longer looks at its prompt. The first group
-    of a prompt counts; 0 for fewer than `MIN_PROMPTS` prompts. Source: this project.
-    """
+    more. 0 to 1: lower is more diverse; 1 is a policy that no longer looks at its prompt. The first
+    group of a prompt counts; 0 for fewer than `MIN_PROMPTS` prompts. Source: this project."""
     by_prompt: dict[str, Counter[bytes]] = {}
     for group, counter in zip(groups, completions, strict=True):
         by_prompt.setdefault(group[0].fingerprint, counter)
@@ -209,24 +191,19 @@ def extract_answer(text: str) -> str:
     tagged = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
     if tagged:
         return str(tagged[-1]).strip()
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return text.strip()
-    start += len(r"\boxed{")
+    _, boxed, content = text.rpartition(r"\boxed{")
     depth = 1
-    for end in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
+    for end, character in enumerate(content if boxed else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return text[start:end].strip()
-    return text[start:].strip()  # cut off
+            return content[:end].strip()
+    return content.strip()  # without a box, or with one that was cut off
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k), if c of n are.
-
     Unbiased for n independent samples, n >= k. Source: Chen et al. 2021 (Evaluating Large Language
-    Models Trained on Code), equation 1, as the product that they compute.
-    """
+    Models Trained on Code), equation 1, as the product that they compute."""
     return float(1 - np.prod(1 - k / np.arange(n - c + 1, n + 1))) if n - c >= k else 1.0
 
 
@@ -237,15 +214,11 @@ def length_spread(group: Group) -> float:
 
 
 def surprisal(groups: Sequence[Group]) -> float | None:
-    """Mean of -ln q(token) over all sampled tokens of the round, in nats.
-
-    q is the distribution that the tokens were sampled from, so this estimates its entropy per token
-    (Shannon 1948). 0 upward: higher is more diverse. Tokens of unknown log-probability do not
-    count; None where all are unknown.
-    """
+    """Mean of -ln q(token) over all sampled tokens of the round, in nats, which estimates the
+    entropy per token of q, the distribution that they were sampled from (Shannon 1948). 0 upward:
+    higher is more diverse. Unknown log-probabilities do not count; None where all are unknown."""
     logprobs = [known_logprobs(sample) for group in groups for sample in group]
-    known = [values for values in logprobs if values is not None]
-    flat = np.concatenate([np.zeros(0, np.float32), *known])
+    flat = np.concatenate([np.zeros(0, np.float32), *(lp for lp in logprobs if lp is not None)])
     flat = flat[np.isfinite(flat)]
     return -float(np.mean(flat, dtype=np.float64)) if len(flat) else None
 
@@ -258,10 +231,9 @@ def compared_tokens(groups: Sequence[Group]) -> list[list[Ints]]:
     if not groups:
         return []
     sizes = [min(len(group), MAX_GROUP_SAMPLES) for group in groups]
-    limit = MAX_COMPARED_SAMPLES * len(groups) // sum(sizes)
     return [
         [np.asarray(s.token_ids[:MAX_TOKENS], np.int32) for s in group[:MAX_GROUP_SAMPLES]]
-        for group in evenly_spaced(groups, limit)
+        for group in evenly_spaced(groups, MAX_COMPARED_SAMPLES * len(groups) // sum(sizes))
     ]
 
 
@@ -271,11 +243,9 @@ def evenly_spaced(items: Sequence[T], limit: int) -> list[T]:
 
 
 def edit_similarity(tokens: Sequence[Ints], max_pairs: int) -> float:
-    """Mean over pairs of a group of 1 - Levenshtein(a, b) / max(|a|, |b|), on token ids.
-
-    0 (nothing in common) to 1 (all equal): lower is more diverse; two empty completions are equal.
-    Source: Levenshtein 1966, normalized as in rapidfuzz.
-    """
+    """Mean over pairs of a group of 1 - Levenshtein(a, b) / max(|a|, |b|), on token ids. 0 (nothing
+    in common) to 1 (all equal): lower is more diverse; two empty completions are equal. Source:
+    Levenshtein 1966, normalized as in rapidfuzz."""
     pairs = evenly_spaced(list(combinations([ids.tolist() for ids in tokens], 2)), max_pairs)
     left, right = zip(*pairs, strict=True)
     # One worker: the training wants the other cores.
@@ -300,22 +270,17 @@ def ngram_counts(tokens: Sequence[Ints]) -> Iterator[sparse.csc_array]:
 
 
 def distinct_ngrams(counts: sparse.csc_array) -> float:
-    """distinct-n: different n-grams of a group / n-grams of the group.
-
-    Above 0 to 1: higher is more diverse; falls with length. Groups without any n-gram do not count.
-    Source: Li et al. 2016 (A Diversity-Promoting Objective Function), over a group's samples.
-    """
+    """distinct-n: different n-grams of a group / n-grams of the group. Above 0 to 1: higher is more
+    diverse; falls with length. Groups without any n-gram do not count. Source: Li et al. 2016 (A
+    Diversity-Promoting Objective Function), over a group's samples."""
     return float(counts.shape[1] / counts.sum())
 
 
 def self_bleu(counts: Sequence[sparse.csc_array]) -> Iterator[float]:
     """Self-BLEU: BLEU-4 of each sample with the rest of its group as references, on token ids; a
-    round's is the mean over samples.
-
-    0 to 1: lower is more diverse. Source: Zhu et al. 2018 (Texygen); BLEU as sacrebleu's
-    `sentence_score` computes it (exponential smoothing, effective order; closest reference length),
-    over 1.
-    """
+    round's is the mean over samples. 0 to 1: lower is more diverse. Source: Zhu et al. 2018
+    (Texygen); BLEU as sacrebleu's `sentence_score` computes it (exponential smoothing, effective
+    order; closest reference length), over 1."""
     matches = np.stack([clipped_matches(c) for c in counts], axis=1)
     totals = np.stack([c.sum(axis=1) for c in counts], axis=1)
     lengths = totals[:, 0]
@@ -332,10 +297,8 @@ def self_bleu(counts: Sequence[sparse.csc_array]) -> Iterator[float]:
 
 
 def clipped_matches(counts: sparse.csc_array) -> Ints:
-    """Number of each sample's n-grams that another of its group has too, [samples].
-
-    BLEU's clipped count with the rest of the group as references (Papineni et al. 2002).
-    """
+    """Number of each sample's n-grams that another of its group has too, [samples]: BLEU's clipped
+    count with the rest of the group as references (Papineni et al. 2002)."""
     if not counts.nnz:
         return np.zeros(counts.shape[0], np.int64)
     # For each n-gram, a column: the most that a sample has, and the most that another one has. The
@@ -352,13 +315,11 @@ def clipped_matches(counts: sparse.csc_array) -> Ints:
 
 
 def vendi_score(counts: Sequence[sparse.csc_array]) -> float:
-    """Vendi score: the effective number of different samples of a group.
-
-    exp(-sum of x ln x) over the eigenvalues x of K / G. K[i, j] is the cosine similarity of the
-    samples' n-gram counts, averaged over n = 1 and 2; samples without n-grams are alike. 1 (all
-    equal) to G (nothing in common): higher is more diverse. Source: Friedman and Dieng 2023 (The
-    Vendi Score), with the n-gram kernel that they use on text.
-    """
+    """Vendi score, the effective number of different samples of a group: exp(-sum of x ln x) over
+    the eigenvalues x of K / G. K[i, j] is the cosine similarity of the samples' n-gram counts,
+    averaged over n = 1 and 2; samples without n-grams are alike. 1 (all equal) to G (nothing in
+    common): higher is more diverse. Source: Friedman and Dieng 2023 (The Vendi Score), with the
+    n-gram kernel that they use on text."""
     kernels = []
     for order in VENDI_ORDERS:
         products = (counts[order - 1] @ counts[order - 1].T).toarray()

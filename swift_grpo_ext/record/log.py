@@ -3,19 +3,18 @@
     RUN_DIR/samples/session-0000-step-000000-file-000017-train-000017-00.parquet
     RUN_DIR/samples/session-0000-step-000000-files-000000-000016.parquet
 
-A session is a start of the trainer, from the checkpoint of a step; its rank 0 writes. A file is
-written under another name, and takes its own once it is whole and on disk. From then on it never
-changes.
+A session is a start of the trainer, from the checkpoint of a step. Its rank 0 writes. A file takes
+its name once it is whole and on disk, and never changes then.
 
-A query opens every file (0.4 CPU-ms each), so small ones that follow one another are merged. The
-merged file has the first and last number in its name. Only once it is on disk are they removed.
-Where a process dies between, the small ones stand there still: `record_files` leaves out what a
-merged file holds, and the next session removes it.
+A query opens every file (0.4 CPU-ms each), so small files that follow one another are merged. The
+merged file has the first and the last number in its name. The small ones are removed once it is on
+disk. Where a process dies between, `record_files` leaves them out, and the next session removes
+them.
 
-A session takes its number by making `samples/.session-0000.lock`, which a disk grants to one
-process alone, and locks it for as long as the process lives, so that no second training writes to
-the folder: of a process that was killed, the kernel unlocks it. Where disks have no locks, two
-trainings in one folder have numbers, and so files, of their own.
+A session takes its number by making `samples/.session-0000.lock`, and locks that file until its
+process ends, so that a second training is refused. The kernel unlocks the file of a process that
+was killed. Where disks have no locks, two trainings in one folder have numbers, and so files, of
+their own.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,90 +52,59 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILES = 64
-"""So many files are merged into one: a run of 20,000 rounds keeps 313 of each table."""
-
-FILE_BYTES = 64 << 20
-"""Bytes on disk at which fewer are merged."""
-
+FILES = 64  # that are merged into one: a run of 20,000 rounds keeps 313 of each table
+FILE_BYTES = 64 << 20  # at which fewer are merged
+# A file of an eighth of that stays as it is: merging compresses rows once more (1.7 CPU-seconds for
+# 10 million tokens, which take 40 MB).
 LARGE = 8
-"""A file of an eighth of that stays as it is: merging compresses rows once more (1.7 CPU-seconds
-for 10 million tokens, which take 40 MB), and is for small ones."""
-
-PARTS = 8
-"""A bounded record keeps at least so many files, for its oldest to go one by one."""
-
-ZSTD_LEVEL = 7
-"""Of 1.7 CPU-seconds for 10 million tokens, compression takes 1.3; level 9 takes 2.0, and 1% less
-room."""
-
-PAGE_BYTES = 16 << 20
-"""Repetitions are looked for within a page: 1 MiB, pyarrow's own, takes 4% more room."""
-
-WAITING_BYTES = 256 << 20
-"""Memory for what a disk that failed has not taken: about 20 million tokens."""
+PARTS = 8  # files that a bounded record keeps at least, so that its oldest go one by one
+ZSTD_LEVEL = 7  # 1.3 CPU-seconds for 10 million tokens; level 9 takes 2.0, and 1% less room
+PAGE_BYTES = 16 << 20  # repetitions are found within a page: pyarrow's own 1 MiB takes 4% more room
+WAITING_BYTES = 256 << 20  # in memory of what a disk that failed has not taken: 20 million tokens
+BOUNDED = (SAMPLES, REWARDS)  # by `--sample_log_gb`; a round's diversity takes 2 KB
 
 DICTIONARY_COLUMNS = [
     *("phase", "replica", "finish_reason", "stop_reason", "fingerprint", "prompt"),
     *("columns", "media.list.element", "fate", "rewards.key_value.key"),
 ]
-"""The columns whose texts come again, by their names in Parquet."""
-
-BOUNDED = (SAMPLES, REWARDS)
-"""`--sample_log_gb` bounds these; a round's diversity takes 2 KB."""
+"""The columns with texts that repeat, by their names in Parquet."""
 
 FILE_NAME = re.compile(
     r"session-(\d+)-step-(\d+)-(?:files-(\d+)-(\d+)|file-(\d+)-(?:train|eval)-\d+-\d+)\.parquet"
 )
 
-LOCK_NAME = re.compile(r"\.session-(\d+)\.lock")
-
 _held: dict[str, int] = {}
-"""Descriptors of locks by path. None is closed before the process ends: to close any of a file's
-descriptors ends all locks that the process has on it (fcntl(2))."""
+"""Descriptors of locks by path. They stay open until the process ends: closing any descriptor of a
+file ends all locks that the process has on that file (fcntl(2))."""
 
 
 class RecordFile(NamedTuple):
     """A file, and what its name says; files sort from the oldest to the newest."""
 
     session: int
-    start_step: int
-    """The optimizer step of the checkpoint that the session was resumed from."""
-
-    first: int
+    start_step: int  # the optimizer step of the checkpoint that the session was resumed from
+    first: int  # the number of the first file that was merged; of a single file, its own
     last: int
-    """Numbers of the files that it holds, both its own where it was not merged."""
-
     path: Path
 
-    def holds(self, other: RecordFile) -> bool:
-        """Return whether the file was merged of another, or of one that it holds."""
-        is_within = self.first <= other.first and other.last <= self.last
-        return self[:2] == other[:2] and is_within and self != other
 
-
-def parse_name(path: Path) -> RecordFile | None:
-    """Return what a file's name says; None where it is no file of a record."""
-    match = FILE_NAME.fullmatch(path.name)
-    if match is None:
-        return None
-    session, start_step, first, last, number = match.groups()
-    numbers = int(first or number), int(last or number)
-    return RecordFile(int(session), int(start_step), *numbers, path)
-
-
-def without_merged(files: Iterable[RecordFile]) -> list[RecordFile]:
-    """Return the files from the oldest to the newest, but for those that a merged one holds."""
+def record_files(folder: Path) -> list[RecordFile]:
+    """Return the files that hold a table, the oldest first, but for those that a merged one holds;
+    empty where there is no folder."""
     kept: list[RecordFile] = []
-    for file in sorted(files, key=lambda file: (*file[:3], -file.last)):
-        if not (kept and kept[-1].holds(file)):
+    for file in sorted(_named_files(folder), key=lambda file: (*file[:3], -file.last)):
+        if not kept or kept[-1][:2] != file[:2] or kept[-1].last < file.last:
             kept.append(file)
     return kept
 
 
-def record_files(folder: Path) -> list[RecordFile]:
-    """Return the files that hold a table, the oldest first; empty where there is no folder."""
-    return without_merged(filter(None, map(parse_name, folder.glob("*.parquet"))))
+def _named_files(folder: Path) -> Iterator[RecordFile]:
+    for path in folder.glob("*.parquet"):
+        if match := FILE_NAME.fullmatch(path.name):
+            session, start_step, first, last, number = match.groups()
+            yield RecordFile(
+                *(int(session), int(start_step)), int(first or number), int(last or number), path
+            )
 
 
 # --- sessions ---
@@ -147,10 +115,8 @@ class RunInUseError(RuntimeError):
 
 
 def claim_session(run_dir: str | os.PathLike[str]) -> int:
-    """Return the number of the session that starts now: one more than the greatest, from 0.
-
-    Other processes are refused until this one ends. A folder that cannot be written is claimed by
-    nobody.
+    """Return the number of the session that starts now, one more than the greatest, and refuse
+    other processes until this one ends. A folder that cannot be written is not claimed.
 
     Raises:
         RunInUseError: a process that lives has claimed the folder.
@@ -177,14 +143,13 @@ def claim_session(run_dir: str | os.PathLike[str]) -> int:
         if reason := reason_against(run_dir):
             lock.unlink()
             raise RunInUseError(f"--output_dir {os.fspath(run_dir)}: {reason}")
-        # A process that was killed has left files that are not whole, and small ones that a merged
-        # one holds.
+        # A process that was killed has left unfinished files, and small ones that were merged.
         for table in TABLES:
-            for unfinished in table.folder(run_dir).glob(".session-*.tmp"):
-                unfinished.unlink()
-            files = {*filter(None, map(parse_name, table.folder(run_dir).glob("*.parquet")))}
-            for merged in files.difference(without_merged(files)):
-                merged.path.unlink()
+            left = [*table.folder(run_dir).glob(".session-*.tmp")]
+            merged = {*_named_files(table.folder(run_dir))}
+            merged.difference_update(record_files(table.folder(run_dir)))
+            for path in (*left, *(file.path for file in merged)):
+                path.unlink()
     return number
 
 
@@ -199,14 +164,14 @@ def check_output_dir(args: RLHFArguments) -> Findings:
 
 def next_session(run_dir: str | os.PathLike[str]) -> int:
     """Return one more than the greatest number of a session that left files, from 0."""
-    tables = [table.folder(run_dir) for table in TABLES]
-    numbers = [file.session for folder in tables for file in record_files(folder)]
-    return max([*numbers, *_locks(run_dir)], default=-1) + 1
+    files = [file for table in TABLES for file in record_files(table.folder(run_dir))]
+    numbers = [int(lock.stem.rpartition("-")[2]) for lock in _locks(run_dir)]
+    return max([*numbers, *(file.session for file in files)], default=-1) + 1
 
 
 def reason_against(run_dir: str | os.PathLike[str]) -> str:
     """Say which other training writes its record to the folder, and what to do; "" for none."""
-    for lock in _locks(run_dir).values():
+    for lock in _locks(run_dir):
         if str(lock) not in _held:
             # An exclusive lock asks for a descriptor that may write.
             with suppress(OSError), lock.open("r+") as file:
@@ -222,29 +187,12 @@ def reason_against(run_dir: str | os.PathLike[str]) -> str:
     return ""
 
 
-def _locks(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """Return the files by which sessions were claimed, by number; their paths are as in `_held`."""
-    found = SAMPLES.folder(run_dir).resolve().glob(".session-*.lock")
-    named = ((LOCK_NAME.fullmatch(path.name), path) for path in found)
-    return {int(match[1]): path for match, path in named if match}
+def _locks(run_dir: str | os.PathLike[str]) -> list[Path]:
+    """Return the locks of all sessions, their paths as in `_held`."""
+    return [*SAMPLES.folder(run_dir).resolve().glob(".session-[0-9]*.lock")]
 
 
 # --- the writer ---
-
-
-@dataclass(kw_only=True)
-class _Written:
-    """How far a table is written."""
-
-    table: Table
-    number: int = 0
-    """The next file's."""
-
-    waiting: list[tuple[RoundId, pa.Table]] = field(default_factory=list)
-    """Rounds that are not on disk: those of the last call, and more where the disk failed."""
-
-    unmerged: dict[RecordFile, int] = field(default_factory=dict)
-    """The files since the last that was merged or is large, with their bytes."""
 
 
 class SampleLog:
@@ -266,21 +214,25 @@ class SampleLog:
 
         Args:
             session: the number from `claim_session`.
-            start_step: optimizer step of the checkpoint that the session was resumed from, 0 for a
-                run from the beginning.
-            max_bytes: bound of all files of `BOUNDED` in the folder, those of earlier sessions
-                included; None for no bound. The newest file of a table is never removed.
+            start_step: optimizer step of the checkpoint that the session was resumed from, or 0.
+            max_bytes: bound of all files of `BOUNDED` in the folder, earlier sessions included. The
+                newest file of a table always stays.
         """
-        self._run_dir = run_dir
+        self._run_dir = Path(run_dir)
         self._session, self._start_step = session, start_step
         self.max_bytes = max_bytes
         bound = FILE_BYTES * PARTS if max_bytes is None else max_bytes
         self._file_bytes = min(FILE_BYTES, bound // PARTS)
-        self._tables = {table.name: _Written(table=table) for table in TABLES}
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
         self._unwritten: list[Future[None]] = []
-        self._troubles: set[str] = set()
-        """What was warned of, and holds still."""
+        # The thread alone touches what follows.
+        self._num_files = Counter[str]()  # of each table
+        # Each table's files that wait to be merged and follow one another, with their bytes.
+        self._small = defaultdict[str, dict[RecordFile, int]](dict)
+        # Rounds that are not on disk: those of the last call, and more where the disk failed.
+        self._waiting: deque[tuple[Table, RoundId, pa.Table]] = deque()
+        self._num_lost = 0
+        self._troubles: set[str] = set()  # that hold still, and of which a warning was logged
 
     def append(self, rows: Sequence[Row], table: Table = SAMPLES) -> None:
         """Have the thread write rows, a file for each round; `flush` waits for it.
@@ -288,18 +240,8 @@ class SampleLog:
         Raises:
             ValueError: a row's counts disagree or a value does not fit; nothing is written.
         """
-        self.append_rounds(rounds_of(rows, table, session=self._session), table)
-
-    def append_rounds(
-        self, rounds: Sequence[tuple[RoundId, pa.Table]], table: Table = SAMPLES
-    ) -> None:
-        """Have the thread write rounds, as `rounds_of` returns them: rows of one round that stand
-        in several places are one file."""
-        parts: dict[RoundId, list[pa.Table]] = {}
-        for name, rows in rounds:
-            parts.setdefault(name, []).append(rows)
-        whole = [(name, pa.concat_tables(tables)) for name, tables in parts.items()]
-        self._unwritten.append(self.writer.submit(self._write, whole, table))
+        rounds = rounds_of(rows, table, session=self._session)
+        self._unwritten.append(self.writer.submit(self._write, rounds, table))
 
     def flush(self) -> None:
         """Wait until all rows are on disk, or wait for a disk that failed."""
@@ -307,135 +249,106 @@ class SampleLog:
             self._unwritten.pop(0).result()
 
     def finish(self) -> None:
-        """Merge the files that are left, and try once more to write what waits for a disk that
-        failed: no rows may come any more."""
-        # In the thread, which alone touches what is unwritten and unmerged.
-        self.writer.submit(self._write_waiting).result()
-        for written in self._tables.values():
-            self.writer.submit(self._merge, written).result()
-        if num_lost := sum(len(written.waiting) for written in self._tables.values()):
+        """Write what waits for a disk that failed, if that can be done now, and merge the files
+        that are left: no rows may come any more."""
+        self.writer.submit(self._write, [], SAMPLES).result()
+        self.writer.submit(self._finish).result()  # behind what `_write` has had merged
+
+    def _finish(self) -> None:
+        for small in self._small.values():
+            self._tidy(small)
+        if num_lost := self._num_lost + len(self._waiting):
             logger.warning(
-                "%d rounds of the run's record are lost: %s cannot be written still, and the "
-                "training has ended.",
+                "%d rounds of the run's record are lost: %s could not be written.",
                 *(num_lost, self._run_dir),
             )
 
     def _write(self, rounds: list[tuple[RoundId, pa.Table]], table: Table) -> None:
         """Write rounds, a file each; runs in the thread."""
-        self._tables[table.name].waiting += rounds
-        self._write_waiting()
-        for written in self._tables.values():
-            if self._is_due(written):
-                self.writer.submit(self._merge, written)  # `flush` need not wait for it
-
-    def _write_waiting(self) -> None:
-        """Write what waits, in its order; hold `WAITING_BYTES` at most of what the disk refuses."""
-        folder = Path(self._run_dir)
+        self._waiting.extend((table, *each) for each in rounds)
         try:
-            for written in self._tables.values():
-                while written.waiting:
-                    self._write_next(written)
-            self._troubles -= {"full", "lost"}
-        except OSError as e:
+            while self._waiting:
+                self._write_round(*self._waiting[0])
+                self._waiting.popleft()
+            self._troubles.discard("full")
+        except (OSError, pa.ArrowException) as e:
             self._warn(
                 "full",
-                f"{folder}: the run's record cannot be written there ({e}). Rounds wait in memory, "
-                f"up to {WAITING_BYTES >> 20} MiB of them, and are tried again with the next one. "
-                "Make room there, or correct --output_dir. The training goes on.",
+                f"{self._run_dir}: the run's record cannot be written there ({e}). Rounds wait in "
+                f"memory, are tried again with the next one, and are lost beyond "
+                f"{WAITING_BYTES >> 20} MiB, the oldest first. Make room there, or correct "
+                "--output_dir. The training goes on.",
             )
-            waiting = [written.waiting for written in self._tables.values()]
-            excess = sum(rows.nbytes for rounds in waiting for _, rows in rounds) - WAITING_BYTES
-            largest = max(waiting, key=lambda rounds: sum(rows.nbytes for _, rows in rounds))
-            while excess > 0 and len(largest) > 1:  # the newest round stays, however large
-                excess -= largest.pop(0)[1].nbytes
-                self._warn(
-                    "lost",
-                    f"{folder}: more than {WAITING_BYTES >> 20} MiB of the run's record wait for "
-                    "the disk; from now on the oldest rounds are lost.",
-                )
-        self._remove_oldest()
+            excess = sum(rows.nbytes for *_, rows in self._waiting) - WAITING_BYTES
+            while excess > 0 and len(self._waiting) > 1:  # the newest round stays, however large
+                excess -= self._waiting.popleft()[-1].nbytes
+                self._num_lost += 1
+        self._tidy({})
 
-    def _write_next(self, written: _Written) -> None:
-        """Write the round that has waited longest."""
-        (round_, rows), number = written.waiting[0], written.number
-        name = (
+    def _write_round(self, table: Table, round_: RoundId, rows: pa.Table) -> None:
+        number, small = self._num_files[table.name], self._small[table.name]
+        path = table.folder(self._run_dir) / (
             f"session-{self._session:04d}-step-{self._start_step:06d}-"
             f"file-{number:06d}-{round_.phase}-{round_.step:06d}-{round_.number:02d}.parquet"
         )
-        path = written.table.folder(self._run_dir) / name
-        try:
-            size = _write_file(path, rows.schema, [rows])
-        except pa.ArrowException as e:
-            # Not the disk's fault: it would fail each time, and hold up all rounds behind it.
-            self._warn("arrow", f"{path}: a round of the run's record is lost ({e}).")
-        else:
-            written.number += 1
-            file = RecordFile(self._session, self._start_step, number, number, path)
-            written.unmerged[file] = size
-        del written.waiting[0]
+        size = _write_file(path, rows.schema, [rows])
+        self._num_files[table.name] += 1
+        is_large = size * LARGE >= self._file_bytes
+        if not is_large:
+            small[RecordFile(self._session, self._start_step, number, number, path)] = size
+        is_much = len(small) >= FILES or sum(small.values()) >= self._file_bytes
+        if small and (is_large or is_much):
+            del self._small[table.name]
+            self.writer.submit(self._tidy, small)  # `flush` need not wait for it
 
     # --- few files, and not too many bytes ---
 
-    def _is_due(self, written: _Written) -> bool:
-        sizes = [*written.unmerged.values()]
-        is_large = bool(sizes) and sizes[-1] * LARGE >= self._file_bytes
-        return is_large or len(sizes) >= FILES or sum(sizes) >= self._file_bytes
-
-    def _merge(self, written: _Written) -> None:
-        """Replace the files of a table that are not merged yet by one; a large one that ends them
-        stays."""
-        sizes, written.unmerged = written.unmerged, {}
-        if sizes and [*sizes.values()][-1] * LARGE >= self._file_bytes:
-            sizes.popitem()
-        if len(sizes) < 2:
-            return
-        self._remove_oldest(room=sum(sizes.values()))  # for a moment, both take room
+    def _tidy(self, small: dict[RecordFile, int]) -> None:
+        """Remove the oldest files beyond the bound, and merge files that follow one another."""
         try:
-            # `--sample_log_gb` removes the oldest: the numbers of those behind follow one another.
-            files = [file for file in sizes if file.path.exists()]
-            if len(files) < 2:
-                return
-            first, last = files[0], files[-1]
-            prefix = first.path.name.partition("-file-")[0]
-            path = first.path.with_name(f"{prefix}-files-{first.first:06d}-{last.last:06d}.parquet")
-            # One is in memory at a time. A damaged one raises, and all stay: readers leave a
-            # damaged file out whole, and would lose 64 rounds with a merged one.
-            rounds = (pq.ParquetFile(f.path, page_checksum_verification=True).read() for f in files)
-            _write_file(path, pq.read_schema(first.path), rounds)
-            for file in files:  # only now: a process that dies before leaves rounds twice
-                file.path.unlink(missing_ok=True)
+            # For a moment, a merged file takes room beside them.
+            self._remove_oldest(room=sum(small.values()) if len(small) > 1 else 0)
+            # The oldest may have gone: the numbers of the others follow one another.
+            files = [file for file in small if file.path.exists()]
+            if len(files) > 1:
+                self._merge(files)
         except (OSError, ValueError, pa.ArrowException) as e:
             self._warn(
-                "unmerged",
-                f"{written.table.folder(self._run_dir)}: small files of the run's record cannot be "
-                f"merged ({e}). They are read as they are.",
+                "untidy",
+                f"{self._run_dir}: files of the run's record cannot be merged or removed ({e}). "
+                "They are read as they are, and --sample_log_gb does not bound them. Let this "
+                "process remove files there.",
             )
 
-    def _remove_oldest(self, *, room: int = 0) -> None:
+    def _merge(self, files: list[RecordFile]) -> None:
+        first, last = files[0], files[-1]
+        prefix = first.path.name.partition("-file-")[0]
+        path = first.path.with_name(f"{prefix}-files-{first.first:06d}-{last.last:06d}.parquet")
+        # One is in memory at a time. A damaged one raises, and all stay: readers leave a damaged
+        # file out whole, and would lose 64 rounds with a merged one.
+        rounds = (pq.ParquetFile(f.path, page_checksum_verification=True).read() for f in files)
+        _write_file(path, pq.read_schema(first.path), rounds)
+        for file in files:  # only now: a process that dies before leaves rounds twice
+            file.path.unlink(missing_ok=True)
+
+    def _remove_oldest(self, *, room: int) -> None:
         """Remove files of any session until what is left, and `room`, fit."""
         if self.max_bytes is None:
             return
         sizes: dict[RecordFile, int] = {}
         newest: set[RecordFile] = set()
-        try:
-            for table in BOUNDED:
-                files = record_files(table.folder(self._run_dir))
-                newest |= {*files[-1:]}
-                sizes |= {file: file.path.stat().st_size for file in files}
-            excess = sum(sizes.values()) + room - self.max_bytes
-            for file in sorted(sizes, key=lambda file: (file.session, file.last)):
-                if excess > 0 and file not in newest:
-                    file.path.unlink(missing_ok=True)
-                    excess -= sizes[file]
-        except OSError as e:
-            self._warn(
-                "unbounded",
-                f"{self._run_dir}: the oldest rounds of the run's record cannot be removed ({e}), "
-                "so that --sample_log_gb does not bound it. Let this process remove files there.",
-            )
+        for table in BOUNDED:
+            files = record_files(table.folder(self._run_dir))
+            newest |= {*files[-1:]}
+            sizes |= {file: file.path.stat().st_size for file in files}
+        excess = sum(sizes.values()) + room - self.max_bytes
+        for file in sorted(sizes, key=lambda file: (file.session, file.last)):
+            if excess > 0 and file not in newest:
+                file.path.unlink(missing_ok=True)
+                excess -= sizes[file]
 
     def _warn(self, trouble: str, message: str) -> None:
-        """Warn of something once, until it is over."""
+        """Warn of a trouble when it begins."""
         if trouble not in self._troubles:
             logger.warning(message)
         self._troubles.add(trouble)

@@ -1,7 +1,7 @@
 """Reads a run's record with SQL (DuckDB): every row once, over all sessions.
 
 `Record` has a view for each table, `samples`, `rewards` and `diversity`, and `scored`: the samples
-beside how they scored, whose `fate` is `generated` where nothing scored them.
+beside their scores. The `fate` of samples without a score is `generated` there.
 
 **Each row once.** A session that was resumed from the checkpoint of optimizer step s supersedes, of
 the sessions before it,
@@ -13,12 +13,12 @@ the sessions before it,
 - any round that it has rows of itself, such as one that it was resumed in the middle of. A round is
   replaced whole, never sample by sample, so that no group holds samples of two sessions.
 
-A session that wrote no rows supersedes nothing. Scores count where they are of the session whose
-samples count.
+A session that wrote no rows supersedes nothing. Scores count where they are of the session that
+the samples are of.
 
 **Damage.** DuckDB reads no checksums of pages, so pyarrow checks a file when it is first seen. A
-damaged file is left out whole; a warning names it. A file that the system cannot read now (a file
-server's hiccup) is no damaged one: its rows are left out until it can.
+damaged file is left out whole, with a warning, until it changes. A file that the system cannot read
+(a file server's hiccup) is tried again at each refresh.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from swift_grpo_ext.sampling.seeding import Phase, RoundId
 
 logger = logging.getLogger(__name__)
 
-BATCH_ROWS = 1024
-"""Rows in memory of a file that is checked."""
+BATCH_ROWS = 1024  # in memory of a file that is checked
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, duckdb.Error)
 """Both raise these where bytes, or columns, are not what was written."""
 
+# `rounds` says what the files hold.
 COUNTED = """
 create or replace table counted as
 with starts as (select distinct of, session, start_step from rounds),
@@ -69,7 +69,6 @@ from latest where not exists (
     where starts.of = latest.of and starts.session > latest.session
       and (start_step = 0 or step > start_step or (step = start_step and phase = 'train')))
 """
-"""Which session's rows count of each round, by table. `rounds` says what the files hold."""
 
 SCORED = """
 create or replace view scored as
@@ -84,26 +83,14 @@ class Record:
     several threads may ask meanwhile."""
 
     def __init__(self, run_dir: str | os.PathLike[str], *, max_mb: int = 2000) -> None:
-        """Begin with a folder.
-
-        Args:
-            max_mb: memory of DuckDB; what takes more goes to a temporary folder.
-        """
+        """Begin with a folder. `max_mb` is DuckDB's memory; the rest goes to a temporary folder."""
         self.run_dir = Path(run_dir)
-        self.version = -1
-        """Grows when what the views show has changed, from 0."""
-
-        self.is_whole = False
-        """True once all that was on disk is in the views."""
-
+        self.version = -1  # grows when what the views show has changed, from 0
+        self.is_whole = False  # whether the views show all that was on disk
         self._lock = Lock()
-        self._rounds: dict[str, dict[RecordFile, set[RoundId]]] = {t.name: {} for t in TABLES}
-        """The rounds of each sound file, by table."""
-
+        self._rounds: dict[RecordFile, set[RoundId]] = {}  # of each sound file, of all tables
+        # Files that are left out, with their sizes and times; None where the next try may succeed.
         self._unread: dict[RecordFile, tuple[int, int] | None] = {}
-        """Files that are left out: the size and time in ns of a damaged one, None where the next
-        try may succeed."""
-
         self._spill = tempfile.TemporaryDirectory(prefix="swift-grpo-ext-")
         self._database = duckdb.connect(
             config={
@@ -125,20 +112,17 @@ class Record:
             OSError: a folder cannot be listed.
         """
         with self._lock:
-            files = {t.name: record_files(t.folder(self.run_dir)) for t in TABLES}
-            listed = {file for found in files.values() for file in found}
-            has_changed = False
-            for known in self._rounds.values():
-                for gone in known.keys() - listed:  # merged, or removed by a bounded record
-                    del known[gone]
-                    has_changed = True
-            for gone in self._unread.keys() - listed:
-                del self._unread[gone]
+            files = {f: table for table in TABLES for f in record_files(table.folder(self.run_dir))}
+            # Others were merged, or removed by a bounded record.
+            known = {f: rounds for f, rounds in self._rounds.items() if f in files}
+            has_changed = len(known) < len(self._rounds)
+            self._rounds = known
+            self._unread = {f: version for f, version in self._unread.items() if f in files}
             new = [
                 (file, table)
-                for table in TABLES
-                for file in files[table.name]
-                if file not in self._rounds[table.name] and self._may_be_read(file)
+                for file, table in files.items()
+                if file not in known
+                and (not (unread := self._unread.get(file)) or unread != _version_of(file.path))
             ]
             new.sort(key=lambda each: (each[0].session, each[0].last), reverse=True)
             deadline = time.monotonic() + seconds
@@ -185,52 +169,44 @@ class Record:
         found = [RoundId(*row) for row in self.cursor().execute(query).fetchall()]
         return sorted(found, key=lambda name: (-name.step, name.phase, -name.number))
 
-    def _may_be_read(self, file: RecordFile) -> bool:
-        """Return whether a file may have become sound since it was left out."""
-        version = self._unread.get(file)
-        return version is None or version != _version_of(file.path)
-
     def _check(self, file: RecordFile, table: Table) -> bool:
         """Take a file up if it is sound; return whether it is."""
         try:
             rounds = rounds_of_file(file.path, table)
             self.cursor().execute(f"describe from read_parquet([{literal(str(file.path))}])")
         except DAMAGE as e:
-            self._note(file, e)
+            self._leave_out(file, e)
             return False
-        self._rounds[table.name][file] = rounds
+        self._rounds[file] = rounds
         self._unread.pop(file, None)
         return True
 
-    def _note(self, file: RecordFile, cause: Exception) -> None:
-        """Remember why a file is left out, and warn of it once."""
+    def _leave_out(self, file: RecordFile, cause: Exception) -> None:
         if not file.path.exists():  # merged since, or removed by a bounded record
             return
-        # Of damage, Arrow tells in words alone; what the system reports has its number.
+        # Arrow reports damage in words alone, the system its errors with a number.
         is_damaged = not (isinstance(cause, OSError) and cause.errno)
         version = _version_of(file.path) if is_damaged else None
         if file not in self._unread or self._unread[file] != version:
-            told = (
-                "%s is damaged (%s): its rows are left out. Restore it from a copy."
-                if is_damaged
-                else "%s cannot be read now (%s): its rows are left out until another try succeeds."
-            )
-            logger.warning(told, file.path, cause)
+            remedy = "Restore it from a copy." if is_damaged else "It will be tried again."
+            state = "is damaged" if is_damaged else "cannot be read now"
+            logger.warning("%s %s (%s): its rows are left out. %s", file.path, state, cause, remedy)
         self._unread[file] = version
 
     def _leave_out_what_fails(self) -> None:
-        """Have DuckDB read each file; leave out those at which it fails."""
+        """Have DuckDB read each file whole, since it reads headers that pyarrow passes over."""
         with self._lock:
-            for known in self._rounds.values():
-                for file in [*known]:
-                    path = literal(str(file.path))
-                    try:
-                        query = f"select bit_xor(hash(columns(*))) from read_parquet([{path}])"
-                        with file.path.open("rb"):  # an error of the system has its number
-                            self.cursor().execute(query).fetchall()
-                    except (OSError, duckdb.Error) as e:
-                        del known[file]
-                        self._note(file, e)
+            for file in [*self._rounds]:
+                path = literal(str(file.path))
+                try:
+                    query = f"select bit_xor(hash(columns(*))) from read_parquet([{path}])"
+                    with file.path.open("rb"):  # an error of the system has its number
+                        self.cursor().execute(query).fetchall()
+                except duckdb.OutOfMemoryException:  # which is no fault of the file
+                    continue
+                except (OSError, duckdb.Error) as e:
+                    del self._rounds[file]
+                    self._leave_out(file, e)
             self._publish()
 
     def _publish(self) -> None:
@@ -238,42 +214,29 @@ class Record:
         kinds = {"of": pa.utf8(), "session": pa.int32(), "start_step": pa.int64()}
         kinds |= {name: SAMPLES.schema.field(name).type for name in ROUND_COLUMNS}
         held = [
-            (name, file.session, file.start_step, *round_)
-            for name, known in self._rounds.items()
-            for file, rounds in known.items()
+            dict(zip(kinds, (_table_of(f), f.session, f.start_step, *round_), strict=True))
+            for f, rounds in self._rounds.items()
             for round_ in rounds
         ]
-        rows = [dict(zip(kinds, values, strict=True)) for values in held]
         cursor = self._database.cursor()
-        cursor.register("held", pa.Table.from_pylist(rows, pa.schema(kinds)))
+        cursor.register("held", pa.Table.from_pylist(held, pa.schema(kinds)))
         cursor.begin()
         cursor.execute("create or replace table rounds as from held")
         cursor.execute(COUNTED)
         for table in TABLES:
-            cursor.execute(f"create or replace view {table.name} as {self._select(table, cursor)}")
+            cursor.execute(f"create or replace view {table.name} as {self._rows_of(table)}")
         cursor.execute(SCORED)
         cursor.commit()
         self.version += 1
 
-    def _select(self, table: Table, cursor: duckdb.DuckDBPyConnection) -> str:
+    def _rows_of(self, table: Table) -> str:
         """Return the query for the rows of a table that count."""
-        of = DIVERSITY.name if table is DIVERSITY else SAMPLES.name
-        query = "select session, phase, step, number from counted where of = ?"
-        counted = {(row[0], RoundId(*row[1:])) for row in cursor.execute(query, [of]).fetchall()}
-        paths = []
-        is_partly_superseded = False
-        for file, rounds in self._rounds[table.name].items():
-            num_counted = sum((file.session, name) in counted for name in rounds)
-            is_partly_superseded |= 0 < num_counted < len(rounds)
-            if num_counted:
-                paths.append(literal(str(file.path)))
+        paths = [literal(str(file.path)) for file in self._rounds if _table_of(file) == table.name]
         if not paths:
             return f"from no_{table.name}"
-        all_rows = f"from read_parquet([{', '.join(paths)}])"
-        if not is_partly_superseded:
-            return all_rows
+        of = DIVERSITY.name if table is DIVERSITY else SAMPLES.name
         return (
-            f"{all_rows} semi join (from counted where of = '{of}') "
+            f"from read_parquet([{', '.join(paths)}]) semi join (from counted where of = '{of}') "
             "using (session, phase, step, number)"
         )
 
@@ -306,6 +269,10 @@ def rounds_of_file(path: Path, table: Table) -> set[RoundId]:
     if not rounds:
         raise ValueError("it has no rows")
     return rounds
+
+
+def _table_of(file: RecordFile) -> str:
+    return file.path.parent.name
 
 
 def _version_of(path: Path) -> tuple[int, int]:
@@ -354,19 +321,18 @@ def read_samples(
         FileNotFoundError: the run has no samples.
         KeyError: there is no such column.
     """
-    return _read(open_record(run_dir), SAMPLES, columns, phase, steps)
+    where = "true" if phase is None else f"phase = {literal(phase)}"
+    if steps is not None:
+        where += f" and step >= {steps.start:d} and step < {steps.stop:d}"
+    return _read(open_record(run_dir), SAMPLES, columns, where)
 
 
 def read_rewards(
-    run_dir: str | os.PathLike[str],
-    *,
-    columns: Sequence[str] | None = None,
-    phase: Phase | None = None,
-    steps: range | None = None,
+    run_dir: str | os.PathLike[str], *, columns: Sequence[str] | None = None
 ) -> pa.Table:
-    """Return how the samples of a run scored (`tables.RewardRow`), sorted by phase, step, number,
-    group and index; arguments and errors are those of `read_samples`."""
-    return _read(open_record(run_dir), REWARDS, columns, phase, steps)
+    """Return the scores of a run's samples, sorted by phase, step, number, group and index; raises
+    what `read_samples` does."""
+    return _read(open_record(run_dir), REWARDS, columns)
 
 
 def read_diversity(run_dir: str | os.PathLike[str]) -> list[DiversityRow]:
@@ -393,8 +359,8 @@ def read_group(
         ValueError: the record holds no such group.
     """
     record = open_record(run_dir)
-    place = f'number = {number:d} and "group" = {group:d}'
-    if rows := to_rows(_read(record, SAMPLES, None, phase, range(step, step + 1), place)):
+    where = f'{where_round(RoundId(phase, step, number))} and "group" = {group:d}'
+    if rows := to_rows(_read(record, SAMPLES, where=where)):
         return rows
     known = [name.step for name in record.rounds() if name.phase == phase]
     span = f"{phase} steps {min(known)} to {max(known)}" if known else f"no {phase} rounds"
@@ -404,21 +370,11 @@ def read_group(
 
 
 def _read(
-    record: Record,
-    table: Table,
-    columns: Sequence[str] | None = None,
-    phase: Phase | None = None,
-    steps: range | None = None,
-    where: str = "true",
+    record: Record, table: Table, columns: Sequence[str] | None = None, where: str = "true"
 ) -> pa.Table:
-    schema = table.schema
-    names = schema.names if columns is None else list(columns)
-    schema = pa.schema([schema.field(name) for name in names])  # KeyError
-    if phase is not None:
-        where += f" and phase = {literal(phase)}"
-    if steps is not None:
-        where += f" and step >= {steps.start:d} and step < {steps.stop:d}"
-    order = ", ".join(f'"{n}"' for n in SAMPLE_ID_COLUMNS if n in table.schema.names)
+    names = table.schema.names if columns is None else list(columns)
+    schema = pa.schema([table.schema.field(name) for name in names])  # KeyError
+    order = ", ".join(f'"{name}"' for name in SAMPLE_ID_COLUMNS if name in table.schema.names)
     selected = ", ".join(f'"{name}"' for name in names)
     query = f"select {selected} from {table.name} where {where} order by {order}"
     return record.table(query).cast(schema)

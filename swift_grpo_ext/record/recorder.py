@@ -1,4 +1,5 @@
-"""Makes a row of each sample as it is generated, in a training or a server; rank 0 writes them.
+"""Makes a row of each sample as it is generated, in a training or a server. Rank 0 gathers the
+rows of a round, writes them, and shows them to listeners.
 
 Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its escape, `\\ud83d`.
 """
@@ -8,13 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
+import numpy as np
 
 from swift_grpo_ext.media.pictures import utf8
 from swift_grpo_ext.ranks import RankGroup
@@ -22,33 +23,27 @@ from swift_grpo_ext.record.log import RunInUseError, SampleLog, claim_session
 from swift_grpo_ext.record.tables import (
     DIVERSITY,
     REWARDS,
-    SAMPLES,
     DiversityRow,
     RewardRow,
     SampleRow,
-    rounds_of,
 )
 from swift_grpo_ext.rollout.conversation import Turn
-from swift_grpo_ext.sampling.seeding import RoundId
 
 if TYPE_CHECKING:
     from swift_grpo_ext.rollout.sample import RolloutSample
 
 logger = logging.getLogger(__name__)
 
-MAX_COLUMN = 2000
-"""Characters of a column's value that are recorded."""
+MAX_COLUMN = 2000  # characters of a column's value that are recorded
 
 
 class SampleRecorder:
-    """Takes down each rank's samples, has rank 0 write them beside the step, and shows them to
-    listeners.
+    """Keeps each rank's samples until rank 0 gathers them.
 
     Args:
         kept: `--sample_log`.
         max_gb: `--sample_log_gb`.
-        keeps_diversity: whether the monitor's rows come, which are kept with `--sample_log none`
-            too.
+        keeps_diversity: whether the monitor's rows come; `kept` does not concern them.
     """
 
     def __init__(
@@ -60,37 +55,28 @@ class SampleRecorder:
         max_gb: float = 0.0,
         keeps_diversity: bool = False,
     ) -> None:
-        self._run_dir = run_dir
-        self._ranks = ranks
-        self._kept = kept
-        self._max_gb = max_gb
-        self._keeps_diversity = keeps_diversity
-        self._session: int | None = None
-        """None where nothing is kept, and until a session has begun; the same on all ranks."""
-
-        self.log: SampleLog | None = None
-        """Rank 0 has one in a session."""
-
-        self._unwritten: deque[tuple[RoundId, pa.Table]] = deque()
-        """Rounds of this rank since the last `write`; the thread that generates appends to it."""
-
+        self._run_dir, self._ranks = run_dir, ranks
+        self._max_bytes = int(max_gb * 1e9) or None
+        self._keeps_samples, self._keeps_logprobs = kept != "none", kept == "all"
+        self._keeps_any = self._keeps_samples or keeps_diversity
+        self._session: int | None = None  # the same on all ranks; None before it begins
+        self.log: SampleLog | None = None  # of a session, on rank 0
+        # Samples of this rank since the last `write`; the thread that generates appends them.
+        self._taken: deque[list[SampleRow]] = deque()
         self._is_unreadable = False
+        # Every rank adds the same. Those of rank 0 get the samples of all ranks.
         self.listeners: list[Callable[[list[SampleRow]], None]] = []
 
     def open(self, *, start_step: int) -> None:
-        """Begin a session, on every rank together; calls after the first do nothing.
-
-        Args:
-            start_step: optimizer step at which the session begins.
+        """Begin a session at an optimizer step, on every rank together; calls after the first do
+        nothing.
 
         Raises:
             RunInUseError: another training writes its record to the folder.
         """
-        keeps_any = self._kept != "none" or self._keeps_diversity
-        if self._session is not None or not keeps_any:
+        if self._session is not None or not self._keeps_any:
             return
-        session: int | None = None
-        refusal = ""
+        session, refusal = None, ""
         if self._ranks.rank == 0:
             try:
                 session = claim_session(self._run_dir)
@@ -110,10 +96,7 @@ class SampleRecorder:
             raise RunInUseError(refusal)
         if session is not None:
             self.log = SampleLog(
-                self._run_dir,
-                session=session,
-                start_step=start_step,
-                max_bytes=int(self._max_gb * 1e9) if self._max_gb else None,
+                self._run_dir, session=session, start_step=start_step, max_bytes=self._max_bytes
             )
 
     def record(
@@ -128,74 +111,79 @@ class SampleRecorder:
 
         Args:
             samples: ms-swift's, with the answers.
-            turns_of_samples: of each, its turns in their order; one that is no conversation has
-                one.
-            num_ranks: how many ranks' samples these are, in order, this rank's first.
+            turns_of_samples: the turns of each; a sample that is no conversation has one.
+            num_ranks: the number of ranks that these samples belong to, in order, this rank first.
             weight_version: optimizer steps behind the weights that generated them.
-
-        Raises:
-            ValueError: a sample has other counts than it should.
         """
         rows = []
         for number, (sample, turns) in enumerate(zip(samples, turns_of_samples, strict=True)):
             # With --async_generate rank 0 generates for all: each rank's share has the same size.
             rank = self._ranks.rank + number * num_ranks // len(samples)
-            masks = masks_of(sample, turns)
             columns = other_columns(sample.extra)
-            for turn, mask in zip(turns, masks, strict=True):
+            for turn, mask in zip(turns, masks_of(sample, turns), strict=True):
                 rows.append(sample_row(turn, weight_version, columns, rank=rank, mask=mask))
         self.append(rows)
 
     def append(self, rows: list[SampleRow]) -> None:
-        """Take down rows of this rank; raises what `record` does."""
-        if self._session is not None and self._kept != "none":
-            # The listeners get them all the same: the collision test reads them.
-            without_logprobs = self._kept == "tokens"
-            kept = [replace(r, logprobs=None) for r in rows] if without_logprobs else rows
-            self._unwritten.extend(rounds_of(kept, SAMPLES, session=self._session))
-        for listener in self.listeners:
-            listener(rows)
+        """Take down rows of this rank."""
+        if self._keeps_samples or self.listeners:
+            self._taken.append(rows)
 
     def write(self) -> None:
         """Have a thread of rank 0 write what all ranks have taken down; every rank calls it
-        together, once a round is generated. `flush` waits for the disk."""
-        if self._session is None or self._kept == "none":
+        together, once a round is generated. `flush` waits for the disk.
+
+        Raises:
+            ValueError: on rank 0, a sample has other counts than it should.
+        """
+        if not (self._keeps_samples or self.listeners):
             return
-        # As many as are there now: with --async_generate a thread appends the next round meanwhile.
-        own = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
+        own = self._take()
         # Rank 0 keeps its own out of the gather, which makes all shares as long as the longest.
-        shares = self._ranks.gather([] if self.log is not None else own)
-        if self.log is not None:
-            self.log.append_rounds([*own, *(rows for share in shares for rows in share)])
+        shares = self._ranks.gather([] if self._ranks.rank == 0 else own)
+        if self._ranks.rank > 0:
+            return
+        rows = own + [row for share in shares for row in share]
+        self._write(rows)
+        for listener in self.listeners:
+            listener(rows)
+
+    def _take(self) -> list[SampleRow]:
+        # As many as are there now: with --async_generate a thread appends the next round meanwhile.
+        return [row for _ in range(len(self._taken)) for row in self._taken.popleft()]
+
+    def _write(self, rows: list[SampleRow]) -> None:
+        if self.log is not None and self._keeps_samples:
+            kept = rows if self._keeps_logprobs else [replace(row, logprobs=None) for row in rows]
+            self.log.append(kept)
 
     def record_scores(self, rows: Sequence[RewardRow]) -> None:
-        """Write down how the samples of all ranks scored, on rank 0; wait until both are on
-        disk."""
-        if self.log is not None and self._kept != "none":
+        """Write down how the samples of all ranks scored; wait until both are on disk."""
+        if self.log is not None and self._keeps_samples:
             self.log.append(rows, REWARDS)
         self.flush()
 
     def record_diversity(self, row: DiversityRow) -> None:
-        """Write down what the monitor measured in a round."""
         if self.log is not None:
             self.log.append([row], DIVERSITY)
 
     def flush(self) -> None:
-        """Wait until all that was written is on disk."""
+        """Wait until all rows are on disk."""
         if self.log is not None:
             self.log.flush()
 
     def finish(self) -> None:
         """Write what is left, if that can be done now: the training ends."""
+        left = self._take()
         if self.log is not None:
-            self.log.append_rounds(self._unwritten)
+            self._write(left)
             self.log.finish()
-        elif self._unwritten:
-            names = {str(name): rows.num_rows for name, rows in self._unwritten}
+        elif left and self._session is not None and self._keeps_samples:
+            counts = Counter(str(row.sample_id.round) for row in left)
             logger.warning(
                 "Rank %d has generated %s samples that are not in the run's record: the rollout "
                 "failed before rank 0 had them.",
-                *(self._ranks.rank, ", ".join(f"{n} of {name}" for name, n in names.items())),
+                *(self._ranks.rank, ", ".join(f"{n} of {name}" for name, n in counts.items())),
             )
 
 
@@ -209,7 +197,10 @@ def sample_row(
 ) -> SampleRow:
     """Return the row of a turn; arguments are its fields."""
     completion = turn.completion
-    stop_reason = completion.stop_reason
+    stop_reason, logprobs = completion.stop_reason, completion.logprobs
+    # Arrays, which pickle fast; mypy takes none for a sequence.
+    token_ids: Any = np.asarray(completion.token_ids, np.int32)
+    known_logprobs: Any = None if logprobs is None else np.asarray(logprobs, np.float32)
     pictures = [picture.webp for picture in turn.media]
     return SampleRow(
         sample_id=turn.sample_id,
@@ -219,8 +210,8 @@ def sample_row(
         weight_version=weight_version,
         finish_reason=completion.finish_reason,
         stop_reason=None if stop_reason is None else utf8(str(stop_reason)),
-        token_ids=list(completion.token_ids),
-        logprobs=None if completion.logprobs is None else list(completion.logprobs),
+        token_ids=token_ids,
+        logprobs=known_logprobs,
         text=utf8(completion.text),
         fingerprint=turn.fingerprint,
         prompt=utf8(json.dumps(turn.messages, ensure_ascii=False, default=repr)),
@@ -241,8 +232,8 @@ def view_command(run_dir: str) -> str:
 
 
 def other_columns(extra: Mapping[str, object]) -> str | None:
-    """Return as JSON the columns of a row that are neither messages nor media, of long values the
-    first `MAX_COLUMN` characters; None where there are none."""
+    """Return as JSON the columns of a row that are neither messages nor media; None where there are
+    none."""
     kept = {}
     for name, value in extra.items():
         if value is not None and not name.startswith("_"):
@@ -253,8 +244,8 @@ def other_columns(extra: Mapping[str, object]) -> str | None:
 
 
 def masks_of(sample: RolloutSample, turns: Sequence[Turn]) -> list[list[bool] | None]:
-    """Return for each turn whether its tokens are trained on: None where all are, or where nobody
-    knows, since the scheduler has joined turns."""
+    """Return for each turn whether each of its tokens is trained on; None where all are, and where
+    that is unknown, since the scheduler has joined turns."""
     ids, masks = sample.response_token_ids or [], sample.response_loss_mask or []
     if not len(ids) == len(masks) == sum(turn.is_answered for turn in turns):
         return [None] * len(turns)

@@ -19,22 +19,16 @@ if TYPE_CHECKING:
 
     from swift_grpo_ext.rollout.sample import RolloutSample
 
-SHOWN_GAP = 0.05
-"""Nats from which on a token's gap is recorded: most lie below, so that they cost little."""
-
-MOST_GAPS = 64
-"""Gaps recorded of a completion: the greatest."""
+SHOWN_GAP = 0.05  # nats from which on a token's gap is recorded: most lie below
+MOST_GAPS = 64  # recorded of a completion: the greatest
 
 
 class RewardRecorder:
     """Says how this rank's samples scored, once their round is over."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float]) -> None:
-        """Take the reward functions' names and weights, in the order of the values.
-
-        A name that comes again gets its number: `Accuracy`, `Accuracy_2`.
-        """
-        self._names = []
+        """Take the reward functions' names and weights, in the order of the values."""
+        self._names = []  # one that comes again gets its number: `Accuracy`, `Accuracy_2`
         for number, name in enumerate(names):
             count = names[: number + 1].count(name)
             self._names.append(f"{name}_{count}" if count > 1 else name)
@@ -49,11 +43,8 @@ class RewardRecorder:
     def generated(
         self, samples: Sequence[RolloutSample], values: Sequence[Sequence[float]]
     ) -> None:
-        """Note samples of this rank that dynamic sampling has scored, and may drop.
-
-        Args:
-            values: [samples][functions]; NaN where a function gave none.
-        """
+        """Note samples of this rank that dynamic sampling has scored, and may drop. `values` are
+        [samples][functions], NaN where a function gave none."""
         for sample, row_values in zip(samples, values, strict=True):
             row = self._row(sample, row_values, fate="dropped")
             self._generated[row.sample_id] = row
@@ -69,9 +60,8 @@ class RewardRecorder:
         """Return the scores of this rank's samples of a round that is over.
 
         Args:
-            samples: those that this rank goes on with.
+            samples: those that this rank goes on with; `fate` is theirs.
             values: [samples][functions]; NaN where a function gave none.
-            fate: what became of these samples.
             extras: by sample, `advantage`, `gap_mean`, `gap_max` and `gaps`, as far as known.
         """
         rows, self._generated = self._generated, {}
@@ -101,9 +91,8 @@ class RewardRecorder:
 
 
 def scores_of_ranks(rows_of_ranks: Iterable[Sequence[RewardRow]]) -> list[RewardRow]:
-    """Return the score of each sample once, by sample: one that any rank goes on with was not
-    dropped. ms-swift deals samples out again after dynamic sampling: another rank may train on what
-    a rank has generated."""
+    """Return the score of each sample once, in the order of samples. After dynamic sampling
+    another rank may go on with a sample than has generated it: that sample was not dropped."""
     rows = sorted(chain(*rows_of_ranks), key=lambda row: row.fate != "dropped")
     scores = {row.sample_id: row for row in rows}
     return [scores[name] for name in sorted(scores)]

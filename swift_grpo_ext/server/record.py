@@ -19,7 +19,6 @@ from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.utils import get_logger
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.diversity.collision import compact
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record.recorder import SampleRecorder, other_columns, sample_row, view_command
 from swift_grpo_ext.record.tables import SampleRow
@@ -106,7 +105,7 @@ class ServerRecord:
 
     def _watch(self, rows: Sequence[SampleRow]) -> None:
         """Measure a round, and tell of an alarm when it begins."""
-        samples = [compact(row) for row in rows if row.token_ids and row.logprobs]
+        samples = [row for row in rows if len(row.token_ids) and row.logprobs is not None]
         for row in self._analyzer.analyze(samples):
             self._recorder.record_diversity(row)
             if row.alarm and row.verdict != self._last_alarm:

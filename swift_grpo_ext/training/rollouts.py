@@ -102,7 +102,7 @@ class RoundReport(NamedTuple):
 class RolloutTraining(RolloutTrainerMixin):
     """A trainer of ms-swift's, extended. It stands before ms-swift's own among base classes."""
 
-    recorder: SampleRecorder  # its listeners get this rank's samples as they are generated
+    recorder: SampleRecorder  # on rank 0 its listeners get the samples of all ranks, once generated
     # Called on all ranks together with how the samples of all ranks scored, once a round.
     score_listeners: list[Callable[[list[RewardRow]], None]]
     ranks: RankGroup  # all training ranks, for the exchange of Python objects

@@ -34,7 +34,6 @@ from swift_grpo_ext.record.tables import (
     RewardRow,
     SampleRow,
     Table,
-    make_table,
     to_rows,
 )
 from tests.arguments import ROOT
@@ -81,11 +80,11 @@ def test_a_row_comes_back_as_it_was(tmp_path: Path, change: dict[str, Any]) -> N
 
 
 def test_a_table_s_columns() -> None:
-    table = make_table("extra", {"text": pa.utf8(), "size": pa.int32()}, nullable=["text"])
-    *named, text, size = table.schema
-    assert [field.name for field in named] == ["session", *ROUND_COLUMNS]
-    assert text == pa.field("text", pa.utf8(), nullable=True)
-    assert size == pa.field("size", pa.int32(), nullable=False)
+    """What names a session and a round, and the fields of the row."""
+    names = [field.name for field in REWARDS.schema]
+    assert names[:7] == ["session", *ROUND_COLUMNS, "group", "index", "reward"]
+    assert REWARDS.schema.field("reward") == pa.field("reward", pa.float32(), nullable=True)
+    assert REWARDS.schema.field("fate") == pa.field("fate", pa.utf8(), nullable=False)
 
 
 def test_how_exact_log_probabilities_are(tmp_path: Path) -> None:
@@ -154,34 +153,32 @@ def test_a_round_is_a_file_and_small_ones_are_merged(
     """Nothing changes for a reader, also for one that looked before."""
     monkeypatch.setattr(sample_log, "FILES", 3)
     monkeypatch.setattr(sample_log, "FILE_BYTES", 50_000)
-    evaluated = ["file-000004-eval-000004-00", "file-000005-eval-000004-00"]
     log = open_log(tmp_path)
     write_steps(log, 0, 1)
     assert names_of(tmp_path) == ["file-000000-train-000000-00", "file-000001-train-000001-00"]
     before = Record(tmp_path)
     before.refresh()
-    # A round of each call, and one call with two rounds; an evaluation comes in batches.
+    # A round of each call, and one call with two rounds.
     log.append([row_of(sample_id(step)) for step in (2, 3)])
+    log.append([row_of(sample_id(4, "eval"))])
     wait(log)
-    for group in range(2):
-        log.append([row_of(sample_id(4, "eval", group=group))])
-    wait(log)
-    assert names_of(tmp_path) == [*evaluated, "files-000000-000003"]
+    single = ["file-000003-train-000003-00", "file-000004-eval-000004-00"]
+    assert names_of(tmp_path) == [*single, "files-000000-000002"]
     found = before.rows("select step from samples order by step")
-    assert [row["step"] for row in found] == [0, 1, 2, 3, 4, 4]  # it looks for what has gone
-    assert steps_of(tmp_path) == [4, 4, 0, 1, 2, 3]
+    assert [row["step"] for row in found] == [0, 1, 2, 3, 4]  # it looks for what has gone
+    assert steps_of(tmp_path) == [4, 0, 1, 2, 3]
     write_steps(
         log, 5, token_ids=np.random.default_rng(0).integers(0, 2**31, 20_000), logprobs=None
     )
     wait(log)
     write_steps(log, 6, 7)
-    large = "file-000006-train-000005-00"
-    assert names_of(tmp_path)[:2] == [large, "file-000007-train-000006-00"]
-    assert names_of(tmp_path)[3:] == ["files-000000-000003", "files-000004-000005"]
+    large = "file-000005-train-000005-00"
+    assert names_of(tmp_path)[:2] == [large, "file-000006-train-000006-00"]
+    assert names_of(tmp_path)[3:] == ["files-000000-000002", "files-000003-000004"]
     log.finish()
-    merged = ["files-000000-000003", "files-000004-000005", "files-000007-000008"]
+    merged = ["files-000000-000002", "files-000003-000004", "files-000006-000007"]
     assert names_of(tmp_path) == [large, *merged]
-    assert steps_of(tmp_path) == [4, 4, 0, 1, 2, 3, 5, 6, 7]
+    assert steps_of(tmp_path) == [4, 0, 1, 2, 3, 5, 6, 7]
     assert [*tmp_path.rglob(".*.tmp")] == []
 
 
@@ -252,7 +249,7 @@ def test_a_damaged_file_is_never_merged(tmp_path: Path, caplog: pytest.LogCaptur
     content = file.read_bytes()
     file.write_bytes(content[:-1])
     log.finish()
-    assert "small files of the run's record cannot be merged (" in caplog.text
+    assert "files of the run's record cannot be merged or removed (" in caplog.text
     assert len(names_of(tmp_path)) == 3
     file.write_bytes(content)
     assert steps_of(tmp_path) == [0, 1, 2]
@@ -319,7 +316,7 @@ def test_files_that_cannot_be_removed_end_nothing(
         patched.setattr(Path, "unlink", refuse)
         write_steps(log, 0, 1, 2)
     [message] = caplog.messages
-    assert "cannot be removed ([Errno 30] Read-only file system" in message
+    assert "cannot be merged or removed ([Errno 30] Read-only file system" in message
     assert steps_of(tmp_path) == [0, 1, 2]
     write_steps(log, 3)
     assert steps_of(tmp_path) == [3]
@@ -387,8 +384,8 @@ def test_what_a_full_disk_did_not_take_is_written_in_its_order(
         assert steps_of(tmp_path) == [0, 1, 2]
     assert caplog.messages == [
         f"{tmp_path}: the run's record cannot be written there ([Errno 27] File too large). Rounds "
-        "wait in memory, up to 256 MiB of them, and are tried again with the next one. Make room "
-        "there, or correct --output_dir. The training goes on."
+        "wait in memory, are tried again with the next one, and are lost beyond 256 MiB, the "
+        "oldest first. Make room there, or correct --output_dir. The training goes on."
     ]
     write(9, 10, 11)
     assert steps_of(tmp_path) == list(range(12))
@@ -443,16 +440,13 @@ def test_what_waits_for_a_full_disk_is_bounded(
         write_steps(log, *range(6), text="7" * (300 << 10))
     write_steps(log, 6)
     assert steps_of(tmp_path) == [3, 4, 5, 6]
-    assert [message.partition(": ")[2][:20] for message in caplog.messages] == [
-        "the run's record can", "more than 1 MiB of t",
-    ]  # fmt: skip
+    [message] = caplog.messages
+    assert "are lost beyond 1 MiB" in message
     with full_disk():
         write_steps(log, 7, 8)
         log.finish()
-    assert caplog.messages[-1] == (
-        f"2 rounds of the run's record are lost: {tmp_path} cannot be written still, and the "
-        "training has ended."
-    )
+    lost = f"5 rounds of the run's record are lost: {tmp_path} could not be written."
+    assert caplog.messages[-1] == lost
 
 
 def test_a_damaged_file_is_named_and_left_out_whole(
