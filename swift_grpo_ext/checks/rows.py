@@ -80,8 +80,8 @@ def check_rows(
     template: Template | None = None,
 ) -> Findings:
     """Refuse the first row with a fault (`row_fault`, `narrow_fault`), or count them where ms-swift
-    `deletes_bad_rows`. Warn of a data set without media where the model `expects_media`, and of
-    prompts that stand in it twice (docs/promises.md, G4)."""
+    `deletes_bad_rows`. Warn of a data set without media where the model `expects_media`, of marks
+    without media, and of prompts that stand in it twice (docs/promises.md, G4)."""
     placeholders = placeholder_texts(template) if template else ()
     numbers: Sequence[int] = range(len(dataset))
     if len(numbers) > MAX_IMAGES_OPENED:
@@ -90,6 +90,7 @@ def check_rows(
         numbers = random.Random(0).sample(numbers, MAX_IMAGES_OPENED)
     num_rows, num_bytes, has_media = 0, 0, False
     bad: list[str] = []
+    unmatched: list[str] = []
     hashes: list[str] = []
     for i in numbers:
         if num_bytes > MAX_CONTENT:
@@ -104,11 +105,17 @@ def check_rows(
             if not deletes_bad_rows:
                 yield error(setting, bad[0], REMEDY)
                 return
+        elif expects_media and (marks := unmatched_marks(row)):
+            unmatched.append(marks if unmatched else f"{name_of(row)}: {marks}.")
         if tells_duplicates:
             hashes.append(prompt_hash(prompt_of(row)))
     if bad:
         text = f"{len(bad)} of {num_rows} rows cannot be used; training replaces them. The first:"
         yield warning(setting, f"{text} {bad[0]}")
+    if unmatched:
+        text = f"{len(unmatched)} of {num_rows} rows have marks without media, which stay text."
+        remedy = "Correct the rows if a medium is missing; a question about the tag is right."
+        yield warning(setting, f"{text} The first: {unmatched[0]}", remedy)
     if expects_media and not has_media and not bad:
         text = "no row holds `images` (or `videos`, `audios`), and the model takes them."
         yield warning(setting, text, "If rows have them, map their column with --columns.")
@@ -221,6 +228,16 @@ def _view_fault(row: object, placeholders: Collection[str]) -> str | None:
         if reason := _medium_fault(medium):
             return f"{medium.field}: {reason}"
     return None
+
+
+def unmatched_marks(row: object) -> str:
+    """Return which marks of a row have no medium; "" where all have one."""
+    read = read_row(prompt_of(row))
+    for kind in KINDS:
+        given, marked = read.count(kind)
+        if marked > given and (kind == "image" or given):  # a text may ask about the tag <video>
+            return f"messages: {marked} <{kind}> marks stand for {given} {kind}s"
+    return ""
 
 
 def narrow_fault(template: Template | None, row: Row) -> str | None:

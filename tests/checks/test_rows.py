@@ -177,6 +177,19 @@ def test_a_data_set_without_media() -> None:
     assert said([*empty, {"audios": [PICTURE]}]) == []  # one row is enough
 
 
+def test_marks_without_media() -> None:
+    """ms-swift leaves them as text: a row with a misspelt column is trained on without its image."""
+    asked = {"messages": [{"role": "user", "content": "<image>Which digit?"}]}
+    fine = {**asked, "images": [PICTURE]}
+    [warned] = said([fine, {**asked, "image_path": PICTURE}, asked])
+    assert warned.startswith(
+        "warning: --dataset: 2 of 3 rows have marks without media, which stay text. The first: the "
+        "row that asks '<image>Which digit?': messages: 1 <image> marks stand for 0 images."
+    )
+    tag = {"messages": [{"role": "user", "content": "What is the tag <video>?"}]}
+    assert said([fine, tag]) == []
+
+
 def test_rows_of_large_data_sets_are_chosen_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stride of 50 took every 50th row, which lacked its image, for the whole data set."""
     opened: list[str] = []
