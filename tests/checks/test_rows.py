@@ -178,7 +178,7 @@ def test_a_data_set_without_media() -> None:
 
 
 def test_marks_without_media() -> None:
-    """ms-swift leaves them as text: a row with a misspelt column is trained on without its image."""
+    """ms-swift leaves them as text: a row of a misspelt column is trained on without its image."""
     asked = {"messages": [{"role": "user", "content": "<image>Which digit?"}]}
     fine = {**asked, "images": [PICTURE]}
     [warned] = said([fine, {**asked, "image_path": PICTURE}, asked])
