@@ -7,10 +7,11 @@ engine and each kind of row has its own bound: a fault of one disappears in the 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, log
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,12 @@ logger = get_logger()
 Source = tuple[str, str]  # an engine's name and a kind of row
 
 SPIKES = 32  # a few tokens may be so many limits apart, in all (`most_explained`)
+
+# In the first rounds after a start or a resume each gap beyond its bound ends the run. Later one of
+# these does: so many bounds, or so many times the median of the run's earlier rounds.
+NUM_EARLY = 2
+FAR, JUMP = 4.0, 8.0
+MAX_HISTORY = 100
 
 # Nats by which `--top_k`, `--min_p` and `--repetition_penalty` may move log-probabilities in the
 # mean: e^-2 = 14% of the distribution are left. One wrong tensor moves them less (0.23 nats where
@@ -120,6 +127,11 @@ class RoundGap:
     furthest: str = ""  # the name of that sample, and its gap
 
 
+def source_of(sample: RolloutSample) -> Source:
+    engine = str((sample.rollout_infos or {}).get("replica", ""))
+    return engine, kind_of_row(sample)
+
+
 def measure_gap(
     micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]], limit: float, shift: float
 ) -> RoundGap:
@@ -134,57 +146,101 @@ def measure_gap(
             continue
         gaps = gaps_between(rollout, training, batch.completion_mask.bool())
         for sample, gap in zip(samples, gaps, strict=True):
-            engine, kind = (sample.rollout_infos or {}).get("replica", ""), kind_of_row(sample)
-            by_source[str(engine), kind] += gap
+            source = source_of(sample)
+            by_source[source] += gap
             excess = gap.mean / (most_explained(limit, gap.count) + shift)
-            worst = max(worst, (excess, f"{sample.sample_id} ({kind}): {gap}"))
+            worst = max(worst, (excess, f"{sample.sample_id} ({source[1]}): {gap}"))
     return RoundGap(dict(by_source), *worst)
 
 
-def judge_gap(
-    gaps: Sequence[RoundGap], args: RolloutGRPOConfig, limit: float, step: int
-) -> dict[str, float]:
-    """Compare the gap of each engine and each kind of row with its bound, and return metrics by
-    name. `gaps` are all ranks', the same on each. Raise `DisagreementError` beyond the bound with
-    `--rollout_mismatch stop`, else warn."""
-    shift = sampling_shift(args)
-    by_source, by_kind = defaultdict[Source, Gap](Gap), defaultdict[str, Gap](Gap)
-    for rank_gap in gaps:
-        for (engine, kind), gap in rank_gap.by_source.items():
-            by_source[engine, kind] += gap
-            by_kind[kind] += gap
-    whole = sum(by_kind.values(), Gap())
-    if not whole.count:
-        return {}
-    # NaN is not below any bound: `>` would let it pass.
-    beyond = {
-        f"{engine} rows of {kind}".lstrip(): (engine, kind)
-        for (engine, kind), gap in by_source.items()
-        if not gap.mean <= most_explained(limit, gap.count) + shift
-    }
-    furthest = max(gaps, key=lambda rank_gap: rank_gap.excess)
-    if beyond:
-        found = "; ".join(f"{name}: {by_source[source]}" for name, source in beyond.items())
-        settings = f", and the {shift:.3g} of the sampling settings" if 0 < shift < inf else ""
+class GapJudge:
+    """Compares the gap of each engine and each kind of row with what rounding and the sampling
+    settings explain (M4, M5). All ranks call it with the same values.
+
+    A fault of the start shows in the first rounds. Later a policy may drift: a mixture of experts
+    lies near the limit, and must not end a training of days.
+    """
+
+    def __init__(self, args: RolloutGRPOConfig, limit: float) -> None:
+        self._args, self._limit, self._shift = args, limit, sampling_shift(args)
+        self._num_rounds = 0  # of training, since the start or a resume
+        self._means = defaultdict[Source, deque[float]](lambda: deque(maxlen=MAX_HISTORY))
+
+    @property
+    def is_early(self) -> bool:
+        return self._num_rounds < NUM_EARLY
+
+    def judge(
+        self, gaps: Sequence[RoundGap], step: int, *, is_training: bool = True
+    ) -> dict[str, float]:
+        """Return the metrics of a round by name. `gaps` are those of all ranks.
+
+        Raises:
+            DisagreementError: with `--rollout_mismatch stop`; names engines and rows.
+        """
+        by_source, by_kind = defaultdict[Source, Gap](Gap), defaultdict[str, Gap](Gap)
+        for rank_gap in gaps:
+            for (engine, kind), gap in rank_gap.by_source.items():
+                by_source[engine, kind] += gap
+                by_kind[kind] += gap
+        whole = sum(by_kind.values(), Gap())
+        if not whole.count:
+            return {}
+        bounds = {
+            source: most_explained(self._limit, gap.count) + self._shift
+            for source, gap in by_source.items()
+        }
+        # NaN is not below any bound: `>` would let it pass.
+        beyond = {s: gap for s, gap in by_source.items() if not gap.mean <= bounds[s]}
+        furthest = max(gaps, key=lambda rank_gap: rank_gap.excess)
+        if beyond:
+            shift = self._shift
+            settings = f", and the {shift:.3g} of the sampling settings" if 0 < shift < inf else ""
+            explained = f"the {self._limit:g} nats in the mean that rounding explains{settings}"
+            ends = self.is_early or any(
+                not gap.mean <= min(FAR * bounds[s], JUMP * self._median(s))
+                for s, gap in beyond.items()
+            )
+            self._tell(step, explained, beyond, by_source, ends=ends)
+        elif furthest.excess > 1:
+            logger.warning_once(
+                f"Step {step}: log-probabilities of single samples lie further apart between "
+                f"rollout and training than rounding explains, the furthest of {furthest.furthest}."
+                " Its row is seen otherwise on the two sides, or numbers overflow.",
+                hash_id="sample_gap",
+            )
+        for source, gap in by_source.items():
+            self._means[source].append(gap.mean)
+        self._num_rounds += is_training
+        metrics = {"rollout_gap/mean": whole.mean, "rollout_gap/max": whole.largest}
+        if len(by_kind) > 1:
+            metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in by_kind.items()}
+        return metrics
+
+    def _median(self, source: Source) -> float:
+        return median(self._means[source]) if self._means[source] else inf
+
+    def _tell(
+        self,
+        step: int,
+        explained: str,
+        beyond: Mapping[Source, Gap],
+        known: Collection[Source],
+        *,
+        ends: bool,
+    ) -> None:
+        found = "; ".join(
+            f"{engine} rows of {kind}: {gap}".lstrip() for (engine, kind), gap in beyond.items()
+        )
         text = (
             f"Step {step}: log-probabilities of the rollout and of training lie further apart than "
-            f"the {limit:g} nats in the mean that rounding explains{settings}. {found}. "
-            f"{likely_cause(beyond.values(), by_source)}"
+            f"{explained}. {found}. {likely_cause(beyond, known)}"
         )
-        if args.rollout_mismatch == "stop":
+        if ends and self._args.rollout_mismatch == "stop":
             raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")
-        logger.warning_once(text, hash_id=f"rollout_gap {list(beyond)}")
-    elif furthest.excess > 1:
-        logger.warning_once(
-            f"Step {step}: log-probabilities of single samples lie further apart between rollout "
-            f"and training than rounding explains, the furthest of {furthest.furthest}. Its row is "
-            "seen otherwise on the two sides, or numbers overflow.",
-            hash_id="sample_gap",
-        )
-    metrics = {"rollout_gap/mean": whole.mean, "rollout_gap/max": whole.largest}
-    if len(by_kind) > 1:
-        metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in by_kind.items()}
-    return metrics
+        before = [f"{self._median(s):.3g}" for s in beyond if self._means[s]]
+        trend = f" Before, it was {', '.join(before)} nats in the median." if before else ""
+        logger.warning_once(f"{text}{trend}", hash_id=f"rollout_gap {[*beyond]}")
 
 
 def likely_cause(beyond: Collection[Source], known: Collection[Source]) -> str:

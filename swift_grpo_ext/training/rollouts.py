@@ -41,7 +41,7 @@ from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.timing.step_clock import StepClock
 from swift_grpo_ext.training.batch import switch_off_dropout
 from swift_grpo_ext.training.encode import GroupEncoder
-from swift_grpo_ext.training.gap import gap_limit, judge_gap, measure_gap, sampling_shift
+from swift_grpo_ext.training.gap import GapJudge, gap_limit, measure_gap, sampling_shift
 from swift_grpo_ext.training.prompts import (
     named_request,
     named_rows,
@@ -137,6 +137,7 @@ class RolloutTraining(RolloutTrainerMixin):
         is_half = config.bf16 or config.fp16
         self.number_bits = 16 if is_half else torch.finfo(self.model.dtype).bits
         self.gap_limit = gap_limit(min(self.number_bits, self._engine_bits), config.temperature)
+        self._gap_judge = GapJudge(config, self.gap_limit)
         self.completion_logps = CompletionLogps(config, template)
         self._conversations = Conversations(template, has_scheduler=bool(self.multi_turn_scheduler))
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
@@ -429,7 +430,7 @@ class RolloutTraining(RolloutTrainerMixin):
 
     def _end_round(self) -> None:
         """Check the observations of all ranks, and record how samples scored; all ranks call it
-        together, before the first update from the round. Raises what `judge_gap` raises."""
+        together, before the first update from the round. Raises what `GapJudge.judge` raises."""
         assert self._round is not None
         round_, self._round = self._round, None
         samples, micro_batches = round_.samples, round_.micro_batches
@@ -456,7 +457,8 @@ class RolloutTraining(RolloutTrainerMixin):
             listener(scores)
         # Last, as it may end the run.
         gaps = [report.gap for report in reports]
-        self._note(judge_gap(gaps, self.args, self.gap_limit, self.state.global_step))
+        is_training = self.model.training
+        self._note(self._gap_judge.judge(gaps, self.state.global_step, is_training=is_training))
 
     def needs_old_logps(self, *, has_views: bool = False) -> bool:
         """Return whether no pass of the old policy can be left out; distillation has none."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.training.gap import Gap, gap_limit, judge_gap, measure_gap, sampling_shift
+from swift_grpo_ext.training.gap import Gap, GapJudge, gap_limit, measure_gap, sampling_shift
 from swift_grpo_ext.training.group import DisagreementError
 from tests.ranks import run_rank_groups
 from tests.training.samples import arguments, batch, sample
@@ -59,7 +59,7 @@ def measure(*batches: Any, ranks: Any = None, limit: float = 0.25, **changes: An
         b if isinstance(b, tuple) else ([drawn()] * len(b.completion_mask), b) for b in batches
     ]
     gap = measure_gap(pairs, limit, sampling_shift(args))
-    return judge_gap((ranks or RankGroup()).all_gather(gap), args, limit, step=7)
+    return GapJudge(args, limit).judge((ranks or RankGroup()).all_gather(gap), step=7)
 
 
 def test_the_gap_is_that_of_all_ranks(warnings: list[str]) -> None:
@@ -194,3 +194,28 @@ def test_each_engine_is_told_of_once(warnings: list[str]) -> None:
     for nats in ((9.0, 0.0), (9.0, 0.0), (0.0, 9.0)):
         measure((rows, batch_of(*nats)))
     assert [text.partition("explains. ")[2][:6] for text in warnings] == ["rank 0", "rank 1"]
+
+
+def test_a_healthy_run_does_not_end_late(warnings: list[str]) -> None:
+    """Beyond the bound every gap ends the first two rounds; later four bounds, or eight medians."""
+    judge = GapJudge(arguments(rollout_mismatch="stop"), 0.25)
+
+    def round_of(nats: float, **of_round: bool) -> None:
+        pairs = [([drawn()], batch_of(nats, count=2**14))]
+        judge.judge([measure_gap(pairs, 0.25, 0.0)], 7, **of_round)
+
+    round_of(0.1)
+    round_of(0.1, is_training=False)
+    with pytest.raises(DisagreementError, match=r"0\.3 nats in the mean"):
+        round_of(0.3)
+    for _ in range(9):
+        round_of(0.1)
+    assert warnings == []
+    for nats in (0.3, 0.3, 0.7):
+        round_of(nats)
+    [warning] = warnings
+    assert "rank 0 rows of text: 0.3 nats" in warning
+    assert warning.endswith("Before, it was 0.1 nats in the median.")
+    for nats in (0.9, 1.1, NAN):
+        with pytest.raises(DisagreementError, match="rollout_mismatch warn"):
+            round_of(nats)
