@@ -20,7 +20,6 @@ from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.tools.cli import main, round_name, setting
 from swift_grpo_ext.tools.replay import command, engine
 from swift_grpo_ext.tools.replay.run import (
-    Drawn,
     ReplayError,
     Run,
     check_samples,
@@ -199,10 +198,9 @@ def test_samples_that_cannot_be_generated_again(
     changes: dict[str, Any], settings: dict[str, Any], named: str
 ) -> None:
     row = seeded()
-    drawn = Drawn(row.sample_id, row.seed, row.weight_version)
-    check_samples([drawn], SETTINGS)
+    check_samples([row], SETTINGS)
     with pytest.raises(ReplayError, match=named):
-        check_samples([drawn._replace(**changes), drawn], {**SETTINGS, **settings})
+        check_samples([replace(row, **changes), row], {**SETTINGS, **settings})
 
 
 # --- prompts ---

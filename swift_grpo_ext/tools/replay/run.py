@@ -12,7 +12,7 @@ from swift_grpo_ext.checks.finding import did_you_mean
 from swift_grpo_ext.checks.rows import prompt_of
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
-from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.sampling.seeding import sample_seed
 
 BESIDE_MODEL = 0.4  # the share of a GPU's memory for an engine beside the trainer's model
 
@@ -59,15 +59,7 @@ def read_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> Run:
     return Run(folder=Path(folder), settings=settings)
 
 
-class Drawn(NamedTuple):
-    """A sample's seed and weights, which decide its tokens beside its prompt."""
-
-    sample_id: SampleId
-    seed: int | None
-    weight_version: int
-
-
-def check_samples(samples: Sequence[Drawn | SampleRow], settings: Mapping[str, Any]) -> None:
+def check_samples(samples: Sequence[SampleRow], settings: Mapping[str, Any]) -> None:
     """Raise `ReplayError` where samples have no seeds, or others than `--seed` gives."""
     for sample in samples:
         if sample.seed is None:
