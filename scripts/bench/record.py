@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 from common import DEFAULT_MODEL, ROOT, command, environment
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -45,8 +44,8 @@ from swift_grpo_ext.sampling.seeding import SampleId
 GROUP_SIZE = 8
 TOKEN_COLUMNS = ("token_ids.list.element", "logprobs.list.element", "text")
 QUESTION = "Which digit is in the middle of the picture? " * 4
-# Token ids, log-probabilities and text of a completion, as `SampleRecorder` hands them over.
-Text = tuple[NDArray[np.int32], NDArray[np.float32], str]
+# Token ids, log-probabilities (arrays, as `SampleRecorder` has them) and text of a completion.
+Text = tuple[Any, Any, str]
 PAGES = {
     "best first": "samples?sort=-reward",
     "longest first": "samples?sort=-num_tokens",
