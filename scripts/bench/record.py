@@ -44,12 +44,12 @@ from swift_grpo_ext.sampling.seeding import SampleId
 GROUP_SIZE = 8
 TOKEN_COLUMNS = ("token_ids.list.element", "logprobs.list.element", "text")
 QUESTION = "Which digit is in the middle of the picture? " * 4
-# Token ids and log-probabilities of a completion, in arrays as of `SampleRecorder`, and its text.
+# Token ids, log-probabilities (arrays, as `SampleRecorder` has them) and text of a completion.
 Text = tuple[Any, Any, str]
 PAGES = {
     "best first": "samples?sort=-reward",
     "longest first": "samples?sort=-num_tokens",
-    "steps and reward": "samples?min_step=1&max_step=200&min_reward=0.9",
+    "steps and reward": "samples?steps=1:200&min_reward=0.9",
     "truncated": "samples?truncated=true",
     "a text": "samples?text=the+sample",
     "best of a function": "samples?sort=-reward.Accuracy",
