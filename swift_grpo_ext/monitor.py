@@ -37,7 +37,11 @@ class DiversityMonitor(TrainerCallback):
     """See the module."""
 
     def __init__(self, args: RolloutGRPOConfig, trainer: RolloutTraining) -> None:
-        """Listen to the trainer, which has no accelerator yet; refuse one that is none of ours."""
+        """Listen to the trainer, which has no accelerator yet.
+
+        Raises:
+            ValueError: the trainer is none of ours.
+        """
         super().__init__(args, trainer)
         if not hasattr(trainer, "recorder"):
             raise ValueError(

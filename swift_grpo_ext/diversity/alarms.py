@@ -16,6 +16,7 @@ from swift_grpo_ext.record.tables import DiversityRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
 ENGLISH, CHINESE = LANGUAGES = (0, 1)
+MAX_NAMED_ORIGINS = 4
 
 
 @cache
@@ -57,7 +58,7 @@ def describe_cause(record: DiversityRow, language: int) -> str:
 
 def describe_collision(collision: dict[str, Any], language: int) -> str:
     """Say who shares what (an entry of `DiversityRow.collisions`)."""
-    earlier = collision["earlier"]
+    earlier = collision["earlier"][-1:]
     return read_words()[f"collision_{collision['kind']}"][language].format(
         samples=_name(collision["samples"], collision["num_samples"], language),
         num_tokens=collision["num_tokens"],
@@ -70,7 +71,7 @@ def describe_collision(collision: dict[str, Any], language: int) -> str:
 def _name(origins: Sequence[dict[str, Any]], num_origins: int, language: int) -> str:
     """Name samples by group, rank, replica and seed (none where the engine chose it)."""
     words, named = read_words(), []
-    for origin in origins:
+    for origin in origins[:MAX_NAMED_ORIGINS]:
         sample_id, replica, seed = origin["sample_id"], origin["replica"], origin["seed"]
         turn = f" turn {sample_id['turn']}" if sample_id["turn"] else ""
         engine = f", replica {replica!r}" if replica else ""

@@ -46,7 +46,7 @@ SOLVED = 0.5
 # randomness is an alarm at once: its p-value says how odd one round is.
 PATIENCE = 3
 MAX_WORST_GROUPS = 4
-MAX_ORIGINS = 4  # samples of the round that the record of one collision names
+MAX_ORIGINS = 8  # samples that the record of one collision names
 ALARM_P = 1e-6  # the probability, at most, of calling a round of independent samples broken
 
 
@@ -108,13 +108,13 @@ def _describe(collision: Collision) -> dict[str, Any]:
     """Return what the record holds of a collision; `num_samples` counts those not named too."""
 
     def origin(row: SampleRow) -> dict[str, Any]:
-        engine = {"seed": row.seed, "rank": row.rank, "replica": row.replica}
-        return {"sample_id": asdict(row.sample_id), **engine}
+        place = {"rank": row.rank, "replica": row.replica}
+        return {"sample_id": asdict(row.sample_id), "seed": row.seed, **place}
 
     return {
-        "kind": "frozen" if collision.earlier else "shared",
+        "kind": collision.kind,
         "samples": [origin(row) for row in collision.samples[:MAX_ORIGINS]],
-        "earlier": [origin(row) for row in collision.earlier[-1:]],  # the latest
+        "earlier": [origin(row) for row in collision.earlier[-MAX_ORIGINS:]],
         "num_tokens": collision.num_tokens,
         "bits": collision.bits,
         "log2_p": collision.log2_p,

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import pairwise
 from math import comb, log, log2
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from cachetools import LRUCache
@@ -89,6 +89,8 @@ def surprisal_bits(row: SampleRow) -> Floats:
 class Collision:
     """Samples of one prompt that share a prefix, and the p-value of that."""
 
+    # `shared`: samples of the round alone share it; `frozen`: an earlier round had it too.
+    kind: Literal["shared", "frozen"]
     samples: tuple[SampleRow, ...]  # of this round
     earlier: tuple[SampleRow, ...]  # of earlier rounds
     num_tokens: int  # of the common prefix
@@ -207,6 +209,7 @@ class _PromptSamples:
             if len(new):
                 least = min(float(self._bits[i][prefix.length]) for i in new)
                 yield Collision(
+                    kind="frozen" if len(old) else "shared",
                     samples=tuple(self.samples[i] for i in new),
                     earlier=tuple(self.earlier[i] for i in old),
                     num_tokens=prefix.length,

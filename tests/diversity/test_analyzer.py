@@ -47,7 +47,7 @@ def test_a_record_holds_what_was_measured() -> None:
     assert record.metrics == round_metrics(group_samples(samples))
     assert record.worst_groups == [4, 8]
     (collision,) = record.collisions
-    assert [len(collision[name]) for name in ("samples", "earlier")] == [4, 0]
+    assert [len(collision[name]) for name in ("samples", "earlier")] == [8, 0]
     assert collision["samples"][1] == {
         "sample_id": {"phase": "train", "step": 3, "number": 0, "group": 4, "index": 1, "turn": 0},
         **{"seed": 1, "rank": 1, "replica": "r"},

@@ -208,6 +208,7 @@ def test_frozen_noise_is_seen_in_the_second_round() -> None:
     assert len(test.collisions) == 4
     for collision in test.collisions:
         (now,), (then,) = collision.samples, collision.earlier
+        assert collision.kind == "frozen"
         assert (now.sample_id.step, then.sample_id.step) == (1, 0)
         assert now.sample_id.index == then.sample_id.index
     assert collision_test(group_of(*ids, prompt="other"), memory).log2_p == 0.0
@@ -230,7 +231,7 @@ def test_frozen_rounds_of_short_completions_count_together() -> None:
     test = collision_test(second, remembering(first))
     assert test.log2_p < log2(1e-6)
     assert all(collision.log2_p > test.log2_p for collision in test.collisions)
-    assert all(collision.earlier for collision in test.collisions)
+    assert {collision.kind for collision in test.collisions} == {"frozen"}
 
 
 def test_p_values_count_different_predecessors_of_the_memory_too() -> None:
@@ -243,7 +244,7 @@ def test_p_values_count_different_predecessors_of_the_memory_too() -> None:
     assert test.log2_p == pytest.approx(min(together, pair), abs=1e-3)
     [collision] = test.collisions  # the samples and the memory, which hold the pair
     assert collision.log2_p == pytest.approx(pair + 1, abs=1e-3)
-    assert len(collision.earlier) == 2
+    assert (collision.kind, len(collision.earlier)) == ("frozen", 2)
     assert (test.num_pairs, test.num_earlier_pairs) == (1, 6)
     assert test.max_bits == pytest.approx(13, rel=1e-5)
 
