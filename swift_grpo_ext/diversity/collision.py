@@ -9,15 +9,19 @@ bits, of their longest common prefix. Then P(b >= c) <= 2^-c: one shortest prefi
 <= 2^-c, and b >= c only if Y begins with it, which has probability q(prefix). The bound holds under
 any temperature, top-k, top-p, penalty, grammar or mask, since q is what is left after them; for
 completions of any length, since the end of a sequence is a token; and for y from another policy (an
-earlier round, other weights), since only Y is drawn again.
+earlier round, other weights), since only Y is drawn again. For k samples and y, P <= 2^-(k c). So n
+samples that all share a prefix of b bits have probability <= 2^-((n - 1) b). Their number of
+*coincidences* is e = n - 1, or e = n against a completion of an earlier round.
 
-**Many pairs.** Bonferroni's bound corrects the `log2_p` of a round: over R rounds of independent
-samples expect at most R times the alarm level of alarms.
+**Many pairs.** A weighted Bonferroni bound over everything that is searched corrects the `log2_p`
+of a round: over R rounds of independent samples expect at most R times the alarm level of alarms.
 
-- Half of it: *one improbable pair* of samples of one prompt, or of a sample and a completion of an
-  earlier round: p = 2 x (number of pairs) x 2^-b. In a round of 128 groups of 8, 33 bits are an
-  alarm at 1e-6.
-- Half of it: *many pairs, none improbable alone*, as when a whole round is frozen and each sample
+- Half of it: *one improbable set* of n samples of one prompt, or of n samples with one completion
+  of an earlier round. Sets with e coincidences get the share 1/2 of it (e = 1: pairs) or
+  1 / (2 e (e - 1)); the shares add up to 1. With remembered completions each of the two families
+  gets half. For pairs alone, p = 4 x (number of pairs) x 2^-b: 34 bits in a round of 128 groups of
+  8 are an alarm at 1e-6.
+- Half of it: *many sets, none improbable alone*, as when a whole round is frozen and each sample
   has 10 bits. Compare each sample, in the order of their ids, with the D different completions of
   its prompt that came before, remembered ones included: p_i = min(1, D x 2^-b_i) is a p-value
   whatever came before. So they combine as if independent (Fisher 1932).
@@ -36,6 +40,7 @@ completion into several on purpose, the test calls it shared noise.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -55,7 +60,7 @@ Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
 
 MAX_PREFIX_TOKENS = 4096  # compared of a completion; the rest could only hide coincidences
-MAX_COLLISIONS = 16  # kept of a round
+MAX_COLLISIONS = 16  # kept of a round, the most improbable
 MAX_BYTES = 64 * 2**20  # for earlier rounds: 13,000 samples with beginnings of 1,000 tokens
 BYTES_OF_SAMPLE = 1000  # of a remembered sample beside its tokens
 MAX_PER_PROMPT = 64  # samples that are remembered
@@ -64,6 +69,8 @@ FORGOTTEN: dict[str, Any] = {
     **{"pictures": None, "mask": None, "columns": None},
 }
 MAX_KEPT_BITS = 96.0  # of a remembered sample; 2^-96 is 1e-29, an alarm among any number of pairs
+
+Kind = Literal["shared", "frozen"]
 
 
 def known_logprobs(row: SampleRow) -> Floats | None:
@@ -89,13 +96,12 @@ def surprisal_bits(row: SampleRow) -> Floats:
 class Collision:
     """Samples of one prompt that share a prefix, and the p-value of that."""
 
-    # `shared`: samples of the round alone share it; `frozen`: an earlier round had it too.
-    kind: Literal["shared", "frozen"]
+    kind: Kind  # `shared`: samples of the round share it; `frozen`: an earlier round had it too
     samples: tuple[SampleRow, ...]  # of this round
-    earlier: tuple[SampleRow, ...]  # of earlier rounds
+    earlier: tuple[SampleRow, ...]  # of earlier rounds; empty unless `frozen`
     num_tokens: int  # of the common prefix
     bits: float  # of surprisal of the common prefix
-    log2_p: float  # of a pair, corrected; above 0 if it alone proves nothing
+    log2_p: float  # corrected for everything that was searched; above 0 if it alone proves nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +110,7 @@ class CollisionTest:
 
     # The least of its most improbable collision's and of all together; at most 0.
     log2_p: float = 0.0
-    # Those that independent noise explains least come first; none lies within another.
+    # The most improbable first; none lies within another.
     collisions: list[Collision] = field(default_factory=list)
     num_pairs: int = 0  # of samples of one prompt in the round
     num_earlier_pairs: int = 0  # of a sample and one of an earlier round
@@ -129,30 +135,27 @@ def collision_test(
         _PromptSamples(own, memory.earlier(fingerprint) if memory else [])
         for fingerprint, own in by_prompt.items()
     ]
-    num_pairs = sum(comb(len(prompt.samples), 2) for prompt in prompts)
-    num_earlier_pairs = sum(len(prompt.samples) * len(prompt.earlier) for prompt in prompts)
-    log2_pairs = log2(max(num_pairs + num_earlier_pairs, 1)) + 1
-    collisions = [collision for prompt in prompts for collision in prompt.collisions(log2_pairs)]
-    # The bound for a set of e + 1 samples, or of e and one of an earlier round, is 2^-(e b).
-    collisions.sort(key=lambda c: -c.bits * (len(c.samples) - (not c.earlier)))
-    log2_p = min([0.0, *(collision.log2_p for collision in collisions)])
+    correction = Correction([(len(p.samples), len(p.earlier)) for p in prompts])
+    collisions = [collision for prompt in prompts for collision in prompt.collisions(correction)]
+    collisions.sort(key=lambda collision: collision.log2_p)
+    log2_p = min([0.0, *(collision.log2_p for collision in collisions[:1])])
     fisher_log2_p = log2_fisher([p for prompt in prompts for p in prompt.sample_log2_ps()]) + 1
     named: list[Collision] = []
     named_members: list[set[SampleId]] = []
     for collision in collisions:
-        if len(named) == MAX_COLLISIONS:
-            break
         # Improbable ones are named; all are where only all together are improbable.
         is_evidence = collision.log2_p < 0 or (log2_p == 0 and fisher_log2_p < 0)
+        if not is_evidence or len(named) == MAX_COLLISIONS:
+            break
         members = {s.sample_id for s in (*collision.samples, *collision.earlier)}
-        if is_evidence and not any(members <= others for others in named_members):
+        if not any(members <= others for others in named_members):
             named.append(collision)
             named_members.append(members)
     return CollisionTest(
         log2_p=min(log2_p, fisher_log2_p),
         collisions=named,
-        num_pairs=num_pairs,
-        num_earlier_pairs=num_earlier_pairs,
+        num_pairs=correction.num_sets(1, "shared"),
+        num_earlier_pairs=correction.num_sets(1, "frozen"),
         num_untested=len(samples) - sum(map(len, by_prompt.values())),
         max_bits=max((c.bits for c in collisions if len(c.samples) > 1), default=0.0),
     )
@@ -185,6 +188,28 @@ class PromptMemory:
             self._prompts[fingerprint] = [*self.earlier(fingerprint), *new][-MAX_PER_PROMPT:]
 
 
+class Correction:
+    """The weighted Bonferroni correction for all sets of samples that a round is searched for."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Take the numbers of samples and of remembered samples, for each prompt."""
+        self._sizes = Counter(sizes)
+        self._num_families = 2 if any(earlier for _, earlier in sizes) else 1
+
+    def log2_p(self, coincidences: int, bits: float, kind: Kind) -> float:
+        """Return the corrected p-value of one set; may be above 0."""
+        e = coincidences
+        log2_share = -2.0 - log2(max(e * (e - 1), 1) * self._num_families)
+        return log2(self.num_sets(e, kind)) - e * bits - log2_share
+
+    def num_sets(self, coincidences: int, kind: Kind) -> int:
+        e = coincidences
+        return sum(
+            num_prompts * (comb(n, e + 1) if kind == "shared" else comb(n, e) * earlier)
+            for (n, earlier), num_prompts in self._sizes.items()
+        )
+
+
 class _PromptSamples:
     """The samples of a round that have one prompt, and the remembered ones."""
 
@@ -201,21 +226,27 @@ class _PromptSamples:
             np.cumsum(np.append(0.0, surprisal_bits(sample)[:longest])) for sample in samples
         ]
 
-    def collisions(self, log2_pairs: float) -> Iterator[Collision]:
-        """Yield each shared prefix; `log2_pairs` corrects for the pairs of the round."""
+    def collisions(self, correction: Correction) -> Iterator[Collision]:
+        """For each shared prefix, yield the most improbable claim about it."""
         for prefix in self._prefixes:
             is_new = prefix.members < len(self.samples)
             new, old = prefix.members[is_new], prefix.members[~is_new] - len(self.samples)
-            if len(new):
-                least = min(float(self._bits[i][prefix.length]) for i in new)
-                yield Collision(
-                    kind="frozen" if len(old) else "shared",
-                    samples=tuple(self.samples[i] for i in new),
-                    earlier=tuple(self.earlier[i] for i in old),
-                    num_tokens=prefix.length,
-                    bits=least,
-                    log2_p=log2_pairs - least,
-                )
+            if not len(new):
+                continue
+            least = min(float(self._bits[i][prefix.length]) for i in new)
+            # One coincidence, or all of them: with groups of one size log2 p is concave in their
+            # number (binomials are), so that its least value is at one end.
+            sizes: list[tuple[Kind, int]] = [("frozen", e) for e in {1, len(new)} if len(old)]
+            sizes += [("shared", e) for e in {1, len(new) - 1} if len(new) > 1]
+            log2_p, kind = min((correction.log2_p(e, least, kind), kind) for kind, e in sizes)
+            yield Collision(
+                kind=kind,
+                samples=tuple(self.samples[i] for i in new),
+                earlier=tuple(self.earlier[i] for i in old) if kind == "frozen" else (),
+                num_tokens=prefix.length,
+                bits=least,
+                log2_p=log2_p,
+            )
 
     def sample_log2_ps(self) -> list[float]:
         """For each sample with predecessors, return log2 of its p-value p_i (see the module)."""

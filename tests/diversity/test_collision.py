@@ -9,7 +9,7 @@ import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from math import log2, log10
+from math import comb, log2, log10
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from scipy.stats import combine_pvalues
 
 from swift_grpo_ext.diversity.collision import (
     MAX_PER_PROMPT,
+    Correction,
     PromptMemory,
     collision_test,
     format_p,
@@ -97,8 +98,29 @@ def test_bound_holds_exactly_for_every_policy_and_level(weights: list[float]) ->
             assert mass <= 2**alpha * (1 + 1e-5)
 
 
+def test_the_number_of_sets_is_exact_and_the_level_is_spent_once() -> None:
+    correction = Correction([(8, 5), (3, 0), (3, 0)])
+    assert correction.num_sets(1, "shared") == comb(8, 2) + 2 * comb(3, 2)
+    assert correction.num_sets(2, "shared") == comb(8, 3) + 2 * comb(3, 3)
+    assert correction.num_sets(3, "shared") == comb(8, 4)
+    assert correction.num_sets(8, "shared") == 0
+    assert correction.num_sets(1, "frozen") == 8 * 5
+    assert correction.num_sets(8, "frozen") == 5
+    for sizes in ([(8, 0)] * 3, [(8, 5), (2, 0), (4, 64)]):
+        correction = Correction(sizes)
+        spent = sum(
+            correction.num_sets(e, kind) * 2 ** -correction.log2_p(e, 0.0, kind)
+            for e, kind in product(range(1, 200), ("shared", "frozen"))
+            if correction.num_sets(e, kind)
+        )
+        assert 0.4 < spent <= 0.5  # half of it, for sets
+
+
 # --- one round ---
 
+
+E7 = 7 * 6
+"""e (e - 1) for 8 copies."""
 
 PAIR = [[(0, 0), (0, 1)]]
 """One collision is named, of the first two samples of group 0."""
@@ -110,17 +132,17 @@ PAIR = [[(0, 0), (0, 1)]]
         # All pairs of all prompts count.
         (
             flat(groups_of([[1] * 40, [1] * 40], *([[2 * g], [2 * g + 1]] for g in range(1, 10)))),
-            *(log2(10) + 1 - 40, 10, 40, PAIR),
+            *(log2(10) + 2 - 40, 10, 40, PAIR),
         ),
         # 8 samples of 6 bits: no pair is improbable, all eight are.
         (
             group_of(*[[1, 2, 3]] * 8, bits=2.0),
-            *(log2_fisher([-6.0] * 7) + 1, 28, 6, [[(0, i) for i in range(8)]]),
+            *(2 + log2(E7) - 7 * 6, 28, 6, [[(0, i) for i in range(8)]]),
         ),
         # A prefix in common, and then apart.
         (
             group_of([1, 2], [*LONG[:40], 3], [4], [*LONG[:40], 5, 6]),
-            *(log2(6) + 1 - 40, 6, 40, [[(0, 1), (0, 3)]]),
+            *(log2(6) + 2 - 40, 6, 40, [[(0, 1), (0, 3)]]),
         ),
         # A prompt that stands twice in a batch: its groups must not share noise either.
         ([sample(LONG), sample(LONG, group=7)], 1 - 60, 1, 60, [[(0, 0), (7, 0)]]),
@@ -137,9 +159,9 @@ PAIR = [[(0, 0), (0, 1)]]
         # Beside an improbable pair, a pair of 1 bit is no collision to be named.
         (
             [*group_of([1] * 60, [1] * 60), *group_of([2, 5], [2, 6], group=1, prompt="other")],
-            *(1 + 1 - 60, 2, 60, PAIR),
+            *(1 + 2 - 60, 2, 60, PAIR),
         ),
-        (group_of([2, 5], [2, 6], bits=0.9), 0, 1, 0.9, []),
+        (group_of([2, 5], [2, 6]), 0, 1, 1, []),
         # Top-k 1, forced tokens, a template's: copies without surprisal prove nothing.
         (group_of(*[[7] * 1000] * 16, bits=0.0), 0, 120, 0, []),
         # NaN; a log-probability of minus infinity; above 0: they add nothing.
@@ -194,7 +216,7 @@ def test_at_most_16_collisions_are_kept() -> None:
     assert len(collision_test(flat(groups_of(*[[LONG, LONG]] * 20))).collisions) == 16
 
 
-# --- frozen noise, and many pairs of which none is improbable alone ---
+# --- frozen noise, and many sets of which none is improbable alone ---
 
 
 def test_frozen_noise_is_seen_in_the_second_round() -> None:
@@ -239,12 +261,12 @@ def test_p_values_count_different_predecessors_of_the_memory_too() -> None:
     second, which repeats the first."""
     memory = remembering(group_of([1, 2, 9], [1, 2, 9], [7]))
     test = collision_test(group_of([1, 2, 3], [1, 2, 3], step=1, bits=[6.0, 6.0, 1.0]), memory)
+    # The pair has 13 bits; of it and the memory, the first set of 2 x 6 samples has 12.
     together = log2_fisher([1 - 12.0, log2(3) - 13.0]) + 1
-    pair = log2(1 + 6) + 1 - 13
-    assert test.log2_p == pytest.approx(min(together, pair), abs=1e-3)
-    [collision] = test.collisions  # the samples and the memory, which hold the pair
-    assert collision.log2_p == pytest.approx(pair + 1, abs=1e-3)
-    assert (collision.kind, len(collision.earlier)) == ("frozen", 2)
+    pair = log2(1) + 3 - 13
+    frozen = [log2(2 * 3) + 3 - 12, log2(1 * 3) + 3 + log2(2) - 2 * 12]
+    assert test.log2_p == pytest.approx(min(together, pair, *frozen), abs=1e-3)
+    assert [c.log2_p for c in test.collisions] == pytest.approx([frozen[1]], abs=1e-3)
     assert (test.num_pairs, test.num_earlier_pairs) == (1, 6)
     assert test.max_bits == pytest.approx(13, rel=1e-5)
 
