@@ -131,7 +131,8 @@ def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Pat
     settings |= {"truncation_strategy": "delete", "rollout_mismatch": "warn"}
     assert BothSides(**settings).said(rows) == [
         f"warning: row 1 of {path} (which asks {f'<image>{LONG}'[:60]!r}) cannot be encoded for "
-        "training (MaxLengthError: Current length of row(139) is larger than the max_length(64).). "
+        "training (MaxLengthError: Current length of row(139) is larger than the max_length(64); "
+        f"it shows images[0] {image!r}). "
         "2 more rows fail, too. Others take their place (--truncation_strategy delete)."
     ]
 
