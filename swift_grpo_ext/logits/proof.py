@@ -180,9 +180,9 @@ def placeholder(config: PretrainedConfig, kind: str) -> int:
 
 
 @contextmanager
-def rounded_otherwise(model: PreTrainedModel) -> Iterator[None]:
+def rounded_otherwise(model: PreTrainedModel, least: float = 0.0) -> Iterator[None]:
     """Let a model's embeddings and layers round every second number to its neighbour: sums in
-    another order change less."""
+    another order change less. `least` is the least distance of a neighbour, as a share."""
 
     def move(_: nn.Module, __: object, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -191,7 +191,8 @@ def rounded_otherwise(model: PreTrainedModel) -> Iterator[None]:
         dtype = output.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        steps = torch.arange(output.shape[-1], device=output.device) % 2 * torch.finfo(dtype).eps
+        step = max(torch.finfo(dtype).eps, least)
+        steps = torch.arange(output.shape[-1], device=output.device) % 2 * step
         return (output * (1 + steps)).to(output.dtype)
 
     modules = [model.get_input_embeddings(), *getattr(model.get_decoder(), "layers", ())]

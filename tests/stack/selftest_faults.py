@@ -11,13 +11,15 @@ import json
 import pickle
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 from swift_grpo_ext.tools.harness import with_trainer
 from swift_grpo_ext.tools.selftest.command import attempt
@@ -93,6 +95,54 @@ def other_tokens(_: Any) -> AbstractContextManager[Any]:
     return patch.object(shim, "token_logps", turned)
 
 
+@contextmanager
+def blind(rig: Any) -> Iterator[None]:
+    """The tower's features are zeros."""
+    model = rig.trainer.engine.inner_model
+    embed = model.embed_multimodal
+
+    def embed_multimodal(**kwargs: Any) -> Any:
+        return tuple(torch.zeros_like(features) for features in embed(**kwargs))
+
+    with patch.object(model, "embed_multimodal", embed_multimodal):
+        yield
+
+
+@contextmanager
+def without_height_and_width(rig: Any) -> Iterator[None]:
+    """The kernel that rotates queries and keys drops two rows of M-RoPE (sglang 36762)."""
+    from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+
+    with ExitStack() as faults:
+        for module in rig.trainer.engine.inner_model.modules():
+            if isinstance(module, MRotaryEmbedding):
+                rotate = module._forward_method
+
+                def forward(positions: Any, *args: Any, rotate: Any = rotate, **kwargs: Any) -> Any:
+                    return rotate(positions[:1].expand_as(positions), *args, **kwargs)
+
+                faults.enter_context(patch.object(module, "_forward_method", forward))
+        yield
+
+
+def upside_down(rig: Any) -> AbstractContextManager[Any]:
+    """vLLM is given other pixels."""
+    engine = rig.trainer.engine.engine
+    add = engine.add_request
+
+    def add_request(name: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        media = dict(prompt.get("multi_modal_data") or {})
+        if "image" in media:
+            images = media["image"] if isinstance(media["image"], list) else [media["image"]]
+            media["image"] = [image.convert("RGB").rotate(180) for image in images]
+        return add(name, {**prompt, "multi_modal_data": media}, *args, **kwargs)
+
+    return patch.object(engine, "add_request", add_request)
+
+
+SIGHT = {"blind": blind, "flat": without_height_and_width, "upside down": upside_down}
+"""Faults of the engine's sight, which `weights` has to find in rows of images alone."""
+
 FAULTS = {
     "seeds": (shared_seeds, "samples share noise that should differ"),
     SAME_TOKENS: (shared_seeds, "more than rounding explains"),
@@ -120,7 +170,8 @@ def main(output: Path, argv: list[str]) -> None:
 
         def tried(name: str) -> dict[str, Any]:
             # What was generated in health would hide a fault.
-            trainer.engine.engine.reset_prefix_cache()
+            for cache in ("prefix", "mm", "encoder"):
+                getattr(trainer.engine.engine, f"reset_{cache}_cache")()
             vars(rig).pop("first_round", None)
             return asdict(attempt(rig, name, all_checks[name]))
 
@@ -130,6 +181,10 @@ def main(output: Path, argv: list[str]) -> None:
             with fault(rig):
                 found["faulty"][name] = tried(name)
         rig.update_weights()
+        found["sight"] = {}
+        for name, sight in SIGHT.items():
+            with sight(rig):
+                found["sight"][name] = tried("weights")
         found["again"] = {"weights": tried("weights")}
         output.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
 

@@ -13,7 +13,7 @@ import yaml
 
 from tests.stack.processes import COMMAND, rollout_server, started
 from tests.stack.rounds import HOT, PRESET, digits, server_argv, write_lines
-from tests.stack.selftest_faults import FAULTS
+from tests.stack.selftest_faults import FAULTS, SIGHT
 
 pytestmark = pytest.mark.stack
 
@@ -75,6 +75,15 @@ def test_a_fault_is_found(check: str, found: dict[str, Any]) -> None:
     assert result["status"] == "does not hold"
     assert FAULTS[check][1] in result["reason"]
     assert result["remedy"]
+
+
+@pytest.mark.parametrize("name", SIGHT)
+def test_an_engine_that_sees_images_wrongly_is_found(name: str, found: dict[str, Any]) -> None:
+    """Rows of text agree, and those of images lie beyond their own rounding."""
+    result = found["sight"][name]
+    assert result["status"] == "does not hold"
+    assert "rows of image lie " in result["reason"]
+    assert "rows of text" not in result["reason"]
 
 
 @pytest.mark.extra
