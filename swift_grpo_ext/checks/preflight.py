@@ -125,7 +125,7 @@ def check_datasets(
     """Refuse data sets with rows that cannot be encoded, with too few rows for a generation batch,
     and without the columns that reward functions ask for."""
     yield from rules.rules_of_data(args, train_dataset, eval_dataset)
-    # One rank of each machine looks at rows, whose media its disk may hold; the others end with it.
+    # One rank of each machine looks at rows, as its disk may hold their media; the others end too.
     if not is_local_master():
         return
     yield from check_rewarded(args, train_dataset)

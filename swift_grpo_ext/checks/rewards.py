@@ -53,10 +53,10 @@ def check_rewards(
     knows_all_columns: bool = True,
     calls: bool = True,
 ) -> Findings:
-    """Refuse reward functions that fail with the rows of a data set, whatever a model writes.
+    """Refuse reward functions that fail with the rows of a data set, for any completion.
 
     Args:
-        names: `rules_of_names` refuses those that nobody registered.
+        names: `rules_of_names` refuses unregistered ones.
         rows: the first ones, as ms-swift reads them; [] where they are not known.
         knows_all_columns: False where other data sets, or a scheduler, may add columns.
         calls: functions are called; else their signatures alone are looked at.

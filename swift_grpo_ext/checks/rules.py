@@ -272,16 +272,16 @@ def rules_of_names(args: Arguments) -> Findings:
 
 def rules_of_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
     """Warn of flags without a reader, by theme: which, whether it applies, and why."""
-    is_server, of_servers = serves(args), [*ENGINE_FLAGS_OF_SERVERS]
+    is_server, engine_flags = serves(args), [*ENGINE_FLAGS_OF_SERVERS]
     if not is_server and args.vllm_mode == "server":
         engines = [name for name in given if name.startswith(("vllm_", "sleep_level"))]
-        of_servers = [name for name in engines if not name.startswith(WITH_SERVERS)]
+        engine_flags = [name for name in engines if not name.startswith(WITH_SERVERS)]
     is_watched = is_server or "diversity" in (args.callbacks or ())
     is_short = not args.multi_turn_scheduler
     our_own = [name for name in flag_names() if name not in SERVER_FLAGS]
     for names, is_idle, text in (
         (our_own, is_server, "is ignored by `swift rollout`; `swift rlhf` decides."),
-        (of_servers, not is_server, "has no effect with `swift rlhf`; `swift rollout` reads it."),
+        (engine_flags, not is_server, "has no effect with `swift rlhf`; `swift rollout` reads it."),
         (["diversity_action"], not is_watched, "has no effect without --callbacks diversity."),
         (["tool_timeout"], is_short, "has no effect without --multi_turn_scheduler."),
     ):
@@ -345,7 +345,7 @@ def rules_of_data(args: RLHFArguments, train: Sized, evaluation: Sized | None) -
         f"({made.generation_batch_size} samples / --num_generations {group}).",
         more,
     )
-    # One rollout serves so many micro-batches, each of them `num_iterations` times (ms-swift 4.6,
+    # The micro-batches that one rollout serves, each `num_iterations` times (ms-swift 4.6,
     # grpo_trainer.py, `generate_every`).
     per_round = made.steps_per_generation * args.sequence_parallel_size * made.num_iterations
     updates = per_round / made.gradient_accumulation_steps
@@ -362,7 +362,7 @@ def rules_of_data(args: RLHFArguments, train: Sized, evaluation: Sized | None) -
     yield from advice(setting, is_idle and args.val_dataset, text, "Give --eval_strategy steps.")
     if is_idle or evaluation is None:
         return
-    # An evaluation step holds so many samples over all ranks, `group` of them of each row.
+    # The prompts of an evaluation step over all ranks; each row has `group` samples.
     group = (args.rlhf_type == "grpo" and args.num_generations_eval) or group
     prompts = made.per_device_eval_batch_size * made.world_size // group
     num_rows, tail = len(evaluation), len(evaluation) % max(prompts, 1)

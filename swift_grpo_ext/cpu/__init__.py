@@ -1,4 +1,4 @@
-"""What lets vLLM, ms-swift and gloo work without an accelerator. Nothing here runs with one."""
+"""This room lets vLLM, ms-swift and gloo work without an accelerator, and is idle with one."""
 
 from swift_grpo_ext.upstream import patches
 from swift_grpo_ext.upstream.patches import Moment

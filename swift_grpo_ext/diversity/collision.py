@@ -276,7 +276,7 @@ def log2_fisher(log2_ps: Sequence[float]) -> float:
     if mean <= len(log2_ps):
         return 0.0
     ks = np.arange(len(log2_ps))
-    # As `scipy.stats.poisson.logpmf`, whose module takes 60 MB and two seconds to import.
+    # As `scipy.stats.poisson.logpmf`; that module takes 60 MB and two seconds to import.
     logpmf = xlogy(ks, mean) - gammaln(ks + 1) - mean
     return float(logsumexp(logpmf) / log(2))
 

@@ -150,7 +150,7 @@ class Record:
             raise
         except duckdb.Error:
             self._leave_out_what_fails()
-            self.refresh()  # a merged file may stand in the place of others
+            self.refresh()  # a merged file may have replaced others
         return self.cursor().sql(query, params=values or None).to_arrow_table()
 
     def rows(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> list[dict[str, Any]]:
@@ -163,8 +163,8 @@ class Record:
         return rows
 
     def rounds(self) -> list[RoundId]:
-        """Return the rounds whose samples count, the newest first; an evaluation stands before the
-        training rounds of its step."""
+        """Return the rounds with samples that count, the newest first; an evaluation comes
+        before the training rounds of its step."""
         query = "select phase, step, number from counted where of = 'samples'"
         found = [RoundId(*row) for row in self.cursor().execute(query).fetchall()]
         return sorted(found, key=lambda name: (-name.step, name.phase, -name.number))

@@ -68,7 +68,7 @@ class SampleRow:
     fingerprint: Text  # the hash of the prompt, media included: 32 hex digits
     prompt: Text  # the messages as JSON; of a later turn, those since the turn before
     media: Texts  # of these messages: paths, URLs, digests of content that has neither
-    # Of each of a later turn's `media` that is an image without a path, a small picture (WebP).
+    # Small pictures (WebP) of a later turn's `media` that are images without a path.
     pictures: Pictures | None = None
     mask: Flags | None = None  # whether a token was trained on; None where all were
     # From the request to the answer. A colocated engine answers a round's samples together.
@@ -130,7 +130,7 @@ class DiversityRow:
     @property
     def steps_done(self) -> int:
         """Optimizer steps that are done when ms-swift logs the round: a round that begins at step s
-        serves the step after it; an evaluation stands at its own."""
+        serves the step after it; an evaluation belongs to its own."""
         return self.round.step + (self.round.phase == "train")
 
     def scalars(self) -> dict[str, float]:

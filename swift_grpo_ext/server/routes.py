@@ -56,7 +56,7 @@ BRING_WEIGHTS = ("/process_weights_after_loading", "/update_adapter")
 
 
 class Caller(NamedTuple):
-    """The client whose turn it is."""
+    """The client that the server answers now."""
 
     timeout: float  # seconds that a replica has for each call
     came_in_at: str  # this machine's address that it reached; "" behind a proxy

@@ -25,7 +25,7 @@ REMEDY = (
 
 
 class Updates:
-    """What a server knows of its updates."""
+    """A server keeps the state of its updates here."""
 
     def __init__(self, server: SwiftRolloutDeploy) -> None:
         self._server = server

@@ -85,7 +85,7 @@ class Difference:
     group: int | None = None
     index: int | None = None
     turn: int | None = None  # from 0; None for the first
-    token: int | None = None  # the first position whose token differs, from 0
+    token: int | None = None  # the first position with another token, from 0
 
     def __str__(self) -> str:
         return self.describe()

@@ -39,7 +39,7 @@ def read_sources(
     """Read the files of a run: `NAME.train.yaml` and `NAME.rollout.yaml` belong together.
 
     Args:
-        path: one file, or `NAME`, which stands for both; None: `overrides` are all.
+        path: one file, or `NAME`, which names both; None: `overrides` are all.
         model: the model of both sides, instead of the files'.
         overrides: arguments of `swift rlhf` that win.
 

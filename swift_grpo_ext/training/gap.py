@@ -33,14 +33,14 @@ Source = tuple[str, str]  # an engine's name and a kind of row
 SPIKES = 32  # a few tokens may be so many limits apart, in all (`most_explained`)
 
 # In the first rounds after a start or a resume each gap beyond its bound ends the run. Later one of
-# these does: so many bounds, or so many times the median of the run's earlier rounds.
+# these does: `FAR` bounds, or `JUMP` times the median of the run's earlier rounds.
 NUM_EARLY = 2
 FAR, JUMP = 4.0, 8.0
 MAX_HISTORY = 100
 
-# Rows may lie so many times as far apart as rounding every second number of each layer moves them,
-# and further where tokens are few. Of 5,000 samples of healthy tokens that were drawn for each of
-# four models in bfloat16, the furthest lay at 0.7 of this bound.
+# Rows may lie `ROUNDINGS` times as far apart as rounding every second number of each layer moves
+# them, and further where tokens are few. Of 5,000 samples of healthy tokens that were drawn for
+# each of four models in bfloat16, the furthest lay at 0.7 of this bound.
 ROUNDINGS, FEW = 1.5, 256
 LEAST = 0.001  # nats; kernels approximate exponentials (1.4e-4 nats on the CPU in float32)
 

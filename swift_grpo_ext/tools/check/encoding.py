@@ -297,7 +297,7 @@ def compare_rows(
 def differences_of(
     encoder: TrainingEncoder, rows: Sequence[EncodedRow], setting: str, args: RLHFArguments
 ) -> Findings:
-    """Name the rows whose prompts differ; or say that none does."""
+    """Name the rows with prompts that differ; or say that none does."""
     differing = [row for row in rows if row.fault]
     say = error if args.rollout_mismatch == "stop" else warning
     for row in differing[:SHOWN_ROWS]:

@@ -25,7 +25,7 @@ SOURCES = (
 """The packages and files that hold the classes of ms-swift's flags."""
 
 FIELDS = {"rlhf_type", "vllm_pipeline_parallel_size", "template", "adam_epsilon"}
-"""Some of their fields: a class that lacks one stands elsewhere, and other names may be missing."""
+"""Some of their fields: a class without one is in another file, and other names may be missing."""
 
 LOCAL = ("/", ".", "~")  # beginnings of paths; other names are ids of a hub
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")

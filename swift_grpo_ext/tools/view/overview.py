@@ -1,8 +1,8 @@
 """A run's overview: how it is now, its alarms with their groups, and its curves.
 
 Curves come from the run's record and from ms-swift's `logging.jsonl`. All share one axis, optimizer
-steps done: a training round that begins at step s stands at s + 1, where ms-swift logs it too; an
-evaluation stands at its own step.
+steps done: a training round that begins at step s is at s + 1, where ms-swift logs it too; an
+evaluation is at its own step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOGGED_MEANS = {
 """Curves of a run without a record take these logged means of its samples."""
 
 LEAST_SHARE = 0.02
-"""Of a step: shorter parts have no curve."""
+"""Parts that take a smaller share of a step have no curve."""
 
 DIVERSITY = "diversity/"
 """Stands before the monitor's metrics, as in the log."""

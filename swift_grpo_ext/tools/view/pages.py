@@ -206,7 +206,7 @@ OF_ALL: dict[str, Callable[[Any, Query], dict[str, Any]]] = {
     "runs": lambda runs, query: several.runs_values(runs),
     "pair": several.pair_values,
 }
-"""What the pages of one run show, and those of all runs, by name."""
+"""The functions return the values of the pages of one run, and of all runs, by name."""
 
 
 # --- one file ---

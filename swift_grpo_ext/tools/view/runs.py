@@ -62,7 +62,7 @@ class NotFoundError(ValueError):
 
 
 class Facts:
-    """What pages say of a whole run, each asked once while its record stays as it is."""
+    """It answers what pages show of a whole run, once while the record stays as it is."""
 
     def __init__(self, record: Record) -> None:
         self.version = record.version
@@ -70,7 +70,7 @@ class Facts:
 
     @cached_property
     def rounds(self) -> list[RoundId]:
-        """Newest first; an evaluation stands beside the training rounds of its step."""
+        """Newest first; an evaluation comes beside the training rounds of its step."""
         return self._record.rounds()
 
     @cached_property
