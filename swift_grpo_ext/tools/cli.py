@@ -122,11 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--candidate", nargs="+", required=True, metavar="RUN", help="paired by their --seed")
     add("--phase", choices=PHASES, default="train", help="default: %(default)s")
     add("--steps", metavar="A:B", type=steps, help="only these rounds, both included")
-    add(
-        "--reward",
-        metavar="NAME",
-        help="a reward function, or `turns` (default: the total)",
-    )
+    add("--reward", metavar="NAME", help="a reward function (default: the total)")
     add("--json", action="store_true", help="for scripts")
 
     words = sys.argv[1:] if argv is None else [*argv]
