@@ -1,10 +1,11 @@
 """The settings of a run as they are written: both sides' YAML files, and arguments that win.
 
-Values stay words: `swift rlhf` and `swift rollout` parse them. Light to import.
+Values stay texts: `swift rlhf` and `swift rollout` parse them. Light to import.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,21 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from swift_grpo_ext.checks.finding import did_you_mean
+from swift_grpo_ext.tools.share import PLUGIN_FILE
 
 Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
 
 MODEL = ("model", "model_type", "template")
 """`launch.sh` gives servers these settings of the training, where their own file has none."""
+
+DEFAULTS = (
+    "--rlhf_type grpo --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.4 "
+    "--num_generations 8 --per_device_train_batch_size 8 --reward_funcs format "
+    "--lazy_tokenize true --vllm_enforce_eager true --external_plugins"
+)
+"""Arguments of `check` and `selftest` where only a model and a data set are given; the plugin file
+follows."""
 
 
 class Source(NamedTuple):
@@ -33,6 +43,14 @@ class Source(NamedTuple):
         return by_flag(self.argv)
 
 
+def sources_of(options: argparse.Namespace) -> dict[Side, Source]:
+    """Return the settings that `check` or `selftest` was given; raises ValueError for bad files."""
+    dataset = ["--dataset", *options.dataset] if options.dataset else []
+    defaults = [*DEFAULTS.split(), str(PLUGIN_FILE)] if dataset and not options.config else []
+    overrides = [*defaults, *options.rest, *dataset]
+    return read_sources(options.config, model=options.model, overrides=overrides)
+
+
 def read_sources(
     path: str | Path | None, *, model: str | None = None, overrides: Sequence[str] = ()
 ) -> dict[Side, Source]:
@@ -44,19 +62,18 @@ def read_sources(
         overrides: arguments of `swift rlhf` that win.
 
     Raises:
-        ValueError: a file is missing, or is no YAML, or other words are among the arguments.
+        ValueError: a file is missing, or is no YAML.
     """
-    if overrides and not overrides[0].startswith("--"):
-        raise ValueError(f"{overrides[0]}: expected arguments of swift rlhf, as --name value.")
-    files = files_of(Path(path)) if path else (None, None)
+    files: dict[Side, Path | None] = {"training": None} if model or overrides else {}
+    if path:
+        files = files_of(Path(path))
     own = ["--model", model] if model else []
     sources: dict[Side, Source] = {}
-    for side, file in zip(COMMANDS, files, strict=True):
+    for side, file in files.items():
+        settings = read_settings(file) if file else {}
+        env = {name: str(value) for name, value in (settings.get("ENV") or {}).items()}
         words = [*own, *(overrides if side == "training" else [])]
-        if file or (not path and side == "training" and words):
-            settings = read_settings(file) if file else {}
-            env = {name: str(value) for name, value in (settings.get("ENV") or {}).items()}
-            sources[side] = Source(side, [*to_argv(settings), *words], env)
+        sources[side] = Source(side, [*to_argv(settings), *words], env)
     if len(sources) == 2:
         training, rollout = sources.values()
         for name in MODEL:
@@ -65,17 +82,20 @@ def read_sources(
     return sources
 
 
-def files_of(path: Path) -> tuple[Path | None, Path | None]:
-    """Return the training's file and the servers' file that belong to a path."""
+def files_of(path: Path) -> dict[Side, Path | None]:
+    """Return the file of each side that a path, or `NAME`, stands for."""
     stem = path.name.removesuffix(".train.yaml").removesuffix(".rollout.yaml")
-    training, rollout = (path.with_name(f"{stem}.{side}.yaml") for side in ("train", "rollout"))
-    pair = (training if training.is_file() else None, rollout if rollout.is_file() else None)
-    if any(pair) and (path.is_file() or path.name == stem):
-        return pair
+    pair: dict[Side, Path] = {
+        "training": path.with_name(f"{stem}.train.yaml"),
+        "rollout": path.with_name(f"{stem}.rollout.yaml"),
+    }
+    found: dict[Side, Path | None] = {side: file for side, file in pair.items() if file.is_file()}
+    if found and (path.is_file() or path.name == stem):
+        return found
     if not path.is_file():
         hint = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
         raise ValueError(f"{path}: there is no such file. {hint}".rstrip())
-    return path, None
+    return {"training": path}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -85,9 +105,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ValueError(f"{path.name}: is no YAML file: {e}") from e
     if not isinstance(settings, dict):
-        raise ValueError(
-            f"{path.name}: holds no settings: expected lines such as `num_generations: 8`."
-        )
+        raise ValueError(f"{path.name}: expected lines such as `num_generations: 8`.")
     return settings
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.dev.presets import filled
 from swift_grpo_ext.tools import share
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.sources import read_sources
@@ -76,11 +77,10 @@ def test_a_preset_is_copied_with_all_that_it_names(
             assert f"swift rollout server_2x6_lora.rollout.yaml {model} --host" in shown
 
 
-def test_the_clone_has_the_presets_that_init_writes() -> None:
+def test_presets_are_as_their_templates_fill_them() -> None:
     """`python scripts/dev/presets.py` fills them again."""
-    filled = dict(file for name in share.presets() for file in share.filled(name).items())
-    folder = ROOT / "examples/presets"
-    assert {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir()} == filled
+    files = share.PRESETS.iterdir()
+    assert {file.name: file.read_text(encoding="utf-8") for file in files} == filled()
 
 
 def test_the_reward_to_start_from() -> None:
