@@ -16,7 +16,7 @@ def test_what_the_help_says_of_a_flag() -> None:
     some = ("rollout_seed_mode", "stop_token_ids", "sample_log_gb", "logps_shared_prompt")
     assert {name: (infos[name].type, infos[name].default) for name in some} == {
         "rollout_seed_mode": ("sample | engine", "sample"),
-        "stop_token_ids": ("int ...", "none given"),
+        "stop_token_ids": ("list[int]", "[]"),
         "sample_log_gb": ("float", "0.0"),
         "logps_shared_prompt": ("auto | false", "auto"),
     }
