@@ -14,18 +14,16 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import docstring_parser
 
 from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.version import __version__
 
-PHASES = ("train", "eval")  # as in sampling/seeding.py, which takes 0.2 s to import
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line; return the exit status, 2 where a command cannot do its work."""
     parser = argparse.ArgumentParser(prog="swift-grpo-ext", description=__doc__.partition("\n")[0])
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -35,8 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         added = commands.add_parser(name, help=text, epilog=epilog)
         added.set_defaults(runs=runs)
         return added.add_argument
-
-    # --- before a run ---
 
     add = command(
         "check",
@@ -74,8 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     command("flags", "cli.flags", "list the flags that the plugin adds")
 
-    # --- after a run ---
-
     add = command("view", "cli.view", "show samples, rewards, curves and diversity in a browser")
     add("run_dirs", nargs="+", metavar="RUN", help="output folder of a run, or a folder of runs")
     add("--port", type=int, default=8462, help="0: any free one (default: %(default)s)")
@@ -86,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("run_dir", help="output folder with args.json, samples and checkpoints")
     add("--round", required=True, type=round_name, help="step and number: 12.0; 12 means 12.0")
     add("--group", required=True, type=int, help="number in its round, from 0")
-    add("--phase", choices=PHASES, default="train", help="default: %(default)s")
+    add("--phase", choices=("train", "eval"), default="train", help="default: %(default)s")
     add("--json", action="store_true", help="print JSON")
     add(
         "--set",
@@ -111,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = command("compare", "diff.run_compare", "compare rewards prompt by prompt, with intervals")
     add("--baseline", nargs="+", required=True, metavar="RUN", help="output folders")
     add("--candidate", nargs="+", required=True, metavar="RUN", help="paired by their --seed")
-    add("--phase", choices=PHASES, default="train", help="default: %(default)s")
+    add("--phase", choices=("train", "eval"), default="train", help="default: %(default)s")
     add("--steps", metavar="A:B", type=steps, help="the first and the last step (default: all)")
     add("--reward", metavar="NAME", help="a reward function (default: the total)")
     add("--json", action="store_true", help="print JSON")
@@ -132,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(options) or 0
     except (OSError, ValueError) as e:
         print(f"swift-grpo-ext {options.command}: {e}", file=sys.stderr)
-        return 1
+        return 2
 
 
 def steps(text: str) -> range:
@@ -155,30 +149,21 @@ def setting(text: str) -> tuple[str, Any]:
     return name, value
 
 
-class FlagInfo(NamedTuple):
-    """A flag of ours, as words."""
-
-    name: str
-    type: str
-    default: str
-    help: str
-
-
-def flag_infos() -> list[FlagInfo]:
-    """Return every flag, with its field's docstring."""
-    infos = []
+def flag_rows() -> list[tuple[str, str, str, str]]:
+    """Return name, type, default and meaning of every flag of ours."""
+    rows = []
     for param in docstring_parser.parse_from_object(ExtFlags).params:
         name, hint, text = param.arg_name, param.type_name or "", param.description or ""
         choices = " | ".join(re.findall(r"'(\w+)'", hint))  # of a Literal
         default = json.dumps(getattr(ExtFlags(), name)).strip('"')
-        infos.append(FlagInfo(name, choices or hint, default, " ".join(text.split())))
-    return infos
+        rows.append((name, choices or hint, default, " ".join(text.split())))
+    return rows
 
 
 def flags(_: argparse.Namespace) -> None:
     """Print every flag of ours with type, default and meaning."""
-    for info in flag_infos():
-        print(f"--{info.name} {info.type}  (default: {info.default})\n    {info.help}")
+    for name, values, default, text in flag_rows():
+        print(f"--{name} {values}  (default: {default})\n    {text}")
 
 
 def view(options: argparse.Namespace) -> None:

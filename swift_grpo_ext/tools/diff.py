@@ -7,11 +7,10 @@ and the settings that differ.
 
 `compare` says how much better candidate runs score than baselines, prompt by prompt. Runs with one
 `--seed` meet the same prompts with the same noise. What two such runs share cancels in the
-difference of each prompt's mean rewards, so that the interval is narrower than that of two means
-that are compared unpaired. Rewards rise as a run goes on: the steps that both runs have are
-compared. The 95% interval of the mean difference is Student's t. Each of several pairs of runs
-counts as one value, because prompts within a run are not independent. In a single pair the prompts
-count, which says nothing about other seeds.
+difference of each prompt's mean rewards, which narrows the interval. Rewards rise as a run goes on:
+only steps that both runs have are compared. The 95% interval of the mean difference is Student's t.
+Each of several pairs of runs counts as one value, because prompts within a run are not independent.
+In a single pair the prompts count, which says nothing about other seeds.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import argparse
 import filecmp
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import zip_longest
@@ -33,12 +31,10 @@ from scipy.special import stdtrit
 
 from swift_grpo_ext.record.query import Record, literal, open_record
 from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS
-from swift_grpo_ext.sampling.seeding import Phase, RoundId, SampleId
+from swift_grpo_ext.sampling.seeding import Phase, SampleId
 from swift_grpo_ext.tools.runs import by_step, find_run, find_runs, read_logs
 
 Decode = Callable[[Sequence[int]], str]
-
-EQUAL, DIFFERENT, INCOMPARABLE = 0, 1, 2  # exit statuses
 
 COMPARED = ("prompt", "media", "fingerprint", "seed", "weight_version", "token_ids",
             "finish_reason", "stop_reason", "text", "mask")  # fmt: skip
@@ -73,12 +69,11 @@ other settings."""
 class Difference:
     """The first value that differs."""
 
-    place: SampleId | RoundId
+    place: SampleId
     what: str  # a column, `token N` (from 0), or `sample` or `round` where one run lacks it
-
+    # In each run. A token has an id and a log-probability, and is None after the end of the
+    # completion. A sample or a round is there or not.
     values: tuple[Any, Any]
-    """In each run: of a token its id and log-probability, None after the end; of a sample or a
-    round whether it is there."""
 
     def describe(
         self,
@@ -87,9 +82,8 @@ class Difference:
     ) -> str:
         """Return a sentence that names the place and both values, each followed by its `where`; the
         decoders give the text of each run's tokens."""
-        place = self.place
-        if isinstance(place, SampleId) and place.turn:
-            place = replace(place, turn=place.turn + 1)  # from 1, as in `--max_turns`
+        turn = self.place.turn and self.place.turn + 1  # the second is 2, as in `--max_turns`
+        place, what = replace(self.place, turn=turn), SHOWN.get(self.what, self.what)
         texts = [self._show(*each) for each in zip(self.values, decoders, strict=True)]
         # Long prompts often begin alike.
         start = max(len(os.path.commonprefix(texts)) - 20, 0)  # noqa: RUF071
@@ -97,9 +91,7 @@ class Difference:
             f"{'…' * (start > 0)}{text[start : start + 80]}{'…' * (len(text) > start + 80)}"
             for text in texts
         )
-        return (
-            f"{place}: {SHOWN.get(self.what, self.what)} is {one} {where[0]} and {other} {where[1]}"
-        )
+        return f"{place}: {what} is {one} {where[0]} and {other} {where[1]}"
 
     def _show(self, value: Any, decode: Decode | None) -> str:
         if value is None or isinstance(value, bool):
@@ -181,14 +173,13 @@ def _first_apart(one: Record, other: Record) -> SampleId | None:
 def _compare_at(apart: SampleId, one: Record, other: Record) -> tuple[Difference, float]:
     """Return the difference of a sample that `_first_apart` found, and the largest gap of
     log-probabilities before it in the sample, in nats."""
-    has_round = tuple(apart.round in record.rounds() for record in (one, other))
-    if not all(has_round):
-        return Difference(place=apart.round, what="round", values=has_round), 0.0
     where = " and ".join(f'"{name}" = {value!r}' for name, value in asdict(apart).items())
     rows = [record.rows(f"from scored where {where}") for record in (one, other)]
     if not all(rows):
-        return Difference(place=apart, what="sample", values=tuple(map(bool, rows))), 0.0
-    [a], [b] = rows
+        has_both = apart.round in one.rounds() and apart.round in other.rounds()
+        what, values = "sample" if has_both else "round", (bool(rows[0]), bool(rows[1]))
+        return Difference(place=apart, what=what, values=values), 0.0
+    a, b = (found[0] for found in rows)
     difference, gap = compare_sample(apart, a, b)
     assert difference is not None
     return difference, gap or 0.0 if a["fingerprint"] == b["fingerprint"] else 0.0
@@ -209,15 +200,9 @@ def _largest_gap(is_before: str, one: Record, other: Record) -> float:
 def compare_sample(
     place: SampleId, one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> tuple[Difference | None, float | None]:
-    """Compare one sample, or turn, in two runs.
-
-    Args:
-        one: `token_ids`, `logprobs`, and what there is of `COMPARED` and `SCORES`.
-
-    Returns:
-        The first difference, and the largest difference of log-probabilities before it in nats;
-        None where a side has none.
-    """
+    """Compare the tokens, log-probabilities, and other columns if given, of one sample or turn;
+    return the first difference, and the largest gap of log-probabilities before it in nats, None
+    where a side has none."""
     end = first_difference(one["token_ids"], other["token_ids"])
     gap = logprob_gap(one["logprobs"], other["logprobs"], end)
     names = (name for name in (*COMPARED, *SCORES) if one.get(name) != other.get(name))
@@ -233,10 +218,8 @@ def compare_sample(
 def _token(row: Mapping[str, Any], position: int) -> dict[str, Any] | None:
     if position >= len(row["token_ids"]):
         return None
-    return {
-        "id": row["token_ids"][position],
-        "logprob": row["logprobs"] and row["logprobs"][position],
-    }
+    logprobs = row["logprobs"]
+    return {"id": row["token_ids"][position], "logprob": logprobs and logprobs[position]}
 
 
 def first_difference(one: Sequence[object], other: Sequence[object]) -> int | None:
@@ -267,8 +250,7 @@ def compare_updates(run_a: Path, run_b: Path) -> tuple[int, str | None, str | No
         for name in LOGGED:
             one, other = (log[step].get(name, "missing") for log in logs)
             if repr(one) != repr(other):  # NaN is NaN
-                sentence = f"step {step}: {name} is {one} in A and {other} in B"
-                return num_equal, None, sentence
+                return num_equal, None, f"step {step}: {name} is {one} in A and {other} in B"
     names = {path.name for path in run_a.glob("checkpoint-*") if (run_b / path.name).is_dir()}
     steps = [int(number) for name in names if (number := name.partition("-")[2]).isdecimal()]
     if not steps:
@@ -318,16 +300,12 @@ def differing_settings(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    """Print what differs; return `EQUAL`, `DIFFERENT` or `INCOMPARABLE`."""
-    try:
-        run_a, run_b = find_run(options.run_a), find_run(options.run_b)
-        result = diff(open_record(run_a), open_record(run_b))
-    except (OSError, ValueError) as e:
-        print(f"swift-grpo-ext diff: {e}", file=sys.stderr)
-        return INCOMPARABLE
+    """Print what differs; return 0 for equal runs, else 1."""
+    run_a, run_b = find_run(options.run_a), find_run(options.run_b)
+    result = diff(open_record(run_a), open_record(run_b))
     if options.json:
         print(json.dumps(asdict(result), ensure_ascii=False, indent=2))
-        return EQUAL if result.is_equal else DIFFERENT
+        return int(not result.is_equal)
     print(f"A: {run_a}\nB: {run_b}")
     to_the_end = " to the end" if result.is_equal and not result.logprob_gap else ""
     print(
@@ -345,7 +323,7 @@ def run_diff(options: argparse.Namespace) -> int:
         print("Settings that differ, in A and B:")
     for name, (one, other) in result.settings.items():
         print(f"  --{name}: {str(one)[:80]} and {str(other)[:80]}")
-    return EQUAL if result.is_equal else DIFFERENT
+    return int(not result.is_equal)
 
 
 # --- compare ---
@@ -401,27 +379,20 @@ def read_pair(
     steps: range | None = None,
     reward: str | None = None,
 ) -> Pair:
-    """Read two runs in the steps that both have.
-
-    Args:
-        steps: the steps to compare; None for all.
-        reward: a reward function's name; None for the total.
-
-    Raises:
-        ValueError: no scored round is common, or there is no such function.
+    """Read two runs in the steps that both have, among `steps`; `reward` names a reward function,
+    None the total. Raises ValueError where no scored step is common, or a run lacks the function.
     """
     value = "reward" if reward is None else f"rewards[{literal(reward)}]"
     # The first turn of a conversation has its prompt; all turns share one score.
     scored = f"from scored where turn = 0 and phase = {literal(phase)} and {value} is not null"
-    own_steps = []
-    for record in records:
-        query = "select distinct unnest(map_keys(rewards)) as name from rewards order by name"
-        functions = [row["name"] for row in record.rows(query)]
-        if reward is not None and reward not in functions:
-            known = ", ".join(functions)
-            raise ValueError(f"--reward {reward!r}: {record.run_dir} has {known}.")
-        own_steps.append({row["step"] for row in record.rows(f"select distinct step {scored}")})
-    common = sorted(step for step in set.intersection(*own_steps) if not steps or step in steps)
+    query = "select distinct unnest(map_keys(rewards)) as name from rewards order by name"
+    for record in records if reward else ():
+        names = [row["name"] for row in record.rows(query)]
+        if reward not in names:
+            raise ValueError(f"--reward {reward!r}: {record.run_dir} has {', '.join(names)}.")
+    query = f"select distinct step {scored}"
+    own_steps = [{row["step"] for row in record.rows(query)} for record in records]
+    common = sorted(step for step in set.intersection(*own_steps) if steps is None or step in steps)
     if not common:
         had = " and ".join(
             f"{record.run_dir} has {f'the steps {min(own)} to {max(own)}' if own else 'none'}"
@@ -477,10 +448,8 @@ def run_compare(options: argparse.Namespace) -> int:
         for folders in (options.baseline, options.candidate)
     ]
     chosen = {"phase": options.phase, "steps": options.steps, "reward": options.reward}
-    pairs = {
-        seed: read_pair(*map(open_record, runs), **chosen)
-        for seed, runs in pair_by_seed(*sides).items()
-    }
+    named = pair_by_seed(*sides).items()
+    pairs = {seed: read_pair(*map(open_record, runs), **chosen) for seed, runs in named}
     result = compare(pairs)
     if options.json:
         print(json.dumps(asdict(result), indent=2))

@@ -7,7 +7,6 @@ Unless `--add_version false` is set, ms-swift makes a folder such as `v0-2026112
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable
@@ -23,20 +22,20 @@ MARKS = ("args.json", LOGS, "samples/*session-*")
 """Files of a training; it writes `args.json` first, before the model is loaded."""
 
 VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
+MAX_SHOWN = 400  # characters of names in a message
 
 
-def find_run(path: str | os.PathLike[str]) -> Path:
+def find_run(path: str | Path) -> Path:
     """Return the folder of the one run that `path` names; raises the errors of `find_runs`, and
     ValueError where there are several."""
     runs = find_runs(path)
     if len(runs) > 1:
-        raise ValueError(
-            f"{path} holds {len(runs)} runs, expected one: give one of {_list(map(str, runs))}."
-        )
+        names = shorten(", ".join(map(str, runs)), MAX_SHOWN, placeholder=" ...")
+        raise ValueError(f"{path} holds {len(runs)} runs, expected one: give one of {names}.")
     return runs[0]
 
 
-def find_runs(path: str | os.PathLike[str]) -> list[Path]:
+def find_runs(path: str | Path) -> list[Path]:
     """Return the folder itself if it is a run; else its newest version, which a line on standard
     error names; else the run, or the newest version, of each folder in it. Raises FileNotFoundError
     where there is no run."""
@@ -47,7 +46,8 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     runs = [run for run in map(_run_or_newest_version, inner) if run]
     if not runs:
         near = folder if folder.is_dir() else folder.parent
-        content = _list(sorted(entry.name for entry in near.glob("[!.]*"))) or "nothing"
+        names = ", ".join(sorted(entry.name for entry in near.glob("[!.]*"))) or "nothing"
+        content = shorten(names, MAX_SHOWN, placeholder=" ...")
         raise FileNotFoundError(
             f"{path} holds no run (args.json, logging.jsonl or samples); {near} has {content}. "
             "Give the --output_dir of a training."
@@ -79,11 +79,7 @@ def _is_run(folder: Path) -> bool:
     return not is_checkpoint and any(next(folder.glob(mark), None) for mark in MARKS)
 
 
-def _list(names: Iterable[str]) -> str:
-    return shorten(", ".join(names), 400, placeholder=" ...")
-
-
-def read_logs(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_logs(run: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a run's log; none before the run has logged anything."""
     path = Path(run, LOGS)
     logs = []

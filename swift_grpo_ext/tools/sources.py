@@ -54,16 +54,9 @@ def sources_of(options: argparse.Namespace) -> dict[Side, Source]:
 def read_sources(
     path: str | Path | None, *, model: str | None = None, overrides: Sequence[str] = ()
 ) -> dict[Side, Source]:
-    """Read the files of a run: `NAME.train.yaml` and `NAME.rollout.yaml` belong together.
-
-    Args:
-        path: one file, or `NAME`, which names both; None: `overrides` are all.
-        model: the model of both sides, instead of the files'.
-        overrides: arguments of `swift rlhf` that win.
-
-    Raises:
-        ValueError: a file is missing, or is no YAML.
-    """
+    """Read the files of a run: one, or the two that `NAME` names. `model`, for both sides, and
+    `overrides`, arguments of `swift rlhf`, win. Raises ValueError where a file is missing, or is no
+    YAML."""
     files: dict[Side, Path | None] = {"training": None} if model or overrides else {}
     if path:
         files = files_of(Path(path))
@@ -83,7 +76,7 @@ def read_sources(
 
 
 def files_of(path: Path) -> dict[Side, Path | None]:
-    """Return the file of each side that a path, or `NAME`, stands for."""
+    """Return the file of each side; `NAME`, `NAME.train.yaml` and `NAME.rollout.yaml` mean both."""
     stem = path.name.removesuffix(".train.yaml").removesuffix(".rollout.yaml")
     pair: dict[Side, Path] = {
         "training": path.with_name(f"{stem}.train.yaml"),
@@ -117,10 +110,8 @@ def to_argv(settings: Mapping[str, Any]) -> Iterator[str]:
         if value is None:
             raise ValueError(f"{name}: is empty, and arrives as the text 'None'. Leave it out.")
         yield f"--{name}"
-        if isinstance(value, list):
-            yield from map(str, value)
-        else:
-            yield json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
+        given = json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+        yield from map(str, given if isinstance(given, list) else [given])
 
 
 def by_flag(argv: Iterable[str]) -> dict[str, list[str]]:

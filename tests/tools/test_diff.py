@@ -186,7 +186,7 @@ def test_rounds_and_samples_that_only_one_run_has(
 ) -> None:
     one = write(tmp_path / "a")
     shorter = write(tmp_path / "b", steps=2)
-    place = "train round 2.0: round is"
+    place = "train round 2.0, group 0, sample 0: round is"
     assert first_difference(one, shorter) == f"{place} there in A and missing in B"
     assert first_difference(shorter, one) == f"{place} missing in A and there in B"
     Writer(tmp_path / "c").write(make_rows(0)[:2])

@@ -104,12 +104,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ]
     assert main(["compare", "--baseline", baseline, other, "--candidate", another, candidate]) == 0
     assert "  seed 4       +3.0000  in the steps 0 to 1" in capsys.readouterr().out
-    assert main([*one_pair, "--reward", "Acuracy"]) == 1
+    assert main([*one_pair, "--reward", "Acuracy"]) == 2
     assert "--reward 'Acuracy': " in (error := capsys.readouterr().err)
     assert "has Accuracy, Format" in error
-    assert main([*one_pair, "--phase", "eval"]) == 1
+    assert main([*one_pair, "--phase", "eval"]) == 2
     assert "expected scored eval rounds of the same steps " in capsys.readouterr().err
-    assert main([*one_pair, "--steps", "7:9"]) == 1
+    assert main([*one_pair, "--steps", "7:9"]) == 2
     assert f"{candidate} has the steps 0 to 1." in capsys.readouterr().err
 
 
@@ -129,5 +129,5 @@ def test_of_runs_of_different_lengths_the_common_steps_are_compared(
     result = json.loads(capsys.readouterr().out)
     assert result["steps"] == {"3": [0, 1], "4": [0, 1]}
     Writer(tmp_path / "late").write(make_rows(7))
-    assert main(["compare", "--baseline", short, "--candidate", str(tmp_path / "late")]) == 1
+    assert main(["compare", "--baseline", short, "--candidate", str(tmp_path / "late")]) == 2
     assert "late has the steps 7 to 7." in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_a_preset_is_copied_with_all_that_it_names(
     *files, _, how = capsys.readouterr().out.splitlines()
     assert sorted(files) == sorted(str(f) for f in folder.rglob("*") if f.is_file())
     assert how == f"In {folder}: {command}"
-    assert main(["init", str(folder), "--preset", name]) == 1
+    assert main(["init", str(folder), "--preset", name]) == 2
     assert "is there already: nothing was copied" in capsys.readouterr().err
     # All that its files speak of is in the folder.
     texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.yaml")]
@@ -101,7 +101,7 @@ def test_init_lists_presets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         lines[0]
         == f"{'colocate_1gpu':20} One GPU: Qwen2.5-VL-3B with LoRA, vLLM in the training process."
     )
-    assert main(["init"]) == 1
+    assert main(["init"]) == 2
     assert "init DIRECTORY; --list shows the presets" in capsys.readouterr().err
-    assert main(["init", str(tmp_path / "x"), "--preset", "none"]) == 1
+    assert main(["init", str(tmp_path / "x"), "--preset", "none"]) == 2
     assert "there is no preset none; choose from colocate_1gpu" in capsys.readouterr().err
