@@ -134,9 +134,9 @@ def diff(one: Record, other: Record) -> Diff:
     if set(one.rounds()).isdisjoint(other.rounds()):
         raise ValueError(f"{folders[0]} and {folders[1]} have no round in common.")
     difference, gap, is_before = None, 0.0, "true"
-    if apart := _first_apart(one, other):
-        difference, gap = _compare_at(apart, one, other)
-        phase, step, number, *in_round = astuple(apart)
+    if sample := _first_differing(one, other):
+        difference, gap = _compare_at(sample, one, other)
+        phase, step, number, *in_round = astuple(sample)
         is_before = f"({IN_ORDER}) < {(step, phase == 'train', number, *in_round)}"
     counted = f"select count(*) as num from samples where turn = 0 and {is_before}"
     [num_samples] = one.table(counted)["num"].to_pylist()
@@ -152,9 +152,9 @@ def diff(one: Record, other: Record) -> Diff:
     )
 
 
-def _first_apart(one: Record, other: Record) -> SampleId | None:
-    """Return the first sample that is not the same in two runs; else, in its round, the first one
-    that scored differently. Scores that one run alone has do not count."""
+def _first_differing(one: Record, other: Record) -> SampleId | None:
+    """Return the first sample that differs, or else scored differently, of the first round with
+    one; None without any. Scores that only one run has do not count."""
     query = (
         f"select {SAMPLE}, hash({', '.join(COMPARED)}) as content, "
         f"if(fate = 'generated', null, hash({', '.join(SCORES)})) as score from scored"
@@ -170,24 +170,24 @@ def _first_apart(one: Record, other: Record) -> SampleId | None:
     return SampleId(**dict(zip(SAMPLE_ID_COLUMNS, row, strict=True))) if row else None
 
 
-def _compare_at(apart: SampleId, one: Record, other: Record) -> tuple[Difference, float]:
-    """Return the difference of a sample that `_first_apart` found, and the largest gap of
-    log-probabilities before it in the sample, in nats."""
-    where = " and ".join(f'"{name}" = {value!r}' for name, value in asdict(apart).items())
+def _compare_at(sample: SampleId, one: Record, other: Record) -> tuple[Difference, float]:
+    """Return the difference of the sample that `_first_differing` found, and the largest gap of its
+    log-probabilities before it, in nats."""
+    where = " and ".join(f'"{name}" = {value!r}' for name, value in asdict(sample).items())
     rows = [record.rows(f"from scored where {where}") for record in (one, other)]
     if not all(rows):
-        has_both = apart.round in one.rounds() and apart.round in other.rounds()
+        has_both = sample.round in one.rounds() and sample.round in other.rounds()
         what, values = "sample" if has_both else "round", (bool(rows[0]), bool(rows[1]))
-        return Difference(place=apart, what=what, values=values), 0.0
+        return Difference(place=sample, what=what, values=values), 0.0
     a, b = (found[0] for found in rows)
-    difference, gap = compare_sample(apart, a, b)
+    difference, gap = compare_sample(sample, a, b)
     assert difference is not None
     return difference, gap or 0.0 if a["fingerprint"] == b["fingerprint"] else 0.0
 
 
 def _largest_gap(is_before: str, one: Record, other: Record) -> float:
-    """Return the largest difference of log-probabilities in nats, over samples that both runs have
-    with the same tokens."""
+    """Return the largest difference of log-probabilities in nats, over the samples before the
+    first difference; their tokens are equal."""
     query = f"select logprobs from samples where {is_before} order by {IN_ORDER}"
     columns = [record.table(query)["logprobs"].combine_chunks() for record in (one, other)]
     are_known = pc.and_(*(column.is_valid() for column in columns))
@@ -259,13 +259,13 @@ def compare_updates(run_a: Path, run_b: Path) -> tuple[int, str | None, str | No
     folders = run_a / checkpoint, run_b / checkpoint
     files = {file.name for folder in folders for file in folder.glob("*.safetensors")}
     _, differing, missing = filecmp.cmpfiles(*folders, files, shallow=False)
-    if apart := sorted([*differing, *missing]):
-        return len(common), None, f"the weights differ, {checkpoint}/{apart[0]}"
+    if sample := sorted([*differing, *missing]):
+        return len(common), None, f"the weights differ, {checkpoint}/{sample[0]}"
     return len(common), checkpoint if files else None, None
 
 
 def read_args(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the settings of a run's `args.json`; none where it has no readable one."""
+    """Return the settings of a run's `args.json`; empty where it cannot be read."""
     try:
         return dict(json.loads(Path(run_dir, "args.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -273,8 +273,8 @@ def read_args(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def find_decoder(run_dir: Path) -> Decode | None:
-    """Return what gives the text of a run's tokens, by the tokenizer of a checkpoint or of its
-    model; None where neither is on this machine."""
+    """Return a function from a run's token ids to text, with the tokenizer of a checkpoint or of
+    the model; None where this machine has neither."""
     from tokenizers import Tokenizer
 
     folders = sorted(run_dir.glob("checkpoint-*"))
@@ -290,8 +290,7 @@ def find_decoder(run_dir: Path) -> Decode | None:
 
 
 def differing_settings(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return each run's value of the settings that are not the same in all; none where a run has no
-    settings."""
+    """Return the settings that differ, with each run's value; none where a run has no settings."""
     if not all(runs):
         return {}
     names = dict.fromkeys(name for run in runs for name in run if name not in WHERE_ONLY)
@@ -355,8 +354,8 @@ class Pair(NamedTuple):
 def pair_by_seed(
     baselines: Sequence[Path], candidates: Sequence[Path]
 ) -> dict[str, tuple[Path, Path]]:
-    """Return the folders of runs with one `--seed`, by that seed; one run on each side is a pair
-    with any seeds. Raises ValueError where a seed is on one side only, or twice."""
+    """Return pairs of folders of runs with the same `--seed`, by that seed; one run on each side is
+    a pair whatever their seeds. Raises ValueError where a seed is on one side only, or twice."""
     one, other = (
         {str(read_args(folder).get("seed", "unknown")): folder for folder in side}
         for side in (baselines, candidates)
@@ -398,7 +397,7 @@ def read_pair(
             f"{record.run_dir} has {f'the steps {min(own)} to {max(own)}' if own else 'none'}"
             for record, own in zip(records, own_steps, strict=True)
         )
-        raise ValueError(f"expected scored {phase} rounds of the same steps in --steps; {had}.")
+        raise ValueError(f"expected common scored {phase} steps (--steps narrows them); {had}.")
     query = (
         f"select fingerprint, favg({value}) as mean {scored} and list_contains(?, step) "
         "group by fingerprint order by fingerprint"
@@ -412,8 +411,8 @@ def read_pair(
 
 
 def compare(pairs: Mapping[str, Pair]) -> Comparison:
-    """Compare pairs of runs, by seed, by their mean rewards of each prompt; raises ValueError where
-    a pair has fewer than two prompts in common."""
+    """Compare the mean rewards of each prompt in pairs of runs, which come by seed; raises
+    ValueError where a pair has fewer than two prompts in common."""
     for seed, pair in pairs.items():
         if len(pair.means) < 2:
             raise ValueError(
@@ -465,5 +464,5 @@ def run_compare(options: argparse.Namespace) -> int:
     if result.num_alone:
         print(f"{result.num_alone:,} prompts that only one run of a pair met are left out.")
     if result.num_pairs == 1:
-        print("This is about these two runs: other seeds may differ by more.")
+        print("One pair says nothing about other seeds.")
     return 0

@@ -69,7 +69,7 @@ def _run_or_newest_version(folder: Path) -> Path | None:
     if not versions:
         return None
     newest = versions[max(versions)]
-    print(f"{folder}: its newest run, {newest.name}, is taken.", file=sys.stderr)
+    print(f"{folder}: using its newest run, {newest.name}.", file=sys.stderr)
     return newest
 
 

@@ -32,15 +32,14 @@ def presets() -> dict[str, list[Path]]:
 
 
 def init(options: argparse.Namespace) -> None:
-    """Copy a preset, the plugins that it names, and the script that launches it, and print how to
-    run it; or list the presets."""
+    """Copy a preset, its plugins and its launch script, and print how to run it; or list all."""
     known, directory = presets(), options.directory
     if options.list:
         for name, (training, *_) in known.items():
             print(f"{name:20} {_lines(training)[0].removeprefix('# ')}")
         return
     if directory is None:
-        raise ValueError("where to? swift-grpo-ext init DIRECTORY; --list shows the presets.")
+        raise ValueError("give a folder: swift-grpo-ext init DIRECTORY; --list shows the presets.")
     if options.preset not in known:
         raise ValueError(f"there is no preset {options.preset}; choose from {', '.join(known)}.")
     settings = known[options.preset]
@@ -51,7 +50,7 @@ def init(options: argparse.Namespace) -> None:
         plugins = yaml.safe_load(path.read_text(encoding="utf-8"))["external_plugins"]
         files |= {plugin: SHARE / plugin for plugin in plugins}
     if taken := [name for name in files if (directory / name).exists()]:
-        raise ValueError(f"{directory / taken[0]} is there already: nothing was copied.")
+        raise ValueError(f"{directory / taken[0]} exists already: nothing was copied.")
     for name, path in files.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         print(shutil.copyfile(path, directory / name))

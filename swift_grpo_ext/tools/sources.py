@@ -1,4 +1,4 @@
-"""The settings of a run as they are written: both sides' YAML files, and arguments that win.
+"""Reads the settings of a run: both sides' YAML files, and the arguments that win over them.
 
 Values stay texts: `swift rlhf` and `swift rollout` parse them. Light to import.
 """
@@ -32,11 +32,11 @@ follows."""
 
 
 class Source(NamedTuple):
-    """The settings of one side, as arguments: those of its file, and those that win."""
+    """The settings of one side, as arguments: its file's, then those that win over them."""
 
     side: Side
     argv: list[str]
-    env: Mapping[str, str]  # of its ENV; the shell's own variables win, as in ms-swift
+    env: Mapping[str, str]  # the file's ENV; variables of the shell win, as in ms-swift
 
     @property
     def given(self) -> dict[str, list[str]]:
@@ -54,9 +54,9 @@ def sources_of(options: argparse.Namespace) -> dict[Side, Source]:
 def read_sources(
     path: str | Path | None, *, model: str | None = None, overrides: Sequence[str] = ()
 ) -> dict[Side, Source]:
-    """Read the files of a run: one, or the two that `NAME` names. `model`, for both sides, and
-    `overrides`, arguments of `swift rlhf`, win. Raises ValueError where a file is missing, or is no
-    YAML."""
+    """Read one file of settings, or the two of `NAME`. `model` (of both sides) and `overrides`
+    (arguments of `swift rlhf`) win over the files. Raises ValueError where a file is missing or is
+    not YAML."""
     files: dict[Side, Path | None] = {"training": None} if model or overrides else {}
     if path:
         files = files_of(Path(path))
@@ -76,7 +76,7 @@ def read_sources(
 
 
 def files_of(path: Path) -> dict[Side, Path | None]:
-    """Return the file of each side; `NAME`, `NAME.train.yaml` and `NAME.rollout.yaml` mean both."""
+    """Return the file of each side: one, or both for `NAME` and for the path of either."""
     stem = path.name.removesuffix(".train.yaml").removesuffix(".rollout.yaml")
     pair: dict[Side, Path] = {
         "training": path.with_name(f"{stem}.train.yaml"),
@@ -96,7 +96,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path.name}: is no YAML file: {e}") from e
+        raise ValueError(f"{path.name}: is not a YAML file: {e}") from e
     if not isinstance(settings, dict):
         raise ValueError(f"{path.name}: expected lines such as `num_generations: 8`.")
     return settings
@@ -115,7 +115,7 @@ def to_argv(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def by_flag(argv: Iterable[str]) -> dict[str, list[str]]:
-    """Return the values of each flag, by its name as ms-swift spells it; the last wins."""
+    """Return the values of each flag, by its name with underscores; the last values win."""
     values: dict[str, list[str]] = {}
     name = ""
     for word in argv:

@@ -100,7 +100,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "  candidate     1.0000",
         "  difference   +0.0000  [+0.0000, +0.0000] (95%)",
         "  seed 3       +0.0000  in the steps 0 to 1, which both runs have",
-        "This is about these two runs: other seeds may differ by more.",
+        "One pair says nothing about other seeds.",
     ]
     assert main(["compare", "--baseline", baseline, other, "--candidate", another, candidate]) == 0
     assert "  seed 4       +3.0000  in the steps 0 to 1" in capsys.readouterr().out
@@ -108,7 +108,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--reward 'Acuracy': " in (error := capsys.readouterr().err)
     assert "has Accuracy, Format" in error
     assert main([*one_pair, "--phase", "eval"]) == 2
-    assert "expected scored eval rounds of the same steps " in capsys.readouterr().err
+    assert "expected common scored eval steps " in capsys.readouterr().err
     assert main([*one_pair, "--steps", "7:9"]) == 2
     assert f"{candidate} has the steps 0 to 1." in capsys.readouterr().err
 

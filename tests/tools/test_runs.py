@@ -31,9 +31,7 @@ def test_output_dir_names_its_newest_version(
     (tmp_path / "my-run/v11-20261127-093011").mkdir()
     (tmp_path / "my-run/runs").mkdir()
     assert find_runs(tmp_path / "my-run") == [newest]
-    assert (
-        capsys.readouterr().err == f"{tmp_path}/my-run: its newest run, {newest.name}, is taken.\n"
-    )
+    assert capsys.readouterr().err == f"{tmp_path}/my-run: using its newest run, {newest.name}.\n"
     assert [find_run(run) for run in others] == others
     assert run_name(newest) == f"my-run/{newest.name}"
     assert capsys.readouterr().err == ""
@@ -87,7 +85,7 @@ def test_every_command_finds_a_default_run(
     write(tmp_path / "output/my-run" / VERSIONS[1])
     monkeypatch.chdir(tmp_path)
     one, other = "output/my-run", "output/other"
-    taken = f"{one}: its newest run, {VERSIONS[1]}, is taken.\n"
+    taken = f"{one}: using its newest run, {VERSIONS[1]}.\n"
     commands = [
         (["view", one, "--output", "page.html"], 0, "page.html\n"),
         (["diff", one, other], 0, f"A: {one}/{VERSIONS[1]}\nB: {other}/{VERSIONS[0]}\nEqual to"),

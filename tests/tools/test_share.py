@@ -55,7 +55,7 @@ def test_a_preset_is_copied_with_all_that_it_names(
     assert sorted(files) == sorted(str(f) for f in folder.rglob("*") if f.is_file())
     assert how == f"In {folder}: {command}"
     assert main(["init", str(folder), "--preset", name]) == 2
-    assert "is there already: nothing was copied" in capsys.readouterr().err
+    assert "exists already: nothing was copied" in capsys.readouterr().err
     # All that its files speak of is in the folder.
     texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.yaml")]
     named = {path for text in texts for path in re.findall(r"[\w./-]+\.(?:py|sh|yaml)\b", text)}

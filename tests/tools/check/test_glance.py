@@ -209,7 +209,7 @@ def test_a_server_takes_the_training_s_model() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a: [", r"^run\.yaml: is no YAML file"),
+        ("a: [", r"^run\.yaml: is not a YAML file"),
         ("- a", r"^run\.yaml: expected lines such as"),
         (None, r"run\.yaml: there is no such file\. did you mean runs\.yaml\?$"),
     ],
