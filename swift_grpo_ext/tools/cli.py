@@ -1,7 +1,7 @@
-"""`swift-grpo-ext`: everything around a training.
+"""`swift-grpo-ext`: tools around a training.
 
-`main` adds a parser for each command, and imports its module only when it runs: numpy and pyarrow
-take a second, ms-swift and torch ten.
+`main` imports the module of a command only when the command runs: numpy and pyarrow take a second,
+ms-swift and torch ten.
 """
 
 from __future__ import annotations
@@ -9,22 +9,21 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any
 
 import docstring_parser
 
 from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.version import __version__
 
-PHASES = ("train", "eval")  # those of sampling/seeding.py, which takes 0.2 s to import
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line; return the exit status, 2 where a command cannot do its work."""
     parser = argparse.ArgumentParser(prog="swift-grpo-ext", description=__doc__.partition("\n")[0])
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -35,106 +34,88 @@ def main(argv: Sequence[str] | None = None) -> int:
         added.set_defaults(runs=runs)
         return added.add_argument
 
-    # --- before a run ---
-
     add = command(
         "check",
         "check.command.run",
-        "is this machine ready, and would this run start? each problem with a remedy",
-        "Arguments of swift rlhf behind -- win over the file's settings. Without settings the "
-        "machine alone is checked. Exit status: 1 where there is an error.",
+        "check machine, settings, data and prompts before a training",
+        "Arguments of swift rlhf go after -- and override the file. Without settings the machine "
+        "alone is checked. Exit status: 1 if there is an error.",
     )
-    add("config", nargs="?", help="a file, or NAME for NAME.train.yaml and NAME.rollout.yaml")
-    add("--model", help="of both sides, instead of the files'; with --dataset, no file is needed")
-    add("--dataset", nargs="+", default=[], help="instead of the file's")
-    add("--ranks", type=int, help="training processes (default: as ENV says)")
-    add("--gpus", metavar="LIST", help="of this machine, e.g. 0,1 (default: ENV's)")
-    add("--settings-only", action="store_true", help="for another machine: names, and both files")
-    add("--quiet", action="store_true", help="errors and warnings only")
+    add("config", nargs="?", help="YAML file, or NAME for NAME.train.yaml and NAME.rollout.yaml")
+    add("--model", help="model of both sides; with --dataset, no file is needed")
+    add("--dataset", nargs="+", default=[], help="in place of the file's")
+    add("--ranks", type=int, help="training processes (default: from ENV)")
+    add("--gpus", metavar="LIST", help="GPUs of this machine, such as 0,1 (default: from ENV)")
+    add("--settings-only", action="store_true", help="check names and files for another machine")
+    add("--quiet", action="store_true", help="print errors and warnings only")
 
     add = command(
         "selftest",
         "selftest.command.run",
         "check each promise with your settings, model, rows and devices",
-        "Arguments of swift rlhf behind -- win over the file's settings. Servers that the settings "
-        "name must run. Exit status: 1 where a promise does not hold, 2 where none could be tried.",
+        "Arguments of swift rlhf go after -- and override the file. Servers that the settings name "
+        "must run. Exit status: 1 if a promise does not hold, 2 if none could be tried.",
     )
-    add("config", nargs="?", type=Path, help="the YAML file of swift rlhf")
-    add("--model", help="instead of the file's; with --dataset, no file is needed")
-    add("--dataset", nargs="+", default=[], help="instead of the file's")
+    add("config", nargs="?", type=Path, help="YAML file of swift rlhf")
+    add("--model", help="in place of the file's; with --dataset, no file is needed")
+    add("--dataset", nargs="+", default=[], help="in place of the file's")
     add("--output", type=Path, default=Path("output/selftest"), help="folder (%(default)s)")
 
-    add = command("init", "share.init", "copy a preset and its launch script to start from")
-    add("directory", type=Path, nargs="?", help="where to")
-    add("--preset", default="server_2x6_lora", help="which (--list shows them)")
-    add("--list", action="store_true", help="show the presets, copy nothing")
+    add = command("init", "share.init", "copy a preset and its launch script")
+    add("directory", type=Path, nargs="?", help="target folder")
+    add("--preset", default="server_2x6_lora", help="name (default: %(default)s)")
+    add("--list", action="store_true", help="list the presets and copy nothing")
 
-    command("plugin-path", "share.plugin_path", "the file to give to --external_plugins")
+    command("plugin-path", "share.plugin_path", "print the path of the file for --external_plugins")
 
     command("flags", "cli.flags", "list the flags that the plugin adds")
 
-    # --- after a run ---
-
-    add = command(
-        "view", "cli.view", "samples, rewards, curves and diversity of a run in a browser"
-    )
-    add("run_dirs", nargs="+", metavar="RUN", help="output folders of runs, or a folder of such")
-    add("--port", type=int, default=8462, help="0: any (default: %(default)s)")
-    add("--host", default="127.0.0.1", help="0.0.0.0: other machines, too (default: %(default)s)")
+    add = command("view", "cli.view", "show samples, rewards, curves and diversity in a browser")
+    add("run_dirs", nargs="+", metavar="RUN", help="output folder of a run, or a folder of runs")
+    add("--port", type=int, default=8462, help="0: any free one (default: %(default)s)")
+    add("--host", default="127.0.0.1", help="0.0.0.0: for other machines (default: %(default)s)")
     add("--output", metavar="FILE.html", help="write one page that opens offline instead")
 
-    add = command(
-        "replay",
-        "replay.command.run",
-        "generate a recorded group again, and compare token by token",
-    )
-    add("run_dir", help="the run's output folder: args.json, samples, checkpoints")
+    add = command("replay", "replay.command.run", "generate a group again and compare its tokens")
+    add("run_dir", help="output folder with args.json, samples and checkpoints")
     add("--round", required=True, type=round_name, help="step and number: 12.0; 12 means 12.0")
     add("--group", required=True, type=int, help="number in its round, from 0")
-    add("--phase", choices=PHASES, default="train", help="default: %(default)s")
-    add("--json", action="store_true", help="print JSON instead of a table")
+    add("--phase", choices=("train", "eval"), default="train", help="default: %(default)s")
+    add("--json", action="store_true", help="print JSON")
     add(
         "--set",
         metavar="NAME=VALUE",
         type=setting,
         action="append",
         default=[],
-        help="in place of a setting of args.json, such as model=DIR, or a server's "
-        "vllm_max_model_len=512; the value is JSON, or text",
+        help="override a setting of args.json (model=DIR), or give one of the server "
+        "(vllm_max_model_len=512); the value is JSON or text",
     )
 
     add = command(
         "diff",
         "diff.run_diff",
-        "the first place where two runs differ, or that they are equal to the end",
+        "find the first difference of two runs",
         "Exit status: 0 equal, 1 different, 2 nothing to compare.",
     )
-    add("run_a", help="a run's output folder")
-    add("run_b", help="another's")
-    add("--json", action="store_true", help="for scripts")
+    add("run_a", help="output folder of a run")
+    add("run_b", help="output folder of another")
+    add("--json", action="store_true", help="print JSON")
 
-    add = command(
-        "compare",
-        "diff.run_compare",
-        "how much better runs score than others, prompt by prompt, with intervals",
-    )
+    add = command("compare", "diff.run_compare", "compare rewards prompt by prompt, with intervals")
     add("--baseline", nargs="+", required=True, metavar="RUN", help="output folders")
     add("--candidate", nargs="+", required=True, metavar="RUN", help="paired by their --seed")
-    add("--phase", choices=PHASES, default="train", help="default: %(default)s")
-    add("--steps", metavar="A:B", type=steps, help="only these rounds, both included")
-    add(
-        "--reward",
-        metavar="NAME",
-        help="a reward function, or `turns` (default: the total)",
-    )
-    add("--json", action="store_true", help="for scripts")
+    add("--phase", choices=("train", "eval"), default="train", help="default: %(default)s")
+    add("--steps", metavar="A:B", type=steps, help="the first and the last step (default: all)")
+    add("--reward", metavar="NAME", help="a reward function (default: the total)")
+    add("--json", action="store_true", help="print JSON")
 
     words = sys.argv[1:] if argv is None else [*argv]
     end = words.index("--") if "--" in words else len(words)
     options, unknown = parser.parse_known_args(words[:end])
     if unknown:
         takes_more = options.command in ("check", "selftest")
-        hint = ". Arguments of swift rlhf stand behind --" if takes_more else ""
+        hint = ". Arguments of swift rlhf go after --" if takes_more else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.rest = words[end + 1 :]
     if options.command in ("selftest", "view", "replay", "diff", "compare"):
@@ -145,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(options) or 0
     except (OSError, ValueError) as e:
         print(f"swift-grpo-ext {options.command}: {e}", file=sys.stderr)
-        return 1
+        return 2
 
 
 def steps(text: str) -> range:
@@ -168,44 +149,27 @@ def setting(text: str) -> tuple[str, Any]:
     return name, value
 
 
-class FlagInfo(NamedTuple):
-    """A flag of ours, as words."""
-
-    name: str
-    type: str
-    default: str
-    help: str
-
-
-def flag_infos() -> list[FlagInfo]:
-    """Return every flag, with its field's docstring."""
-    hints, defaults = get_type_hints(ExtFlags), ExtFlags()
-    docs = docstring_parser.parse_from_object(ExtFlags)
-    texts = {param.arg_name: param.description or "" for param in docs.params}
-    infos = []
-    for name, hint in hints.items():
-        values, default = get_args(hint), getattr(defaults, name)
-        if get_origin(hint) is Literal:
-            words = " | ".join(values)
-        else:  # `list[int]` takes several values
-            words = f"{values[0].__name__} ..." if values else str(hint.__name__)
-        if isinstance(default, list):
-            shown = " ".join(map(str, default)) or "none given"
-        else:
-            shown = str(default).lower() if isinstance(default, bool) else str(default)
-        infos.append(FlagInfo(name, words, shown, " ".join(texts[name].split())))
-    return infos
+def flag_rows() -> list[tuple[str, str, str, str]]:
+    """Return name, type, default and meaning of every flag of ours."""
+    rows = []
+    for param in docstring_parser.parse_from_object(ExtFlags).params:
+        name, hint, text = param.arg_name, param.type_name or "", param.description or ""
+        choices = " | ".join(re.findall(r"'(\w+)'", hint))  # of a Literal
+        default = json.dumps(getattr(ExtFlags(), name)).strip('"')
+        rows.append((name, choices or hint, default, " ".join(text.split())))
+    return rows
 
 
 def flags(_: argparse.Namespace) -> None:
     """Print every flag of ours with type, default and meaning."""
-    for info in flag_infos():
-        print(f"--{info.name} {info.type}  (default: {info.default})\n    {info.help}")
+    for name, values, default, text in flag_rows():
+        print(f"--{name} {values}  (default: {default})\n    {text}")
 
 
 def view(options: argparse.Namespace) -> None:
     """Serve runs as pages, or write one page. A folder that is new may wait for its run."""
     from swift_grpo_ext.tools.runs import find_runs
+    from swift_grpo_ext.tools.view import pages, server
 
     runs: list[Path] = []
     for folder in map(Path, options.run_dirs):
@@ -218,10 +182,6 @@ def view(options: argparse.Namespace) -> None:
             print(f"{e} The page waits for it.", file=sys.stderr, flush=True)
             runs.append(folder)
     if options.output is not None:
-        from swift_grpo_ext.tools.view.pages import write_page
-
-        print(write_page(runs, options.output))
+        print(pages.write_page(runs, options.output))
     else:
-        from swift_grpo_ext.tools.view.server import serve
-
-        serve(runs, options.port, options.host)
+        server.serve(runs, options.port, options.host)

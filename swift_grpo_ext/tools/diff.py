@@ -2,55 +2,57 @@
 
 `diff` joins two runs by the identity of their samples (phase, round, group, index, turn) and names
 the first one that differs, in the order in which a training generates them. Later differences
-follow from it. It also names the settings that differ, and the first update that differs
-(`updates.py`): an update that differs earlier is the cause.
+follow from it. It also names the first update that differs, which is the cause if it is earlier,
+and the settings that differ.
 
 `compare` says how much better candidate runs score than baselines, prompt by prompt. Runs with one
 `--seed` meet the same prompts with the same noise. What two such runs share cancels in the
-difference of each prompt's mean rewards, so that the interval is narrower than that of two means
-that are compared unpaired. Rewards rise as a run goes on: the steps that both runs have are
-compared. The 95% interval of the mean difference is Student's t. Each of several pairs of runs
-counts as one value, because prompts within a run are not independent. In a single pair the prompts
-count, which says nothing about other seeds.
+difference of each prompt's mean rewards, which narrows the interval. Rewards rise as a run goes on:
+only steps that both runs have are compared. The 95% interval of the mean difference is Student's t.
+Each of several pairs of runs counts as one value, because prompts within a run are not independent.
+In a single pair the prompts count, which says nothing about other seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import filecmp
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
 from scipy.special import stdtrit
 
-from swift_grpo_ext.record.query import Record, literal, open_record, where_round
-from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS, SampleRow, to_rows
+from swift_grpo_ext.record.query import Record, literal, open_record
+from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS
 from swift_grpo_ext.sampling.seeding import Phase, SampleId
-from swift_grpo_ext.tools.runs import find_run, find_runs
-from swift_grpo_ext.tools.updates import Updates, compare_updates
+from swift_grpo_ext.tools.runs import by_step, find_run, find_runs, read_logs
 
 Decode = Callable[[Sequence[int]], str]
 
-EQUAL, DIFFERENT, INCOMPARABLE = 0, 1, 2  # exit statuses
-
 COMPARED = ("prompt", "media", "fingerprint", "seed", "weight_version", "token_ids",
             "finish_reason", "stop_reason", "text", "mask")  # fmt: skip
-"""Columns in the order in which one decides the next. A fingerprint that differs alone says that
-the media's content, tools or boxes differ."""
+"""Columns of samples in the order in which one decides the next. A fingerprint that differs alone
+says that tools, boxes or the content of media differ."""
+
+SHOWN = {"fingerprint": "the hash of prompt, tools, boxes and the content of media"}
 
 SCORES = ("reward", "advantage")
-SAMPLE = ", ".join(f'"{name}"' for name in SAMPLE_ID_COLUMNS[:-1])
-ROUND_IN_ORDER = "step, phase = 'train', number"  # an evaluation precedes the round of its step
-IN_ORDER = f'{ROUND_IN_ORDER}, "group", "index", turn'
 
-TURNS = "turns"  # in the place of a reward: the number of a conversation's turns
+LOGGED = ("learning_rate", "loss", "grad_norm", "kl")
+"""Values of `logging.jsonl` in the order in which one decides the next. Times, memory and cache
+hits differ in equal runs."""
+
+SAMPLE = ", ".join(f'"{name}"' for name in SAMPLE_ID_COLUMNS)
+ROUND_IN_ORDER = "step, phase = 'train', number"  # an evaluation precedes the round of its step
+IN_ROUND = '"group", "index", turn'
+IN_ORDER = f"{ROUND_IN_ORDER}, {IN_ROUND}"
 
 WHERE_ONLY = frozenset(
     ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "external_plugins",
@@ -59,36 +61,19 @@ WHERE_ONLY = frozenset(
      "report_to", "callbacks", "training_args", "ignore_data_skip", "rank", "model_dir",
      "model_suffix", "model_info", "model_meta", "template_meta")
 )  # fmt: skip
-"""Settings that say where a run lives or what it writes, and change no token; and what ms-swift
-derives from others."""
-
-SUBJECTS = {
-    "rounds": "the round is",
-    "samples": "the sample is",
-    "tokens": "the token is",
-    "media": "the media are",
-    "fingerprint": "the prompt reads the same, and what its media hold, its tools or its boxes "
-    "differ: its hash is",
-}
-"""How the sentence about a difference begins; else with the column."""
+"""Settings that change no token: where a run lives, what it writes, and what ms-swift derives from
+other settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
     """The first value that differs."""
 
-    what: str  # a column, `tokens`, or `samples` or `rounds` where one run lacks them
-    values: tuple[Any, Any]  # in each run
-    phase: str
-    step: int
-    number: int
-    group: int | None = None
-    index: int | None = None
-    turn: int | None = None  # from 0; None for the first
-    token: int | None = None  # the first position with another token, from 0
-
-    def __str__(self) -> str:
-        return self.describe()
+    place: SampleId
+    what: str  # a column, `token N` (from 0), or `sample` or `round` where one run lacks it
+    # In each run. A token has an id and a log-probability, and is None after the end of the
+    # completion. A sample or a round is there or not.
+    values: tuple[Any, Any]
 
     def describe(
         self,
@@ -96,40 +81,28 @@ class Difference:
         decoders: tuple[Decode | None, Decode | None] = (None, None),
     ) -> str:
         """Return a sentence that names the place and both values, each followed by its `where`; the
-        decoders give the text of each run's tokens. Turns count from 1, as in `--max_turns`."""
-        one, other = map(self._show, self.values, decoders)
-        if self.what != "tokens":
-            one, other = from_where_they_part(one, other)
-        place = f"{self.phase} round {self.step}.{self.number}"
-        turn = None if self.turn is None else self.turn + 1
-        parts = {"group": self.group, "sample": self.index, "turn": turn, "token": self.token}
-        for name, number in parts.items():
-            place += "" if number is None else f", {name} {number}"
-        subject = SUBJECTS.get(self.what, f"the {self.what.replace('_', ' ')} is")
-        return f"{place}: {subject} {one} {where[0]} and {other} {where[1]}"
+        decoders give the text of each run's tokens."""
+        turn = self.place.turn and self.place.turn + 1  # the second is 2, as in `--max_turns`
+        place, what = replace(self.place, turn=turn), SHOWN.get(self.what, self.what)
+        texts = [self._show(*each) for each in zip(self.values, decoders, strict=True)]
+        # Long prompts often begin alike.
+        start = max(len(os.path.commonprefix(texts)) - 20, 0)  # noqa: RUF071
+        one, other = (
+            f"{'…' * (start > 0)}{text[start : start + 80]}{'…' * (len(text) > start + 80)}"
+            for text in texts
+        )
+        return f"{place}: {what} is {one} {where[0]} and {other} {where[1]}"
 
     def _show(self, value: Any, decode: Decode | None) -> str:
-        if self.what in ("rounds", "samples"):
+        if value is None or isinstance(value, bool):
             return "there" if value else "missing"
-        if self.what != "tokens":
+        if not isinstance(value, dict):
             value = json.loads(value) if self.what == "prompt" else value
-            return "none" if value is None else json.dumps(value, ensure_ascii=False)
-        if isinstance(value, str):
-            return "missing (the completion has ended)"
-        shown = [] if decode is None else [json.dumps(decode(value["id"]), ensure_ascii=False)]
-        shown.append(f"id {value['id'][0]}")
-        shown += [f"log-probability {logprob:.3f}" for logprob in value["logprob"]]
-        return shown[0] + (f" ({', '.join(shown[1:])})" if shown[1:] else "")
-
-
-def from_where_they_part(one: str, other: str) -> tuple[str, str]:
-    """Cut two texts to the place where they part: long prompts often begin alike."""
-    start = max(len(os.path.commonprefix([one, other])) - 20, 0)  # noqa: RUF071
-    first, second = (
-        f"{'…' * (start > 0)}{text[start : start + 60]}{'…' * (len(text) > start + 60)}"
-        for text in (one, other)
-    )
-    return first, second
+            return json.dumps(value, ensure_ascii=False)
+        notes = [json.dumps(decode([value["id"]]), ensure_ascii=False)] if decode else []
+        if value["logprob"] is not None:
+            notes.append(f"log-probability {value['logprob']:.3f}")
+        return f"id {value['id']}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,179 +110,116 @@ class Diff:
     """The result, as `--json` prints it."""
 
     difference: Difference | None
-    num_rounds: int  # before the round of the first difference
-    num_samples: int  # of these rounds; all turns of a conversation are one
+    num_samples: int  # before the first difference; all turns of a conversation are one
 
     logprob_gap: float
     """The largest difference of log-probabilities in nats, over all tokens before the first
     difference. The record rounds each (`record.tables`). Up to about 1e-3 in float32 and 0.1 in
     bfloat16 the weights are the same, and a token that differs was a near tie."""
 
-    updates: Updates
+    update: str | None  # the first update that differs, as a sentence
+    num_steps: int  # in both logs before that update
+    checkpoint: str | None  # the last one that both runs have, if no update before it differs
     settings: dict[str, tuple[Any, ...]]  # those of `args.json` that differ
 
     @property
     def is_equal(self) -> bool:
         """All that was compared is the same, but for log-probabilities (`logprob_gap`)."""
-        return self.difference is None and self.updates.difference is None
+        return self.difference is None and self.update is None
 
 
-Run: TypeAlias = "str | os.PathLike[str] | Record"  # a folder, or its record where that is open
-
-
-def _opened(run: Run) -> Record:
-    return run if isinstance(run, Record) else open_record(run)
-
-
-def diff(run_a: Run, run_b: Run) -> Diff:
-    """Compare two runs up to the first difference.
-
-    Raises:
-        FileNotFoundError: a run has no record.
-        ValueError: no round is common.
-    """
-    records = _opened(run_a), _opened(run_b)
-    folders = [record.run_dir for record in records]
-    if set(records[0].rounds()).isdisjoint(records[1].rounds()):
+def diff(one: Record, other: Record) -> Diff:
+    """Compare two runs up to the first difference; raises ValueError where no round is common."""
+    folders = one.run_dir, other.run_dir
+    if set(one.rounds()).isdisjoint(other.rounds()):
         raise ValueError(f"{folders[0]} and {folders[1]} have no round in common.")
-    difference: Difference | None = None
-    gap = 0.0
-    is_before = is_before_round = "true"
-    if apart := _first_apart(records):
-        difference, gap = _compare_at(apart, records)
-        round_in_order = (apart.step, apart.phase == "train", apart.number)
-        is_before_round = f"({ROUND_IN_ORDER}) < {round_in_order}"
-        place = (*round_in_order, apart.group, apart.index, apart.turn)
-        is_before = f"({IN_ORDER}) < {place}"
-    [counts] = records[0].rows(
-        "select count(distinct (phase, step, number)) as num_rounds, count(*) as num_samples "
-        f"from samples where turn = 0 and {is_before_round}"
-    )
+    difference, gap, is_before = None, 0.0, "true"
+    if sample := _first_differing(one, other):
+        difference, gap = _compare_at(sample, one, other)
+        phase, step, number, *in_round = astuple(sample)
+        is_before = f"({IN_ORDER}) < {(step, phase == 'train', number, *in_round)}"
+    counted = f"select count(*) as num from samples where turn = 0 and {is_before}"
+    [num_samples] = one.table(counted)["num"].to_pylist()
+    num_steps, checkpoint, update = compare_updates(*folders)
     return Diff(
         difference=difference,
-        logprob_gap=max(gap, _largest_gap(records, is_before)),
-        updates=compare_updates(*folders),
+        num_samples=num_samples,
+        logprob_gap=max(gap, _largest_gap(is_before, one, other)),
+        update=update,
+        num_steps=num_steps,
+        checkpoint=checkpoint,
         settings=differing_settings(*map(read_args, folders)),
-        **counts,
     )
 
 
-def _first_apart(records: tuple[Record, Record]) -> SampleId | None:
-    """Return the first sample that is not the same in two runs, or that scored differently; None
-    where there is none. In a round, samples come first. Scores that one run alone has do not count.
-    """
-    found: list[SampleId] = []
-    for table, join, turn, columns in (
-        ("samples", "full join", "turn", COMPARED),
-        ("rewards", "join", "0 as turn", SCORES),
-    ):
-        query = f"select {SAMPLE}, {turn}, hash({', '.join(columns)}) as content from {table}"
-        cursor = records[0].cursor()
-        cursor.register("other", records[1].table(query))
-        rows = cursor.execute(
-            f"with one as ({query}) select {SAMPLE}, turn from one {join} other "
-            f"using ({SAMPLE}, turn) where one.content is distinct from other.content "
-            f"order by {IN_ORDER} limit 1"
-        ).fetchall()
-        found += [SampleId(**dict(zip(SAMPLE_ID_COLUMNS, row, strict=True))) for row in rows]
-    return min(found, key=lambda a: (a.step, a.phase == "train", a.number), default=None)
-
-
-def _compare_at(apart: SampleId, records: tuple[Record, Record]) -> tuple[Difference, float]:
-    """Return the difference of a sample that `_first_apart` found, and the largest gap of
-    log-probabilities before it in the sample, in nats."""
-    name = apart.round
-    has_round = name in records[0].rounds(), name in records[1].rounds()
-    if not all(has_round):
-        return Difference(what="rounds", values=has_round, **name._asdict()), 0.0
-    where = f'{where_round(name)} and "group" = {apart.group} and "index" = {apart.index}'
-    query = f"from samples where {where} and turn = {apart.turn}"
-    one, other = (next(iter(to_rows(record.table(query))), None) for record in records)
-    if one is None or other is None:
-        values = one is not None, other is not None
-        return Difference(what="samples", values=values, **_place(apart)), 0.0
-    difference, gap = compare_sample(one, other)
-    if difference is None:
-        query = f"select reward, advantage from rewards where {where}"
-        scores = [record.rows(query)[0] for record in records]
-        what = next(name for name in SCORES if scores[0][name] != scores[1][name])
-        values = scores[0][what], scores[1][what]
-        difference = Difference(what=what, values=values, **_place(apart))
-    return difference, gap or 0.0 if one.fingerprint == other.fingerprint else 0.0
-
-
-def _place(sample_id: SampleId) -> dict[str, Any]:
-    return {**asdict(sample_id), "turn": sample_id.turn or None}
-
-
-def _largest_gap(records: tuple[Record, Record], where: str) -> float:
-    """Return the largest difference of log-probabilities in nats, over samples with the same
-    tokens in two runs."""
-    query = f"select logprobs from samples where {where} order by {IN_ORDER}"
-    one, other = (record.table(query)["logprobs"].combine_chunks() for record in records)
-    are_known = pc.and_(one.is_valid(), other.is_valid())
-    values = (
-        column.filter(are_known).flatten().to_numpy(zero_copy_only=False) for column in (one, other)
+def _first_differing(one: Record, other: Record) -> SampleId | None:
+    """Return the first sample that differs, or else scored differently, of the first round with
+    one; None without any. Scores that only one run has do not count."""
+    query = (
+        f"select {SAMPLE}, hash({', '.join(COMPARED)}) as content, "
+        f"if(fate = 'generated', null, hash({', '.join(SCORES)})) as score from scored"
     )
+    cursor = one.cursor()
+    cursor.register("other", other.table(query))
+    row = cursor.execute(
+        f"with one as ({query}) select {SAMPLE} from one full join other using ({SAMPLE}) "
+        "where one.content is distinct from other.content or one.score <> other.score "
+        f"order by {ROUND_IN_ORDER}, one.content is not distinct from other.content, {IN_ROUND} "
+        "limit 1"
+    ).fetchone()
+    return SampleId(**dict(zip(SAMPLE_ID_COLUMNS, row, strict=True))) if row else None
+
+
+def _compare_at(sample: SampleId, one: Record, other: Record) -> tuple[Difference, float]:
+    """Return the difference of the sample that `_first_differing` found, and the largest gap of its
+    log-probabilities before it, in nats."""
+    where = " and ".join(f'"{name}" = {value!r}' for name, value in asdict(sample).items())
+    rows = [record.rows(f"from scored where {where}") for record in (one, other)]
+    if not all(rows):
+        has_both = sample.round in one.rounds() and sample.round in other.rounds()
+        what, values = "sample" if has_both else "round", (bool(rows[0]), bool(rows[1]))
+        return Difference(place=sample, what=what, values=values), 0.0
+    a, b = (found[0] for found in rows)
+    difference, gap = compare_sample(sample, a, b)
+    assert difference is not None
+    return difference, gap or 0.0 if a["fingerprint"] == b["fingerprint"] else 0.0
+
+
+def _largest_gap(is_before: str, one: Record, other: Record) -> float:
+    """Return the largest difference of log-probabilities in nats, over the samples before the
+    first difference; their tokens are equal."""
+    query = f"select logprobs from samples where {is_before} order by {IN_ORDER}"
+    columns = [record.table(query)["logprobs"].combine_chunks() for record in (one, other)]
+    are_known = pc.and_(*(column.is_valid() for column in columns))
+    values = [
+        column.filter(are_known).flatten().to_numpy(zero_copy_only=False) for column in columns
+    ]
     return logprob_gap(*values) or 0.0
 
 
-def read_args(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the settings of a run's `args.json`; none where it has no readable one."""
-    try:
-        return dict(json.loads(Path(run_dir, "args.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
-
-
-def find_decoder(run_dir: Path) -> Decode | None:
-    """Return what gives the text of a run's tokens, by the tokenizer of a checkpoint or of its
-    model; None where neither is on this machine."""
-    from tokenizers import Tokenizer
-
-    folders = sorted(run_dir.glob("checkpoint-*"))
-    if model := read_args(run_dir).get("model"):
-        folders.append(Path(model))
-    for folder in folders:
-        try:
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception:  # the package raises no narrower class
-            continue
-        return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
-    return None
-
-
-def differing_settings(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return each run's value of the settings that are not the same in all; none where a run has no
-    settings."""
-    if not all(runs):
-        return {}
-    names = dict.fromkeys(name for run in runs for name in run if name not in WHERE_ONLY)
-    values = {name: tuple(run.get(name) for run in runs) for name in names}
-    return {name: own for name, own in values.items() if any(value != own[0] for value in own)}
-
-
-def compare_sample(one: SampleRow, other: SampleRow) -> tuple[Difference | None, float | None]:
-    """Return the first difference of one sample, or turn, in two runs, and the largest gap of
-    log-probabilities before it, in nats; None where a side has none."""
-    place = _place(one.sample_id)
-    end = first_difference(one.token_ids, other.token_ids)
-    gap = logprob_gap(one.logprobs, other.logprobs, end)
-    column = next((c for c in COMPARED if getattr(one, c) != getattr(other, c)), None)
-    if column is None:
+def compare_sample(
+    place: SampleId, one: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[Difference | None, float | None]:
+    """Compare the tokens, log-probabilities, and other columns if given, of one sample or turn;
+    return the first difference, and the largest gap of log-probabilities before it in nats, None
+    where a side has none."""
+    end = first_difference(one["token_ids"], other["token_ids"])
+    gap = logprob_gap(one["logprobs"], other["logprobs"], end)
+    names = (name for name in (*COMPARED, *SCORES) if one.get(name) != other.get(name))
+    what = next(names, None)
+    if what is None:
         return None, gap
-    if column == "token_ids" and end is not None:
+    if what == "token_ids" and end is not None:
         values = _token(one, end), _token(other, end)
-        return Difference(what="tokens", values=values, token=end, **place), gap
-    values = getattr(one, column), getattr(other, column)
-    return Difference(what=column, values=values, **place), gap
+        return Difference(place=place, what=f"token {end}", values=values), gap
+    return Difference(place=place, what=what, values=(one[what], other[what])), gap
 
 
-def _token(row: SampleRow, position: int) -> dict[str, Any] | str:
-    if position >= len(row.token_ids):
-        return "ended"
-    at = slice(position, position + 1)
-    return {"id": row.token_ids[at], "logprob": (row.logprobs or [])[at]}
+def _token(row: Mapping[str, Any], position: int) -> dict[str, Any] | None:
+    if position >= len(row["token_ids"]):
+        return None
+    logprobs = row["logprobs"]
+    return {"id": row["token_ids"][position], "logprob": logprobs and logprobs[position]}
 
 
 def first_difference(one: Sequence[object], other: Sequence[object]) -> int | None:
@@ -331,45 +241,88 @@ def logprob_gap(
         return float(np.where(a == b, 0.0, np.abs(a - b)).max())
 
 
-def run_diff(options: argparse.Namespace) -> int:
-    """Print what differs; return `EQUAL`, `DIFFERENT` or `INCOMPARABLE`."""
+def compare_updates(run_a: Path, run_b: Path) -> tuple[int, str | None, str | None]:
+    """Return the number of equal steps in both logs, the last checkpoint that both runs have, and
+    the first difference as a sentence; checkpoints are compared if the logs do not differ."""
+    logs = [by_step(read_logs(run)) for run in (run_a, run_b)]
+    common = sorted(logs[0].keys() & logs[1].keys())
+    for num_equal, step in enumerate(common):
+        for name in LOGGED:
+            one, other = (log[step].get(name, "missing") for log in logs)
+            if repr(one) != repr(other):  # NaN is NaN
+                return num_equal, None, f"step {step}: {name} is {one} in A and {other} in B"
+    names = {path.name for path in run_a.glob("checkpoint-*") if (run_b / path.name).is_dir()}
+    steps = [int(number) for name in names if (number := name.partition("-")[2]).isdecimal()]
+    if not steps:
+        return len(common), None, None
+    checkpoint = f"checkpoint-{max(steps)}"
+    folders = run_a / checkpoint, run_b / checkpoint
+    files = {file.name for folder in folders for file in folder.glob("*.safetensors")}
+    _, differing, missing = filecmp.cmpfiles(*folders, files, shallow=False)
+    if sample := sorted([*differing, *missing]):
+        return len(common), None, f"the weights differ, {checkpoint}/{sample[0]}"
+    return len(common), checkpoint if files else None, None
+
+
+def read_args(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the settings of a run's `args.json`; empty where it cannot be read."""
     try:
-        run_a, run_b = find_run(options.run_a), find_run(options.run_b)
-        result = diff(run_a, run_b)
-    except (OSError, ValueError) as e:
-        print(f"swift-grpo-ext diff: {e}", file=sys.stderr)
-        return INCOMPARABLE
+        return dict(json.loads(Path(run_dir, "args.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def find_decoder(run_dir: Path) -> Decode | None:
+    """Return a function from a run's token ids to text, with the tokenizer of a checkpoint or of
+    the model; None where this machine has neither."""
+    from tokenizers import Tokenizer
+
+    folders = sorted(run_dir.glob("checkpoint-*"))
+    if model := read_args(run_dir).get("model"):
+        folders.append(Path(model))
+    for folder in folders:
+        try:
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception:  # the package raises no narrower class
+            continue
+        return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+    return None
+
+
+def differing_settings(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the settings that differ, with each run's value; none where a run has no settings."""
+    if not all(runs):
+        return {}
+    names = dict.fromkeys(name for run in runs for name in run if name not in WHERE_ONLY)
+    values = {name: tuple(run.get(name) for run in runs) for name in names}
+    return {name: own for name, own in values.items() if any(value != own[0] for value in own)}
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    """Print what differs; return 0 for equal runs, else 1."""
+    run_a, run_b = find_run(options.run_a), find_run(options.run_b)
+    result = diff(open_record(run_a), open_record(run_b))
     if options.json:
         print(json.dumps(asdict(result), ensure_ascii=False, indent=2))
-    else:
-        print(f"A: {run_a}\nB: {run_b}")
-        if result.num_rounds:
-            print(
-                f"{result.num_rounds:,} rounds with {result.num_samples:,} samples are equal; "
-                f"log-probabilities agree within {result.logprob_gap:.1e} nats."
-            )
-        if result.difference is not None:
-            decoders = find_decoder(run_a), find_decoder(run_b)
-            print(f"First difference: {result.difference.describe(decoders=decoders)}.")
-        if result.updates.difference is not None:
-            print(f"First update that differs: {result.updates.difference}.")
-        if result.is_equal and not result.logprob_gap:
-            print(f"Equal to the end: {_what_is_equal(result.updates)}.")
-        if result.settings:
-            print("Settings that differ, in A and B:")
-        for name, (one, other) in result.settings.items():
-            print(f"  --{name}: {str(one)[:80]} and {str(other)[:80]}")
-    return EQUAL if result.is_equal else DIFFERENT
-
-
-def _what_is_equal(updates: Updates) -> str:
-    steps = f"{', '.join(updates.names)} of {updates.num_steps:,} steps in logging.jsonl"
-    weights = f"the weights of {updates.checkpoint}"
-    return (
-        "prompts, media, seeds, tokens, log-probabilities, rewards and advantages; "
-        f"{steps if updates.num_steps else 'no step is in both logs'}; "
-        f"{weights if updates.checkpoint else 'no checkpoint of weights is in both runs'}"
+        return int(not result.is_equal)
+    print(f"A: {run_a}\nB: {run_b}")
+    to_the_end = " to the end" if result.is_equal and not result.logprob_gap else ""
+    print(
+        f"Equal{to_the_end}: {result.num_samples:,} samples (prompts, media, seeds, tokens, "
+        f"rewards and advantages; log-probabilities within {result.logprob_gap:.1e} nats), "
+        f"{result.num_steps:,} logged steps ({', '.join(LOGGED)}), and the weights of "
+        f"{result.checkpoint or 'no checkpoint'}."
     )
+    if result.difference is not None:
+        decoders = find_decoder(run_a), find_decoder(run_b)
+        print(f"First difference: {result.difference.describe(decoders=decoders)}.")
+    if result.update is not None:
+        print(f"First update that differs: {result.update}.")
+    if result.settings:
+        print("Settings that differ, in A and B:")
+    for name, (one, other) in result.settings.items():
+        print(f"  --{name}: {str(one)[:80]} and {str(other)[:80]}")
+    return int(not result.is_equal)
 
 
 # --- compare ---
@@ -386,31 +339,23 @@ class Comparison:
     candidate: float
     difference: float
     interval: tuple[float, float]  # of the difference, at 95%
-    # By seed, of each pair:
-    differences: dict[str, float]
-    steps: dict[str, tuple[int, int]]  # the first and the last that were compared
-    num_steps: dict[str, tuple[int, int]]  # of each run
+    differences: dict[str, float]  # of each pair, by seed
+    steps: dict[str, tuple[int, int]]  # the first and the last that were compared, by seed
 
 
 class Pair(NamedTuple):
     """Two runs side by side."""
 
-    means: tuple[dict[str, float], dict[str, float]]  # rewards by the prompts' hashes
-    steps: range  # that both runs have, and that are compared
-    num_steps: tuple[int, int]  # of each run
-
-    @property
-    def common(self) -> dict[str, tuple[float, float]]:
-        """The mean rewards of the prompts that both runs met."""
-        one, other = self.means
-        return {prompt: (one[prompt], other[prompt]) for prompt in one if prompt in other}
+    means: dict[str, tuple[float, float]]  # mean rewards of the prompts that both met, by hash
+    num_alone: int  # prompts that one of them met
+    steps: tuple[int, int]  # the first and the last that both have, and that are compared
 
 
 def pair_by_seed(
     baselines: Sequence[Path], candidates: Sequence[Path]
 ) -> dict[str, tuple[Path, Path]]:
-    """Return the folders of runs with one `--seed`, by that seed; one run on each side is a pair
-    with any seeds. Raises ValueError where a seed is on one side only, or twice."""
+    """Return pairs of folders of runs with the same `--seed`, by that seed; one run on each side is
+    a pair whatever their seeds. Raises ValueError where a seed is on one side only, or twice."""
     one, other = (
         {str(read_args(folder).get("seed", "unknown")): folder for folder in side}
         for side in (baselines, candidates)
@@ -428,100 +373,70 @@ def pair_by_seed(
 
 
 def read_pair(
-    runs: tuple[Run, Run],
-    *,
+    *records: Record,
     phase: Phase = "train",
     steps: range | None = None,
     reward: str | None = None,
 ) -> Pair:
-    """Read two runs in the steps that both have, among `steps` where these are given; `reward` is a
-    reward function's name, or `turns`, or None for the total.
-
-    Raises:
-        FileNotFoundError: a run has no record.
-        ValueError: no scored round is common, or there is no such function.
+    """Read two runs in the steps that both have, among `steps`; `reward` names a reward function,
+    None the total. Raises ValueError where no scored step is common, or a run lacks the function.
     """
-    records = [_opened(run) for run in runs]
-    chosen = f"where value is not null and phase = {literal(phase)}"
-    if steps is not None:
-        chosen += f" and step between {steps[0]} and {steps[-1]}"
-    scores = [f"{_scores(record, reward)} {chosen}" for record in records]
-    spans = []
-    for record, query in zip(records, scores, strict=True):
-        [found] = record.rows(f"select min(step) as first, max(step) as last {query}")
-        has_any = found["first"] is not None
-        spans.append(range(found["first"], found["last"] + 1) if has_any else range(0))
-    common = range(max(span.start for span in spans), min(span.stop for span in spans))
+    value = "reward" if reward is None else f"rewards[{literal(reward)}]"
+    # The first turn of a conversation has its prompt; all turns share one score.
+    scored = f"from scored where turn = 0 and phase = {literal(phase)} and {value} is not null"
+    query = "select distinct unnest(map_keys(rewards)) as name from rewards order by name"
+    for record in records if reward else ():
+        names = [row["name"] for row in record.rows(query)]
+        if reward not in names:
+            raise ValueError(f"--reward {reward!r}: {record.run_dir} has {', '.join(names)}.")
+    query = f"select distinct step {scored}"
+    own_steps = [{row["step"] for row in record.rows(query)} for record in records]
+    common = sorted(step for step in set.intersection(*own_steps) if steps is None or step in steps)
     if not common:
         had = " and ".join(
-            f"{record.run_dir} has {f'the steps {span[0]} to {span[-1]}' if span else 'none'}"
-            for record, span in zip(records, spans, strict=True)
+            f"{record.run_dir} has {f'the steps {min(own)} to {max(own)}' if own else 'none'}"
+            for record, own in zip(records, own_steps, strict=True)
         )
-        raise ValueError(f"expected scored {phase} rounds of the same steps; {had}.")
-    means = [
-        record.rows(
-            f"select fingerprint, favg(value) as mean {query} "
-            f"and step between {common[0]} and {common[-1]} group by all order by all"
-        )
-        for record, query in zip(records, scores, strict=True)
-    ]
-    one, other = ({row["fingerprint"]: row["mean"] for row in rows} for rows in means)
-    return Pair((one, other), common, (len(spans[0]), len(spans[1])))
-
-
-def _scores(record: Record, reward: str | None) -> str:
-    """Return SQL for a run's scored samples, with `phase`, `step`, `fingerprint` and `value`; the
-    turns of a conversation share one score."""
-    if reward == TURNS:
-        value = "count(*)"
-    elif reward is None:
-        value = "any_value(reward)"
-    else:
-        query = "select distinct unnest(map_keys(rewards)) as name from rewards order by name"
-        functions = [row["name"] for row in record.rows(query)]
-        if reward not in functions:
-            known = ", ".join([*functions, TURNS])
-            raise ValueError(f"--reward {reward!r}: {record.run_dir} has {known}.")
-        value = f"any_value(rewards[{literal(reward)}])"
-    return (
-        f"from (select {SAMPLE}, arg_min(fingerprint, turn) as fingerprint, {value} as value "
-        "from scored where fate <> 'generated' group by all)"
+        raise ValueError(f"expected common scored {phase} steps (--steps narrows them); {had}.")
+    query = (
+        f"select fingerprint, favg({value}) as mean {scored} and list_contains(?, step) "
+        "group by fingerprint order by fingerprint"
     )
+    one, other = (
+        {row["fingerprint"]: row["mean"] for row in record.rows(query, [common])}
+        for record in records
+    )
+    means = {prompt: (one[prompt], other[prompt]) for prompt in one if prompt in other}
+    return Pair(means, len(one.keys() ^ other.keys()), (common[0], common[-1]))
 
 
 def compare(pairs: Mapping[str, Pair]) -> Comparison:
-    """Compare pairs of runs, by seed, by their mean rewards of each prompt; raises ValueError where
-    a pair has fewer than two prompts in common."""
-    num_alone = num_prompts = 0
-    means = []
+    """Compare the mean rewards of each prompt in pairs of runs, which come by seed; raises
+    ValueError where a pair has fewer than two prompts in common."""
     for seed, pair in pairs.items():
-        common = np.array([*pair.common.values()])
-        if len(common) < 2:
+        if len(pair.means) < 2:
             raise ValueError(
-                f"The runs of seed {seed} have {len(common)} prompts in common, expected 2 or "
+                f"The runs of seed {seed} have {len(pair.means)} prompts in common, expected 2 or "
                 "more: a prompt is known by its row, paths of images included. Give runs on one "
                 "data set in one folder."
             )
-        num_alone += sum(len(side) - len(common) for side in pair.means)
-        num_prompts += len(common)
-        means.append(common.mean(axis=0))
-    baseline, candidate = np.array(means).T
+    means = [np.array([*pair.means.values()]) for pair in pairs.values()]
+    baseline, candidate = np.array([each.mean(axis=0) for each in means]).T
     gains = candidate - baseline
-    units = gains if len(pairs) > 1 else np.diff(common).ravel()
-    # `scipy.stats` takes 70 MB and a second to import, of which this is Student's t.
+    units = gains if len(pairs) > 1 else np.diff(means[0]).ravel()
+    # `scipy.stats` has Student's t too, and takes 70 MB and a second to import.
     margin = float(stdtrit(len(units) - 1, 0.975) * units.std(ddof=1) / len(units) ** 0.5)
     difference = float(gains.mean())
     return Comparison(
         num_pairs=len(pairs),
-        num_prompts=num_prompts,
-        num_alone=num_alone,
+        num_prompts=sum(map(len, means)),
+        num_alone=sum(pair.num_alone for pair in pairs.values()),
         baseline=float(baseline.mean()),
         candidate=float(candidate.mean()),
         difference=difference,
         interval=(difference - margin, difference + margin),
         differences=dict(zip(pairs, gains.tolist(), strict=True)),
-        steps={seed: (pair.steps[0], pair.steps[-1]) for seed, pair in pairs.items()},
-        num_steps={seed: pair.num_steps for seed, pair in pairs.items()},
+        steps={seed: pair.steps for seed, pair in pairs.items()},
     )
 
 
@@ -532,27 +447,22 @@ def run_compare(options: argparse.Namespace) -> int:
         for folders in (options.baseline, options.candidate)
     ]
     chosen = {"phase": options.phase, "steps": options.steps, "reward": options.reward}
-    pairs = {seed: read_pair(runs, **chosen) for seed, runs in pair_by_seed(*sides).items()}
+    named = pair_by_seed(*sides).items()
+    pairs = {seed: read_pair(*map(open_record, runs), **chosen) for seed, runs in named}
     result = compare(pairs)
     if options.json:
         print(json.dumps(asdict(result), indent=2))
         return 0
     low, high = result.interval
     print(f"{result.num_pairs} pair(s) of runs, {result.num_prompts:,} prompts")
-    for seed, (_, steps, num_steps) in pairs.items():
-        if num_steps[0] != num_steps[1]:
-            print(
-                f"The runs of seed {seed} have {num_steps[0]} and {num_steps[1]} steps: steps "
-                f"{steps[0]} to {steps[-1]} are compared."
-            )
     print(f"  baseline    {result.baseline:8.4f}")
     print(f"  candidate   {result.candidate:8.4f}")
     print(f"  difference  {result.difference:+8.4f}  [{low:+.4f}, {high:+.4f}] (95%)")
+    for seed, gain in result.differences.items():
+        first, last = result.steps[seed]
+        print(f"  seed {seed:6} {gain:+8.4f}  in the steps {first} to {last}, which both runs have")
     if result.num_alone:
         print(f"{result.num_alone:,} prompts that only one run of a pair met are left out.")
     if result.num_pairs == 1:
-        print("This is about these two runs: other seeds may differ by more.")
-    else:
-        by_seed = ", ".join(f"{seed}: {gain:+.4f}" for seed, gain in result.differences.items())
-        print(f"  by seed     {by_seed}")
+        print("One pair says nothing about other seeds.")
     return 0

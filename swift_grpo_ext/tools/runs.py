@@ -1,4 +1,4 @@
-"""Finds runs in the folders that a user names.
+"""Finds runs in the folders that a user names, and reads their logs.
 
 Unless `--add_version false` is set, ms-swift makes a folder such as `v0-20261127-093000` in
 `--output_dir` for each training, and trains into it. Both folders name the run.
@@ -6,37 +6,39 @@ Unless `--add_version false` is set, ms-swift makes a folder such as `v0-2026112
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
+from typing import Any
 
-MARKS = ("args.json", "logging.jsonl", "samples/*session-*")
+LOGS = "logging.jsonl"  # ms-swift's own file of a run's metrics
+STEP = "global_step/max_steps"
+
+MARKS = ("args.json", LOGS, "samples/*session-*")
 """Files of a training; it writes `args.json` first, before the model is loaded."""
 
 VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
-MAX_NAMES = 12  # in a message
+MAX_SHOWN = 400  # characters of names in a message
 
 
-def find_run(path: str | os.PathLike[str]) -> Path:
+def find_run(path: str | Path) -> Path:
     """Return the folder of the one run that `path` names; raises the errors of `find_runs`, and
     ValueError where there are several."""
     runs = find_runs(path)
     if len(runs) > 1:
-        raise ValueError(
-            f"{path} holds {len(runs)} runs, expected one: give one of {_list([*map(str, runs)])}."
-        )
+        names = shorten(", ".join(map(str, runs)), MAX_SHOWN, placeholder=" ...")
+        raise ValueError(f"{path} holds {len(runs)} runs, expected one: give one of {names}.")
     return runs[0]
 
 
-def find_runs(path: str | os.PathLike[str]) -> list[Path]:
+def find_runs(path: str | Path) -> list[Path]:
     """Return the folder itself if it is a run; else its newest version, which a line on standard
-    error names; else the run, or the newest version, of each folder in it.
-
-    Raises:
-        FileNotFoundError: there is no run.
-    """
+    error names; else the run, or the newest version, of each folder in it. Raises FileNotFoundError
+    where there is no run."""
     folder = Path(path)
     if run := _run_or_newest_version(folder):
         return [run]
@@ -44,7 +46,8 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     runs = [run for run in map(_run_or_newest_version, inner) if run]
     if not runs:
         near = folder if folder.is_dir() else folder.parent
-        content = _list(sorted(entry.name for entry in near.glob("[!.]*"))) or "nothing"
+        names = ", ".join(sorted(entry.name for entry in near.glob("[!.]*"))) or "nothing"
+        content = shorten(names, MAX_SHOWN, placeholder=" ...")
         raise FileNotFoundError(
             f"{path} holds no run (args.json, logging.jsonl or samples); {near} has {content}. "
             "Give the --output_dir of a training."
@@ -61,12 +64,13 @@ def run_name(run: Path) -> str:
 def _run_or_newest_version(folder: Path) -> Path | None:
     if _is_run(folder):
         return folder
-    versions = [path for path in folder.glob("v*-*") if VERSION.fullmatch(path.name)]
-    runs = sorted(filter(_is_run, versions), key=lambda path: int(path.name[1:].partition("-")[0]))
-    if not runs:
+    found = ((VERSION.fullmatch(path.name), path) for path in folder.glob("v*-*") if _is_run(path))
+    versions = {int(match[1]): path for match, path in found if match}
+    if not versions:
         return None
-    print(f"{folder}: its newest run, {runs[-1].name}, is taken.", file=sys.stderr)
-    return runs[-1]
+    newest = versions[max(versions)]
+    print(f"{folder}: using its newest run, {newest.name}.", file=sys.stderr)
+    return newest
 
 
 def _is_run(folder: Path) -> bool:
@@ -75,6 +79,24 @@ def _is_run(folder: Path) -> bool:
     return not is_checkpoint and any(next(folder.glob(mark), None) for mark in MARKS)
 
 
-def _list(names: Sequence[str]) -> str:
-    rest = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+def read_logs(run: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's log; none before the run has logged anything."""
+    path = Path(run, LOGS)
+    logs = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError):  # cut short, as its process was
+            logs.append(json.loads(line))
+    return logs
+
+
+def by_step(logs: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the logs of optimizer steps by the steps' numbers, in order. A resumed run logs some
+    steps again: its own logs replace the earlier ones of the same and later steps."""
+    steps: dict[int, dict[str, Any]] = {}
+    for logged in logs:
+        if "loss" in logged:
+            step = int(str(logged[STEP]).partition("/")[0])
+            while steps and next(reversed(steps)) >= step:
+                steps.popitem()
+            steps[step] = logged
+    return steps

@@ -1,10 +1,11 @@
-"""The settings of a run as they are written: both sides' YAML files, and arguments that win.
+"""Reads the settings of a run: both sides' YAML files, and the arguments that win over them.
 
-Values stay words: `swift rlhf` and `swift rollout` parse them. Light to import.
+Values stay texts: `swift rlhf` and `swift rollout` parse them. Light to import.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from swift_grpo_ext.checks.finding import did_you_mean
+from swift_grpo_ext.tools.share import PLUGIN_FILE
 
 Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
@@ -20,43 +22,51 @@ COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift roll
 MODEL = ("model", "model_type", "template")
 """`launch.sh` gives servers these settings of the training, where their own file has none."""
 
+DEFAULTS = (
+    "--rlhf_type grpo --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.4 "
+    "--num_generations 8 --per_device_train_batch_size 8 --reward_funcs format "
+    "--lazy_tokenize true --vllm_enforce_eager true --external_plugins"
+)
+"""Arguments of `check` and `selftest` where only a model and a data set are given; the plugin file
+follows."""
+
 
 class Source(NamedTuple):
-    """The settings of one side, as arguments: those of its file, and those that win."""
+    """The settings of one side, as arguments: its file's, then those that win over them."""
 
     side: Side
     argv: list[str]
-    env: Mapping[str, str]  # of its ENV; the shell's own variables win, as in ms-swift
+    env: Mapping[str, str]  # the file's ENV; variables of the shell win, as in ms-swift
 
     @property
     def given(self) -> dict[str, list[str]]:
         return by_flag(self.argv)
 
 
+def sources_of(options: argparse.Namespace) -> dict[Side, Source]:
+    """Return the settings that `check` or `selftest` was given; raises ValueError for bad files."""
+    dataset = ["--dataset", *options.dataset] if options.dataset else []
+    defaults = [*DEFAULTS.split(), str(PLUGIN_FILE)] if dataset and not options.config else []
+    overrides = [*defaults, *options.rest, *dataset]
+    return read_sources(options.config, model=options.model, overrides=overrides)
+
+
 def read_sources(
     path: str | Path | None, *, model: str | None = None, overrides: Sequence[str] = ()
 ) -> dict[Side, Source]:
-    """Read the files of a run: `NAME.train.yaml` and `NAME.rollout.yaml` belong together.
-
-    Args:
-        path: one file, or `NAME`, which names both; None: `overrides` are all.
-        model: the model of both sides, instead of the files'.
-        overrides: arguments of `swift rlhf` that win.
-
-    Raises:
-        ValueError: a file is missing, or is no YAML, or other words are among the arguments.
-    """
-    if overrides and not overrides[0].startswith("--"):
-        raise ValueError(f"{overrides[0]}: expected arguments of swift rlhf, as --name value.")
-    files = files_of(Path(path)) if path else (None, None)
+    """Read one file of settings, or the two of `NAME`. `model` (of both sides) and `overrides`
+    (arguments of `swift rlhf`) win over the files. Raises ValueError where a file is missing or is
+    not YAML."""
+    files: dict[Side, Path | None] = {"training": None} if model or overrides else {}
+    if path:
+        files = files_of(Path(path))
     own = ["--model", model] if model else []
     sources: dict[Side, Source] = {}
-    for side, file in zip(COMMANDS, files, strict=True):
+    for side, file in files.items():
+        settings = read_settings(file) if file else {}
+        env = {name: str(value) for name, value in (settings.get("ENV") or {}).items()}
         words = [*own, *(overrides if side == "training" else [])]
-        if file or (not path and side == "training" and words):
-            settings = read_settings(file) if file else {}
-            env = {name: str(value) for name, value in (settings.get("ENV") or {}).items()}
-            sources[side] = Source(side, [*to_argv(settings), *words], env)
+        sources[side] = Source(side, [*to_argv(settings), *words], env)
     if len(sources) == 2:
         training, rollout = sources.values()
         for name in MODEL:
@@ -65,17 +75,20 @@ def read_sources(
     return sources
 
 
-def files_of(path: Path) -> tuple[Path | None, Path | None]:
-    """Return the training's file and the servers' file that belong to a path."""
+def files_of(path: Path) -> dict[Side, Path | None]:
+    """Return the file of each side: one, or both for `NAME` and for the path of either."""
     stem = path.name.removesuffix(".train.yaml").removesuffix(".rollout.yaml")
-    training, rollout = (path.with_name(f"{stem}.{side}.yaml") for side in ("train", "rollout"))
-    pair = (training if training.is_file() else None, rollout if rollout.is_file() else None)
-    if any(pair) and (path.is_file() or path.name == stem):
-        return pair
+    pair: dict[Side, Path] = {
+        "training": path.with_name(f"{stem}.train.yaml"),
+        "rollout": path.with_name(f"{stem}.rollout.yaml"),
+    }
+    found: dict[Side, Path | None] = {side: file for side, file in pair.items() if file.is_file()}
+    if found and (path.is_file() or path.name == stem):
+        return found
     if not path.is_file():
         hint = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
         raise ValueError(f"{path}: there is no such file. {hint}".rstrip())
-    return path, None
+    return {"training": path}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -83,11 +96,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path.name}: is no YAML file: {e}") from e
+        raise ValueError(f"{path.name}: is not a YAML file: {e}") from e
     if not isinstance(settings, dict):
-        raise ValueError(
-            f"{path.name}: holds no settings: expected lines such as `num_generations: 8`."
-        )
+        raise ValueError(f"{path.name}: expected lines such as `num_generations: 8`.")
     return settings
 
 
@@ -99,14 +110,12 @@ def to_argv(settings: Mapping[str, Any]) -> Iterator[str]:
         if value is None:
             raise ValueError(f"{name}: is empty, and arrives as the text 'None'. Leave it out.")
         yield f"--{name}"
-        if isinstance(value, list):
-            yield from map(str, value)
-        else:
-            yield json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
+        given = json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+        yield from map(str, given if isinstance(given, list) else [given])
 
 
 def by_flag(argv: Iterable[str]) -> dict[str, list[str]]:
-    """Return the values of each flag, by its name as ms-swift spells it; the last wins."""
+    """Return the values of each flag, by its name with underscores; the last values win."""
     values: dict[str, list[str]] = {}
     name = ""
     for word in argv:

@@ -17,8 +17,7 @@ import pytest
 from swift_grpo_ext.checks.finding import Finding
 from swift_grpo_ext.tools.check.command import MODULE, Job
 from swift_grpo_ext.tools.check.glance import check_sources
-from swift_grpo_ext.tools.share import sources_of
-from swift_grpo_ext.tools.sources import Source, read_sources
+from swift_grpo_ext.tools.sources import Source, read_sources, sources_of
 from tests.stack.processes import COMMAND, PLUGIN, started
 from tests.stack.rounds import PRESET, server_argv, write_lines
 from tests.stack.starts import begun

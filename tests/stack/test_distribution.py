@@ -84,7 +84,7 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     own = {name for name in tracked() if name.startswith("swift_grpo_ext/")}
     shared = {name for name in inside if name.startswith("swift_grpo_ext/share/")}
     assert inside - shared == {name for name in own if "/share/" not in name}
-    expected = ("plugins/grpo_ext.py", "presets/presets.yaml", "presets/train.yaml.j2")
+    expected = ("plugins/grpo_ext.py", "examples/presets/colocate_1gpu.yaml")
     assert {f"swift_grpo_ext/share/{name}" for name in expected} <= shared
     assert all((ROOT / name).is_file() for name in shared)
 

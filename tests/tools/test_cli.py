@@ -150,7 +150,7 @@ def test_help_says_something_of_each_argument(
     assert any("default: train" in line for line in lines) == (name in ("replay", "compare"))
 
 
-def test_an_error_of_a_command_is_a_line_and_1(
+def test_an_error_of_a_command_is_a_line_and_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for error in (ValueError("no such round"), OSError("no such round")):
@@ -159,7 +159,7 @@ def test_an_error_of_a_command_is_a_line_and_1(
             raise error
 
         monkeypatch.setattr("swift_grpo_ext.tools.cli.view", run)
-        assert main(["view", "run"]) == 1
+        assert main(["view", "run"]) == 2
         assert capsys.readouterr().err == "loading ...\nswift-grpo-ext view: no such round\n"
 
 
@@ -169,10 +169,10 @@ def test_flags_are_listed_and_the_page_holds_their_table(
     assert main(["flags"]) == 0
     output = capsys.readouterr().out
     page = PAGE.read_text(encoding="utf-8")
-    for info in cli.flag_infos():
-        assert f"--{info.name} {info.type}  (default: {info.default})\n    {info.help}\n" in output
-        values = info.type.replace("|", "\\|")
-        assert f"| `--{info.name}` | {values} | {info.default} | {info.help} |" in page
+    for name, values, default, text in cli.flag_rows():
+        assert f"--{name} {values}  (default: {default})\n    {text}\n" in output
+        escaped = values.replace("|", "\\|")
+        assert f"| `--{name}` | {escaped} | {default} | {text} |" in page
 
 
 def test_steps_count_both_ends() -> None:
@@ -191,7 +191,7 @@ def test_view_serves_or_writes_one_page(
     monkeypatch.setattr("swift_grpo_ext.tools.view.pages.write_page", lambda *a: calls.append(a))
     assert main(["view", "a"]) == main(["view", "b", "a", "--port", "0", "--host", "::1"]) == 0
     assert main(["view", ".", "--output", "page.html"]) == 0
-    assert main(["view", "new", "--output", "page.html"]) == 1
+    assert main(["view", "new", "--output", "page.html"]) == 2
     a, b = Path("a"), Path("b")
     assert main(["view", "new"]) == 0
     assert capsys.readouterr().err.endswith(" of a training. The page waits for it.\n")

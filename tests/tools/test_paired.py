@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from swift_grpo_ext.record.query import open_record
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.diff import Comparison, Pair, compare, pair_by_seed, read_pair
 from tests.tools.view.runs import Writer, make_conversations, make_rows, score
 
 
-def pair(one: Sequence[float], other: Sequence[float], prompts: Sequence[str] = ("abc",)) -> Pair:
+def pair(one: Sequence[float], other: Sequence[float], num_alone: int = 0) -> Pair:
     """Return two runs with these mean rewards by prompt, in three steps."""
-    sides = [
-        dict(zip(named, map(float, values), strict=True))
-        for values, named in zip((one, other), (prompts[0], prompts[-1]), strict=True)
-    ]
-    return Pair((sides[0], sides[1]), range(3), (3, 3))
+    means = {str(number): each for number, each in enumerate(zip(one, other, strict=True))}
+    return Pair(means, num_alone, (0, 2))
 
 
 def test_prompts_count_of_one_pair_and_runs_of_several() -> None:
@@ -39,16 +37,15 @@ def test_prompts_count_of_one_pair_and_runs_of_several() -> None:
         interval=two.interval,
         differences={"1": 1.0, "2": 3.0},
         steps={"1": (0, 2), "2": (0, 2)},
-        num_steps={"1": (3, 3), "2": (3, 3)},
     )
 
 
 def test_only_common_prompts_count() -> None:
-    result = compare({"1": pair([0, 0, 9], [1, 1, 5], ["abc", "abd"])})
+    result = compare({"1": pair([0, 0], [1, 1], num_alone=2)})
     assert (result.num_prompts, result.num_alone) == (2, 2)
     assert (result.difference, *result.interval) == (1.0, 1.0, 1.0)
     with pytest.raises(ValueError, match=r"seed 1 have 1 prompts in common.*one data set in one"):
-        compare({"1": pair([0, 9], [1, 5], ["ac", "ad"])})
+        compare({"1": pair([0], [1])})
 
 
 def test_runs_are_paired_by_seed(tmp_path: Path) -> None:
@@ -81,14 +78,11 @@ def write(folder: Path, seed: int, of_groups: Sequence[float], *, num_steps: int
 def test_turns_of_a_conversation_are_one_sample(tmp_path: Path) -> None:
     """A prompt is the first turn's, and its mean is over samples, however many turns they have."""
     rows = make_conversations(0)
-    writer = Writer(tmp_path)
-    writer.write(rows, scored=False)
-    writer.score([row for row in rows if not row.sample_id.turn])
-    means, other = read_pair((tmp_path, tmp_path)).means
-    assert means == other
-    assert means == {f"{0:032x}": 0.0, f"{1:032x}": 0.5}
-    turns, _ = read_pair((tmp_path, tmp_path), reward="turns").means
-    assert turns == {f"{0:032x}": 2.0, f"{1:032x}": 2.0}
+    Writer(tmp_path / "run").write(rows)
+    Writer(tmp_path / "other").write([*rows, *make_rows(0, num_groups=3)[-2:]])
+    pair = read_pair(open_record(tmp_path / "run"), open_record(tmp_path / "other"))
+    assert pair.means == {f"{0:032x}": (0.0, 0.0), f"{1:032x}": (0.5, 0.5)}
+    assert pair.num_alone == 1
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,17 +99,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "  baseline      1.0000",
         "  candidate     1.0000",
         "  difference   +0.0000  [+0.0000, +0.0000] (95%)",
-        "This is about these two runs: other seeds may differ by more.",
+        "  seed 3       +0.0000  in the steps 0 to 1, which both runs have",
+        "One pair says nothing about other seeds.",
     ]
     assert main(["compare", "--baseline", baseline, other, "--candidate", another, candidate]) == 0
-    assert "  by seed     3: +1.5000, 4: +3.0000\n" in capsys.readouterr().out
-    assert main([*one_pair, "--reward", "Acuracy"]) == 1
+    assert "  seed 4       +3.0000  in the steps 0 to 1" in capsys.readouterr().out
+    assert main([*one_pair, "--reward", "Acuracy"]) == 2
     assert "--reward 'Acuracy': " in (error := capsys.readouterr().err)
     assert "has Accuracy, Format" in error
-    assert main([*one_pair, "--phase", "eval"]) == 1
-    assert "expected scored eval rounds of the same steps; " in capsys.readouterr().err
-    assert main([*one_pair, "--steps", "7:9"]) == 1
-    assert f"{candidate} has none." in capsys.readouterr().err
+    assert main([*one_pair, "--phase", "eval"]) == 2
+    assert "expected common scored eval steps " in capsys.readouterr().err
+    assert main([*one_pair, "--steps", "7:9"]) == 2
+    assert f"{candidate} has the steps 0 to 1." in capsys.readouterr().err
 
 
 def test_of_runs_of_different_lengths_the_common_steps_are_compared(
@@ -127,16 +122,12 @@ def test_of_runs_of_different_lengths_the_common_steps_are_compared(
     command = ["compare", "--baseline", long, other, "--candidate", short, other]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert printed.splitlines()[1] == (
-        "The runs of seed 3 have 9 and 2 steps: steps 0 to 1 are compared."
-    )
     assert "  difference   +0.0000  [+0.0000, +0.0000] (95%)" in printed
     assert main(["compare", "--baseline", long, "--candidate", short, "--steps", "1:5"]) == 0
-    assert "have 5 and 1 steps: steps 1 to 1 are compared." in capsys.readouterr().out
+    assert "in the steps 1 to 1, which both runs have" in capsys.readouterr().out
     assert main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["steps"] == {"3": [0, 1], "4": [0, 1]}
-    assert result["num_steps"] == {"3": [9, 2], "4": [2, 2]}
     Writer(tmp_path / "late").write(make_rows(7))
-    assert main(["compare", "--baseline", short, "--candidate", str(tmp_path / "late")]) == 1
+    assert main(["compare", "--baseline", short, "--candidate", str(tmp_path / "late")]) == 2
     assert "late has the steps 7 to 7." in capsys.readouterr().err

@@ -99,8 +99,8 @@ def test_the_result_as_lines_and_as_json(replay: Replay, capfd: pytest.CaptureFi
         "Generated again with models/tiny:",
         "  train-0.0-0-0: 2 tokens, log-probabilities within 5.0e-01 nats; equal",
         "  train-0.0-0-1: 2 tokens, log-probabilities within 0.0e+00 nats; first difference, train "
-        'round 0.0, group 0, sample 1, token 1: the token is "w2" (id 2, log-probability -1.000) '
-        'in the record and "w4" (id 4, log-probability -1.500) now',
+        'round 0.0, group 0, sample 1: token 1 is id 2 ("w2", log-probability -1.000) in '
+        'the record and id 4 ("w4", log-probability -1.500) now',
         "1 of 2 samples have equal tokens.",
     ]
     assert replay.run("--json") == 1

@@ -31,9 +31,7 @@ def test_output_dir_names_its_newest_version(
     (tmp_path / "my-run/v11-20261127-093011").mkdir()
     (tmp_path / "my-run/runs").mkdir()
     assert find_runs(tmp_path / "my-run") == [newest]
-    assert (
-        capsys.readouterr().err == f"{tmp_path}/my-run: its newest run, {newest.name}, is taken.\n"
-    )
+    assert capsys.readouterr().err == f"{tmp_path}/my-run: using its newest run, {newest.name}.\n"
     assert [find_run(run) for run in others] == others
     assert run_name(newest) == f"my-run/{newest.name}"
     assert capsys.readouterr().err == ""
@@ -65,10 +63,10 @@ def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
     run = write(tmp_path / "run")
-    for number in range(14):
-        (tmp_path / f"data/{number:02d}").mkdir(parents=True)
+    for number in range(140):
+        (tmp_path / f"data/{number:03d}").mkdir(parents=True)
     for path, message in {
-        tmp_path / "data": "data holds no run .* has 00, .*, 11 and 2 more. Give the --output",
+        tmp_path / "data": r"data holds no run .* has 000, .*, \d+, \.\.\.\. Give the --output",
         tmp_path / "rum": rf"rum holds no run .*{tmp_path} has data, run\.",
         run / "args.json": "args.json holds no run .* has args.json, checkpoint-1, rewards",
         run / "checkpoint-1": "checkpoint-1 holds no run .* has args.json",
@@ -87,10 +85,10 @@ def test_every_command_finds_a_default_run(
     write(tmp_path / "output/my-run" / VERSIONS[1])
     monkeypatch.chdir(tmp_path)
     one, other = "output/my-run", "output/other"
-    taken = f"{one}: its newest run, {VERSIONS[1]}, is taken.\n"
+    taken = f"{one}: using its newest run, {VERSIONS[1]}.\n"
     commands = [
         (["view", one, "--output", "page.html"], 0, "page.html\n"),
-        (["diff", one, other], 0, f"A: {one}/{VERSIONS[1]}\nB: {other}/{VERSIONS[0]}\n1 rounds"),
+        (["diff", one, other], 0, f"A: {one}/{VERSIONS[1]}\nB: {other}/{VERSIONS[0]}\nEqual to"),
         (["compare", "--baseline", one, "--candidate", other], 0, "1 pair(s) of runs, 2 prompts"),
     ]
     for command, status, expected in commands:
@@ -99,12 +97,12 @@ def test_every_command_finds_a_default_run(
         assert printed.out.startswith(expected)
         assert printed.err.startswith(f"loading ...\n{taken}")
     assert "<title>my-run/v9-20261127-093009 – " in Path("page.html").read_text(encoding="utf-8")
-    assert main(["replay", one, "--round", "7", "--group", "0"]) == 1
+    assert main(["replay", one, "--round", "7", "--group", "0"]) == 2
     assert f"{one}/{VERSIONS[1]} holds no group 0 of train round 7.0" in capsys.readouterr().err
     for several in (["diff", "output", one], ["replay", "output", "--round", "0", "--group", "0"]):
-        assert main(several) == (2 if several[0] == "diff" else 1)
+        assert main(several) == 2
         assert "output holds 2 runs, expected one: give one of output/my-run" in (
             capsys.readouterr().err
         )
-    assert main(["view", "."]) == 1
+    assert main(["view", "."]) == 2
     assert "swift-grpo-ext view: . holds no run (args.json" in capsys.readouterr().err

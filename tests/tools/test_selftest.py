@@ -392,7 +392,7 @@ def test_a_line_that_is_no_json_is_named_before_anything_is_loaded(
     monkeypatch.setattr(command, "run_child", Mock(side_effect=AssertionError))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": []}\n\n{"messages": [}\n')
-    assert main(["selftest", "--model", "m", "--dataset", str(rows)]) == 1
+    assert main(["selftest", "--model", "m", "--dataset", str(rows)]) == 2
     expected = f"--dataset {rows}: cannot be read: line 3 is no JSON (Expecting value): "
     assert expected in capsys.readouterr().err
 

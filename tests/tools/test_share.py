@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.dev.presets import filled
 from swift_grpo_ext.tools import share
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.sources import read_sources
@@ -53,8 +54,8 @@ def test_a_preset_is_copied_with_all_that_it_names(
     *files, _, how = capsys.readouterr().out.splitlines()
     assert sorted(files) == sorted(str(f) for f in folder.rglob("*") if f.is_file())
     assert how == f"In {folder}: {command}"
-    assert main(["init", str(folder), "--preset", name]) == 1
-    assert "is there already: nothing was copied" in capsys.readouterr().err
+    assert main(["init", str(folder), "--preset", name]) == 2
+    assert "exists already: nothing was copied" in capsys.readouterr().err
     # All that its files speak of is in the folder.
     texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.yaml")]
     named = {path for text in texts for path in re.findall(r"[\w./-]+\.(?:py|sh|yaml)\b", text)}
@@ -76,11 +77,10 @@ def test_a_preset_is_copied_with_all_that_it_names(
             assert f"swift rollout server_2x6_lora.rollout.yaml {model} --host" in shown
 
 
-def test_the_clone_has_the_presets_that_init_writes() -> None:
+def test_presets_are_as_their_templates_fill_them() -> None:
     """`python scripts/dev/presets.py` fills them again."""
-    filled = dict(file for name in share.presets() for file in share.filled(name).items())
-    folder = ROOT / "examples/presets"
-    assert {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir()} == filled
+    files = share.PRESETS.iterdir()
+    assert {file.name: file.read_text(encoding="utf-8") for file in files} == filled()
 
 
 def test_the_reward_to_start_from() -> None:
@@ -101,7 +101,7 @@ def test_init_lists_presets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         lines[0]
         == f"{'colocate_1gpu':20} One GPU: Qwen2.5-VL-3B with LoRA, vLLM in the training process."
     )
-    assert main(["init"]) == 1
+    assert main(["init"]) == 2
     assert "init DIRECTORY; --list shows the presets" in capsys.readouterr().err
-    assert main(["init", str(tmp_path / "x"), "--preset", "none"]) == 1
+    assert main(["init", str(tmp_path / "x"), "--preset", "none"]) == 2
     assert "there is no preset none; choose from colocate_1gpu" in capsys.readouterr().err

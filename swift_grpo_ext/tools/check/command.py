@@ -28,8 +28,7 @@ from swift_grpo_ext.checks.finding import Finding, Findings, error, note, ok, wa
 from swift_grpo_ext.tools.check import machine
 from swift_grpo_ext.tools.check.glance import check_sources, devices_of
 from swift_grpo_ext.tools.harness import Begun, Tell, begin, findings_of, told
-from swift_grpo_ext.tools.share import sources_of
-from swift_grpo_ext.tools.sources import Side, Source
+from swift_grpo_ext.tools.sources import Side, Source, sources_of
 
 if TYPE_CHECKING:
     from datasets import Dataset

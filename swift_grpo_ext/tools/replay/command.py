@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -102,12 +102,12 @@ def _replay(options: argparse.Namespace) -> Replay:
         asked = [(row, prompts[row.fingerprint]) for row in firsts]
         for row, completion in zip(firsts, generate_again(trainer, asked), strict=True):
             logprobs = completion.logprobs
-            again = replace(
-                row,
-                token_ids=[*map(int, completion.token_ids)],
-                logprobs=None if logprobs is None else [*map(float, logprobs)],
-            )
-            difference, gap = compare_sample(row, again)
+            before = {"token_ids": row.token_ids, "logprobs": row.logprobs}
+            again = {
+                "token_ids": [*map(int, completion.token_ids)],
+                "logprobs": None if logprobs is None else [*map(float, logprobs)],
+            }
+            difference, gap = compare_sample(row.sample_id, before, again)
             name, num_tokens = row.sample_id.request_id, len(row.token_ids)
             samples.append(
                 Replayed(name=name, num_tokens=num_tokens, logprob_gap=gap, difference=difference)

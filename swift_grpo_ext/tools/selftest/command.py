@@ -37,8 +37,7 @@ from swift_grpo_ext.tools.selftest.outcome import (
     NotTriedError,
     Result,
 )
-from swift_grpo_ext.tools.share import sources_of
-from swift_grpo_ext.tools.sources import Source, by_flag, to_argv
+from swift_grpo_ext.tools.sources import Source, by_flag, sources_of, to_argv
 from swift_grpo_ext.version import __version__
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_grpo_ext.timing import PARTS
-from swift_grpo_ext.tools.updates import LOGS, STEP, by_step, read_logs
+from swift_grpo_ext.tools.runs import LOGS, STEP, by_step, read_logs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,13 +50,13 @@ def pair_values(runs: Sequence[Run], query: Mapping[str, str]) -> dict[str, Any]
         values["diff"] = found = diff(one.record, other.record)
         if found.difference:
             values["parted"] = found.difference.describe(decoders=(one.decode, other.decode))
-        pair = read_pair((one.record, other.record))
+        pair = read_pair(one.record, other.record)
         seeds = dict.fromkeys(str(read_args(run.run_dir).get("seed")) for run in (one, other))
         values |= {"pair": pair, "comparison": compare({" and ".join(seeds): pair})}
     except (OSError, ValueError) as e:
         values["problem"] = str(e)
     else:
-        values["prompts"] = _prompts_apart((one, other), pair.common)
+        values["prompts"] = _prompts_apart((one, other), pair.means)
     return values
 
 

@@ -121,5 +121,5 @@ def test_what_shows_at_once_is_said_alone(capsys: pytest.CaptureFixture[str]) ->
 def test_arguments_in_front_of_the_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["check", "run.yaml", "--temperature", "0.7"])
-    expected = "arguments: --temperature 0.7. Arguments of swift rlhf stand behind --\n"
+    expected = "arguments: --temperature 0.7. Arguments of swift rlhf go after --\n"
     assert capsys.readouterr().err.endswith(expected)

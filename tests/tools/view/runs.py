@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.tables import REWARDS, RewardRow, SampleRow
-from swift_grpo_ext.tools.updates import LOGS
+from swift_grpo_ext.tools.runs import LOGS
 from tests.record.rows import ROW, sample_id
 
 HOSTILE = "<img src=x onerror='window.stolen=1'><script>window.stolen=1</script>‮\u202e"
@@ -100,7 +100,7 @@ class Writer:
         self._log.append(rows)
         self._log.flush()
         if scored:
-            self.score(rows)
+            self.score([row for row in rows if not row.sample_id.turn])
 
     def score(self, rows: Sequence[SampleRow], **changes: Any) -> None:
         self.append_scores([replace(score(row), **changes) for row in rows])

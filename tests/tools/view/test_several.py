@@ -61,9 +61,9 @@ def test_settings_that_a_run_lacks_differ() -> None:
 def test_a_pair(tmp_path: Path) -> None:
     runs = make_pair(tmp_path)
     values = pair_values(runs, A_AND_B)
-    assert values["diff"].num_rounds == 1
+    assert values["diff"].num_samples == 9
     assert values["diff"].difference.what == "text"
-    assert values["parted"].endswith('the text is "g1 i1 s1" in A and "else" in B')
+    assert values["parted"].endswith('text is "g1 i1 s1" in A and "else" in B')
     assert values["problem"] == ""
     assert values["comparison"].difference == pytest.approx(1 / 3)
     assert [prompt["means"] for prompt in values["prompts"]] == [(0.0, 0.5), (0.0, 0.5)]
