@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     add = command(
         "replay",
-        "replay.command.run",
+        "replay.run",
         "generate a recorded group again, and compare token by token",
     )
     add("run_dir", help="the run's output folder: args.json, samples, checkpoints")

@@ -1,10 +1,9 @@
-"""Run the command `selftest`: a process for each topology, and their results.
+"""Run the command `selftest`: one process for each topology.
 
     python -m swift_grpo_ext.tools.selftest.command JOB_AS_JSON
 
-is such a process: it builds the training of some settings, and checks it. Each result is told as
-soon as it is known. A process that breaks, or keeps the memory of a device, does not affect the
-next one.
+is such a process: it builds the training of some settings, checks it, and prints each result. A
+process that breaks, or keeps the memory of a device, does not affect the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import pickle
 import platform
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -39,14 +37,13 @@ from swift_grpo_ext.tools.selftest.outcome import (
 )
 from swift_grpo_ext.tools.share import sources_of
 from swift_grpo_ext.tools.sources import Source, by_flag, to_argv
-from swift_grpo_ext.version import __version__
 
 if TYPE_CHECKING:
     from swift_grpo_ext.tools.selftest.checks import Check
     from swift_grpo_ext.tools.selftest.rig import Rig
     from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
-STARTED = time.monotonic()
+say = partial(print, flush=True)
 
 CHANGED: Mapping[str, Any] = {
     "add_version": False,
@@ -62,7 +59,7 @@ CHANGED: Mapping[str, Any] = {
 
 LEFT_OUT = (
     *("deepspeed", "fsdp", "callbacks", "resume_from_checkpoint", "async_generate", "eval_steps"),
-    *("load_best_model_at_end", "push_to_hub", "generation_batch_size"),
+    *("load_best_model_at_end", "push_to_hub", "generation_batch_size", "sequence_parallel_size"),
 )
 
 SERVER_SETTINGS = ("vllm_server_host", "vllm_server_port", "vllm_server_base_url")
@@ -91,20 +88,19 @@ def run(options: argparse.Namespace) -> int:
     else:
         device, num_devices = "cpu", len(os.sched_getaffinity(0))  # each core holds a rank
     env = {name: value for name, value in source.env.items() if name not in LAUNCHER_VARIABLES}
-    env |= os.environ
     results: list[Result] = []
-    jobs = plan(source.given, folder)
-    Path(jobs[0].first_round).unlink(missing_ok=True)  # of another run
-    for number, job in enumerate(jobs):
+    for number, job in enumerate(plan(source.given, folder)):
         say(job.topology)
-        num_tried, reason = len(results), ""
+        num_before, reason = len(results), ""
         if job.ranks > num_devices:
             reason = f"{job.ranks} devices are needed, and {num_devices} are there ({device})"
         else:
             log = folder / f"part-{number}.log"
             say(f"  starts as `swift rlhf` does, for a minute or more ({log})")
             try:
-                for found in run_child(__name__, asdict(job), env, log, job.ranks):
+                for found in run_child(
+                    __name__, asdict(job), {**env, **os.environ}, log, job.ranks
+                ):
                     results.append(Result(**found))
                     show(results[-1])
             except ChildError as e:
@@ -112,17 +108,13 @@ def run(options: argparse.Namespace) -> int:
         if not results:
             print(f"swift-grpo-ext selftest: no check can start. {reason}", file=sys.stderr)
             return 2
-        for check in job.checks[len(results) - num_tried :]:
+        for check in job.checks[len(results) - num_before :]:
             results.append(Result(check=check, topology=job.topology, reason=reason))
             show(results[-1])
     versions = installed_versions()
-    machine = {
-        "swift-grpo-ext": __version__,
-        **{name: versions[name] for name in SHOWN if name in versions},
-        "Python": platform.python_version(),
-        "system": platform.platform(),
-        "devices": f"{num_devices} x {device}",
-    }
+    machine = {name: versions[name] for name in ("swift-grpo-ext", *SHOWN) if name in versions}
+    machine |= {"Python": platform.python_version(), "system": platform.platform()}
+    machine |= {"devices": f"{num_devices} x {device}"}
     report = {"machine": machine, "results": [asdict(result) for result in results]}
     text = json.dumps(report, indent=1, ensure_ascii=False)
     (folder / "selftest.json").write_text(f"{text}\n", encoding="utf-8")
@@ -176,18 +168,12 @@ def plan(given: Mapping[str, Sequence[str]], folder: Path) -> list[Job]:
     ]
 
 
-def say(text: str) -> None:
-    """Print a line of progress, with the time since the start."""
-    minutes, seconds = divmod(int(time.monotonic() - STARTED), 60)
-    print(f"{minutes}:{seconds:02} {text}", flush=True)
-
-
 def show(result: Result) -> None:
     """Print a result and its values."""
     say(f"  {result.status:18} {result.check} ({PROMISES[result.check]})")
     values = (f"{name}: {value}" for name, value in result.values.items())
     for text in filter(None, (result.reason, result.remedy, *values)):
-        print(f"          {text}", flush=True)
+        say(f"      {text}")
 
 
 # --- in the process of a topology ---
@@ -196,19 +182,18 @@ def show(result: Result) -> None:
 def check_all(job: Job, tell: Callable[[Result], None], trainer: RolloutGRPOTrainer) -> None:
     """Run the job's checks, and tell their results."""
     from swift_grpo_ext.tools.selftest.checks import CHECKS, check_same_tokens
-    from swift_grpo_ext.tools.selftest.rig import Rig, reason_against
+    from swift_grpo_ext.tools.selftest.rig import Rig
 
-    reason = reason_against(trainer)
-    rig = None if reason else Rig(trainer)
+    rig, is_first_rank = Rig(trainer), trainer.ranks.rank == 0
     first_round = Path(job.first_round)
-    if rig is not None and job.checks == ALL:
+    if job.checks == ALL:
         samples = pickle.dumps(rig.first_round)  # all ranks generate it
-        if trainer.ranks.rank == 0:
+        if is_first_rank:
             first_round.write_bytes(samples)
     checks: dict[str, Check] = {**CHECKS, SAME_TOKENS: partial(check_same_tokens, path=first_round)}
     for name in job.checks:
-        result = attempt(rig, name, checks[name]) if rig else Result(check=name, reason=reason)
-        if trainer.ranks.rank == 0:
+        result = attempt(rig, name, checks[name])
+        if is_first_rank:
             tell(replace(result, topology=job.topology))
 
 
@@ -230,13 +215,8 @@ def attempt(rig: Rig, name: str, check: Check) -> Result:
         return Result(check=name, reason=reason, remedy="Report it.")
     if not faults:
         return Result(check=name, status="holds", values=values)
-    return Result(
-        check=name,
-        status="does not hold",
-        values=values,
-        reason="; ".join(faults),
-        remedy=REMEDIES.get(name, REPORT),
-    )
+    reason, remedy = "; ".join(faults), REMEDIES.get(name, REPORT)
+    return Result(check=name, status="does not hold", values=values, reason=reason, remedy=remedy)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 from scipy.special import pdtrc
 
-from swift_grpo_ext.diversity.collision import known_logprobs
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.tools.diff import first_difference
 
@@ -38,8 +37,7 @@ ALL = [check for check in PROMISES if check != SAME_TOKENS]
 
 REPORT = "Report it with selftest.json."
 REMEDIES = {
-    "prompts": "Give both sides the same --template, --system, --max_length, MAX_PIXELS and the "
-    "like (docs/support.md lists what ms-swift's templates write differently).",
+    "prompts": "docs/support.md lists what ms-swift's templates write differently.",
     "weights": "The engine has other weights, stale caches, or another prompt than the trainer: "
     "`prompts` tests the last.",
     "logits": "Leave out the flags that are named, and report it with selftest.json.",
@@ -75,8 +73,8 @@ class NotTriedError(Exception):
 class Flips:
     """Where two lists of the same samples differ."""
 
-    num_tokens: int = 0  # each sample's up to its first difference, that token inclusive
     count: int = 0  # samples that differ
+    num_samples: int = 0  # in both lists
     drift: float = 0.0  # the sum over tokens of the difference of log-probabilities, in nats
     largest: float = 0.0  # of these differences
 
@@ -88,24 +86,20 @@ class Flips:
 
     def __str__(self) -> str:
         return (
-            f"{self.count} samples differ in {self.num_tokens} tokens; log-probabilities agree "
+            f"{self.count} of {self.num_samples} samples differ; before, log-probabilities agree "
             f"within {self.largest:.2g} nats"
         )
 
 
 def flips(one: Sequence[SampleRow], other: Sequence[SampleRow]) -> Flips:
-    """Compare the samples that both sides have, by their ids."""
+    """Compare the samples that both sides have, by their ids, up to the first token that differs;
+    log-probabilities are known."""
     others = {sample.sample_id: sample for sample in other}
-    num_tokens, count, gaps = 0, 0, [0.0]
-    for a in one:
-        b = others.get(a.sample_id)
-        if b is None:
-            continue
-        position = first_difference(a.token_ids, b.token_ids)
-        end = len(a.token_ids) if position is None else position
-        num_tokens += end + (position is not None)
-        count += position is not None
-        ours, theirs = known_logprobs(a), known_logprobs(b)
-        if ours is not None and theirs is not None:
-            gaps += np.abs(ours[:end] - theirs[:end]).tolist()
-    return Flips(num_tokens=num_tokens, count=count, drift=sum(gaps), largest=max(gaps))
+    pairs = [(a, others[a.sample_id]) for a in one if a.sample_id in others]
+    count, gaps = 0, [0.0]
+    for a, b in pairs:
+        end = first_difference(a.token_ids, b.token_ids)
+        count += end is not None
+        ours, theirs = (np.asarray(row.logprobs, float)[:end] for row in (a, b))
+        gaps += np.abs(ours - theirs).tolist()
+    return Flips(count=count, num_samples=len(pairs), drift=sum(gaps), largest=max(gaps))
