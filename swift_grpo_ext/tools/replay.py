@@ -1,9 +1,8 @@
 """Run `swift-grpo-ext replay`: generate a recorded group again, and compare token by token.
 
-selftest's `Rig` generates, in one process, with the trainer of the run's `args.json` at the
-checkpoint's weights. A sample's tokens depend on its seed, prompt, weights and settings alone
-(docs/promises.md, S2), and on no number of ranks or engines. Light to import: what generates is
-imported when the command runs.
+The run's `args.json` gives the trainer, a checkpoint its weights, and selftest's `Rig` generates.
+One process is enough: the tokens of a sample depend on its seed, prompt, weights and settings, and
+on no number of ranks or engines (docs/promises.md, S2). ms-swift is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SAMPLING = (
     *("max_completion_length", "num_generations", "structured_outputs_regex"),
     *("sleep_level", "lora_rank"),
 )
-"""Settings that tokens depend on, beside those of model, template, data and engine."""
+"""Settings of sampling; those of model, template, data and engine have classes or a prefix."""
 
 CHANGED: Mapping[str, Any] = {
     **{"rlhf_type": "grpo", "reward_funcs": ["format"], "beta": 0.0},
@@ -45,7 +44,7 @@ CHANGED: Mapping[str, Any] = {
     **{"gradient_accumulation_steps": 1, "steps_per_generation": 1, "sequence_parallel_size": 1},
 }
 
-BESIDE_MODEL = 0.4  # the share of a GPU's memory for an engine beside the trainer's model
+BESIDE_MODEL = 0.4  # share of a GPU's memory for an engine beside the trainer's model
 
 DIFFERENT = (
     "Tokens differ. If the log-probabilities before them agree (to about 1e-5 nats in float32, "
@@ -134,7 +133,7 @@ def read_settings(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
         if name not in settings:
             hint = did_you_mean(name, settings)
             raise ValueError(f"--set {name}: {path} has no such setting. {hint}".rstrip())
-    if settings.get("vllm_mode") == "server":  # its engine had what the servers were given
+    if settings.get("vllm_mode") == "server":  # args.json does not have the servers' share
         settings["vllm_gpu_memory_utilization"] = BESIDE_MODEL
     return {**settings, **changes}
 

@@ -1,7 +1,7 @@
-"""The checks, each a function of a `Rig` that returns measured values and faults.
+"""The checks: each is a function of a `Rig`, and returns measured values and faults.
 
-A check raises `NotTriedError` where the settings or rows leave nothing to test, and
-`DisagreementError`, which is a fault, where training cannot encode what was generated.
+A check raises `NotTriedError` where the settings or rows leave nothing to test. `DisagreementError`
+from `Rig.encode` is a fault: rollout and training disagree about a sample.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ def check_prompts(rig: Rig) -> Finding:
 # --- seeds ---
 
 NUM_COLLISION_SAMPLES = 256
-LEAST_BITS = 64.0  # surprisal of all samples, below which shared noise looks like certainty
+LEAST_BITS = 64.0  # surprisal of all samples; with less, equal completions prove nothing
 
 
 def check_seeds(rig: Rig) -> Finding:
-    """Compare the same samples over requests and batches; all others need noise of their own."""
+    """Generate the same samples in other requests and batches, which must give the same tokens;
+    test all other samples for shared noise."""
     trainer = rig.trainer
     if not trainer.temperature:
         raise NotTriedError("--temperature 0 samples without noise")
@@ -103,10 +104,11 @@ def check_seeds(rig: Rig) -> Finding:
 
 
 def shared_noise(rounds: Sequence[Sequence[SampleRow]]) -> tuple[float, float]:
-    """Return log10 of the collision test's least p-value, and all samples' surprisal in bits."""
+    """Return log10 of the least p-value of the rounds' collision tests, corrected for the number of
+    rounds, and the surprisal of all samples in bits."""
     memory, log2_p, bits = PromptMemory(), 0.0, 0.0
     for number, samples in enumerate(rounds):
-        # The last round repeats the names of the first, with another --seed: number them.
+        # The last round has the ids of the first (with another --seed): rounds are numbered.
         named = [replace(s, sample_id=replace(s.sample_id, step=number)) for s in samples]
         log2_p = min(log2_p, collision_test(named, memory).log2_p)
         memory.remember(named)
@@ -115,7 +117,7 @@ def shared_noise(rounds: Sequence[Sequence[SampleRow]]) -> tuple[float, float]:
 
 
 def check_same_tokens(rig: Rig, path: Path) -> Finding:
-    """Compare round 0 with that of the first topology, which saved it."""
+    """Compare round 0 with the first topology's, which `path` holds."""
     first, result = rig.first_round[0], flips(rig.first_round, pickle.loads(path.read_bytes()))
     values = {"compared": str(result), f"seed of {first.sample_id}": first.seed}
     return values, [] if result.is_rounding else [f"{result}: more than rounding explains"]
@@ -128,7 +130,7 @@ BEFORE, BEHIND = "It is 7. ", " Then more."
 
 
 def check_stops(rig: Rig) -> Finding:
-    """Force each stop string by a grammar with more text behind it; test where the sample ends."""
+    """Have a grammar spell each stop string and more text behind it; test where the sample ends."""
     trainer = rig.trainer
     # No grammar can force special tokens.
     special = set(trainer.template.tokenizer.get_added_vocab())
@@ -143,7 +145,7 @@ def check_stops(rig: Rig) -> Finding:
         config.structured_outputs_regex = "".join(
             f"\\{c}" if c in r".^$*+?{}[]\|()" else c for c in forced
         )
-        # A stop token could end the forced text before its stop string.
+        # A stop token could end the text before the stop string.
         with replaced(trainer.args, "stop_token_ids", []):
             [sample] = rig.generate(rig.prompts[:1], rig.ids(0, 1, 1), config)
         faults += _stop_faults(rig, word, sample)
@@ -177,14 +179,15 @@ def _stop_faults(rig: Rig, word: str, sample: RolloutSample) -> Iterator[str]:
 
 # --- weights ---
 
-NUM_TENSORS = 32  # that the known change touches, spread over the model
-FIRST_CHANGE, MOST_TRIES = 0.05, 10
+NUM_TENSORS = 32  # that are changed, spread over the model
+FIRST_CHANGE = 0.05  # noise, as a share of a tensor's size; each further try doubles it
+MOST_TRIES = 10
 CLEAR = 4.0  # the change moves log-probabilities by this many limits
 
 
 def check_weights(rig: Rig) -> Finding:
-    """Compare log-probabilities of rollout and trainer on the same tokens: as they are, after an
-    update of a known change, and after it was taken back."""
+    """Compare log-probabilities of rollout and trainer: before an update, after an update with
+    changed weights, and after an update with the first weights again."""
     limit, samples = rig.trainer.gap_limit, _probes(rig)
     looks = {"before an update": rig.looks(samples)}
     if not looks["before an update"]:
@@ -208,7 +211,7 @@ def check_weights(rig: Rig) -> Finding:
             )
             # No GPU has run the closer bound.
             bound = limit if has_accelerator() or limit > 1 else min(limit, look.bound)
-            if not look.gap.mean <= bound:  # nor NaN
+            if not look.gap.mean <= bound:  # NaN is a fault, too
                 faults.append(
                     f"{when}: log-probabilities of rows of {kind} lie {look.gap.mean:.3g} nats "
                     f"apart in the mean, above the {bound:.2g} that rounding explains"
@@ -226,8 +229,9 @@ def _probes(rig: Rig) -> list[RolloutSample]:
 
 @contextmanager
 def _changed(rig: Rig, samples: Sequence[RolloutSample], least: float) -> Iterator[float]:
-    """Add noise to some of the trained weights within the block, until the trainer's
-    log-probabilities of `samples` lie `least` nats or more from those sampled; gives how far."""
+    """Within the block, some trained weights have noise. It is so large that the trainer's
+    log-probabilities of `samples` lie at least `least` nats from the rollout's in the mean; the
+    block gets that mean distance."""
     changed = spread([p for p in rig.trainer.model.parameters() if p.requires_grad])
     kept = [parameter.detach().clone().cpu() for parameter in changed]
     inputs, batch = rig.encode(samples)
@@ -235,7 +239,7 @@ def _changed(rig: Rig, samples: Sequence[RolloutSample], least: float) -> Iterat
     try:
         for attempt in range(MOST_TRIES):
             for number, (parameter, value) in enumerate(zip(changed, kept, strict=True)):
-                # The same on all ranks. Adapters begin as 0: they get a size.
+                # Seeded, so that all ranks add the same. An adapter's B is 0 at first.
                 generator = torch.Generator(parameter.device).manual_seed(number)
                 noise = torch.empty_like(parameter.data).normal_(generator=generator)
                 size = float(value.float().pow(2).mean().sqrt()) or 0.02
@@ -253,22 +257,21 @@ def _changed(rig: Rig, samples: Sequence[RolloutSample], least: float) -> Iterat
 
 
 def spread(trained: Sequence[T]) -> Sequence[T]:
-    """Return about `NUM_TENSORS` tensors. The stride is odd: an adapter's tensors come in pairs, A
-    and B, and a change of A alone has no effect while B is 0."""
+    """Return about `NUM_TENSORS` tensors. An adapter's tensors come in pairs, A and B, and a change
+    of A alone has no effect while B is 0: an odd stride takes both kinds."""
     return trained[:: max(len(trained) // NUM_TENSORS, 1) | 1]
 
 
 # --- log-probabilities ---
 
 TOLERANCES = {16: 0.5, 32: 1e-3}
-"""Nats between log-probabilities of a token that are computed in different ways, by bits of a
-number. bfloat16 rounds logits between 32 and 64 to steps of 2^-2; two ways may be two of them
-apart."""
+"""Nats by which two passes may differ in the log-probability of a token, by bits of a number.
+bfloat16 rounds logits between 32 and 64 to steps of 2^-2, and passes may lie two steps apart."""
 
 
 def check_logits(rig: Rig) -> Finding:
-    """Compare the log-probabilities of ms-swift's own pass with those of the settings, and of the
-    completion's positions without and with a prompt that is read once."""
+    """Compare log-probabilities of ms-swift's own pass with those of the settings' pass, and of
+    passes that read each prompt for each sample, or once a group."""
     ways: dict[str, dict[str, Any]] = {
         "the settings": {},
         "--logps_shared_prompt false": {"logits_shim": "auto", "logps_shared_prompt": "false"},
@@ -286,7 +289,7 @@ def check_logits(rig: Rig) -> Finding:
     faults = [
         f"{way}: log-probabilities lie {gap:.3g} nats from ms-swift's, above {limit:g}"
         for way, gap in gaps.items()
-        if not gap <= limit  # nor NaN
+        if not gap <= limit  # NaN is a fault, too
     ]
     lengths = [len(trained_ids(sample)) for sample in samples]
     values = {
@@ -299,9 +302,9 @@ def check_logits(rig: Rig) -> Finding:
 
 
 def unequal_samples(rig: Rig) -> list[RolloutSample]:
-    """Generate a group of one prompt; one half stops at half the length, so that the batch has
-    padding. (With several prompts ms-swift's pass keeps the logits of all positions behind the
-    shortest one.)"""
+    """Generate a group; half of its samples get half the length, so that the batch has padding.
+    It is one group: with several prompts, ms-swift's pass keeps the logits of all positions behind
+    the shortest prompt."""
     [row, *_] = rig.hardest_prompts(1)
     ids, config = rig.ids(0, 1), rig.config()
     half = len(ids) // 2
@@ -318,7 +321,7 @@ def _logps(rig: Rig, samples: Sequence[RolloutSample], flags: dict[str, Any]) ->
     vars(args).update(flags)
     with replaced(trainer, "completion_logps", CompletionLogps(args, trainer.template)):
         inputs, batch = rig.encode(samples)
-        rig.logps(inputs, batch)  # --logps_shared_prompt proves itself on a first pass
+        rig.logps(inputs, batch)  # --logps_shared_prompt compares its first pass with the plain one
         values = rig.logps(inputs, batch)
     return values[batch.completion_mask.bool()].float().cpu()
 

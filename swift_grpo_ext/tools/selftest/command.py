@@ -78,8 +78,8 @@ class Job:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check, print, and write `selftest.json`; return 1 where a promise does not hold, 2 where none
-    could be tried, else 0."""
+    """Run all jobs, print their results, and write `selftest.json`; return 1 where a promise does
+    not hold, 2 where none could be tried, else 0."""
     source, folder = read_training(options), options.output
     folder.mkdir(parents=True, exist_ok=True)
     if torch.accelerator.is_available():
@@ -138,11 +138,11 @@ def read_training(options: argparse.Namespace) -> Source:
 
 
 def plan(given: Mapping[str, Sequence[str]], folder: Path) -> list[Job]:
-    """Return what to run, in this order: the user's own engine first, others to compare with it."""
+    """Return the jobs: the first has the user's own engine, with which others are compared."""
     served = {name: values for name, values in given.items() if name not in LEFT_OUT}
     if given["rlhf_type"] == ["gkd"]:
-        # Seeds, stops, weights and passes are the same code; `beta` is another thing there.
-        say("--rlhf_type gkd: rollouts and passes are checked as those of grpo; its loss is not.")
+        # Seeds, stops, weights and passes are the same code; `beta` has another meaning.
+        say("--rlhf_type gkd: rollouts and passes are checked as those of grpo. Its loss is not.")
         served = {name: v for name, v in served.items() if not name.startswith("teacher")}
         served |= {"rlhf_type": ["grpo"], "reward_funcs": ["format"], "beta": ["0.0"]}
     served |= by_flag(to_argv({**CHANGED, "output_dir": folder / "run"}))
@@ -198,7 +198,7 @@ def check_all(job: Job, tell: Callable[[Result], None], trainer: RolloutGRPOTrai
 
 
 def attempt(rig: Rig, name: str, check: Check) -> Result:
-    """Run a check. Errors that mean a broken promise are a result; others leave it open."""
+    """Run a check. Some errors mean a broken promise; after others the promise is untested."""
     from swift_grpo_ext.ranks import RolloutError
     from swift_grpo_ext.training.group import DisagreementError
     from swift_grpo_ext.weights.update import WeightUpdateError

@@ -1,4 +1,4 @@
-"""Generate and encode with the real trainer, its engine, and the user's rows."""
+"""Generate and encode by the real trainer, with its engine and the user's rows."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Row = dict[str, Any]
 
 
 class Rig:
-    """A trainer that generates first turns and encodes them, and never trains. All ranks make the
-    same calls.
+    """A trainer that generates first turns, encodes them, and never trains. All ranks make the same
+    calls.
 
     Raises:
         SettingsError: ms-swift makes the rollouts, or servers lead conversations.
@@ -51,11 +51,12 @@ class Rig:
     def __init__(self, trainer: RolloutGRPOTrainer) -> None:
         if not trainer._settings.generates or trainer.enable_server_multi_turn:
             raise SettingsError(
-                "samples cannot be generated one by one: give --use_vllm true, --rollout_seed_mode "
+                "ms-swift generates with these settings. Give --use_vllm true, --rollout_seed_mode "
                 "sample, and servers without --multi_turn_scheduler."
             )
-        self.trainer, trainer.multi_turn_scheduler = trainer, None
-        # As the training does before its first step: number types of mixed precision, no DDP yet.
+        self.trainer = trainer
+        trainer.multi_turn_scheduler = None  # later turns depend on tools
+        # The model gets the number types of mixed precision, as in training, and no DDP.
         trainer.model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         trainer.model.train()
         self._recorded: list[SampleRow] = []  # on rank 0
@@ -86,8 +87,8 @@ class Rig:
         return [*self.usable(by_media, count), *self.usable(by_text, count)]
 
     def usable(self, rows: Iterable[Row], count: int) -> list[Row]:
-        """Return the first `count` rows whose prompts the template encodes, the same on all ranks;
-        raises `NotTriedError` where it encodes none. A training replaces the others, or ends."""
+        """Return the first `count` rows that the template can encode, the same on all ranks; raise
+        `NotTriedError` where there is none. A training replaces the others, or ends."""
         given, numbers, reason = list(rows), list[int](), ""
         for number, row in enumerate(given):
             if len(numbers) == count:
@@ -96,7 +97,7 @@ class Rig:
                 reason = reason or error
             else:
                 numbers.append(number)
-        # A URL may fail on one rank only, which would then generate for other prompts.
+        # A URL may fail on one rank only: the first rank decides.
         numbers, *_ = self.trainer.ranks.all_gather(numbers)
         if not numbers:
             raise NotTriedError(f"the template refuses every prompt, the first one: {reason}")
@@ -110,7 +111,7 @@ class Rig:
         return sample_ids_at(RoundId("train", step, 0), range(num_groups * size), size)
 
     def config(self, max_tokens: int = MAX_TOKENS) -> RequestConfig:
-        """Return the user's request config, with the lesser of both limits of tokens."""
+        """Return the user's request config, for `max_tokens` at most."""
         config = self.trainer._get_request_config()
         config.max_tokens = min(int(self.trainer.max_completion_length), max_tokens)
         return config
@@ -122,8 +123,8 @@ class Rig:
         config: RequestConfig | None = None,
         run_seed: int | None = None,
     ) -> list[RolloutSample]:
-        """Generate as the training does, each rank a part of the samples; return all of them on
-        every rank. `ids` name the samples, `run_seed` stands in for `--seed`."""
+        """Generate a sample of each row by the training's own method; return all samples on every
+        rank. `ids` name the samples, `run_seed` takes the place of `--seed`."""
         trainer, ranks, settings = self.trainer, self.trainer.ranks, self.trainer._settings
         start, end = (len(ids) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
         config, own_ids = config or self.config(), ids[start:end]
@@ -145,8 +146,8 @@ class Rig:
     def generate_tokens(
         self, ids: Sequence[SampleId], run_seed: int | None = None
     ) -> list[SampleRow]:
-        """Generate samples of the few prompts, as the record has them; a group has the number of
-        its prompt."""
+        """Generate samples of `prompts`, each id's of the prompt with the number of its group;
+        return them as the record has them."""
         self._recorded.clear()
         rows = [self.prompts[sample_id.group] for sample_id in ids]
         self.generate(rows, ids, run_seed=run_seed)
@@ -155,7 +156,7 @@ class Rig:
 
     @cached_property
     def first_round(self) -> list[SampleRow]:
-        """Round 0 of the few prompts, with which others are compared."""
+        """Round 0 of `prompts`."""
         return self.generate_tokens(self.ids(0, len(self.prompts)))
 
     # --- training's view ---
@@ -163,8 +164,8 @@ class Rig:
     def encode(
         self, samples: Sequence[RolloutSample], *, mismatch: str = "warn"
     ) -> tuple[dict[str, Any], GRPOBatch]:
-        """Return the model's inputs of one micro-batch and the batch, as the training makes them;
-        `mismatch` stands in for `--rollout_mismatch`.
+        """Return a micro-batch by the training's own method: the model's inputs, and the rest.
+        `mismatch` takes the place of `--rollout_mismatch`.
 
         Raises:
             DisagreementError: rollout and training disagree about a sample.
@@ -174,7 +175,8 @@ class Rig:
         return batch["model_inputs"], batch["grpo_batch"]
 
     def logps(self, inputs: dict[str, Any], batch: GRPOBatch) -> torch.Tensor:
-        """Return the trainer's log-probabilities in nats; those of padding have no meaning."""
+        """Return the trainer's log-probabilities [samples, tokens] in nats; the batch's
+        `completion_mask` says which have a meaning."""
         trainer = self.trainer
         checkpointing = disable_gradient_checkpointing(
             trainer.model, trainer.args.gradient_checkpointing_kwargs
@@ -184,12 +186,11 @@ class Rig:
         return values
 
     def looks(self, samples: Sequence[RolloutSample]) -> dict[str, Look]:
-        """Compare log-probabilities of generated samples with those of the trainer's model, and
-        with what rounding does to those; for each kind of row. Samples with another prompt in
-        training are left out: `prompts` names them."""
+        """Return for each kind of row how far log-probabilities of rollout and trainer lie apart,
+        and how far rounding moves the trainer's. Samples about which both sides disagree are left
+        out: the check `prompts` names them."""
         trainer, looks = self.trainer, defaultdict[str, Look](Look)
-        # Of the side with fewer bits, which may be the engine.
-        bits = min(trainer.number_bits, trainer._engine_bits)
+        bits = min(trainer.number_bits, trainer._engine_bits)  # the less precise side's
         least = torch.finfo(torch.bfloat16).eps if bits <= 16 else 0.0
         for sample in samples:
             with suppress(DisagreementError):
