@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--host", default="127.0.0.1", help="0.0.0.0: for other machines (default: %(default)s)")
     add("--output", metavar="FILE.html", help="write one page that opens offline instead")
 
-    add = command("replay", "replay.command.run", "generate a group again and compare its tokens")
+    add = command("replay", "replay.run", "generate a group again and compare its tokens")
     add("run_dir", help="output folder with args.json, samples and checkpoints")
     add("--round", required=True, type=round_name, help="step and number: 12.0; 12 means 12.0")
     add("--group", required=True, type=int, help="number in its round, from 0")

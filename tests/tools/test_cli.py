@@ -61,7 +61,7 @@ COMMANDS: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
         {"run_dirs": ["run", "other"], "port": 0, "host": "::", "output": "a.html"},
     ),
     "replay": (
-        "replay.command.run",
+        "replay.run",
         "run --round 12 --group 3",
         {
             **{"run_dir": "run", "round": (12, 0), "group": 3},

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
-from swift_grpo_ext.checks.finding import Finding
 from swift_grpo_ext.record.tables import SampleRow
-from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.tools import replay as tool
 from swift_grpo_ext.tools.cli import main, round_name, setting
-from swift_grpo_ext.tools.replay import command, engine
-from swift_grpo_ext.tools.replay.run import (
-    ReplayError,
-    Run,
-    check_samples,
-    find_prompt,
-    read_run,
-    weights_of,
-)
+from swift_grpo_ext.tools.replay import check_seeds, find_checkpoint, find_prompt, read_settings
 from tests.record.rows import ROW, sample_id, write_session
 from tests.tools.view.runs import add_tokenizer
 
@@ -52,11 +41,8 @@ class Replay:
 
     folder: Path
     draws: list[list[int]] = field(default_factory=list)
-    columns: dict[str, Any] = field(default_factory=dict)
-    """The prompt that the data set has."""
-
-    asked: list[tuple[SampleRow, dict[str, Any]]] = field(default_factory=list)
-    """The turns, and their prompts."""
+    asked: Sequence[SampleRow] = ()
+    """The turns."""
 
     def record(self, *rows: SampleRow) -> None:
         self.folder.mkdir()
@@ -67,25 +53,22 @@ class Replay:
     def run(self, *flags: str) -> int:
         return main(["replay", str(self.folder), "--round", "0.0", "--group", "0", *flags])
 
-    def generate(self, _: Any, asked: Any) -> list[Completion]:
-        self.asked = asked
-        ids = self.draws or [row.token_ids for row, _ in asked]
-        logprobs = np.array([-0.5, -1.5])
-        return [Completion(text="", token_ids=np.array(i), logprobs=logprobs[: len(i)],
-                           finish_reason="stop") for i in ids]  # fmt: skip
+    def generate(
+        self, _: Any, __: Any, rows: Sequence[SampleRow], ___: str
+    ) -> tuple[list[SampleRow], list[str]]:
+        self.asked = rows
+        ids = self.draws or [row.token_ids for row in rows]
+        again = [
+            replace(row, token_ids=i, logprobs=[-0.5, -1.5][: len(i)])
+            for row, i in zip(rows, ids, strict=True)
+        ]
+        return again, []
 
 
 @pytest.fixture
 def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Replay:
-    made, trainer = Replay(tmp_path / "run"), Mock(train_dataset=[])
-
-    def with_trainer_of(_: Run, __: list[str], use: Callable[[Any], None]) -> list[Finding]:
-        use(trainer)
-        return []
-
-    monkeypatch.setattr(engine, "with_trainer_of", with_trainer_of)
-    monkeypatch.setattr(engine, "generate_again", made.generate)
-    monkeypatch.setattr(command, "find_prompt", lambda *_: made.columns)
+    made = Replay(tmp_path / "run")
+    monkeypatch.setattr(tool, "generate_again", made.generate)
     return made
 
 
@@ -126,62 +109,44 @@ def test_arguments_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings_of_a_run(tmp_path: Path) -> None:
     args = tmp_path / "args.json"
-    with pytest.raises(ReplayError, match=r"args\.json.*cannot be read.*--output_dir"):
-        read_run(tmp_path, {})
+    with pytest.raises(ValueError, match=r"args\.json, a run's settings, cannot be read"):
+        read_settings(tmp_path, {})
     args.write_text(json.dumps(SETTINGS))
-    assert read_run(tmp_path, {"seed": 7}) == (tmp_path, {**SETTINGS, "seed": 7})
+    assert read_settings(tmp_path, {"seed": 7}) == {**SETTINGS, "seed": 7}
     args.write_text(json.dumps({**SETTINGS, "vllm_mode": "server"}))  # an engine of its own size
-    assert read_run(tmp_path, {}).settings["vllm_gpu_memory_utilization"] == 0.4
-    with pytest.raises(ReplayError, match=r"--set sed: .*setting\. did you mean seed\?"):
-        read_run(tmp_path, {"sed": 7})
-    for name, value in (("tuner_type", "llamapro"), ("quant_method", "bnb")):
-        args.write_text(json.dumps({**SETTINGS, name: value}))
-        with pytest.raises(ReplayError, match=f"--{name} {value}: the run cannot be replayed"):
-            read_run(tmp_path, {})
+    assert read_settings(tmp_path, {})["vllm_gpu_memory_utilization"] == 0.4
+    with pytest.raises(ValueError, match=r"--set sed: .*setting\. did you mean seed\?"):
+        read_settings(tmp_path, {"sed": 7})
 
 
-def make_run(folder: Path, *steps: int, **changes: Any) -> Run:
-    for step in steps:
-        checkpoint = folder / f"checkpoint-{step}"
+def make_checkpoints(folder: Path, *steps: int) -> list[Path]:
+    checkpoints = [folder / f"checkpoint-{step}" for step in steps]
+    for checkpoint in checkpoints:
         checkpoint.mkdir(parents=True)
-        (checkpoint / "model.safetensors").touch()
-    return Run(folder=folder, settings={**SETTINGS, **changes})
+    return checkpoints
 
 
 def test_weights(tmp_path: Path) -> None:
-    run = make_run(tmp_path, 10, 4)
-    assert weights_of(run, 0) == ["models/tiny"]
-    assert weights_of(run, 4) == [str(tmp_path / "checkpoint-4")]
+    _, fourth = make_checkpoints(tmp_path, 10, 4)
+    assert find_checkpoint(tmp_path, SETTINGS, 0) is None
+    assert find_checkpoint(tmp_path, SETTINGS, 4) == fourth
     named = (
         r"checkpoint-6 is not there \(.* has checkpoint-10, checkpoint-4\).*--save_steps 1.* of 6"
     )
-    with pytest.raises(ReplayError, match=named):
-        weights_of(run, 6)
-    moved = run._replace(settings={**SETTINGS, "model": "/gone/model"})
-    with pytest.raises(ReplayError, match=r"--model /gone/model is not there: .*--set model=DIR"):
-        weights_of(moved, 4)
-    (tmp_path / "checkpoint-4/model.safetensors").unlink()
-    with pytest.raises(ReplayError, match="checkpoint-4 holds no model in Hugging Face format"):
-        weights_of(run, 4)
-
-
-def test_weights_of_lora(tmp_path: Path) -> None:
-    run = make_run(tmp_path, 2, tuner_type="lora", adapters=["first"])
-    with pytest.raises(ReplayError, match="checkpoint-2 holds no adapter"):
-        weights_of(run, 2)
-    (tmp_path / "checkpoint-2/adapter_config.json").touch()
-    assert weights_of(run, 2) == ["models/tiny", str(tmp_path / "checkpoint-2")]
-    assert weights_of(run, 0) == ["models/tiny", "first"]
+    with pytest.raises(ValueError, match=named):
+        find_checkpoint(tmp_path, SETTINGS, 6)
+    moved = {**SETTINGS, "model": "/gone/model"}
+    with pytest.raises(ValueError, match=r"--model /gone/model is not there: .*--set model=DIR"):
+        find_checkpoint(tmp_path, moved, 4)
 
 
 def test_weights_of_a_resumed_run(tmp_path: Path) -> None:
-    make_run(tmp_path / "before", 2)
-    checkpoint = str(tmp_path / "before/checkpoint-2")
-    run = make_run(tmp_path / "run", resume_from_checkpoint=checkpoint)
-    assert weights_of(run, 2) == [checkpoint]
-    assert weights_of(run, 0) == ["models/tiny"]
-    anew = make_run(tmp_path / "run", resume_from_checkpoint=checkpoint, resume_only_model=True)
-    assert weights_of(anew, 0) == [checkpoint]
+    [before] = make_checkpoints(tmp_path / "before", 2)
+    run = tmp_path / "run"
+    settings = {**SETTINGS, "resume_from_checkpoint": str(before)}
+    assert find_checkpoint(run, settings, 2) == before
+    assert find_checkpoint(run, settings, 0) is None
+    assert find_checkpoint(run, {**settings, "resume_only_model": True}, 0) == before
 
 
 # --- samples ---
@@ -198,9 +163,9 @@ def test_samples_that_cannot_be_generated_again(
     changes: dict[str, Any], settings: dict[str, Any], named: str
 ) -> None:
     row = seeded()
-    check_samples([row], SETTINGS)
-    with pytest.raises(ReplayError, match=named):
-        check_samples([replace(row, **changes), row], {**SETTINGS, **settings})
+    check_seeds([row], SETTINGS)
+    with pytest.raises(ValueError, match=named):
+        check_seeds([replace(row, **changes), row], {**SETTINGS, **settings})
 
 
 # --- prompts ---
@@ -211,7 +176,7 @@ def test_later_turns_are_left_out(replay: Replay, capfd: pytest.CaptureFixture[s
     tokens: dict[str, Any] = {"token_ids": [1, 2], "logprobs": [-0.5, -1.0]}
     replay.record(seeded(sample_id(index=3), **tokens), seeded(later, **tokens))
     assert replay.run("--json") == 0
-    assert [row.sample_id.turn for row, _ in replay.asked] == [0]
+    assert [row.sample_id.turn for row in replay.asked] == [0]
     [note] = json.loads(capfd.readouterr().out)["notes"]
     assert note == "Later turns of conversations are not generated again."
 
@@ -228,6 +193,6 @@ def test_the_prompt_comes_from_the_data_set() -> None:
     sample = replace(ROW, prompt=text, fingerprint=prompt_hash(prompt))
     answered = [*MESSAGES, {"role": "assistant", "content": "7"}]
     for data in ([other, row], [prompt], [{**row, "messages": answered}]):
-        assert find_prompt(sample, data, SETTINGS) == prompt
-    with pytest.raises(ReplayError, match=r"No row of train\.jsonl has the fingerprint.*--set"):
-        find_prompt(sample, [other], SETTINGS)
+        assert find_prompt(sample, data) == prompt
+    with pytest.raises(ValueError, match=r"No row of the data set has the fingerprint.*--set"):
+        find_prompt(sample, [other])

@@ -42,7 +42,7 @@ from tests.record.rows import ROW, sample_id
 from tests.stack.processes import ROOT
 
 
-def sample(index: int, ids: list[int], logprobs: list[float] | None) -> SampleRow:
+def sample(index: int, ids: list[int], logprobs: list[float]) -> SampleRow:
     return replace(ROW, sample_id=sample_id(index=index), token_ids=ids, logprobs=logprobs)
 
 
@@ -51,10 +51,10 @@ def sample(index: int, ids: list[int], logprobs: list[float] | None) -> SampleRo
 
 def test_tokens_count_up_to_the_first_difference() -> None:
     one = [sample(0, [1, 2, 3], [-1.0, -2.0, -0.5]), sample(1, [1, 2], [-1.0, -1.0])]
-    one += [sample(2, [1, 2], None), sample(3, [9], None)]
+    one += [sample(2, [1, 2], [-1.0, -1.0]), sample(3, [9], [-1.0])]
     other = [sample(1, [1, 2], [-1.0, -1.5]), sample(0, [1, 4, 3], [-1.25, -3.0, -0.5])]
-    other += [sample(2, [1], None)]
-    assert flips(one, other) == Flips(num_tokens=6, count=2, drift=0.75, largest=0.5)
+    other += [sample(2, [1], [-1.0])]
+    assert flips(one, other) == Flips(count=2, num_samples=3, drift=0.75, largest=0.5)
 
 
 def test_flips_are_held_against_the_differences_of_log_probabilities() -> None:
@@ -124,7 +124,7 @@ def test_prompts_that_the_template_refuses_are_looked_past() -> None:
     """A training replaces them, and those that the engine has no room for."""
     rows = prompts("the longest of all", "one", "two", "one", "three", "longer")
     rig = rig_of(rows, ["two"])
-    assert rig.prompts == prompts("one", "three", "longer")
+    assert rig.prompts == prompts("one", "one", "three", "longer")
     assert rig.hardest_prompts(1) == [*prompts("one"), *prompts("longer")]
     with pytest.raises(NotTriedError, match=r"refuses every prompt, the first one: .* one is bad"):
         _ = rig_of(prompts("one"), ["one"]).prompts
@@ -163,22 +163,20 @@ def test_passes_agree_within_completions(
         def __init__(self, args: Any, *_: Any, **__: Any) -> None:
             self.is_upstream = args.logits_shim == "off"
 
-    def compute(*_: Any) -> tuple[torch.Tensor, None]:
+    def compute(*_: Any) -> torch.Tensor:
         values = torch.where(
             mask.bool(), -1.0, -18.8 if trainer.completion_logps.is_upstream else 0.0
         )
         values[0, 1] += 0.0 if trainer.completion_logps.is_upstream else gap
-        return values, None
+        return values
 
     args = SimpleNamespace(logits_shim="auto")
     trainer = cast("Any", SimpleNamespace())
     trainer.args, trainer.temperature, trainer.model, trainer.template = args, temperature, 0, 0
     trainer.completion_logps = Logps(args)
     trainer.number_bits = bits
-    trainer._get_per_token_logps_and_entropies = compute
-    trainer.ranks = RankGroup()
     batch = SimpleNamespace(completion_mask=mask)
-    rig = cast("Any", SimpleNamespace(trainer=trainer, encode=lambda _: ({}, batch)))
+    rig: Any = SimpleNamespace(trainer=trainer, encode=lambda _: ({}, batch), logps=compute)
     drawn = [SimpleNamespace(response_token_ids=[[7] * n], response_loss_mask=[]) for n in (3, 4)]
     monkeypatch.setattr(checks, "unequal_samples", lambda _: drawn)
     monkeypatch.setattr(checks, "CompletionLogps", Logps)
@@ -373,7 +371,7 @@ def test_the_command(
         *((check, "could not be tried", f"its process {reason}") for check in ALL[len(statuses) :]),
         *[(SAME_TOKENS, "could not be tried", "2 devices are needed, and 1 are there (cpu)")] * 2,
     ]
-    assert f" Verdict: {statuses.count('holds')} of 7 checks hold, " in capsys.readouterr().out
+    assert f"Verdict: {statuses.count('holds')} of 7 checks hold, " in capsys.readouterr().out
 
 
 def test_a_command_whose_first_process_ends_at_once(
@@ -401,7 +399,7 @@ def test_results_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     command.show(Result(check="prompts", status="holds", values={"prompts": 3}))
     command.show(Result(check=SAME_TOKENS, reason="odd", remedy="Report it."))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" ")[2].strip() for line in lines] == [
+    assert [line.strip() for line in lines] == [
         "holds              prompts (M3)",
         "prompts: 3",
         "could not be tried same tokens (S2)",

@@ -1,6 +1,6 @@
-"""`swift-grpo-ext selftest`: each promise, checked with the user's settings, model, rows, devices.
+"""`swift-grpo-ext selftest`: check each promise with the user's settings, model, rows and devices.
 
-`command` starts a process for each topology that the devices allow, which builds the real trainer,
-as `swift rlhf` does, and checks in place of training: `rig` generates with it, `checks` compare,
-`outcome` defines a result and tells rounding from other noise.
+`command` starts a process for each topology that the devices allow. The process builds the trainer
+as `swift rlhf` does, and checks in place of training: `rig` generates and encodes, `checks` compare
+results, `outcome` defines them.
 """

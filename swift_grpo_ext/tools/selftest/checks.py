@@ -1,6 +1,7 @@
-"""The checks, each a function of a `Rig` that returns measured values and faults.
+"""The checks: each is a function of a `Rig`, and returns measured values and faults.
 
-A check raises `NotTriedError` where the settings or rows leave nothing to test.
+A check raises `NotTriedError` where the settings or rows leave nothing to test. `DisagreementError`
+from `Rig.encode` is a fault: rollout and training disagree about a sample.
 """
 
 from __future__ import annotations
@@ -25,16 +26,13 @@ from swift_grpo_ext.diversity.collision import (
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout.sample import RolloutSample
-from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.stops.rule import find
 from swift_grpo_ext.tools.selftest.outcome import LEAST_P, NotTriedError, flips
 from swift_grpo_ext.tools.selftest.rig import MAX_TOKENS, Rig
-from swift_grpo_ext.training.encode import check_rollout_prompts
-from swift_grpo_ext.training.gap import gap_limit
-from swift_grpo_ext.training.group import DisagreementError, logprobs_of, trained_ids
+from swift_grpo_ext.training.gap import Gap, gaps_between
+from swift_grpo_ext.training.group import trained_ids
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.patches import replaced
-from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 Finding = tuple[dict[str, Any], list[str]]  # measured values, and faults
 Check = Callable[[Rig], Finding]
@@ -47,35 +45,28 @@ NUM_HARDEST = 3
 
 
 def check_prompts(rig: Rig) -> Finding:
-    """Compare the prompt ids of rollout and training, of the longest rows and those with most
+    """Compare the prompts of rollout and training, of the longest rows and those with most
     media."""
-    trainer = rig.trainer
-    faults, lengths = [], []
+    lengths = []
     for row in rig.hardest_prompts(NUM_HARDEST):
-        [sample] = rig.generate_for_training([row], rig.ids(0, 1, 1), rig.config(1))
-        rig.encode([sample])
+        [sample] = rig.generate([row], rig.ids(0, 1, 1), rig.config(1))
+        rig.encode([sample], mismatch="stop")
         lengths.append(len(sample.rollout_prompts[0].token_ids))
-        try:
-            placeholders = placeholder_ids(trainer.template)
-            check_rollout_prompts(sample, sample.encoded, trainer.template, placeholders)
-        except DisagreementError as e:
-            faults.append(str(e))
-    return {"prompts": len(lengths), "longest (tokens)": max(lengths)}, faults[:1]
+    return {"prompts": len(lengths), "longest (tokens)": max(lengths)}, []
 
 
 # --- seeds ---
 
 NUM_COLLISION_SAMPLES = 256
-LEAST_BITS = 64.0  # surprisal of all samples, below which shared noise looks like certainty
+LEAST_BITS = 64.0  # surprisal of all samples; with less, equal completions prove nothing
 
 
 def check_seeds(rig: Rig) -> Finding:
-    """Compare the same samples over requests and batches; all others need noise of their own."""
+    """Generate the same samples in other requests and batches, which must give the same tokens;
+    test all other samples for shared noise."""
     trainer = rig.trainer
-    if trainer._settings.run_seed is None or not trainer.temperature:
-        raise NotTriedError(
-            "noise is not seeded: it needs --rollout_seed_mode sample and a --temperature above 0"
-        )
+    if not trainer.temperature:
+        raise NotTriedError("--temperature 0 samples without noise")
     ids = rig.ids(0, len(rig.prompts))
     singly = []
     for index in range(max(sample_id.index for sample_id in ids) + 1):
@@ -113,10 +104,11 @@ def check_seeds(rig: Rig) -> Finding:
 
 
 def shared_noise(rounds: Sequence[Sequence[SampleRow]]) -> tuple[float, float]:
-    """Return log10 of the collision test's least p-value, and all samples' surprisal in bits."""
+    """Return log10 of the least p-value of the rounds' collision tests, corrected for the number of
+    rounds, and the surprisal of all samples in bits."""
     memory, log2_p, bits = PromptMemory(), 0.0, 0.0
     for number, samples in enumerate(rounds):
-        # The last round repeats the names of the first, with another --seed: number them.
+        # The last round has the ids of the first (with another --seed): rounds are numbered.
         named = [replace(s, sample_id=replace(s.sample_id, step=number)) for s in samples]
         log2_p = min(log2_p, collision_test(named, memory).log2_p)
         memory.remember(named)
@@ -125,14 +117,9 @@ def shared_noise(rounds: Sequence[Sequence[SampleRow]]) -> tuple[float, float]:
 
 
 def check_same_tokens(rig: Rig, path: Path) -> Finding:
-    """Compare round 0 with that of the first topology, which saved it."""
-    if not path.exists():
-        raise NotTriedError("the first topology has generated no round")
-    result = flips(rig.first_round, pickle.loads(path.read_bytes()))
-    first, seed = rig.first_round[0].sample_id, rig.trainer._settings.run_seed
-    if seed is None:
-        raise NotTriedError("the settings leave seeds to the engine (--rollout_seed_mode sample)")
-    values = {"compared": str(result), f"seed of {first}": sample_seed(seed, first)}
+    """Compare round 0 with the first topology's, which `path` holds."""
+    first, result = rig.first_round[0], flips(rig.first_round, pickle.loads(path.read_bytes()))
+    values = {"compared": str(result), f"seed of {first.sample_id}": first.seed}
     return values, [] if result.is_rounding else [f"{result}: more than rounding explains"]
 
 
@@ -143,7 +130,7 @@ BEFORE, BEHIND = "It is 7. ", " Then more."
 
 
 def check_stops(rig: Rig) -> Finding:
-    """Force each stop string by a grammar with more text behind it; test where the sample ends."""
+    """Have a grammar spell each stop string and more text behind it; test where the sample ends."""
     trainer = rig.trainer
     # No grammar can force special tokens.
     special = set(trainer.template.tokenizer.get_added_vocab())
@@ -154,14 +141,13 @@ def check_stops(rig: Rig) -> Finding:
         config = rig.config()
         config.max_tokens = len(forced) + 8  # a token for each character, whatever the user's limit
         config.stop = list(dict.fromkeys([*(config.stop or ()), word]))
-        config.temperature = config.temperature or 1.0
         # `re.escape` writes escapes that the grammars of vLLM's backends do not know.
         config.structured_outputs_regex = "".join(
             f"\\{c}" if c in r".^$*+?{}[]\|()" else c for c in forced
         )
-        # A stop token could end the forced text before its stop string.
+        # A stop token could end the text before the stop string.
         with replaced(trainer.args, "stop_token_ids", []):
-            [sample] = rig.generate_for_training(rig.prompts[:1], rig.ids(0, 1, 1), config)
+            [sample] = rig.generate(rig.prompts[:1], rig.ids(0, 1, 1), config)
         faults += _stop_faults(rig, word, sample)
     return {"stop strings": len(words)}, faults
 
@@ -178,14 +164,12 @@ def _stop_faults(rig: Rig, word: str, sample: RolloutSample) -> Iterator[str]:
         return
     string, start = match
     end = start + len(string) * trainer.args.include_stop_str_in_output
-    _, batch = rig.encode([sample])
+    rig.encode([sample])  # compares the numbers of tokens and log-probabilities
     for name, found, expected in (
         ("the text", sample.messages[-1]["content"], spelled[:end]),
         ("finish_reason", sample.finish_reason, "stop"),
         # Another stop string may begin earlier.
         ("stop_reason", sample.rollout_infos.get("stop_reason"), string),
-        ("the number of log-probabilities", len(logprobs_of(sample)), len(ids)),
-        ("the number of trained tokens", int(batch.completion_mask.sum()), len(ids)),
     ):
         if found != expected:
             yield f"{word!r}: {name} is {found!r}, expected {expected!r}"
@@ -195,14 +179,15 @@ def _stop_faults(rig: Rig, word: str, sample: RolloutSample) -> Iterator[str]:
 
 # --- weights ---
 
-NUM_TENSORS = 32  # that the known change touches, spread over the model
-FIRST_CHANGE, MOST_TRIES = 0.05, 10
+NUM_TENSORS = 32  # that are changed, spread over the model
+FIRST_CHANGE = 0.05  # noise, as a share of a tensor's size; each further try doubles it
+MOST_TRIES = 10
 CLEAR = 4.0  # the change moves log-probabilities by this many limits
 
 
 def check_weights(rig: Rig) -> Finding:
-    """Compare log-probabilities of rollout and trainer on the same tokens: as they are, after an
-    update of a known change, and after it was taken back."""
+    """Compare log-probabilities of rollout and trainer: before an update, after an update with
+    changed weights, and after an update with the first weights again."""
     limit, samples = rig.trainer.gap_limit, _probes(rig)
     looks = {"before an update": rig.looks(samples)}
     if not looks["before an update"]:
@@ -221,13 +206,12 @@ def check_weights(rig: Rig) -> Finding:
     faults = []
     for when, kinds in looks.items():
         for kind, look in kinds.items():
-            values[f"{when}: mean gap of rows of {kind} (nats)"] = float(f"{look.gap.mean:.2g}")
-            values[f"{when}: rounding of rows of {kind} (nats)"] = float(
-                f"{look.rounding.mean:.2g}"
+            values[f"{when}: mean gap of rows of {kind}, and their rounding (nats)"] = (
+                f"{look.gap.mean:.2g}, {look.rounding.mean:.2g}"
             )
             # No GPU has run the closer bound.
             bound = limit if has_accelerator() or limit > 1 else min(limit, look.bound)
-            if not look.gap.mean <= bound:  # nor NaN
+            if not look.gap.mean <= bound:  # NaN is a fault, too
                 faults.append(
                     f"{when}: log-probabilities of rows of {kind} lie {look.gap.mean:.3g} nats "
                     f"apart in the mean, above the {bound:.2g} that rounding explains"
@@ -240,27 +224,28 @@ def _probes(rig: Rig) -> list[RolloutSample]:
     ids, config = rig.ids(0, len(rig.prompts), 2), rig.config()
     config.top_p, config.top_k, config.min_p, config.repetition_penalty = 1.0, -1, 0.0, 1.0
     config.structured_outputs_regex = None
-    rows = [rig.prompts[sample_id.group] for sample_id in ids]
-    return rig.generate_for_training(rows, ids, config)
+    return rig.generate([rig.prompts[sample_id.group] for sample_id in ids], ids, config)
 
 
 @contextmanager
 def _changed(rig: Rig, samples: Sequence[RolloutSample], least: float) -> Iterator[float]:
-    """Add noise to some of the trained weights within the block, until the trainer's
-    log-probabilities of `samples` lie `least` nats or more from those sampled; gives how far."""
-    trained = [p for p in rig.trainer.model.parameters() if p.requires_grad]
-    changed = spread(trained)
+    """Within the block, some trained weights have noise. It is so large that the trainer's
+    log-probabilities of `samples` lie at least `least` nats from the rollout's in the mean; the
+    block gets that mean distance."""
+    changed = spread([p for p in rig.trainer.model.parameters() if p.requires_grad])
     kept = [parameter.detach().clone().cpu() for parameter in changed]
+    inputs, batch = rig.encode(samples)
+    sampled, mask = batch.rollout_per_token_logps, batch.completion_mask.bool()
     try:
         for attempt in range(MOST_TRIES):
             for number, (parameter, value) in enumerate(zip(changed, kept, strict=True)):
-                # The same on all ranks. Adapters begin as 0: they get a size.
+                # Seeded, so that all ranks add the same. An adapter's B is 0 at first.
                 generator = torch.Generator(parameter.device).manual_seed(number)
                 noise = torch.empty_like(parameter.data).normal_(generator=generator)
                 size = float(value.float().pow(2).mean().sqrt()) or 0.02
                 scale = FIRST_CHANGE * 2**attempt * size
                 parameter.data.copy_(value.to(parameter.device) + scale * noise)
-            moved = rig.gap(samples).mean
+            moved = sum(gaps_between(sampled, rig.logps(inputs, batch), mask), Gap()).mean
             if moved >= least:
                 break
         else:
@@ -272,22 +257,21 @@ def _changed(rig: Rig, samples: Sequence[RolloutSample], least: float) -> Iterat
 
 
 def spread(trained: Sequence[T]) -> Sequence[T]:
-    """Return about `NUM_TENSORS` tensors. The stride is odd: an adapter's tensors come in pairs, A
-    and B, and a change of A alone has no effect while B is 0."""
+    """Return about `NUM_TENSORS` tensors. An adapter's tensors come in pairs, A and B, and a change
+    of A alone has no effect while B is 0: an odd stride takes both kinds."""
     return trained[:: max(len(trained) // NUM_TENSORS, 1) | 1]
 
 
 # --- log-probabilities ---
 
 TOLERANCES = {16: 0.5, 32: 1e-3}
-"""Nats between log-probabilities of a token that are computed in different ways, by bits of a
-number; the mean has a limit of its own (`gap_limit`). bfloat16 rounds logits between 32 and 64 to
-steps of 2^-2; two ways may be two of them apart."""
+"""Nats by which two passes may differ in the log-probability of a token, by bits of a number.
+bfloat16 rounds logits between 32 and 64 to steps of 2^-2, and passes may lie two steps apart."""
 
 
 def check_logits(rig: Rig) -> Finding:
-    """Compare the log-probabilities of ms-swift's own pass with those of the settings, and of the
-    completion's positions without and with a prompt that is read once."""
+    """Compare log-probabilities of ms-swift's own pass with those of the settings' pass, and of
+    passes that read each prompt for each sample, or once a group."""
     ways: dict[str, dict[str, Any]] = {
         "the settings": {},
         "--logps_shared_prompt false": {"logits_shim": "auto", "logps_shared_prompt": "false"},
@@ -295,56 +279,50 @@ def check_logits(rig: Rig) -> Finding:
     }
     samples = unequal_samples(rig)
     expected = _logps(rig, samples, {"logits_shim": "off"})
-    if not expected.numel():
-        raise NotTriedError("no completion has a token")
-    gaps = {way: (_logps(rig, samples, flags) - expected).abs() for way, flags in ways.items()}
+    gaps = {
+        way: float((_logps(rig, samples, flags) - expected).abs().max())
+        for way, flags in ways.items()
+    }
     # Logits are divided by the temperature, and their rounding with them.
     bits, temperature = rig.trainer.number_bits, rig.trainer.temperature
     limit = TOLERANCES[16 if bits <= 16 else 32] / min(temperature or 1.0, 1.0)
-    mean_limit = gap_limit(bits, temperature)
     faults = [
-        f"{way}: log-probabilities lie {gap.max():.3g} nats from ms-swift's, {gap.mean():.3g} in "
-        f"the mean, above {limit:g} or {mean_limit:g}"
+        f"{way}: log-probabilities lie {gap:.3g} nats from ms-swift's, above {limit:g}"
         for way, gap in gaps.items()
-        if not (gap.max() <= limit and gap.mean() <= mean_limit)  # nor NaN
+        if not gap <= limit  # NaN is a fault, too
     ]
     lengths = [len(trained_ids(sample)) for sample in samples]
     values = {
         "samples": len(samples),
         "completions (tokens)": f"{min(lengths)} to {max(lengths)}",
         "limit (nats)": limit,
-        **{way: float(f"{gap.max():.2g}") for way, gap in gaps.items()},
+        **{way: float(f"{gap:.2g}") for way, gap in gaps.items()},
     }
     return values, faults
 
 
 def unequal_samples(rig: Rig) -> list[RolloutSample]:
-    """Generate a group of one prompt; one half stops at half the length, so that the batch has
-    padding. (With several prompts ms-swift's pass keeps the logits of all positions behind the
-    shortest one.)"""
+    """Generate a group; half of its samples get half the length, so that the batch has padding.
+    It is one group: with several prompts, ms-swift's pass keeps the logits of all positions behind
+    the shortest prompt."""
     [row, *_] = rig.hardest_prompts(1)
     ids, config = rig.ids(0, 1), rig.config()
     half = len(ids) // 2
-    samples = rig.generate_for_training([row] * half, ids[:half], config)
+    samples = rig.generate([row] * half, ids[:half], config)
     config.max_tokens = max((config.max_tokens or MAX_TOKENS) // 2, 1)
-    rest = ids[half:]
-    return samples + rig.generate_for_training([row] * len(rest), rest, config)
+    return samples + rig.generate([row] * len(ids[half:]), ids[half:], config)
 
 
 def _logps(rig: Rig, samples: Sequence[RolloutSample], flags: dict[str, Any]) -> torch.Tensor:
     """Return log-probabilities of all completion tokens in nats, with `flags` in place of the
-    settings. At other positions, such as padding, ms-swift's pass has values without meaning."""
+    settings."""
     trainer = rig.trainer
     args = copy(trainer.args)
     vars(args).update(flags)
     with replaced(trainer, "completion_logps", CompletionLogps(args, trainer.template)):
         inputs, batch = rig.encode(samples)
-        with torch.no_grad():
-            # Twice: --logps_shared_prompt proves itself on a first batch.
-            for _ in range(2):
-                values, _ = trainer._get_per_token_logps_and_entropies(
-                    trainer.model, copy(inputs), batch
-                )
+        rig.logps(inputs, batch)  # --logps_shared_prompt compares its first pass with the plain one
+        values = rig.logps(inputs, batch)
     return values[batch.completion_mask.bool()].float().cpu()
 
 

@@ -1,10 +1,9 @@
-"""Run the command `selftest`: a process for each topology, and their results.
+"""Run the command `selftest`: one process for each topology.
 
     python -m swift_grpo_ext.tools.selftest.command JOB_AS_JSON
 
-is such a process: it builds the training of some settings, and checks it. Each result is told as
-soon as it is known. A process that breaks, or keeps the memory of a device, does not affect the
-next one.
+is such a process: it builds the training of some settings, checks it, and prints each result. A
+process that breaks, or keeps the memory of a device, does not affect the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import pickle
 import platform
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,14 +36,13 @@ from swift_grpo_ext.tools.selftest.outcome import (
     Result,
 )
 from swift_grpo_ext.tools.sources import Source, by_flag, sources_of, to_argv
-from swift_grpo_ext.version import __version__
 
 if TYPE_CHECKING:
     from swift_grpo_ext.tools.selftest.checks import Check
     from swift_grpo_ext.tools.selftest.rig import Rig
     from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
-STARTED = time.monotonic()
+say = partial(print, flush=True)
 
 CHANGED: Mapping[str, Any] = {
     "add_version": False,
@@ -61,7 +58,7 @@ CHANGED: Mapping[str, Any] = {
 
 LEFT_OUT = (
     *("deepspeed", "fsdp", "callbacks", "resume_from_checkpoint", "async_generate", "eval_steps"),
-    *("load_best_model_at_end", "push_to_hub", "generation_batch_size"),
+    *("load_best_model_at_end", "push_to_hub", "generation_batch_size", "sequence_parallel_size"),
 )
 
 SERVER_SETTINGS = ("vllm_server_host", "vllm_server_port", "vllm_server_base_url")
@@ -80,8 +77,8 @@ class Job:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check, print, and write `selftest.json`; return 1 where a promise does not hold, 2 where none
-    could be tried, else 0."""
+    """Run all jobs, print their results, and write `selftest.json`; return 1 where a promise does
+    not hold, 2 where none could be tried, else 0."""
     source, folder = read_training(options), options.output
     folder.mkdir(parents=True, exist_ok=True)
     if torch.accelerator.is_available():
@@ -90,20 +87,19 @@ def run(options: argparse.Namespace) -> int:
     else:
         device, num_devices = "cpu", len(os.sched_getaffinity(0))  # each core holds a rank
     env = {name: value for name, value in source.env.items() if name not in LAUNCHER_VARIABLES}
-    env |= os.environ
     results: list[Result] = []
-    jobs = plan(source.given, folder)
-    Path(jobs[0].first_round).unlink(missing_ok=True)  # of another run
-    for number, job in enumerate(jobs):
+    for number, job in enumerate(plan(source.given, folder)):
         say(job.topology)
-        num_tried, reason = len(results), ""
+        num_before, reason = len(results), ""
         if job.ranks > num_devices:
             reason = f"{job.ranks} devices are needed, and {num_devices} are there ({device})"
         else:
             log = folder / f"part-{number}.log"
             say(f"  starts as `swift rlhf` does, for a minute or more ({log})")
             try:
-                for found in run_child(__name__, asdict(job), env, log, job.ranks):
+                for found in run_child(
+                    __name__, asdict(job), {**env, **os.environ}, log, job.ranks
+                ):
                     results.append(Result(**found))
                     show(results[-1])
             except ChildError as e:
@@ -111,17 +107,13 @@ def run(options: argparse.Namespace) -> int:
         if not results:
             print(f"swift-grpo-ext selftest: no check can start. {reason}", file=sys.stderr)
             return 2
-        for check in job.checks[len(results) - num_tried :]:
+        for check in job.checks[len(results) - num_before :]:
             results.append(Result(check=check, topology=job.topology, reason=reason))
             show(results[-1])
     versions = installed_versions()
-    machine = {
-        "swift-grpo-ext": __version__,
-        **{name: versions[name] for name in SHOWN if name in versions},
-        "Python": platform.python_version(),
-        "system": platform.platform(),
-        "devices": f"{num_devices} x {device}",
-    }
+    machine = {name: versions[name] for name in ("swift-grpo-ext", *SHOWN) if name in versions}
+    machine |= {"Python": platform.python_version(), "system": platform.platform()}
+    machine |= {"devices": f"{num_devices} x {device}"}
     report = {"machine": machine, "results": [asdict(result) for result in results]}
     text = json.dumps(report, indent=1, ensure_ascii=False)
     (folder / "selftest.json").write_text(f"{text}\n", encoding="utf-8")
@@ -145,11 +137,11 @@ def read_training(options: argparse.Namespace) -> Source:
 
 
 def plan(given: Mapping[str, Sequence[str]], folder: Path) -> list[Job]:
-    """Return what to run, in this order: the user's own engine first, others to compare with it."""
+    """Return the jobs: the first has the user's own engine, with which others are compared."""
     served = {name: values for name, values in given.items() if name not in LEFT_OUT}
     if given["rlhf_type"] == ["gkd"]:
-        # Seeds, stops, weights and passes are the same code; `beta` is another thing there.
-        say("--rlhf_type gkd: rollouts and passes are checked as those of grpo; its loss is not.")
+        # Seeds, stops, weights and passes are the same code; `beta` has another meaning.
+        say("--rlhf_type gkd: rollouts and passes are checked as those of grpo. Its loss is not.")
         served = {name: v for name, v in served.items() if not name.startswith("teacher")}
         served |= {"rlhf_type": ["grpo"], "reward_funcs": ["format"], "beta": ["0.0"]}
     served |= by_flag(to_argv({**CHANGED, "output_dir": folder / "run"}))
@@ -175,18 +167,12 @@ def plan(given: Mapping[str, Sequence[str]], folder: Path) -> list[Job]:
     ]
 
 
-def say(text: str) -> None:
-    """Print a line of progress, with the time since the start."""
-    minutes, seconds = divmod(int(time.monotonic() - STARTED), 60)
-    print(f"{minutes}:{seconds:02} {text}", flush=True)
-
-
 def show(result: Result) -> None:
     """Print a result and its values."""
     say(f"  {result.status:18} {result.check} ({PROMISES[result.check]})")
     values = (f"{name}: {value}" for name, value in result.values.items())
     for text in filter(None, (result.reason, result.remedy, *values)):
-        print(f"          {text}", flush=True)
+        say(f"      {text}")
 
 
 # --- in the process of a topology ---
@@ -195,24 +181,23 @@ def show(result: Result) -> None:
 def check_all(job: Job, tell: Callable[[Result], None], trainer: RolloutGRPOTrainer) -> None:
     """Run the job's checks, and tell their results."""
     from swift_grpo_ext.tools.selftest.checks import CHECKS, check_same_tokens
-    from swift_grpo_ext.tools.selftest.rig import Rig, reason_against
+    from swift_grpo_ext.tools.selftest.rig import Rig
 
-    reason = reason_against(trainer)
-    rig = None if reason else Rig(trainer)
+    rig, is_first_rank = Rig(trainer), trainer.ranks.rank == 0
     first_round = Path(job.first_round)
-    if rig is not None and job.checks == ALL:
+    if job.checks == ALL:
         samples = pickle.dumps(rig.first_round)  # all ranks generate it
-        if trainer.ranks.rank == 0:
+        if is_first_rank:
             first_round.write_bytes(samples)
     checks: dict[str, Check] = {**CHECKS, SAME_TOKENS: partial(check_same_tokens, path=first_round)}
     for name in job.checks:
-        result = attempt(rig, name, checks[name]) if rig else Result(check=name, reason=reason)
-        if trainer.ranks.rank == 0:
+        result = attempt(rig, name, checks[name])
+        if is_first_rank:
             tell(replace(result, topology=job.topology))
 
 
 def attempt(rig: Rig, name: str, check: Check) -> Result:
-    """Run a check. Errors that mean a broken promise are a result; others leave it open."""
+    """Run a check. Some errors mean a broken promise; after others the promise is untested."""
     from swift_grpo_ext.ranks import RolloutError
     from swift_grpo_ext.training.group import DisagreementError
     from swift_grpo_ext.weights.update import WeightUpdateError
@@ -229,13 +214,8 @@ def attempt(rig: Rig, name: str, check: Check) -> Result:
         return Result(check=name, reason=reason, remedy="Report it.")
     if not faults:
         return Result(check=name, status="holds", values=values)
-    return Result(
-        check=name,
-        status="does not hold",
-        values=values,
-        reason="; ".join(faults),
-        remedy=REMEDIES.get(name, REPORT),
-    )
+    reason, remedy = "; ".join(faults), REMEDIES.get(name, REPORT)
+    return Result(check=name, status="does not hold", values=values, reason=reason, remedy=remedy)
 
 
 if __name__ == "__main__":

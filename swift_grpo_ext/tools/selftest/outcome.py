@@ -1,12 +1,12 @@
-"""The result of a check, and the rule that tells rounding from other noise. Pure.
+"""Defines the result of a check, and the rule that tells rounding from other noise. Pure.
 
 vLLM takes the token with the largest log-probability plus Gumbel noise (or divides probabilities by
 exponential noise, which is the same). With one noise, two distributions q and q' give different
 tokens with a probability of at most 2 TV(q, q') (Daliri, Musco, Suresh, Coupling without
 Communication, arXiv:2408.07978), and TV = E_q |1 - q'/q| / 2, about half the mean difference
 between log-probabilities of sampled tokens. So where seeds, weights and prompt are the same, the
-number of tokens that differ is at most about the sum of those differences. With other noise tokens
-differ though log-probabilities agree to the last bit.
+number of samples that differ is at most about the sum of those differences over tokens. With other
+noise, samples differ though log-probabilities agree to the last bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 from scipy.special import pdtrc
 
-from swift_grpo_ext.diversity.collision import known_logprobs
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.tools.diff import first_difference
 
@@ -34,25 +33,24 @@ PROMISES = {
 """The checks, each with its promises (docs/promises.md)."""
 
 ALL = [check for check in PROMISES if check != SAME_TOKENS]
-"""The checks of the first topology; on the others the same tokens are generated."""
+"""The checks of the first topology. Other topologies have to generate the same tokens."""
 
 REPORT = "Report it with selftest.json."
 REMEDIES = {
-    "prompts": "Give both sides the same --template, --system, --max_length, MAX_PIXELS and the "
-    "like (docs/support.md lists what ms-swift's templates write differently).",
+    "prompts": "docs/support.md lists what ms-swift's templates write differently.",
     "weights": "The engine has other weights, stale caches, or another prompt than the trainer: "
     "`prompts` tests the last.",
     "logits": "Leave out the flags that are named, and report it with selftest.json.",
 }
-"""Remedies of checks that have more than `REPORT`."""
+"""Remedies of checks; `REPORT` is that of the others."""
 
 Status = Literal["holds", "does not hold", "could not be tried"]
 
 DRIFT_MARGIN = 4.0
-"""Differences are measured on tokens that were sampled alike, which lie closer than others."""
+"""Measured differences are those of tokens that both sides sampled, which are smaller."""
 
-FLOOR = 1e-3  # differing tokens expected of a few tokens with differences measured as 0
-LEAST_P = 1e-6  # a promise does not hold below this p-value of shared noise, or of rounding
+FLOOR = 1e-3  # differing samples expected where all measured differences are 0
+LEAST_P = 1e-6  # p-value (of independent noise, or of rounding) below which a promise is broken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,7 @@ class Result:
     check: str
     topology: str = ""
     status: Status = "could not be tried"
-    values: dict[str, Any] = field(default_factory=dict)  # measured; units stand in the names
+    values: dict[str, Any] = field(default_factory=dict)  # measured, with units in the names
     reason: str = ""  # why the promise does not hold, or could not be tried
     remedy: str = ""
 
@@ -73,39 +71,35 @@ class NotTriedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Flips:
-    """Where two lists of the same samples differ."""
+    """Says how far two lists of the same samples differ."""
 
-    num_tokens: int = 0  # each sample's up to its first difference, that token inclusive
     count: int = 0  # samples that differ
+    num_samples: int = 0  # in both lists
     drift: float = 0.0  # the sum over tokens of the difference of log-probabilities, in nats
     largest: float = 0.0  # of these differences
 
     @property
     def is_rounding(self) -> bool:
-        """Rounding explains this count where noise, weights and prompt are the same."""
+        """Whether rounding explains `count`, with the same noise, weights and prompt."""
         expected = DRIFT_MARGIN * self.drift + FLOOR
         return self.count == 0 or float(pdtrc(self.count - 1, expected)) >= LEAST_P
 
     def __str__(self) -> str:
         return (
-            f"{self.count} samples differ in {self.num_tokens} tokens; log-probabilities agree "
-            f"within {self.largest:.2g} nats"
+            f"{self.count} of {self.num_samples} samples differ; log-probabilities of the tokens "
+            f"before agree within {self.largest:.2g} nats"
         )
 
 
 def flips(one: Sequence[SampleRow], other: Sequence[SampleRow]) -> Flips:
-    """Compare the samples that both sides have, by their ids."""
+    """Compare samples of equal ids, each up to its first token that differs; a sample that one side
+    lacks does not count. All log-probabilities must be known."""
     others = {sample.sample_id: sample for sample in other}
-    num_tokens, count, gaps = 0, 0, [0.0]
-    for a in one:
-        b = others.get(a.sample_id)
-        if b is None:
-            continue
-        position = first_difference(a.token_ids, b.token_ids)
-        end = len(a.token_ids) if position is None else position
-        num_tokens += end + (position is not None)
-        count += position is not None
-        ours, theirs = known_logprobs(a), known_logprobs(b)
-        if ours is not None and theirs is not None:
-            gaps += np.abs(ours[:end] - theirs[:end]).tolist()
-    return Flips(num_tokens=num_tokens, count=count, drift=sum(gaps), largest=max(gaps))
+    pairs = [(a, others[a.sample_id]) for a in one if a.sample_id in others]
+    count, gaps = 0, [0.0]
+    for a, b in pairs:
+        end = first_difference(a.token_ids, b.token_ids)
+        count += end is not None
+        ours, theirs = (np.asarray(row.logprobs, float)[:end] for row in (a, b))
+        gaps += np.abs(ours - theirs).tolist()
+    return Flips(count=count, num_samples=len(pairs), drift=sum(gaps), largest=max(gaps))
