@@ -55,8 +55,8 @@ def test_rounds_count_once(
     tmp_path: Path, phase: Phase, sessions: list[Session], expected: list[tuple[int, int]]
 ) -> None:
     write(tmp_path, sessions)
-    table = read_samples(tmp_path, columns=["step", "seed"], phase=phase)
-    assert [(row["step"], row["seed"]) for row in table.to_pylist()] == expected
+    rows = read_samples(tmp_path, columns=["phase", "step", "seed"]).to_pylist()
+    assert [(row["step"], row["seed"]) for row in rows if row["phase"] == phase] == expected
 
 
 def test_a_round_is_replaced_whole(tmp_path: Path) -> None:
@@ -67,15 +67,6 @@ def test_a_round_is_replaced_whole(tmp_path: Path) -> None:
     write(tmp_path, [(0, earlier), (2, [sample_id(1, index=0), sample_id(1, index=1)])])
     table = read_samples(tmp_path, columns=["group", "index", "turn", "seed"])
     assert [tuple(row.values()) for row in table.to_pylist()] == [(0, 0, 0, 1), (0, 1, 0, 1)]
-
-
-def test_phase_and_steps_are_chosen(tmp_path: Path) -> None:
-    write_session(tmp_path, [row_of(p) for p in train(0, 1, 2, 9) + evaluate(1)])
-    table = read_samples(tmp_path, columns=["phase", "step"], steps=range(1, 3))
-    found = [tuple(row.values()) for row in table.to_pylist()]
-    assert found == [("eval", 1), ("train", 1), ("train", 2)]
-    table = read_samples(tmp_path, columns=["step"], phase="train", steps=range(5, 100))
-    assert table["step"].to_pylist() == [9]
 
 
 def test_a_group_stands_in_its_order(tmp_path: Path) -> None:
