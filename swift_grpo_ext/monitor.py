@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from swift.callbacks import TrainerCallback
 from swift.utils import get_logger
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerControl
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
 from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
@@ -50,25 +50,18 @@ class DiversityMonitor(TrainerCallback):
             )
         trainer.recorder.listeners.append(self._receive)
         trainer.score_listeners.append(self._begin_analysis)
-        self._is_greedy = args.temperature < GREEDY_TEMPERATURE
-        self._analyzer = RoundAnalyzer(is_greedy=self._is_greedy, seed_mode=args.rollout_seed_mode)
+        is_greedy = args.temperature < GREEDY_TEMPERATURE
+        if trainer.ranks.rank == 0 and (is_greedy or not args.use_vllm):
+            logger.warning(
+                "--callbacks diversity cannot test the noise of greedy decoding (--temperature 0), "
+                "nor without log-probabilities (--use_vllm false): a round that looks collapsed is "
+                "`unknown`, and no alarm. Metrics are logged."
+            )
+        self._analyzer = RoundAnalyzer(is_greedy=is_greedy, seed_mode=args.rollout_seed_mode)
         self._unscored: list[SampleRow] = []
         self._analyses: list[Future[list[DiversityRow]]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="diversity")
         self._last_alarm: dict[str, str] = {}  # verdict of the last round, by phase; or ""
-
-    def on_train_begin(
-        self, args: object, state: TrainerState, control: object, **kwargs: object
-    ) -> None:
-        if not state.is_world_process_zero or (self.args.use_vllm and not self._is_greedy):
-            return
-        reason = "--use_vllm false gives no log-probabilities"
-        if self._is_greedy:
-            reason = f"--temperature {self.args.temperature} decodes greedily"
-        logger.warning(
-            f"--callbacks diversity: {reason}, so that broken randomness looks like a collapsed "
-            "policy; metrics are logged."
-        )
 
     def _receive(self, rows: Sequence[SampleRow]) -> None:
         """Keep the samples of all ranks, on rank 0."""

@@ -137,13 +137,13 @@ def worst_groups(
 ) -> list[int]:
     """Return the numbers of the groups with collisions, then of those with most copies, solved ones
     last."""
-    worst = [sample.sample_id.group for c in collisions for sample in c.samples[:2]]
-    copied = []
-    for group in groups:
-        share = len(set(map(token_bytes, group))) / len(group)
+
+    def place(group: Group) -> tuple[bool, float]:
         rewards = [scores.get(replace(sample.sample_id, turn=0), 0.0) for sample in group]
-        if share < 1:
-            copied.append((is_solved(rewards), share, group[0].sample_id.group))
-    copied.sort(key=lambda group: group[:2])
-    worst += [number for *_, number in copied]
+        return is_solved(rewards), len(set(map(token_bytes, group))) / len(group)
+
+    worst = [sample.sample_id.group for c in collisions for sample in c.samples[:2]]
+    worst += [
+        group[0].sample_id.group for group in sorted(groups, key=place) if place(group)[1] < 1
+    ]
     return list(dict.fromkeys(worst))[:MAX_WORST_GROUPS]

@@ -177,10 +177,10 @@ def reason_against(run_dir: str | os.PathLike[str]) -> str:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except (BlockingIOError, PermissionError):  # systems raise one or the other
                     return (
-                        f"{file.read() or 'another process'} trains into it. Expected a folder of "
-                        "its own for each training, or one would replace what the other writes. "
-                        "End that process, or give this training another --output_dir. If that "
-                        f"machine is gone and the disk does not know it, remove {lock}."
+                        f"{file.read() or 'another process'} trains into it. Two trainings would "
+                        "replace each other's files. End that process, or give this training "
+                        "another --output_dir. If its machine is gone and the disk still has the "
+                        f"lock, remove {lock}."
                     )
     return ""
 
@@ -215,8 +215,7 @@ class SampleLog:
         self._run_dir = Path(run_dir)
         self._session, self._start_step = session, start_step
         self.max_bytes = max_bytes
-        bound = FILE_BYTES * PARTS if max_bytes is None else max_bytes
-        self._file_bytes = min(FILE_BYTES, bound // PARTS)
+        self._file_bytes = min(FILE_BYTES, max_bytes // PARTS) if max_bytes else FILE_BYTES
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
         self._unwritten: list[Future[None]] = []
         # Only the thread touches the rest.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -169,11 +169,10 @@ class SampleRecorder:
             self._write(left)
             self.log.finish()
         elif left and self._session is not None and self._keeps_samples:
-            counts = Counter(str(row.sample_id.round) for row in left)
             logger.warning(
-                "Rank %d has generated %s samples that are not in the run's record: the rollout "
-                "failed before rank 0 had them.",
-                *(self._ranks.rank, ", ".join(f"{n} of {name}" for name, n in counts.items())),
+                "Rank %d has generated %d samples from %s on that are not in the run's record: the "
+                "rollout failed before rank 0 had them.",
+                *(self._ranks.rank, len(left), left[0].sample_id.round),
             )
 
 
@@ -187,10 +186,10 @@ def sample_row(
 ) -> SampleRow:
     """Return the row of a turn."""
     completion = turn.completion
-    stop_reason, logprobs = completion.stop_reason, completion.logprobs
+    stop_reason = completion.stop_reason
     # Arrays pickle fast; to mypy they are no sequences.
     token_ids: Any = np.asarray(completion.token_ids, np.int32)
-    known_logprobs: Any = None if logprobs is None else np.asarray(logprobs, np.float32)
+    logprobs: Any = completion.logprobs
     pictures = [picture.webp for picture in turn.media]
     return SampleRow(
         sample_id=turn.sample_id,
@@ -201,7 +200,7 @@ def sample_row(
         finish_reason=completion.finish_reason,
         stop_reason=None if stop_reason is None else utf8(str(stop_reason)),
         token_ids=token_ids,
-        logprobs=known_logprobs,
+        logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
         text=utf8(completion.text),
         fingerprint=turn.fingerprint,
         prompt=utf8(json.dumps(turn.messages, ensure_ascii=False, default=repr)),
@@ -237,19 +236,16 @@ def masks_of(sample: RolloutSample, turns: Sequence[Turn]) -> list[list[bool] | 
     if not len(ids) == len(masks) == sum(turn.is_answered for turn in turns):
         return [None] * len(turns)
     answers = zip(ids, masks, strict=True)
-    masks_of_turns: list[list[bool] | None] = []
-    for turn in turns:
-        if not turn.is_answered:
-            masks_of_turns.append(None)
-            continue
-        answer_ids, answer_mask = map(list, next(answers))
-        sampled = list(turn.completion.token_ids)
-        # ms-swift 4.6 puts a template's response prefix (`<think>`) before the sampled tokens
-        # (rollout/multi_turn.py, `get_response_token_data`). Schedulers append the environment's
-        # tokens, or cut the answer: tokens that are gone are not trained on.
-        start = answer_ids.index(sampled[0]) if sampled[0] in answer_ids else 0
-        answer = zip(sampled, answer_ids[start:], answer_mask[start:], strict=False)
-        kept = [bool(is_trained) and token == own for own, token, is_trained in answer]
-        kept += [False] * (len(sampled) - len(kept))
-        masks_of_turns.append(None if all(kept) else kept)
-    return masks_of_turns
+    return [_mask_of(turn, *next(answers)) if turn.is_answered else None for turn in turns]
+
+
+def _mask_of(turn: Turn, ids: Sequence[int], mask: Sequence[int]) -> list[bool] | None:
+    # ms-swift 4.6 puts a template's response prefix (`<think>`) before the sampled tokens
+    # (rollout/multi_turn.py, `get_response_token_data`). Schedulers append the environment's
+    # tokens, or cut the answer: tokens that are gone are not trained on.
+    sampled, ids = list(turn.completion.token_ids), list(ids)
+    start = ids.index(sampled[0]) if sampled[0] in ids else 0
+    answer = zip(sampled, ids[start:], list(mask)[start:], strict=False)
+    kept = [bool(is_trained) and token == own for own, token, is_trained in answer]
+    kept += [False] * (len(sampled) - len(kept))
+    return None if all(kept) else kept

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from swift_grpo_ext.record.tables import Fate, RewardRow
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 
@@ -116,24 +118,18 @@ def training_scores(
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
         if rollout is None or training is None:
             continue
-        # Computed on the device, with one transfer for each of four columns, not for each sample.
-        mask = batch.completion_mask
-        gaps = (training - rollout).abs().float() * mask
-        counts = mask.sum(1)
-        greatest, places = gaps.topk(min(MOST_GAPS, gaps.shape[1]), dim=1)
-        positions = (mask.cumsum(1) - 1).gather(1, places)  # among the tokens that are trained on
-        means = gaps.sum(1) / counts.clamp(min=1)  # 0 without tokens
-        for sample, count, mean, values, value_places in zip(
-            *(chunk, counts.tolist(), means.tolist(), greatest.tolist(), positions.tolist()),
-            strict=True,
-        ):
+        gaps = (training - rollout).abs().float().detach().cpu().numpy()
+        trained = batch.completion_mask.bool().cpu().numpy()
+        for sample, row, mask in zip(chunk, gaps, trained, strict=True):
+            own = row[mask]  # gaps of the tokens that are trained on
+            mean = float(own.mean()) if len(own) else 0.0
             # With sequence parallelism a micro-batch has other ranks' samples too.
             score = scores.get(sample.sample_id, {})
-            score.update(gap_mean=mean, gap_max=values[0])
+            score.update(gap_mean=mean, gap_max=float(own.max(initial=0.0)))
             # ms-swift has token ids, or a list of them for each of several turns. Where the mask
             # leaves some out, their positions in the completion are unknown.
             turns = sample.response_token_ids
-            if count == sum(1 if isinstance(turn, int) else len(turn) for turn in turns):
-                pairs = zip(value_places, values, strict=True)
-                score["gaps"] = sorted((at, gap) for at, gap in pairs if gap >= SHOWN_GAP)
+            if len(own) == sum(1 if isinstance(turn, int) else len(turn) for turn in turns):
+                shown = sorted(np.flatnonzero(own >= SHOWN_GAP), key=lambda at: -own[at])
+                score["gaps"] = [(int(at), float(own[at])) for at in sorted(shown[:MOST_GAPS])]
     return scores

@@ -202,8 +202,8 @@ def test_samples_that_rank_0_has_not_got_are_named(
     run_rank_groups(2, work)
     assert [row.sample_id for row in read(tmp_path)] == ids(0, 1, group=0)
     assert caplog.messages == [
-        "Rank 1 has generated 2 of train round 3.1 samples that are not in the run's record: the "
-        "rollout failed before rank 0 had them."
+        "Rank 1 has generated 2 samples from train round 3.1 on that are not in the run's record: "
+        "the rollout failed before rank 0 had them."
     ]
 
 
