@@ -42,6 +42,7 @@ from swift_grpo_ext.record.tables import (
     SAMPLES,
     TABLES,
     Row,
+    RunDir,
     Table,
     rounds_of,
 )
@@ -114,7 +115,7 @@ class RunInUseError(RuntimeError):
     """Another training writes its record to the folder."""
 
 
-def claim_session(run_dir: str | os.PathLike[str]) -> int:
+def claim_session(run_dir: RunDir) -> int:
     """Return the number of the session that starts now, and lock the folder until this process
     ends. A folder that cannot be written is not locked.
 
@@ -160,14 +161,14 @@ def check_output_dir(args: RLHFArguments) -> Findings:
                 yield error(f"output_dir {args.output_dir}", reason)
 
 
-def next_session(run_dir: str | os.PathLike[str]) -> int:
+def next_session(run_dir: RunDir) -> int:
     """Return one more than the greatest number of a session that left files, from 0."""
     names = [path.name for table in TABLES for path in table.folder(run_dir).glob("*session-*")]
     matches = [re.match(r"\.?session-(\d+)", name) for name in names]
     return max([int(match[1]) for match in matches if match], default=-1) + 1
 
 
-def reason_against(run_dir: str | os.PathLike[str]) -> str:
+def reason_against(run_dir: RunDir) -> str:
     """Say which other training writes its record to the folder, and what to do; "" for none."""
     for lock in SAMPLES.folder(run_dir).resolve().glob(".session-[0-9]*.lock"):
         if str(lock) not in _held:
@@ -197,12 +198,7 @@ class SampleLog:
     """
 
     def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        *,
-        session: int,
-        start_step: int,
-        max_bytes: int | None = None,
+        self, run_dir: RunDir, *, session: int, start_step: int, max_bytes: int | None = None
     ) -> None:
         """Write nothing yet.
 

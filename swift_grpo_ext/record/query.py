@@ -24,7 +24,6 @@ damaged file is left out whole, with a warning, until it changes. A file that th
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -44,6 +43,7 @@ from swift_grpo_ext.record.tables import (
     SAMPLES,
     TABLES,
     DiversityRow,
+    RunDir,
     SampleRow,
     Table,
     to_diversity,
@@ -87,7 +87,7 @@ class Record:
     """A run's record while the run goes on: `refresh` looks for new files, and several threads may
     ask meanwhile."""
 
-    def __init__(self, run_dir: str | os.PathLike[str], *, max_mb: int = 2000) -> None:
+    def __init__(self, run_dir: RunDir, *, max_mb: int = 2000) -> None:
         """Begin without files. `max_mb` is DuckDB's memory; the rest goes to a temporary folder."""
         self.run_dir = Path(run_dir)
         self.version = -1  # from 0; grows when the views change
@@ -188,12 +188,14 @@ class Record:
         """Warn of a file that cannot be read, once until it changes."""
         if not (version := _version_of(file.path)):  # merged since, or removed
             return
-        unread, state, remedy = version, "is damaged", "Restore it from a copy."
-        # An error of the system has a number; Arrow's errors about damage have none.
-        if isinstance(cause, OSError) and cause.errno:
-            unread, state, remedy = None, "cannot be read now", "It will be tried again."
+        # Errors of the system have a number, and may pass; Arrow's errors about damage have none.
+        unread = None if isinstance(cause, OSError) and cause.errno else version
         if self._unread.get(file, ()) != unread:
-            logger.warning("%s %s (%s): its rows are left out. %s", file.path, state, cause, remedy)
+            logger.warning(
+                "%s cannot be read (%s): its rows are left out. If it is damaged, restore it from "
+                "a copy.",
+                *(file.path, cause),
+            )
         self._unread[file] = unread
 
     def _leave_out_what_fails(self) -> None:
@@ -276,7 +278,7 @@ def _version_of(path: Path) -> tuple[int, int] | None:
 # --- whole tables ---
 
 
-def open_record(run_dir: str | os.PathLike[str]) -> Record:
+def open_record(run_dir: RunDir) -> Record:
     """Return a run's record with all that is on disk.
 
     Raises:
@@ -293,9 +295,7 @@ def open_record(run_dir: str | os.PathLike[str]) -> Record:
     return record
 
 
-def read_samples(
-    run_dir: str | os.PathLike[str], *, columns: Sequence[str] | None = None
-) -> pa.Table:
+def read_samples(run_dir: RunDir, *, columns: Sequence[str] | None = None) -> pa.Table:
     """Return a run's samples, sorted by phase, step, number, group, index and turn.
 
     Args:
@@ -308,19 +308,10 @@ def read_samples(
     return _read(open_record(run_dir), SAMPLES, columns)
 
 
-def read_rewards(
-    run_dir: str | os.PathLike[str], *, columns: Sequence[str] | None = None
-) -> pa.Table:
+def read_rewards(run_dir: RunDir, *, columns: Sequence[str] | None = None) -> pa.Table:
     """Return the scores of a run's samples, sorted by phase, step, number, group and index; raises
     what `read_samples` does."""
     return _read(open_record(run_dir), REWARDS, columns)
-
-
-def read_diversity(run_dir: str | os.PathLike[str]) -> list[DiversityRow]:
-    """Return what `diversity_of` does; empty where the monitor was not on."""
-    record = Record(run_dir)
-    record.refresh()
-    return diversity_of(record)
 
 
 def diversity_of(record: Record) -> list[DiversityRow]:
@@ -330,7 +321,7 @@ def diversity_of(record: Record) -> list[DiversityRow]:
 
 
 def read_group(
-    run_dir: str | os.PathLike[str], *, phase: Phase, step: int, number: int, group: int
+    run_dir: RunDir, *, phase: Phase, step: int, number: int, group: int
 ) -> list[SampleRow]:
     """Return all completions of one group, by index and turn.
 

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 
+RunDir: TypeAlias = "str | os.PathLike[str]"  # a training's folder
+
 ROUND_COLUMNS = ("phase", "step", "number")
 SAMPLE_ID_COLUMNS = (*ROUND_COLUMNS, "group", "index", "turn")
 
@@ -147,7 +149,7 @@ class Table(NamedTuple):
     name: str  # of its folder, in the run's folder
     schema: pa.Schema
 
-    def folder(self, run_dir: str | os.PathLike[str]) -> Path:
+    def folder(self, run_dir: RunDir) -> Path:
         return Path(run_dir) / self.name
 
 

@@ -20,11 +20,11 @@ from transformers import TrainerControl, TrainerState
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
 from swift_grpo_ext.monitor import DiversityMonitor
 from swift_grpo_ext.ranks import training_ranks
-from swift_grpo_ext.record.query import read_diversity
 from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from tests.arguments import training_arguments
 from tests.diversity.samples import LONG, group_of, sample
+from tests.record.rows import read_diversity
 
 
 class Run:

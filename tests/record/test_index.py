@@ -7,10 +7,17 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from swift_grpo_ext.record.query import read_diversity, read_group, read_samples
+from swift_grpo_ext.record.query import read_group, read_samples
 from swift_grpo_ext.record.tables import DIVERSITY
 from swift_grpo_ext.sampling.seeding import Phase, SampleId
-from tests.record.rows import diversity_row, open_log, row_of, sample_id, write_session
+from tests.record.rows import (
+    diversity_row,
+    open_log,
+    read_diversity,
+    row_of,
+    sample_id,
+    write_session,
+)
 
 Session = tuple[int, list[SampleId]]
 """Step that it starts at, and the samples that it writes."""
@@ -95,7 +102,7 @@ def test_a_file_that_lacks_a_column_is_left_out(
     pq.write_table(pq.read_table(path).drop_columns(["mask"]), path)
     assert read_samples(tmp_path, columns=["step", "mask"])["step"].to_pylist() == [1]
     [message] = caplog.messages
-    assert message.startswith(f"{path} is damaged (")
+    assert message.startswith(f"{path} cannot be read (")
 
 
 # --- what the monitor measured ---

@@ -473,6 +473,6 @@ def test_a_damaged_file_is_named_and_left_out_whole(
         assert [row.sample_id.step for row in read_rows(tmp_path)] == [3]
         [message] = caplog.messages
         beginning, _, cause = message.partition("(")
-        assert beginning == f"{file.path} is damaged "
-        assert cause.endswith("): its rows are left out. Restore it from a copy.")
+        assert beginning == f"{file.path} cannot be read "
+        assert cause.endswith("rows are left out. If it is damaged, restore it from a copy.")
         assert len(cause.partition(")")[0]) > len("None")
