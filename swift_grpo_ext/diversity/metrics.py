@@ -48,12 +48,11 @@ T = TypeVar("T")
 def group_samples(samples: Iterable[SampleRow]) -> list[list[SampleRow]]:
     """Sort the samples of any rounds into groups, by sample id. Each turn is a group of its own. An
     id that comes twice counts once: ranks that share a sequence hold the same samples."""
-    groups: dict[tuple[Any, ...], dict[int, SampleRow]] = {}
-    for sample in sorted(samples, key=lambda s: s.sample_id):
-        sample_id = sample.sample_id
-        key = (*sample_id.round, sample_id.group, sample_id.turn)
-        groups.setdefault(key, {}).setdefault(sample_id.index, sample)
-    return [list(group.values()) for group in groups.values()]
+    unique = {sample.sample_id: sample for sample in samples}
+    groups: dict[tuple[Any, ...], list[SampleRow]] = {}
+    for name in sorted(unique):
+        groups.setdefault((*name.round, name.group, name.turn), []).append(unique[name])
+    return [*groups.values()]
 
 
 def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -135,30 +134,30 @@ def token_bytes(sample: SampleRow) -> bytes:
 
 
 def unique_ratio(completions: Sequence[Counter[bytes]]) -> float:
-    """Different completions per sample: sum over groups of |{token ids}| / number of samples. 1/G
-    (all equal) to 1 (all differ): higher is more diverse. Source: the "unique" fraction of Holtzman
-    et al. 2020 (The Curious Case of Neural Text Degeneration), on completions."""
+    """Different completions per sample of the round, by token ids. 1/G (all equal) to 1: higher is
+    more diverse. Source: the "unique" fraction of Holtzman et al. 2020 (The Curious Case of Neural
+    Text Degeneration), on completions."""
     return sum(map(len, completions)) / sum(group.total() for group in completions)
 
 
 def groups_with_duplicates(completions: Sequence[Counter[bytes]]) -> float | None:
-    """Share of groups with two completions that are equal, token by token; groups of one sample do
-    not count. 0 to 1: lower is more diverse. Source: this project."""
+    """Share of groups with two equal completions; groups of one sample do not count. 0 to 1: lower
+    is more diverse. Source: this project."""
     return mean(float(len(group) < group.total()) for group in completions if group.total() > 1)
 
 
 def copied_ratio(completions: Sequence[Counter[bytes]]) -> float:
     """Samples that repeat another of their group, per sample that could: sum of (G - distinct) /
-    sum of (G - 1). 0 (all differ) to 1 (each group is one completion); 0 where all groups hold one
-    sample. Source: this project; `unique_ratio` freed of G."""
+    sum of (G - 1). 0 (all differ) to 1 (each group is one completion), 0 without groups of several.
+    Source: this project; `unique_ratio` freed of G."""
     could = sum(group.total() - 1 for group in completions)
     return sum(group.total() - len(group) for group in completions) / could if could else 0.0
 
 
 def common_mode(groups: Sequence[Group], completions: Sequence[Counter[bytes]]) -> float:
-    """Share of prompts that have one and the same most frequent completion, which comes twice or
-    more. 0 to 1: lower is more diverse; 1 is a policy that no longer looks at its prompt. The first
-    group of a prompt counts; 0 for fewer than `MIN_PROMPTS` prompts. Source: this project."""
+    """Share of prompts that have the same most frequent completion, which comes twice or more. 0 to
+    1: lower is more diverse; at 1 the policy ignores its prompt. The first group of a prompt
+    counts; 0 for fewer than `MIN_PROMPTS` prompts. Source: this project."""
     by_prompt: dict[str, Counter[bytes]] = {}
     for group, counter in zip(groups, completions, strict=True):
         by_prompt.setdefault(group[0].fingerprint, counter)
@@ -198,8 +197,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def length_spread(group: Group) -> float:
-    """Standard deviation (population) of the lengths in a group, in tokens. 0 upward: higher is
-    more diverse. Source: the standard deviation itself."""
+    """Population standard deviation of the lengths in a group, in tokens. 0 upward: higher is more
+    diverse."""
     return float(np.std([len(sample.token_ids) for sample in group]))
 
 
@@ -231,8 +230,8 @@ def evenly_spaced(items: Sequence[T], limit: int) -> list[T]:
 
 
 def edit_similarity(tokens: Sequence[Ints], max_pairs: int) -> float:
-    """Mean over pairs of a group of 1 - Levenshtein(a, b) / max(|a|, |b|), on token ids. 0 (nothing
-    in common) to 1 (all equal): lower is more diverse; two empty completions are equal. Source:
+    """Mean over pairs of a group of 1 - Levenshtein(a, b) / max(|a|, |b|), on token ids; 1 for two
+    empty completions. 0 (nothing in common) to 1 (all equal): lower is more diverse. Source:
     Levenshtein 1966, normalized as in rapidfuzz."""
     pairs = evenly_spaced(list(combinations([ids.tolist() for ids in tokens], 2)), max_pairs)
     left, right = zip(*pairs, strict=True)

@@ -155,10 +155,9 @@ def claim_session(run_dir: RunDir) -> int:
 def check_output_dir(args: RLHFArguments) -> Findings:
     """Refuse a folder that another training writes its record to; the first rank looks."""
     writes = args.sample_log != "none" or "diversity" in args.callbacks
-    if writes and os.environ.get("RANK", "0") == "0":
-        with suppress(OSError):  # the record warns of a folder that cannot be read
-            if reason := reason_against(args.output_dir):
-                yield error(f"output_dir {args.output_dir}", reason)
+    looks = writes and os.environ.get("RANK", "0") == "0"
+    if looks and (reason := reason_against(args.output_dir)):
+        yield error(f"output_dir {args.output_dir}", reason)
 
 
 def next_session(run_dir: RunDir) -> int:

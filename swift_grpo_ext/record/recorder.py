@@ -65,25 +65,19 @@ class SampleRecorder:
 
         Raises:
             RunInUseError: another training writes its record to the folder.
+            OSError: the folder cannot be read.
+            RolloutError: one of these, on other ranks than 0.
         """
         if self._session is not None or not self._keeps_any:
             return
-        session, refusal = None, ""
+        session: int | None = None
+        failure: Exception | None = None
         if self._ranks.rank == 0:
             try:
                 session = claim_session(self._run_dir)
-            except RunInUseError as e:
-                refusal = str(e)
-            except OSError as e:  # a disk that fails ends no training; the next round tries again
-                logger.warning(
-                    "%s cannot be read (%s): samples are not recorded until it can be. The "
-                    "training goes on.",
-                    *(self._run_dir, e),
-                )
-        # Rank 0 does not raise alone: the others would wait here for ever.
-        (self._session, refusal), *_ = self._ranks.all_gather((session, refusal))
-        if refusal:
-            raise RunInUseError(refusal)
+            except (RunInUseError, OSError) as e:
+                failure = e
+        self._session, *_ = self._ranks.all_gather_or_raise(session, failure)
         if session is not None:
             self.log = SampleLog(
                 self._run_dir, session=session, start_step=start_step, max_bytes=self._max_bytes
