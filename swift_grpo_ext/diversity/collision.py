@@ -171,8 +171,8 @@ class PromptMemory:
             bits = np.cumsum(surprisal_bits(sample)[:MAX_PREFIX_TOKENS])
             end = min(int(np.searchsorted(bits, MAX_KEPT_BITS)) + 1, MAX_PREFIX_TOKENS)
             beginning: Any = np.array(sample.token_ids[:end], np.int32)  # a copy
-            rest = {"text": "", "prompt": "", "media": (), "pictures": None, "columns": None}
-            kept = replace(sample, token_ids=beginning, logprobs=None, mask=None, **rest)
+            kept = replace(sample, token_ids=beginning, logprobs=None, mask=None, text="")
+            kept = replace(kept, prompt="", media=(), pictures=None, columns=None)
             by_prompt.setdefault(sample.fingerprint, []).append(kept)
         for fingerprint, new in by_prompt.items():
             self._prompts[fingerprint] = [*self.earlier(fingerprint), *new][-MAX_PER_PROMPT:]

@@ -80,7 +80,7 @@ _held: dict[str, int] = {}
 
 
 class RecordFile(NamedTuple):
-    """A file, and what its name says; files sort from the oldest to the newest."""
+    """A file, with the numbers in its name; files sort from the oldest to the newest."""
 
     session: int
     start_step: int  # optimizer step of the checkpoint that the session was resumed from
@@ -168,7 +168,7 @@ def next_session(run_dir: RunDir) -> int:
 
 
 def reason_against(run_dir: RunDir) -> str:
-    """Say which other training writes its record to the folder, and what to do; "" for none."""
+    """Return which other training writes its record to the folder, with a remedy; "" for none."""
     for lock in SAMPLES.folder(run_dir).resolve().glob(".session-[0-9]*.lock"):
         if str(lock) not in _held:
             # An exclusive lock asks for a descriptor that may write.
@@ -308,7 +308,7 @@ class SampleLog:
                 )
             self._is_untidy = True
 
-    def _merge(self, files: list[RecordFile]) -> None:
+    def _merge(self, files: Sequence[RecordFile]) -> None:
         first, last = files[0], files[-1]
         prefix = first.path.name.partition("-file-")[0]
         path = first.path.with_name(f"{prefix}-files-{first.first:06d}-{last.last:06d}.parquet")

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -143,7 +143,8 @@ class Record:
     def table(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> pa.Table:
         """Return what a query finds. Files that are gone since `refresh`, or that DuckDB cannot
         read, are left out."""
-        for repair in (self.refresh, self._leave_out_what_fails):
+        repairs: list[Callable[[], object]] = [self.refresh, self._leave_out_what_fails]
+        for repair in repairs:
             try:
                 return self.cursor().sql(query, params=values or None).to_arrow_table()
             except duckdb.OutOfMemoryException:

@@ -1,7 +1,7 @@
-"""Defines the three tables of a run's record and their rows. Pure.
+"""The three tables of a run's record, and their rows. Pure.
 
 `samples` has a row for each completion, `rewards` one for each sample's score, `diversity` one for
-what the monitor measured in a round. docs/internals.md says what each column holds.
+the monitor's measurements of a round. docs/internals.md explains each column.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SampleRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardRow:
-    """Says how one sample scored, and what became of it."""
+    """The score of one sample, and its fate."""
 
     sample_id: SampleId  # all turns of a conversation share one score
     # The weighted sum of the functions' values, before the KL term of `--kl_in_reward`; None where
@@ -104,7 +104,7 @@ class RewardRow:
 
 @dataclass(kw_only=True, slots=True)  # not frozen: the analyzer adds the alarm
 class DiversityRow:
-    """What the monitor measured in one round; an evaluation has a row for each of its batches."""
+    """The monitor's measurements of one round; an evaluation has a row for each of its batches."""
 
     round: RoundId
     num_samples: Int64
