@@ -180,10 +180,10 @@ def sample_row(
 ) -> SampleRow:
     """Return the row of a turn."""
     completion = turn.completion
-    stop_reason = completion.stop_reason
+    stop_reason, logprobs = completion.stop_reason, completion.logprobs
     # Arrays pickle fast; to mypy they are no sequences.
     token_ids: Any = np.asarray(completion.token_ids, np.int32)
-    logprobs: Any = completion.logprobs
+    known_logprobs: Any = None if logprobs is None else np.asarray(logprobs, np.float32)
     pictures = [picture.webp for picture in turn.media]
     return SampleRow(
         sample_id=turn.sample_id,
@@ -194,7 +194,7 @@ def sample_row(
         finish_reason=completion.finish_reason,
         stop_reason=None if stop_reason is None else utf8(str(stop_reason)),
         token_ids=token_ids,
-        logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
+        logprobs=known_logprobs,
         text=utf8(completion.text),
         fingerprint=turn.fingerprint,
         prompt=utf8(json.dumps(turn.messages, ensure_ascii=False, default=repr)),
