@@ -1,9 +1,9 @@
-"""`--callbacks diversity`: analyzes every round's completions for lost diversity and shared noise.
+"""`--callbacks diversity`: looks for lost diversity and shared noise in each round's completions.
 
-The recorder hands the samples of all ranks to rank 0, perhaps ahead of their step. Once their round
-is scored (`score_listeners`), a thread of rank 0 analyzes them while the step goes on. At the end
-of the step, and of each batch of an evaluation, rank 0 waits for its thread, and tells all ranks
-what to log and whether to stop: no rank stops alone or at another step.
+The recorder passes the samples of all ranks to rank 0, perhaps ahead of their step. Once their
+round is scored (`score_listeners`), a thread of rank 0 analyzes them while the step goes on. At the
+end of the step, and of each batch of an evaluation, rank 0 waits for its thread, and sends all
+ranks what to log and whether to stop: no rank stops alone or at another step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from swift.callbacks import TrainerCallback
 from swift.utils import get_logger
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerControl
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
 from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
@@ -45,51 +45,42 @@ class DiversityMonitor(TrainerCallback):
         super().__init__(args, trainer)
         if not hasattr(trainer, "recorder"):
             raise ValueError(
-                "--callbacks diversity watches the rollouts of --rlhf_type grpo and gkd; this is a "
-                f"{type(trainer).__name__}, which has none. Leave it out."
+                "--callbacks diversity watches the rollouts of --rlhf_type grpo and gkd; "
+                f"{type(trainer).__name__} has none. Leave it out."
             )
         trainer.recorder.listeners.append(self._receive)
         trainer.score_listeners.append(self._begin_analysis)
-        self._is_greedy = args.temperature < GREEDY_TEMPERATURE
-        self._analyzer = RoundAnalyzer(is_greedy=self._is_greedy, seed_mode=args.rollout_seed_mode)
+        is_greedy = args.temperature < GREEDY_TEMPERATURE
+        if trainer.ranks.rank == 0 and (is_greedy or not args.use_vllm):
+            logger.warning(
+                "--callbacks diversity cannot test the noise of greedy decoding (--temperature 0), "
+                "nor without log-probabilities (--use_vllm false): a round that looks collapsed is "
+                "`unknown`, and no alarm. Metrics are logged."
+            )
+        self._analyzer = RoundAnalyzer(is_greedy=is_greedy, seed_mode=args.rollout_seed_mode)
         self._unscored: list[SampleRow] = []
         self._analyses: list[Future[list[DiversityRow]]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="diversity")
         self._last_alarm: dict[str, str] = {}  # verdict of the last round, by phase; or ""
 
-    def on_train_begin(
-        self, args: object, state: TrainerState, control: object, **kwargs: object
-    ) -> None:
-        if not state.is_world_process_zero or (self.args.use_vllm and not self._is_greedy):
-            return
-        reason = "--use_vllm false gives no log-probabilities"
-        if self._is_greedy:
-            reason = f"--temperature {self.args.temperature} decodes greedily"
-        logger.warning(
-            f"--callbacks diversity: {reason}, so that broken randomness looks like a collapsed "
-            "policy; metrics are logged."
-        )
-
     def _receive(self, rows: Sequence[SampleRow]) -> None:
-        """Take the samples of all ranks, on rank 0."""
+        """Keep the samples of all ranks, on rank 0."""
         is_colocated = not self.args.use_vllm or self.args.vllm_mode == "colocate"
-        # ms-swift's own rollouts do not name the engine; colocated, the first rank of a
-        # tensor-parallel group does.
         size = self.args.vllm_tensor_parallel_size if self.args.use_vllm else 1
         for row in rows:
-            if row.sample_id.turn and not len(row.token_ids):
-                continue  # its prompt had no room for an answer: it is no copy of other such turns
-            if not row.replica and is_colocated:
-                row = replace(row, replica=f"rank {row.rank - row.rank % size}")
-            self._unscored.append(row)
+            # ms-swift's own rollouts do not name the engine: the first of its ranks does.
+            engine = f"rank {row.rank - row.rank % size}" if is_colocated else ""
+            # A later turn without tokens had no room for an answer: it copies no other such turn.
+            if len(row.token_ids) or not row.sample_id.turn:
+                self._unscored.append(replace(row, replica=row.replica or engine))
 
     def _begin_analysis(self, rows: Sequence[RewardRow] = ()) -> None:
-        """Have the thread analyze the samples that have arrived, with the scores of all ranks."""
+        """Have the thread analyze samples, with the scores of all ranks."""
         scores = {row.sample_id: row.reward for row in rows}
         samples, self._unscored = self._unscored, []
         if self.args.async_generate:
-            # The next round may have arrived already; an evaluation's next batch belongs to the
-            # same round, and has later groups. Both wait for their scores.
+            # Samples of the next round, or of later groups of an evaluation, may have arrived
+            # already. They wait for their scores.
             newest = {name.phase: (*name.round, name.group) for name in sorted(scores)}
             waiting, samples = samples, []
             for sample in waiting:
@@ -103,9 +94,9 @@ class DiversityMonitor(TrainerCallback):
     def on_step_end(
         self, args: object, state: object, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Act on all samples that have arrived; every rank calls it together, and raises where
-        rank 0 fails."""
-        self._begin_analysis()  # of samples without a score
+        """Log and act on the analyses; every rank calls it together, and raises where rank 0
+        fails."""
+        self._begin_analysis()  # samples without a score are left
         ranks = self.trainer.ranks
         decisions: list[tuple[Scalars, bool]] | Exception | None = None
         if ranks.rank == 0:
@@ -125,8 +116,8 @@ class DiversityMonitor(TrainerCallback):
     on_prediction_step = on_step_end  # after each batch of an evaluation
 
     def _decide(self) -> tuple[Scalars, bool]:
-        """Record and report the thread's findings. Return what to log, and whether an alarm stops
-        the run."""
+        """Record the thread's findings and warn of alarms; return what to log, and whether an alarm
+        stops the run."""
         scalars: Scalars = []
         stops = False
         action = self.args.diversity_action

@@ -1,4 +1,4 @@
-"""The words of alarms, in English and Chinese, for the log and the run's page. Pure.
+"""Writes alarms in English and Chinese, for the log and the run's page. Pure.
 
 `words.json` holds all words as [English, Chinese].
 """
@@ -27,28 +27,24 @@ def read_words() -> dict[str, list[str]]:
 
 
 def alarm_line(record: DiversityRow, num_rounds: int) -> str:
-    """Write one line for the log: verdict, round, cause, remedy, and who shares noise.
+    """Return one line for the log: verdict, round, cause, remedy, and samples that share noise.
 
     Args:
-        num_rounds: collapsed rounds in a row; not read for broken randomness.
+        num_rounds: collapsed rounds in a row.
     """
     words = read_words()
-    is_broken = record.verdict == "broken"
-    in_a_row = "" if is_broken else f", {num_rounds} rounds in a row"
-    line = (
-        f"diversity: {words[record.verdict][ENGLISH]} in {record.round}{in_a_row}: "
-        f"{describe_cause(record, ENGLISH)} {words[record.remedy][ENGLISH]}"
-    )
-    if is_broken:
-        # The most improbable one; the page names all that the record holds.
-        line += f" {describe_collision(record.collisions[0], ENGLISH)}"
-        num_more = len(record.collisions) - 1
-        line += f" And {num_more} more." if num_more else ""
-    return line
+    name, remedy = words[record.verdict][ENGLISH], words[record.remedy][ENGLISH]
+    cause = f"{describe_cause(record, ENGLISH)} {remedy}"
+    if record.verdict != "broken":
+        return f"diversity: {name} in {record.round}, {num_rounds} rounds in a row: {cause}"
+    # The most improbable collision; the page describes all that the record holds.
+    collision = describe_collision(record.collisions[0], ENGLISH)
+    more = f" And {len(record.collisions) - 1} more." if len(record.collisions) > 1 else ""
+    return f"diversity: {name} in {record.round}: {cause} {collision}{more}"
 
 
 def describe_cause(record: DiversityRow, language: int) -> str:
-    """Say why the round is an alarm, with its figures."""
+    """Return why the round is an alarm, with its figures."""
     return read_words()[f"cause_{record.verdict}"][language].format(
         p=format_p(record.log10_p),
         copied=record.metrics["copied_ratio"],
@@ -57,7 +53,7 @@ def describe_cause(record: DiversityRow, language: int) -> str:
 
 
 def describe_collision(collision: dict[str, Any], language: int) -> str:
-    """Say who shares what (an entry of `DiversityRow.collisions`)."""
+    """Return which samples share which prefix (an entry of `DiversityRow.collisions`)."""
     earlier = collision["earlier"][-1:]
     return read_words()[f"collision_{collision['kind']}"][language].format(
         samples=_name(collision["samples"], collision["num_samples"], language),
@@ -69,7 +65,7 @@ def describe_collision(collision: dict[str, Any], language: int) -> str:
 
 
 def _name(origins: Sequence[dict[str, Any]], num_origins: int, language: int) -> str:
-    """Name samples by group, rank, replica and seed (none where the engine chose it)."""
+    """Name samples by group, rank, replica and seed, as far as the last two are known."""
     words, named = read_words(), []
     for origin in origins[:MAX_NAMED_ORIGINS]:
         sample_id, replica, seed = origin["sample_id"], origin["replica"], origin["seed"]

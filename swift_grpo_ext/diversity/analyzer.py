@@ -1,12 +1,11 @@
-"""From the samples of rounds to records and alarms, on rank 0. Pure.
+"""Turns the samples of rounds into rows of the record, with verdicts and alarms, on rank 0. Pure.
 
 The verdict on a round:
 
 - `broken`: samples share prefixes that independent noise would not give them (`collision`).
 - `collapse`: the noise is sound as far as the test can see, and yet the policy gives one
   completion: the same to nearly all prompts (`common_mode`), or to each prompt its own
-  (`copied_ratio`). Prompts that are solved look like the second: a round with `SOLVED` of them is
-  healthy.
+  (`copied_ratio`). Solved prompts look like the second: a round with `SOLVED` of them is healthy.
 - `unknown`: the round looks collapsed, and the noise could not be tested.
 - `healthy`: anything else, duplicates included.
 """
@@ -37,8 +36,10 @@ from swift_grpo_ext.diversity.metrics import (
 )
 from swift_grpo_ext.record.tables import DiversityRow, SampleRow
 
-COMMON_MODE = 0.9  # from which on a round looks collapsed, if half of the samples are copies too
-COPIED = 0.98  # `copied_ratio` from which on it does, unless its prompts are solved
+# From these values on a round looks collapsed: `common_mode` if half of the samples are copies too,
+# `copied_ratio` unless its prompts are solved.
+COMMON_MODE = 0.9
+COPIED = 0.98
 # The share of solved groups from which on one completion for each prompt is success: a short answer
 # has one right form. One completion for nearly all prompts is no success.
 SOLVED = 0.5
@@ -46,7 +47,7 @@ SOLVED = 0.5
 # randomness is an alarm at once: its p-value says how odd one round is.
 PATIENCE = 3
 MAX_WORST_GROUPS = 4
-MAX_ORIGINS = 8  # samples that the record of one collision names
+MAX_ORIGINS = 8  # samples of one collision that the record names
 ALARM_P = 1e-6  # the probability, at most, of calling a round of independent samples broken
 
 
@@ -67,7 +68,7 @@ class RoundAnalyzer:
     def analyze(
         self, samples: Sequence[SampleRow], scores: Scores | None = None
     ) -> list[DiversityRow]:
-        """Return a record of each round that the samples belong to, which come in any order."""
+        """Return a row for each round that has some of the samples, which come in any order."""
         groups = group_samples(samples)
         by_round = groupby(groups, key=lambda group: group[0].sample_id.round)
         return [self._analyze_round(list(found), scores or {}) for _, found in by_round]
@@ -78,7 +79,7 @@ class RoundAnalyzer:
         test = CollisionTest(num_untested=len(samples))
         if not self._is_greedy:
             test = collision_test(samples, self._memory)
-            self._memory.remember(samples)  # only now: each sample would collide with itself
+            self._memory.remember(samples)  # after the test: samples would collide with themselves
         metrics = {**round_metrics(groups), **outcome_metrics(groups, scores)}
         verdict = judge(test, metrics)
         record = DiversityRow(
@@ -105,19 +106,17 @@ class RoundAnalyzer:
 
 
 def _describe(collision: Collision) -> dict[str, Any]:
-    """Return what the record holds of a collision; `num_samples` counts those not named too."""
+    """Return an entry of `DiversityRow.collisions`; `num_samples` counts unnamed samples too."""
 
     def origin(row: SampleRow) -> dict[str, Any]:
         place = {"rank": row.rank, "replica": row.replica}
         return {"sample_id": asdict(row.sample_id), "seed": row.seed, **place}
 
+    names = ("kind", "num_tokens", "bits", "log2_p")
     return {
-        "kind": collision.kind,
+        **{name: getattr(collision, name) for name in names},
         "samples": [origin(row) for row in collision.samples[:MAX_ORIGINS]],
         "earlier": [origin(row) for row in collision.earlier[-MAX_ORIGINS:]],
-        "num_tokens": collision.num_tokens,
-        "bits": collision.bits,
-        "log2_p": collision.log2_p,
         "num_samples": len(collision.samples),
     }
 
@@ -129,7 +128,7 @@ def judge(test: CollisionTest, metrics: Mapping[str, float]) -> str:
     copied, common_mode = metrics["copied_ratio"], metrics["common_mode"]
     is_copied = copied >= COPIED and metrics.get("solved", 0.0) < SOLVED
     if is_copied or (copied >= 0.5 and common_mode >= COMMON_MODE):
-        return "collapse" if test.is_tested else "unknown"
+        return "collapse" if test.num_pairs + test.num_earlier_pairs else "unknown"
     return "healthy"
 
 
@@ -138,13 +137,13 @@ def worst_groups(
 ) -> list[int]:
     """Return the numbers of the groups with collisions, then of those with most copies, solved ones
     last."""
-    worst = [sample.sample_id.group for c in collisions for sample in c.samples[:2]]
-    copied = []
-    for group in groups:
-        share = len(set(map(token_bytes, group))) / len(group)
+
+    def place(group: Group) -> tuple[bool, float]:
         rewards = [scores.get(replace(sample.sample_id, turn=0), 0.0) for sample in group]
-        if share < 1:
-            copied.append((is_solved(rewards), share, group[0].sample_id.group))
-    copied.sort(key=lambda group: group[:2])
-    worst += [number for *_, number in copied]
+        return is_solved(rewards), len(set(map(token_bytes, group))) / len(group)
+
+    worst = [sample.sample_id.group for c in collisions for sample in c.samples[:2]]
+    worst += [
+        group[0].sample_id.group for group in sorted(groups, key=place) if place(group)[1] < 1
+    ]
     return list(dict.fromkeys(worst))[:MAX_WORST_GROUPS]

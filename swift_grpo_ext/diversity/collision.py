@@ -13,23 +13,23 @@ earlier round, other weights), since only Y is drawn again. For k samples and y,
 samples that all share a prefix of b bits have probability <= 2^-((n - 1) b). Their number of
 *coincidences* is e = n - 1, or e = n against a completion of an earlier round.
 
-**Many pairs.** A weighted Bonferroni bound over everything that is searched corrects the `log2_p`
-of a round: over R rounds of independent samples expect at most R times the alarm level of alarms.
+**Many pairs.** A weighted Bonferroni bound over all comparisons corrects the `log2_p` of a round:
+R rounds of independent samples give at most R times the alarm level of alarms.
 
-- Half of it: *one improbable set* of n samples of one prompt, or of n samples with one completion
-  of an earlier round. Sets with e coincidences get the share 1/2 of it (e = 1: pairs) or
+- Half of the level: *one improbable set* of n samples of one prompt, or of n samples with one
+  completion of an earlier round. Sets with e coincidences get the share 1/2 of it (e = 1: pairs) or
   1 / (2 e (e - 1)); the shares add up to 1. With remembered completions each of the two families
   gets half. For pairs alone, p = 4 x (number of pairs) x 2^-b: 34 bits in a round of 128 groups of
   8 are an alarm at 1e-6.
 - Half of it: *many sets, none improbable alone*, as when a whole round is frozen and each sample
   has 10 bits. Compare each sample, in the order of their ids, with the D different completions of
   its prompt that came before, remembered ones included: p_i = min(1, D x 2^-b_i) is a p-value
-  whatever came before. So they combine as if independent (Fisher 1932).
+  whatever came before, so Fisher's method (1932) combines them as if they were independent.
 
 **Which log-probabilities.** Those of q: ms-swift 4.6 starts vLLM with `processed_logprobs`
 (rlhf_trainers/rollout_mixin.py), which come after temperature, top-k, top-p, mask and penalties.
-Samples can disagree about the surprisal of a prefix that they share (kernels that depend on the
-batch; replicas with other weights): the least counts.
+Where samples disagree about the surprisal of a prefix that they share (kernels that depend on the
+batch; replicas with other weights), the least counts.
 
 **What it cannot see.** Greedy decoding, where equal completions are right. Completions without
 log-probabilities (`--use_vllm false`): they are counted, not tested. Completions that are nearly
@@ -64,18 +64,14 @@ MAX_COLLISIONS = 16  # kept of a round, the most improbable
 MAX_BYTES = 64 * 2**20  # for earlier rounds: 13,000 samples with beginnings of 1,000 tokens
 BYTES_OF_SAMPLE = 1000  # of a remembered sample beside its tokens
 MAX_PER_PROMPT = 64  # samples that are remembered
-FORGOTTEN: dict[str, Any] = {
-    **{"logprobs": None, "text": "", "prompt": "", "media": ()},
-    **{"pictures": None, "mask": None, "columns": None},
-}
 MAX_KEPT_BITS = 96.0  # of a remembered sample; 2^-96 is 1e-29, an alarm among any number of pairs
 
 Kind = Literal["shared", "frozen"]
 
 
 def known_logprobs(row: SampleRow) -> Floats | None:
-    """Return log-probabilities, [tokens] float32, NaN where unknown; None if all are unknown, or
-    where they do not match the tokens in number."""
+    """Return log-probabilities, [tokens] float32, NaN where unknown; None if all are unknown or
+    their number is not that of the tokens."""
     if row.logprobs is None or len(row.logprobs) != len(row.token_ids):
         return None
     logprobs = np.asarray(row.logprobs, np.float32)  # None becomes NaN
@@ -83,8 +79,8 @@ def known_logprobs(row: SampleRow) -> Floats | None:
 
 
 def surprisal_bits(row: SampleRow) -> Floats:
-    """Return the surprisal of each token, -log2 q, [tokens] float64, at least 0. Values that cannot
-    be (missing, NaN, minus infinity, above 0) add nothing: sums are never too large."""
+    """Return the surprisal of each token, -log2 q, [tokens] float64, at least 0. Impossible values
+    (missing, NaN, minus infinity, above 0) add nothing, so that sums are never too large."""
     logprobs = known_logprobs(row)
     if logprobs is None:
         return np.zeros(len(row.token_ids))
@@ -94,39 +90,34 @@ def surprisal_bits(row: SampleRow) -> Floats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collision:
-    """Samples of one prompt that share a prefix, and the p-value of that."""
+    """Samples of one prompt that share a prefix, with its p-value."""
 
-    kind: Kind  # `shared`: samples of the round share it; `frozen`: an earlier round had it too
+    kind: Kind  # `shared`: within this round; `frozen`: with an earlier round
     samples: tuple[SampleRow, ...]  # of this round
     earlier: tuple[SampleRow, ...]  # of earlier rounds; empty unless `frozen`
     num_tokens: int  # of the common prefix
-    bits: float  # of surprisal of the common prefix
-    log2_p: float  # corrected for everything that was searched; above 0 if it alone proves nothing
+    bits: float  # of surprisal, of the common prefix
+    log2_p: float  # corrected for all comparisons; above 0 if it alone proves nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollisionTest:
     """The test's result for one round."""
 
-    # The least of its most improbable collision's and of all together; at most 0.
-    log2_p: float = 0.0
-    # The most improbable first; none lies within another.
+    log2_p: float = 0.0  # of its most improbable collision, or of all together where that is less
+    # The most improbable first; none has samples that are all in another.
     collisions: list[Collision] = field(default_factory=list)
     num_pairs: int = 0  # of samples of one prompt in the round
     num_earlier_pairs: int = 0  # of a sample and one of an earlier round
     num_untested: int = 0  # samples without log-probabilities
     max_bits: float = 0.0  # of the least probable prefix that two samples of the round share
 
-    @property
-    def is_tested(self) -> bool:
-        return self.num_pairs + self.num_earlier_pairs > 0
-
 
 def collision_test(
     samples: Sequence[SampleRow], memory: PromptMemory | None = None
 ) -> CollisionTest:
-    """Compare the samples of one round that have one prompt, in one group or in several, with each
-    other and with `memory`, which does not change."""
+    """Compare the samples of one round that have the same prompt, in one group or in several, with
+    each other and with `memory`, which does not change."""
     by_prompt: dict[str, list[SampleRow]] = {}
     for sample in sorted(samples, key=lambda s: s.sample_id):
         if known_logprobs(sample) is not None:
@@ -140,20 +131,18 @@ def collision_test(
     collisions.sort(key=lambda collision: collision.log2_p)
     log2_p = min([0.0, *(collision.log2_p for collision in collisions[:1])])
     fisher_log2_p = log2_fisher([p for prompt in prompts for p in prompt.sample_log2_ps()]) + 1
-    named: list[Collision] = []
-    named_members: list[set[SampleId]] = []
+    named: dict[frozenset[SampleId], Collision] = {}
     for collision in collisions:
-        # Improbable ones are named; all are where only all together are improbable.
+        # Improbable ones are named, or all where only all together are improbable.
         is_evidence = collision.log2_p < 0 or (log2_p == 0 and fisher_log2_p < 0)
         if not is_evidence or len(named) == MAX_COLLISIONS:
             break
-        members = {s.sample_id for s in (*collision.samples, *collision.earlier)}
-        if not any(members <= others for others in named_members):
-            named.append(collision)
-            named_members.append(members)
+        members = frozenset(s.sample_id for s in (*collision.samples, *collision.earlier))
+        if not any(members <= others for others in named):
+            named[members] = collision
     return CollisionTest(
         log2_p=min(log2_p, fisher_log2_p),
-        collisions=named,
+        collisions=[*named.values()],
         num_pairs=correction.num_sets(1, "shared"),
         num_earlier_pairs=correction.num_sets(1, "frozen"),
         num_untested=len(samples) - sum(map(len, by_prompt.values())),
@@ -163,7 +152,7 @@ def collision_test(
 
 class PromptMemory:
     """Beginnings of completions of earlier rounds, kept by prompt to detect frozen noise; the
-    oldest go first."""
+    prompts that were used least recently go first."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._prompts: LRUCache[str, list[SampleRow]] = LRUCache(
@@ -182,28 +171,27 @@ class PromptMemory:
             bits = np.cumsum(surprisal_bits(sample)[:MAX_PREFIX_TOKENS])
             end = min(int(np.searchsorted(bits, MAX_KEPT_BITS)) + 1, MAX_PREFIX_TOKENS)
             beginning: Any = np.array(sample.token_ids[:end], np.int32)  # a copy
-            kept = replace(sample, token_ids=beginning, **FORGOTTEN)
+            kept = replace(sample, token_ids=beginning, logprobs=None, mask=None, text="")
+            kept = replace(kept, prompt="", media=(), pictures=None, columns=None)
             by_prompt.setdefault(sample.fingerprint, []).append(kept)
         for fingerprint, new in by_prompt.items():
             self._prompts[fingerprint] = [*self.earlier(fingerprint), *new][-MAX_PER_PROMPT:]
 
 
 class Correction:
-    """The weighted Bonferroni correction for all sets of samples that a round is searched for."""
+    """The weighted Bonferroni correction, from each prompt's number of samples, and of remembered
+    samples."""
 
     def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Take the numbers of samples and of remembered samples, for each prompt."""
         self._sizes = Counter(sizes)
         self._num_families = 2 if any(earlier for _, earlier in sizes) else 1
 
-    def log2_p(self, coincidences: int, bits: float, kind: Kind) -> float:
-        """Return the corrected p-value of one set; may be above 0."""
-        e = coincidences
+    def log2_p(self, e: int, bits: float, kind: Kind) -> float:
+        """Return log2 of the corrected p-value of a set with e coincidences; may be above 0."""
         log2_share = -2.0 - log2(max(e * (e - 1), 1) * self._num_families)
         return log2(self.num_sets(e, kind)) - e * bits - log2_share
 
-    def num_sets(self, coincidences: int, kind: Kind) -> int:
-        e = coincidences
+    def num_sets(self, e: int, kind: Kind) -> int:
         return sum(
             num_prompts * (comb(n, e + 1) if kind == "shared" else comb(n, e) * earlier)
             for (n, earlier), num_prompts in self._sizes.items()
@@ -211,23 +199,22 @@ class Correction:
 
 
 class _PromptSamples:
-    """The samples of a round that have one prompt, and the remembered ones."""
+    """The samples of a round that have the same prompt, and the remembered ones."""
 
     def __init__(self, samples: Sequence[SampleRow], earlier: Sequence[SampleRow]) -> None:
-        self.samples = samples
-        self.earlier = earlier
+        self.samples, self.earlier = samples, earlier
         self._tokens = [
             np.asarray(s.token_ids[:MAX_PREFIX_TOKENS], np.int32) for s in (*samples, *earlier)
         ]
         self._prefixes = list(shared_prefixes(self._tokens))
         longest = max((prefix.length for prefix in self._prefixes), default=0)
-        # The surprisal of each prefix, from the empty one on, by sample.
+        # By sample, the surprisal of each of its prefixes, from the empty one on.
         self._bits = [
             np.cumsum(np.append(0.0, surprisal_bits(sample)[:longest])) for sample in samples
         ]
 
     def collisions(self, correction: Correction) -> Iterator[Collision]:
-        """For each shared prefix, yield the most improbable claim about it."""
+        """Yield the most improbable set of each shared prefix."""
         for prefix in self._prefixes:
             is_new = prefix.members < len(self.samples)
             new, old = prefix.members[is_new], prefix.members[~is_new] - len(self.samples)
@@ -235,7 +222,7 @@ class _PromptSamples:
                 continue
             least = min(float(self._bits[i][prefix.length]) for i in new)
             # One coincidence, or all of them: with groups of one size log2 p is concave in their
-            # number (binomials are), so that its least value is at one end.
+            # number, as binomials are, so that its least value is at one end.
             sizes: list[tuple[Kind, int]] = [("frozen", e) for e in {1, len(new)} if len(old)]
             sizes += [("shared", e) for e in {1, len(new) - 1} if len(new) > 1]
             log2_p, kind = min((correction.log2_p(e, least, kind), kind) for kind, e in sizes)
@@ -249,12 +236,12 @@ class _PromptSamples:
             )
 
     def sample_log2_ps(self) -> list[float]:
-        """For each sample with predecessors, return log2 of its p-value p_i (see the module)."""
+        """Return log2 of p_i (see the module) of each sample that others came before."""
         shared = np.zeros(len(self.samples), np.int64)
         for prefix in self._prefixes:  # longer ones, which are inner, come first
             new = np.sort(prefix.members[prefix.members < len(self.samples)])
             if len(new) == len(prefix.members):
-                new = new[1:]  # the first of them has no predecessor
+                new = new[1:]  # no other came before the first
             shared[new] = np.maximum(shared[new], prefix.length)
         before = {ids.tobytes() for ids in self._tokens[len(self.samples) :]}
         log2_ps = []
@@ -267,11 +254,9 @@ class _PromptSamples:
 
 
 def log2_fisher(log2_ps: Sequence[float]) -> float:
-    """Combine p-values, each valid whatever those before it are (Fisher 1932).
-
-    P(chi-squared with 2 n degrees of freedom >= -2 x sum of ln p) is the probability that a Poisson
-    variable of mean -(sum of ln p) is below n: a sum of logarithms, where no float holds the tail.
-    """
+    """Combine n p-values, each valid whatever those before it are (Fisher 1932), as the probability
+    that a Poisson variable of mean -(sum of ln p) is below n: P(chi-squared with 2 n degrees of
+    freedom >= -2 x sum of ln p), summed in logarithms, since no float holds the tail."""
     mean = -log(2) * sum(log2_ps)
     if mean <= len(log2_ps):
         return 0.0
@@ -290,7 +275,7 @@ def format_p(log10_p: float) -> str:
 
 
 class SharedPrefix(NamedTuple):
-    """All sequences, two or more, that begin with one prefix; no longer one is common to all."""
+    """All sequences, two or more, that begin with a prefix; no longer one is common to all."""
 
     members: Ints  # indices of the sequences
     length: int  # of the prefix in tokens, 1 or more
@@ -298,9 +283,7 @@ class SharedPrefix(NamedTuple):
 
 def shared_prefixes(sequences: Sequence[Ints]) -> Iterator[SharedPrefix]:
     """Yield each longest prefix that two or more sequences share, inner (longer) ones first.
-
-    Sorting brings them next to each other: only neighbours are compared.
-    """
+    Sorting brings these sequences next to each other: only neighbours are compared."""
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">u4").tobytes())
     lengths = []
     for a, b in pairwise(order):

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,10 +37,8 @@ MAX_COMPARED_SAMPLES = 1024
 MAX_GROUP_SAMPLES = 128
 MAX_TOKENS = 512
 MAX_PAIRS = 4096
-MIN_PROMPTS = 4  # two or three may well have one right answer
-DISTINCT_ORDERS = (1, 2, 3)
+MIN_PROMPTS = 4  # of `common_mode`: two or three may well have one right answer
 BLEU_ORDER = 4
-VENDI_ORDERS = (1, 2)
 
 Group = Sequence[SampleRow]  # the samples of one prompt's occurrence in a round
 Scores = Mapping[SampleId, float]  # rewards by sample, of turn 0
@@ -50,26 +48,21 @@ T = TypeVar("T")
 def group_samples(samples: Iterable[SampleRow]) -> list[list[SampleRow]]:
     """Sort the samples of any rounds into groups, by sample id. Each turn is a group of its own. An
     id that comes twice counts once: ranks that share a sequence hold the same samples."""
-    groups: dict[tuple[Any, ...], dict[int, SampleRow]] = {}
-    for sample in sorted(samples, key=lambda s: s.sample_id):
-        sample_id = sample.sample_id
-        key = (*sample_id.round, sample_id.group, sample_id.turn)
-        groups.setdefault(key, {}).setdefault(sample_id.index, sample)
-    return [list(group.values()) for group in groups.values()]
+    unique = {sample.sample_id: sample for sample in samples}
+    groups: dict[tuple[Any, ...], list[SampleRow]] = {}
+    for name in sorted(unique):
+        groups.setdefault((*name.round, name.group, name.turn), []).append(unique[name])
+    return [*groups.values()]
 
 
 def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return all metrics of a round by name; undefined ones are left out."""
+    """Return all metrics of a round by name, without undefined ones."""
     completions = [Counter(map(token_bytes, group)) for group in groups]
     compared = compared_tokens(groups)
     several = [tokens for tokens in compared if len(tokens) > 1]
     max_pairs = MAX_PAIRS // max(len(several), 1)
     counts = [list(ngram_counts(tokens)) for tokens in compared]
     counts_of_several = [group for group in counts if group[0].shape[0] > 1]
-    distinct = {
-        f"distinct_{n}": mean(distinct_ngrams(group[n - 1]) for group in counts if group[n - 1].nnz)
-        for n in DISTINCT_ORDERS
-    }
     metrics = {
         "unique_ratio": unique_ratio(completions),
         "groups_with_duplicates": groups_with_duplicates(completions),
@@ -78,37 +71,34 @@ def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "distinct_answers": mean(map(distinct_answers, groups)),
         "length_spread": mean(length_spread(group) for group in groups if len(group) > 1),
         "surprisal": surprisal(groups),
-        **distinct,
+        "distinct_1": mean(distinct_ngrams(group[0]) for group in counts if group[0].nnz),
+        "distinct_2": mean(distinct_ngrams(group[1]) for group in counts if group[1].nnz),
+        "distinct_3": mean(distinct_ngrams(group[2]) for group in counts if group[2].nnz),
         "edit_similarity": mean(edit_similarity(tokens, max_pairs) for tokens in several),
         "self_bleu": mean(score for group in counts_of_several for score in self_bleu(group)),
-        "vendi": mean(vendi_score(group) for group in counts_of_several),
+        "vendi": mean(map(vendi_score, counts_of_several)),
     }
     return {name: value for name, value in metrics.items() if value is not None}
 
 
 def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]:
-    """Return the metrics that need rewards, by name; undefined ones are left out. A sample is
-    correct if its reward is `CORRECT_REWARD` or more. All turns of a conversation are one sample,
-    with the last turn's text and tokens. Samples without a score are left out.
+    """Return the metrics that need rewards by name, without undefined ones. A sample is correct if
+    its reward is `CORRECT_REWARD` or more. All turns of a conversation are one sample, with the
+    last turn's text and tokens. Samples without a score are left out.
 
     - `pass_at_1`, `pass_at_2`, `pass_at_4` ...: the chance that one of k samples is correct.
-    - `equal_rewards`: the share of groups whose samples all have one reward, from which GRPO
-      learns nothing. Groups of one sample do not count.
-    - `solved`: the share of groups whose samples are all correct and all have one reward.
+    - `equal_rewards`: the share of groups with one and the same reward, from which GRPO learns
+      nothing. Groups of one sample do not count.
+    - `solved`: the share of groups with equal rewards whose samples are all correct.
     - `correct_answers`, `correct_vendi`: `distinct_answers` and `vendi_score` of the correct
       samples of a group. Groups without a correct sample do not count; one correct sample counts 1.
     """
-    last_turns: dict[SampleId, SampleRow] = {}
-    for sample in sorted((s for g in groups for s in g), key=lambda s: s.sample_id.turn):
-        last_turns[replace(sample.sample_id, turn=0)] = sample
-    by_group: dict[int, list[SampleId]] = {}
-    for name in sorted(last_turns.keys() & scores.keys()):
-        by_group.setdefault(name.group, []).append(name)
-    rewards = [[scores[name] for name in names] for names in by_group.values()]
-    correct = [
-        [last_turns[name] for name in names if scores[name] >= CORRECT_REWARD]
-        for names in by_group.values()
-    ]
+    in_order = sorted((s for group in groups for s in group), key=lambda s: s.sample_id.turn)
+    last_turns = {replace(sample.sample_id, turn=0): sample for sample in in_order}
+    scored = sorted(last_turns.keys() & scores.keys())
+    by_group = [list(names) for _, names in groupby(scored, key=lambda name: name.group)]
+    rewards = [[scores[name] for name in names] for names in by_group]
+    correct = [[last_turns[n] for n in names if scores[n] >= CORRECT_REWARD] for names in by_group]
     some_correct = [group for group in correct if group]
     metrics = {
         "equal_rewards": mean(float(min(r) == max(r)) for r in rewards if len(r) > 1),
@@ -119,11 +109,10 @@ def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]
             for tokens in compared_tokens(some_correct)
         ),
     }
-    k = 1
-    while any(len(r) >= k for r in rewards):
+    largest = max(map(len, rewards), default=0)
+    for k in (2**power for power in range(largest.bit_length())):
         counts = ((len(r), len(c)) for r, c in zip(rewards, correct, strict=True))
         metrics[f"pass_at_{k}"] = mean(pass_at_k(n, c, k) for n, c in counts if n >= k)
-        k *= 2
     return {name: value for name, value in metrics.items() if value is not None}
 
 
@@ -136,39 +125,39 @@ def mean(values: Iterable[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-# --- whole completions: of each group, its different ones as bytes, with their counts
+# --- whole completions; `completions` are each group's different ones as bytes, with their counts
 
 
 def token_bytes(sample: SampleRow) -> bytes:
-    """Return the token ids as what can be hashed: equal completions have equal bytes."""
+    """Return the token ids as bytes, which can be hashed."""
     return np.asarray(sample.token_ids, np.int32).tobytes()
 
 
 def unique_ratio(completions: Sequence[Counter[bytes]]) -> float:
-    """Different completions per sample: sum over groups of |{token ids}| / number of samples. 1/G
-    (all equal) to 1 (all differ): higher is more diverse. Source: the "unique" fraction of Holtzman
-    et al. 2020 (The Curious Case of Neural Text Degeneration), on completions."""
+    """Different completions per sample of the round, by token ids. 1/G (all equal) to 1: higher is
+    more diverse. Source: the "unique" fraction of Holtzman et al. 2020 (The Curious Case of Neural
+    Text Degeneration), on completions."""
     return sum(map(len, completions)) / sum(group.total() for group in completions)
 
 
 def groups_with_duplicates(completions: Sequence[Counter[bytes]]) -> float | None:
-    """Share of groups with two completions that are equal, token by token; groups of one sample do
-    not count. 0 to 1: lower is more diverse. Source: this project."""
+    """Share of groups with two equal completions; groups of one sample do not count. 0 to 1: lower
+    is more diverse. Source: this project."""
     return mean(float(len(group) < group.total()) for group in completions if group.total() > 1)
 
 
 def copied_ratio(completions: Sequence[Counter[bytes]]) -> float:
     """Samples that repeat another of their group, per sample that could: sum of (G - distinct) /
-    sum of (G - 1). 0 (all differ) to 1 (each group is one completion); 0 where all groups hold one
-    sample. Source: this project; `unique_ratio` freed of G."""
+    sum of (G - 1). 0 (all differ) to 1 (each group is one completion), 0 without groups of several.
+    Source: this project; `unique_ratio` freed of G."""
     could = sum(group.total() - 1 for group in completions)
     return sum(group.total() - len(group) for group in completions) / could if could else 0.0
 
 
 def common_mode(groups: Sequence[Group], completions: Sequence[Counter[bytes]]) -> float:
-    """Share of prompts that have one and the same most frequent completion, which comes twice or
-    more. 0 to 1: lower is more diverse; 1 is a policy that no longer looks at its prompt. The first
-    group of a prompt counts; 0 for fewer than `MIN_PROMPTS` prompts. Source: this project."""
+    """Share of prompts that have the same most frequent completion, which comes twice or more. 0 to
+    1: lower is more diverse; at 1 the policy ignores its prompt. The first group of a prompt
+    counts; 0 for fewer than `MIN_PROMPTS` prompts. Source: this project."""
     by_prompt: dict[str, Counter[bytes]] = {}
     for group, counter in zip(groups, completions, strict=True):
         by_prompt.setdefault(group[0].fingerprint, counter)
@@ -187,7 +176,7 @@ def distinct_answers(group: Group) -> float:
 
 def extract_answer(text: str) -> str:
     """Return the content of the last `<answer>..</answer>`, else of the last `\\boxed{..}`, else
-    the whole text; stripped."""
+    the whole text, stripped."""
     tagged = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
     if tagged:
         return str(tagged[-1]).strip()
@@ -208,8 +197,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def length_spread(group: Group) -> float:
-    """Standard deviation (population) of the lengths in a group, in tokens. 0 upward: higher is
-    more diverse. Source: the standard deviation itself."""
+    """Population standard deviation of the lengths in a group, in tokens. 0 upward: higher is more
+    diverse."""
     return float(np.std([len(sample.token_ids) for sample in group]))
 
 
@@ -223,17 +212,15 @@ def surprisal(groups: Sequence[Group]) -> float | None:
     return -float(np.mean(flat, dtype=np.float64)) if len(flat) else None
 
 
-# --- token by token; n-gram counts are [samples, different n-grams of the group], for n = 1 to 4
+# --- token by token; `counts` are those of `ngram_counts`
 
 
 def compared_tokens(groups: Sequence[Group]) -> list[list[Ints]]:
-    """Choose the token ids that are compared, by group and sample (see the module)."""
-    if not groups:
-        return []
-    sizes = [min(len(group), MAX_GROUP_SAMPLES) for group in groups]
+    """Return the token ids that are compared, by group and sample (see the module)."""
+    num_samples = max(sum(min(len(group), MAX_GROUP_SAMPLES) for group in groups), 1)
     return [
         [np.asarray(s.token_ids[:MAX_TOKENS], np.int32) for s in group[:MAX_GROUP_SAMPLES]]
-        for group in evenly_spaced(groups, MAX_COMPARED_SAMPLES * len(groups) // sum(sizes))
+        for group in evenly_spaced(groups, MAX_COMPARED_SAMPLES * len(groups) // num_samples)
     ]
 
 
@@ -243,17 +230,18 @@ def evenly_spaced(items: Sequence[T], limit: int) -> list[T]:
 
 
 def edit_similarity(tokens: Sequence[Ints], max_pairs: int) -> float:
-    """Mean over pairs of a group of 1 - Levenshtein(a, b) / max(|a|, |b|), on token ids. 0 (nothing
-    in common) to 1 (all equal): lower is more diverse; two empty completions are equal. Source:
+    """Mean over pairs of a group of 1 - Levenshtein(a, b) / max(|a|, |b|), on token ids; 1 for two
+    empty completions. 0 (nothing in common) to 1 (all equal): lower is more diverse. Source:
     Levenshtein 1966, normalized as in rapidfuzz."""
     pairs = evenly_spaced(list(combinations([ids.tolist() for ids in tokens], 2)), max_pairs)
     left, right = zip(*pairs, strict=True)
-    # One worker: the training wants the other cores.
+    # One worker: the training needs the other cores.
     return float(np.mean(cpdist(left, right, scorer=Levenshtein.normalized_similarity, workers=1)))
 
 
 def ngram_counts(tokens: Sequence[Ints]) -> Iterator[sparse.csc_array]:
-    """Count the n-grams of token ids, which need no tokenizer for each language."""
+    """Yield the counts of a group's n-grams of token ids, for n = 1 to 4: [samples, different
+    n-grams]."""
     owner = np.repeat(np.arange(len(tokens)), [len(ids) for ids in tokens])
     vocabulary, digits = np.unique(np.concatenate(tokens), return_inverse=True)
     # An n-gram is a number of n digits; 64 bits hold 4, since a group has 2^16 tokens at most.
@@ -299,17 +287,13 @@ def self_bleu(counts: Sequence[sparse.csc_array]) -> Iterator[float]:
 def clipped_matches(counts: sparse.csc_array) -> Ints:
     """Number of each sample's n-grams that another of its group has too, [samples]: BLEU's clipped
     count with the rest of the group as references (Papineni et al. 2002)."""
-    if not counts.nnz:
-        return np.zeros(counts.shape[0], np.int64)
-    # For each n-gram, a column: the most that a sample has, and the most that another one has. The
-    # latter is the same, but for the one sample that alone has the most.
-    starts = counts.indptr[:-1]
-    column = np.repeat(np.arange(len(starts)), np.diff(counts.indptr))
-    most = np.maximum.reduceat(counts.data, starts)
-    is_most = counts.data == most[column]
-    is_alone = np.add.reduceat(is_most.astype(np.int64), starts) == 1
-    second = np.maximum.reduceat(np.where(is_most, 0, counts.data), starts)
-    others = np.where(is_most & is_alone[column], second[column], most[column])
+    # The most that a sample has of each n-gram, a column, and the most that any other one has.
+    sizes = np.diff(counts.indptr)
+    column = np.repeat(np.arange(len(sizes)), sizes)
+    ordered = counts.data[np.lexsort((counts.data, column))]
+    last = counts.indptr[1:] - 1
+    most, second = ordered[last], np.where(sizes > 1, ordered[last - 1], 0)
+    others = np.where(counts.data == most[column], second[column], most[column])
     clipped = np.minimum(counts.data, others)
     return np.bincount(counts.indices, clipped, counts.shape[0]).astype(np.int64)
 
@@ -321,9 +305,9 @@ def vendi_score(counts: Sequence[sparse.csc_array]) -> float:
     common): higher is more diverse. Source: Friedman and Dieng 2023 (The Vendi Score), with the
     n-gram kernel that they use on text."""
     kernels = []
-    for order in VENDI_ORDERS:
-        products = (counts[order - 1] @ counts[order - 1].T).toarray()
-        is_empty = products.diagonal() == 0  # shorter than `order` tokens
+    for of_order in counts[:2]:
+        products = (of_order @ of_order.T).toarray()
+        is_empty = products.diagonal() == 0  # shorter than the n-grams
         products += np.outer(is_empty, is_empty)
         norms = np.sqrt(products.diagonal())
         kernels.append(products / np.outer(norms, norms))

@@ -3,18 +3,18 @@
     RUN_DIR/samples/session-0000-step-000000-file-000017-train-000017-00.parquet
     RUN_DIR/samples/session-0000-step-000000-files-000000-000016.parquet
 
-A session is a start of the trainer, from the checkpoint of a step. Its rank 0 writes. A file takes
-its name once it is whole and on disk, and never changes then.
+A session is a start of the trainer, from the checkpoint of a step. Its rank 0 writes. A file gets
+its name once it is whole and on disk, and never changes afterwards.
 
 A query opens every file (0.4 CPU-ms each), so small files that follow one another are merged. The
 merged file has the first and the last number in its name. The small ones are removed once it is on
 disk. Where a process dies between, `record_files` leaves them out, and the next session removes
 them.
 
-A session takes its number by making `samples/.session-0000.lock`, and locks that file until its
+A session gets its number by creating `samples/.session-0000.lock`, and locks that file until its
 process ends, so that a second training is refused. The kernel unlocks the file of a process that
-was killed. Where disks have no locks, two trainings in one folder have numbers, and so files, of
-their own.
+was killed. On a disk without locks, two trainings in one folder still differ in their numbers, and
+so in the names of their files.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from swift_grpo_ext.record.tables import (
     SAMPLES,
     TABLES,
     Row,
+    RunDir,
     Table,
     rounds_of,
 )
@@ -52,45 +53,45 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILES = 64  # that are merged into one: a run of 20,000 rounds keeps 313 of each table
-FILE_BYTES = 64 << 20  # at which fewer are merged
-# A file of an eighth of that stays as it is: merging compresses rows once more (1.7 CPU-seconds for
-# 10 million tokens, which take 40 MB).
+FILES = 64  # merged into one: a run of 20,000 rounds keeps 313 files of each table
+FILE_BYTES = 64 << 20  # fewer files are merged if they have these bytes
+# A file of an eighth of `FILE_BYTES` is not merged: that compresses its rows once more (1.7
+# CPU-seconds for 10 million tokens, which take 40 MB).
 LARGE = 8
 PARTS = 8  # files that a bounded record keeps at least, so that its oldest go one by one
 ZSTD_LEVEL = 7  # 1.3 CPU-seconds for 10 million tokens; level 9 takes 2.0, and 1% less room
 PAGE_BYTES = 16 << 20  # repetitions are found within a page: pyarrow's own 1 MiB takes 4% more room
-WAITING_BYTES = 256 << 20  # in memory of what a disk that failed has not taken: 20 million tokens
+WAITING_BYTES = 256 << 20  # of rounds that wait in memory for the disk: 20 million tokens
 BOUNDED = (SAMPLES, REWARDS)  # by `--sample_log_gb`; a round's diversity takes 2 KB
 
+# Columns with texts that repeat, by their names in Parquet.
 DICTIONARY_COLUMNS = [
     *("phase", "replica", "finish_reason", "stop_reason", "fingerprint", "prompt"),
     *("columns", "media.list.element", "fate", "rewards.key_value.key"),
 ]
-"""The columns with texts that repeat, by their names in Parquet."""
 
 FILE_NAME = re.compile(
     r"session-(\d+)-step-(\d+)-(?:files-(\d+)-(\d+)|file-(\d+)-(?:train|eval)-\d+-\d+)\.parquet"
 )
 
+# Descriptors of this process's locks by path. They stay open until it ends: closing any descriptor
+# of a file ends all locks that the process has on that file (fcntl(2)).
 _held: dict[str, int] = {}
-"""Descriptors of locks by path. They stay open until the process ends: closing any descriptor of a
-file ends all locks that the process has on that file (fcntl(2))."""
 
 
 class RecordFile(NamedTuple):
-    """A file, and what its name says; files sort from the oldest to the newest."""
+    """A file, with the numbers in its name; files sort from the oldest to the newest."""
 
     session: int
-    start_step: int  # the optimizer step of the checkpoint that the session was resumed from
-    first: int  # the number of the first file that was merged; of a single file, its own
+    start_step: int  # optimizer step of the checkpoint that the session was resumed from
+    first: int  # number of the first file that was merged; of a single file, its own
     last: int
     path: Path
 
 
 def record_files(folder: Path) -> list[RecordFile]:
-    """Return the files that hold a table, the oldest first, but for those that a merged one holds;
-    empty where there is no folder."""
+    """Return the files of a table, the oldest first, without those that a merged file holds; empty
+    where there is no folder."""
     kept: list[RecordFile] = []
     for file in sorted(_named_files(folder), key=lambda file: (*file[:3], -file.last)):
         if not kept or kept[-1][:2] != file[:2] or kept[-1].last < file.last:
@@ -114,12 +115,12 @@ class RunInUseError(RuntimeError):
     """Another training writes its record to the folder."""
 
 
-def claim_session(run_dir: str | os.PathLike[str]) -> int:
-    """Return the number of the session that starts now, one more than the greatest, and refuse
-    other processes until this one ends. A folder that cannot be written is not claimed.
+def claim_session(run_dir: RunDir) -> int:
+    """Return the number of the session that starts now, and lock the folder until this process
+    ends. A folder that cannot be written is not locked.
 
     Raises:
-        RunInUseError: a process that lives has claimed the folder.
+        RunInUseError: a process that lives has locked the folder.
         OSError: the folder cannot be read.
     """
     folder = SAMPLES.folder(run_dir)
@@ -144,11 +145,9 @@ def claim_session(run_dir: str | os.PathLike[str]) -> int:
             lock.unlink()
             raise RunInUseError(f"--output_dir {os.fspath(run_dir)}: {reason}")
         # A process that was killed has left unfinished files, and small ones that were merged.
-        for table in TABLES:
-            left = [*table.folder(run_dir).glob(".session-*.tmp")]
-            merged = {*_named_files(table.folder(run_dir))}
-            merged.difference_update(record_files(table.folder(run_dir)))
-            for path in (*left, *(file.path for file in merged)):
+        for folder in (table.folder(run_dir) for table in TABLES):
+            merged = {*_named_files(folder)} - {*record_files(folder)}
+            for path in (*folder.glob(".session-*.tmp"), *(file.path for file in merged)):
                 path.unlink()
     return number
 
@@ -156,22 +155,21 @@ def claim_session(run_dir: str | os.PathLike[str]) -> int:
 def check_output_dir(args: RLHFArguments) -> Findings:
     """Refuse a folder that another training writes its record to; the first rank looks."""
     writes = args.sample_log != "none" or "diversity" in args.callbacks
-    if writes and os.environ.get("RANK", "0") == "0":
-        with suppress(OSError):  # the record warns of a folder that cannot be read
-            if reason := reason_against(args.output_dir):
-                yield error(f"output_dir {args.output_dir}", reason)
+    looks = writes and os.environ.get("RANK", "0") == "0"
+    if looks and (reason := reason_against(args.output_dir)):
+        yield error(f"output_dir {args.output_dir}", reason)
 
 
-def next_session(run_dir: str | os.PathLike[str]) -> int:
+def next_session(run_dir: RunDir) -> int:
     """Return one more than the greatest number of a session that left files, from 0."""
-    files = [file for table in TABLES for file in record_files(table.folder(run_dir))]
-    numbers = [int(lock.stem.rpartition("-")[2]) for lock in _locks(run_dir)]
-    return max([*numbers, *(file.session for file in files)], default=-1) + 1
+    names = [path.name for table in TABLES for path in table.folder(run_dir).glob("*session-*")]
+    matches = [re.match(r"\.?session-(\d+)", name) for name in names]
+    return max([int(match[1]) for match in matches if match], default=-1) + 1
 
 
-def reason_against(run_dir: str | os.PathLike[str]) -> str:
-    """Say which other training writes its record to the folder, and what to do; "" for none."""
-    for lock in _locks(run_dir):
+def reason_against(run_dir: RunDir) -> str:
+    """Return which other training writes its record to the folder, with a remedy; "" for none."""
+    for lock in SAMPLES.folder(run_dir).resolve().glob(".session-[0-9]*.lock"):
         if str(lock) not in _held:
             # An exclusive lock asks for a descriptor that may write.
             with suppress(OSError), lock.open("r+") as file:
@@ -179,36 +177,27 @@ def reason_against(run_dir: str | os.PathLike[str]) -> str:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except (BlockingIOError, PermissionError):  # systems raise one or the other
                     return (
-                        f"{file.read() or 'another process'} trains into it. Expected a folder of "
-                        "its own for each training, or one would replace what the other writes. "
-                        "End that process, or give this training another --output_dir. If that "
-                        f"machine is gone and the disk does not know it, remove {lock}."
+                        f"{file.read() or 'another process'} trains into it. Two trainings would "
+                        "replace each other's files. End that process, or give this training "
+                        "another --output_dir. If its machine is gone and the disk still has the "
+                        f"lock, remove {lock}."
                     )
     return ""
-
-
-def _locks(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """Return the locks of all sessions, their paths as in `_held`."""
-    return [*SAMPLES.folder(run_dir).resolve().glob(".session-[0-9]*.lock")]
 
 
 # --- the writer ---
 
 
 class SampleLog:
-    """Writes the rows of one session beside the training; for one thread at a time.
+    """Writes the rows of one session in a thread of its own, beside the training; for one caller
+    at a time.
 
-    A disk that fails does not end the training: what it did not take waits in memory, and is
-    written in its order once it can be.
+    A disk that fails does not end the training: rounds wait in memory, and are written in their
+    order once they can be.
     """
 
     def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        *,
-        session: int,
-        start_step: int,
-        max_bytes: int | None = None,
+        self, run_dir: RunDir, *, session: int, start_step: int, max_bytes: int | None = None
     ) -> None:
         """Write nothing yet.
 
@@ -221,21 +210,20 @@ class SampleLog:
         self._run_dir = Path(run_dir)
         self._session, self._start_step = session, start_step
         self.max_bytes = max_bytes
-        bound = FILE_BYTES * PARTS if max_bytes is None else max_bytes
-        self._file_bytes = min(FILE_BYTES, bound // PARTS)
+        self._file_bytes = min(FILE_BYTES, max_bytes // PARTS) if max_bytes else FILE_BYTES
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
         self._unwritten: list[Future[None]] = []
-        # The thread alone touches what follows.
+        # Only the thread touches the rest.
         self._num_files = Counter[str]()  # of each table
         # Each table's files that wait to be merged and follow one another, with their bytes.
         self._small = defaultdict[str, dict[RecordFile, int]](dict)
         # Rounds that are not on disk: those of the last call, and more where the disk failed.
         self._waiting: deque[tuple[Table, RoundId, pa.Table]] = deque()
         self._num_lost = 0
-        self._troubles: set[str] = set()  # that hold still, and of which a warning was logged
+        self._is_untidy = False  # whether a warning has said that merging or removing fails
 
     def append(self, rows: Sequence[Row], table: Table = SAMPLES) -> None:
-        """Have the thread write rows, a file for each round; `flush` waits for it.
+        """Have the thread write rows, a file for each round.
 
         Raises:
             ValueError: a row's counts disagree or a value does not fit; nothing is written.
@@ -244,19 +232,19 @@ class SampleLog:
         self._unwritten.append(self.writer.submit(self._write, rounds, table))
 
     def flush(self) -> None:
-        """Wait until all rows are on disk, or wait for a disk that failed."""
+        """Wait until all rows are on disk, or in memory where the disk fails."""
         while self._unwritten:
             self._unwritten.pop(0).result()
 
     def finish(self) -> None:
-        """Write what waits for a disk that failed, if that can be done now, and merge the files
-        that are left: no rows may come any more."""
+        """Try once more to write rounds that wait for the disk, and merge the files that are left;
+        no rows may follow."""
         self.writer.submit(self._write, [], SAMPLES).result()
-        self.writer.submit(self._finish).result()  # behind what `_write` has had merged
+        self.writer.submit(self._finish).result()  # after the merges that `_write` submits
 
     def _finish(self) -> None:
-        for small in self._small.values():
-            self._tidy(small)
+        for files in self._small.values():
+            self._tidy([*files])
         if num_lost := self._num_lost + len(self._waiting):
             logger.warning(
                 "%d rounds of the run's record are lost: %s could not be written.",
@@ -264,26 +252,26 @@ class SampleLog:
             )
 
     def _write(self, rounds: list[tuple[RoundId, pa.Table]], table: Table) -> None:
-        """Write rounds, a file each; runs in the thread."""
+        """Write rounds, a file each."""
+        was_waiting = bool(self._waiting)
         self._waiting.extend((table, *each) for each in rounds)
         try:
             while self._waiting:
                 self._write_round(*self._waiting[0])
                 self._waiting.popleft()
-            self._troubles.discard("full")
         except (OSError, pa.ArrowException) as e:
-            self._warn(
-                "full",
-                f"{self._run_dir}: the run's record cannot be written there ({e}). Rounds wait in "
-                f"memory, are tried again with the next one, and are lost beyond "
-                f"{WAITING_BYTES >> 20} MiB, the oldest first. Make room there, or correct "
-                "--output_dir. The training goes on.",
-            )
+            if not was_waiting:
+                logger.warning(
+                    "%s: the run's record cannot be written (%s). Rounds wait in memory and are "
+                    "tried again with the next one. Beyond %d MiB the oldest are lost. Make room "
+                    "there, or correct --output_dir. The training goes on.",
+                    *(self._run_dir, e, WAITING_BYTES >> 20),
+                )
             excess = sum(rows.nbytes for *_, rows in self._waiting) - WAITING_BYTES
             while excess > 0 and len(self._waiting) > 1:  # the newest round stays, however large
                 excess -= self._waiting.popleft()[-1].nbytes
                 self._num_lost += 1
-        self._tidy({})
+        self._tidy([])
 
     def _write_round(self, table: Table, round_: RoundId, rows: pa.Table) -> None:
         number, small = self._num_files[table.name], self._small[table.name]
@@ -297,42 +285,42 @@ class SampleLog:
         if not is_large:
             small[RecordFile(self._session, self._start_step, number, number, path)] = size
         is_much = len(small) >= FILES or sum(small.values()) >= self._file_bytes
-        if small and (is_large or is_much):
+        if small and (is_large or is_much):  # merged files follow one another
             del self._small[table.name]
-            self.writer.submit(self._tidy, small)  # `flush` need not wait for it
+            self.writer.submit(self._tidy, [*small])  # `flush` need not wait for it
 
     # --- few files, and not too many bytes ---
 
-    def _tidy(self, small: dict[RecordFile, int]) -> None:
-        """Remove the oldest files beyond the bound, and merge files that follow one another."""
+    def _tidy(self, files: Sequence[RecordFile]) -> None:
+        """Merge files that follow one another, and remove the oldest beyond the bound."""
         try:
-            # For a moment, a merged file takes room beside them.
-            self._remove_oldest(room=sum(small.values()) if len(small) > 1 else 0)
-            # The oldest may have gone: the numbers of the others follow one another.
-            files = [file for file in small if file.path.exists()]
+            files = [file for file in files if file.path.exists()]  # the oldest may be gone
             if len(files) > 1:
                 self._merge(files)
+            self._remove_oldest()
         except (OSError, ValueError, pa.ArrowException) as e:
-            self._warn(
-                "untidy",
-                f"{self._run_dir}: files of the run's record cannot be merged or removed ({e}). "
-                "They are read as they are, and --sample_log_gb does not bound them. Let this "
-                "process remove files there.",
-            )
+            if not self._is_untidy:
+                logger.warning(
+                    "%s: files of the run's record cannot be merged or removed (%s). They are read "
+                    "as they are, and --sample_log_gb does not bound them. Let this process remove "
+                    "files there.",
+                    *(self._run_dir, e),
+                )
+            self._is_untidy = True
 
-    def _merge(self, files: list[RecordFile]) -> None:
+    def _merge(self, files: Sequence[RecordFile]) -> None:
         first, last = files[0], files[-1]
         prefix = first.path.name.partition("-file-")[0]
         path = first.path.with_name(f"{prefix}-files-{first.first:06d}-{last.last:06d}.parquet")
-        # One is in memory at a time. A damaged one raises, and all stay: readers leave a damaged
-        # file out whole, and would lose 64 rounds with a merged one.
+        # One is in memory at a time. A damaged one raises, and all stay as they are: merged, it
+        # would take 64 rounds with it, since readers leave out damaged files.
         rounds = (pq.ParquetFile(f.path, page_checksum_verification=True).read() for f in files)
         _write_file(path, pq.read_schema(first.path), rounds)
-        for file in files:  # only now: a process that dies before leaves rounds twice
+        for file in files:  # only now: a process that dies before loses nothing
             file.path.unlink(missing_ok=True)
 
-    def _remove_oldest(self, *, room: int) -> None:
-        """Remove files of any session until what is left, and `room`, fit."""
+    def _remove_oldest(self) -> None:
+        """Remove files, of any session, until the others are within the bound."""
         if self.max_bytes is None:
             return
         sizes: dict[RecordFile, int] = {}
@@ -341,28 +329,21 @@ class SampleLog:
             files = record_files(table.folder(self._run_dir))
             newest |= {*files[-1:]}
             sizes |= {file: file.path.stat().st_size for file in files}
-        excess = sum(sizes.values()) + room - self.max_bytes
+        excess = sum(sizes.values()) - self.max_bytes
         for file in sorted(sizes, key=lambda file: (file.session, file.last)):
             if excess > 0 and file not in newest:
                 file.path.unlink(missing_ok=True)
                 excess -= sizes[file]
 
-    def _warn(self, trouble: str, message: str) -> None:
-        """Warn of a trouble when it begins."""
-        if trouble not in self._troubles:
-            logger.warning(message)
-        self._troubles.add(trouble)
-
 
 def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> int:
-    """Write rounds as the row groups of a file, and return its bytes; it is on disk when this
-    returns.
+    """Write rounds as the row groups of a file, and return its bytes once it is on disk.
 
     Raises:
         OSError: it cannot be written, or may not be on disk yet; to write it again does no harm.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.tmp")  # pandas passes over names that begin so
+    unfinished = path.with_name(f".{path.name}.tmp")  # pandas ignores such names
     try:
         with unfinished.open("wb") as file:
             with pq.ParquetWriter(
@@ -386,7 +367,7 @@ def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> in
         unfinished.replace(path)  # after its bytes: a crash must not leave the name without them
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the name is on disk, too
+            os.fsync(folder)  # the name too is on disk
         finally:
             os.close(folder)
         return size

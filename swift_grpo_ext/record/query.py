@@ -1,20 +1,20 @@
-"""Reads a run's record with SQL (DuckDB): every row once, over all sessions.
+"""Reads a run's record with SQL (DuckDB): each row once, over all sessions.
 
-`Record` has a view for each table, `samples`, `rewards` and `diversity`, and `scored`: the samples
-beside their scores. The `fate` of samples without a score is `generated` there.
+`Record` has a view for each table, `samples`, `rewards` and `diversity`, and `scored`: samples
+beside their scores. There the `fate` of samples without a score is `generated`.
 
 **Each row once.** A session that was resumed from the checkpoint of optimizer step s supersedes, of
-the sessions before it,
+earlier sessions,
 
-- `train` rounds of step s and later: a round bears the step at which it begins;
+- `train` rounds of step s and later: a round has the step at which it begins;
 - `eval` rounds of steps after s: the evaluation at s ran after update s and before the checkpoint,
   and the resumed run need not evaluate there again;
-- everything, if s is 0: such a run began anew;
+- everything, if s is 0: such a run began again;
 - any round that it has rows of itself, such as one that it was resumed in the middle of. A round is
-  replaced whole, never sample by sample, so that no group holds samples of two sessions.
+  replaced whole, so that no group holds samples of two sessions.
 
-A session that wrote no rows supersedes nothing. Scores count where they are of the session that
-the samples are of.
+A session that wrote no rows supersedes nothing. A score counts if it is of the session of its
+sample.
 
 **Damage.** DuckDB reads no checksums of pages, so pyarrow checks a file when it is first seen. A
 damaged file is left out whole, with a warning, until it changes. A file that the system cannot read
@@ -24,10 +24,9 @@ damaged file is left out whole, with a warning, until it changes. A file that th
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -40,11 +39,11 @@ from swift_grpo_ext.record.log import RecordFile, record_files
 from swift_grpo_ext.record.tables import (
     DIVERSITY,
     REWARDS,
-    ROUND_COLUMNS,
     SAMPLE_ID_COLUMNS,
     SAMPLES,
     TABLES,
     DiversityRow,
+    RunDir,
     SampleRow,
     Table,
     to_diversity,
@@ -54,19 +53,25 @@ from swift_grpo_ext.sampling.seeding import Phase, RoundId
 
 logger = logging.getLogger(__name__)
 
-BATCH_ROWS = 1024  # in memory of a file that is checked
+BATCH_ROWS = 1024  # of a file that is checked, in memory at a time
 
+# pyarrow and DuckDB raise these where bytes or columns are not those that were written.
 DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, duckdb.Error)
-"""Both raise these where bytes, or columns, are not what was written."""
 
-# `rounds` says what the files hold.
+# The rounds that each sound file holds rows of, in the table that the file belongs to.
+ROUNDS = """
+create table rounds (
+    owner text, session int, start_step bigint, phase text, step bigint, number bigint, path text)
+"""
+
 COUNTED = """
 create or replace table counted as
-with starts as (select distinct of, session, start_step from rounds),
-     latest as (select of, phase, step, number, max(session) as session from rounds group by all)
+with starts as (select distinct owner, session, start_step from rounds),
+     latest as (
+        select owner, phase, step, number, max(session) as session from rounds group by all)
 from latest where not exists (
     from starts
-    where starts.of = latest.of and starts.session > latest.session
+    where starts.owner = latest.owner and starts.session > latest.session
       and (start_step = 0 or step > start_step or (step = start_step and phase = 'train')))
 """
 
@@ -79,16 +84,16 @@ from samples left join rewards using (session, phase, step, number, "group", "in
 
 
 class Record:
-    """A run's record, again and again while it goes on: `refresh` looks for files that are new, and
-    several threads may ask meanwhile."""
+    """A run's record while the run goes on: `refresh` looks for new files, and several threads may
+    ask meanwhile."""
 
-    def __init__(self, run_dir: str | os.PathLike[str], *, max_mb: int = 2000) -> None:
-        """Begin with a folder. `max_mb` is DuckDB's memory; the rest goes to a temporary folder."""
+    def __init__(self, run_dir: RunDir, *, max_mb: int = 2000) -> None:
+        """Begin without files. `max_mb` is DuckDB's memory; the rest goes to a temporary folder."""
         self.run_dir = Path(run_dir)
-        self.version = -1  # grows when what the views show has changed, from 0
+        self.version = -1  # from 0; grows when the views change
         self.is_whole = False  # whether the views show all that was on disk
         self._lock = Lock()
-        self._rounds: dict[RecordFile, set[RoundId]] = {}  # of each sound file, of all tables
+        self._sound: set[RecordFile] = set()
         # Files that are left out, with their sizes and times; None where the next try may succeed.
         self._unread: dict[RecordFile, tuple[int, int] | None] = {}
         self._spill = tempfile.TemporaryDirectory(prefix="swift-grpo-ext-")
@@ -99,42 +104,36 @@ class Record:
                 "preserve_insertion_order": False,
             }
         )
+        self._database.execute(ROUNDS)
         for table in TABLES:
             self._database.register("empty", table.schema.empty_table())
             self._database.execute(f"create table no_{table.name} as from empty")
         self._publish()
 
     def refresh(self, seconds: float = float("inf")) -> bool:
-        """Check the files that are new, the newest first, and show their rows, for some seconds at
-        most; return whether the views have changed.
+        """Check new files, the newest first, for some seconds at most, and show their rows; return
+        whether the views have changed.
 
         Raises:
             OSError: a folder cannot be listed.
         """
+        deadline = time.monotonic() + seconds
         with self._lock:
             files = {f: table for table in TABLES for f in record_files(table.folder(self.run_dir))}
-            # Others were merged, or removed by a bounded record.
-            known = {f: rounds for f, rounds in self._rounds.items() if f in files}
-            has_changed = len(known) < len(self._rounds)
-            self._rounds = known
+            known = self._sound & files.keys()  # others were merged, or removed by `SampleLog`
+            has_changed = known != self._sound
+            self._sound = known
             self._unread = {f: version for f, version in self._unread.items() if f in files}
-            new = [
-                (file, table)
-                for file, table in files.items()
-                if file not in known
-                and (not (unread := self._unread.get(file)) or unread != _version_of(file.path))
-            ]
-            new.sort(key=lambda each: (each[0].session, each[0].last), reverse=True)
-            deadline = time.monotonic() + seconds
-            num_checked = 0
-            for file, table in new:
-                has_changed |= self._check(file, table)
-                num_checked += 1
+            new = sorted(files.keys() - known)
+            new = [file for file in new if self._unread.get(file) != _version_of(file.path)]
+            while new:
+                file = new.pop()
+                has_changed |= self._check(file, files[file])
                 if time.monotonic() > deadline:
                     break
+            self.is_whole = not new
             if has_changed:
                 self._publish()
-            self.is_whole = num_checked == len(new)
             return has_changed
 
     def cursor(self) -> duckdb.DuckDBPyConnection:
@@ -142,15 +141,16 @@ class Record:
         return self._database.cursor()
 
     def table(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> pa.Table:
-        """Return what a query finds. Files that have gone since `refresh`, or that DuckDB cannot
+        """Return what a query finds. Files that are gone since `refresh`, or that DuckDB cannot
         read, are left out."""
-        try:
-            return self.cursor().sql(query, params=values or None).to_arrow_table()
-        except duckdb.OutOfMemoryException:
-            raise
-        except duckdb.Error:
-            self._leave_out_what_fails()
-            self.refresh()  # a merged file may have replaced others
+        repairs: list[Callable[[], object]] = [self.refresh, self._leave_out_what_fails]
+        for repair in repairs:
+            try:
+                return self.cursor().sql(query, params=values or None).to_arrow_table()
+            except duckdb.OutOfMemoryException:
+                raise
+            except duckdb.Error:
+                repair()
         return self.cursor().sql(query, params=values or None).to_arrow_table()
 
     def rows(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> list[dict[str, Any]]:
@@ -165,63 +165,62 @@ class Record:
     def rounds(self) -> list[RoundId]:
         """Return the rounds with samples that count, the newest first; an evaluation comes
         before the training rounds of its step."""
-        query = "select phase, step, number from counted where of = 'samples'"
+        query = "select phase, step, number from counted where owner = 'samples'"
         found = [RoundId(*row) for row in self.cursor().execute(query).fetchall()]
         return sorted(found, key=lambda name: (-name.step, name.phase, -name.number))
 
     def _check(self, file: RecordFile, table: Table) -> bool:
-        """Take a file up if it is sound; return whether it is."""
+        """Add a file if it is sound; return whether it is."""
+        path = literal(str(file.path))
         try:
-            rounds = rounds_of_file(file.path, table)
-            self.cursor().execute(f"describe from read_parquet([{literal(str(file.path))}])")
+            check_file(file.path, table)
+            self.cursor().execute(
+                f"insert into rounds select distinct '{table.name}', {file.session}, "
+                f"{file.start_step}, phase, step, number, {path} from read_parquet([{path}])"
+            )
         except DAMAGE as e:
             self._leave_out(file, e)
             return False
-        self._rounds[file] = rounds
+        self._sound.add(file)
         self._unread.pop(file, None)
         return True
 
     def _leave_out(self, file: RecordFile, cause: Exception) -> None:
-        if not file.path.exists():  # merged since, or removed by a bounded record
+        """Warn of a file that cannot be read, once until it changes."""
+        if not (version := _version_of(file.path)):  # merged since, or removed
             return
-        # Arrow reports damage in words alone, the system its errors with a number.
-        is_damaged = not (isinstance(cause, OSError) and cause.errno)
-        version = _version_of(file.path) if is_damaged else None
-        if file not in self._unread or self._unread[file] != version:
-            remedy = "Restore it from a copy." if is_damaged else "It will be tried again."
-            state = "is damaged" if is_damaged else "cannot be read now"
-            logger.warning("%s %s (%s): its rows are left out. %s", file.path, state, cause, remedy)
-        self._unread[file] = version
+        # Errors of the system have a number, and may pass; Arrow's errors about damage have none.
+        unread = None if isinstance(cause, OSError) and cause.errno else version
+        if self._unread.get(file, ()) != unread:
+            logger.warning(
+                "%s cannot be read (%s): its rows are left out. If it is damaged, restore it from "
+                "a copy.",
+                *(file.path, cause),
+            )
+        self._unread[file] = unread
 
     def _leave_out_what_fails(self) -> None:
-        """Have DuckDB read each file whole, since it reads headers that pyarrow passes over."""
+        """Have DuckDB read each file whole: it reads headers that pyarrow passes over."""
         with self._lock:
-            for file in [*self._rounds]:
+            for file in [*self._sound]:
                 path = literal(str(file.path))
                 try:
-                    query = f"select bit_xor(hash(columns(*))) from read_parquet([{path}])"
                     with file.path.open("rb"):  # an error of the system has its number
+                        query = f"select bit_xor(hash(columns(*))) from read_parquet([{path}])"
                         self.cursor().execute(query).fetchall()
-                except duckdb.OutOfMemoryException:  # which is no fault of the file
+                except duckdb.OutOfMemoryException:  # no fault of the file
                     continue
                 except (OSError, duckdb.Error) as e:
-                    del self._rounds[file]
+                    self._sound.remove(file)
                     self._leave_out(file, e)
             self._publish()
 
     def _publish(self) -> None:
         """Have the views show the rows of the sound files that count."""
-        kinds = {"of": pa.utf8(), "session": pa.int32(), "start_step": pa.int64()}
-        kinds |= {name: SAMPLES.schema.field(name).type for name in ROUND_COLUMNS}
-        held = [
-            dict(zip(kinds, (_table_of(f), f.session, f.start_step, *round_), strict=True))
-            for f, rounds in self._rounds.items()
-            for round_ in rounds
-        ]
+        paths = [str(file.path) for file in self._sound]
         cursor = self._database.cursor()
-        cursor.register("held", pa.Table.from_pylist(held, pa.schema(kinds)))
         cursor.begin()
-        cursor.execute("create or replace table rounds as from held")
+        cursor.execute("delete from rounds where path not in (select unnest(?::text[]))", [paths])
         cursor.execute(COUNTED)
         for table in TABLES:
             cursor.execute(f"create or replace view {table.name} as {self._rows_of(table)}")
@@ -231,12 +230,13 @@ class Record:
 
     def _rows_of(self, table: Table) -> str:
         """Return the query for the rows of a table that count."""
-        paths = [literal(str(file.path)) for file in self._rounds if _table_of(file) == table.name]
-        if not paths:
+        files = [file for file in self._sound if file.path.parent.name == table.name]
+        if not files:
             return f"from no_{table.name}"
-        of = DIVERSITY.name if table is DIVERSITY else SAMPLES.name
+        paths = ", ".join(literal(str(file.path)) for file in sorted(files))
+        owner = DIVERSITY.name if table is DIVERSITY else SAMPLES.name
         return (
-            f"from read_parquet([{', '.join(paths)}]) semi join (from counted where of = '{of}') "
+            f"from read_parquet([{paths}]) semi join (from counted where owner = '{owner}') "
             "using (session, phase, step, number)"
         )
 
@@ -256,37 +256,30 @@ def where_round(name: RoundId) -> str:
     return f"phase = {literal(name.phase)} and step = {name.step:d} and number = {name.number:d}"
 
 
-def rounds_of_file(path: Path, table: Table) -> set[RoundId]:
-    """Read a whole file, and return its rounds; raises one of `DAMAGE` where it is not sound."""
-    rounds = set[RoundId]()
+def check_file(path: Path, table: Table) -> None:
+    """Read a whole file; raise one of `DAMAGE` where it is not sound."""
     with pq.ParquetFile(path, page_checksum_verification=True) as source:
         for batch in source.iter_batches(BATCH_ROWS, use_threads=False):
             rows = pa.Table.from_batches([batch])
             rows.validate(full=True)  # checksums cover pages, and neither their headers nor footers
-            rows = rows.select(table.schema.names).cast(table.schema)
-            names = rows.select(ROUND_COLUMNS).group_by(ROUND_COLUMNS).aggregate([])
-            rounds |= {RoundId(*row.values()) for row in names.to_pylist()}
-    if not rounds:
-        raise ValueError("it has no rows")
-    return rounds
+            rows.select(table.schema.names).cast(table.schema)
+        if not source.metadata.num_rows:
+            raise ValueError("it has no rows")
 
 
-def _table_of(file: RecordFile) -> str:
-    return file.path.parent.name
-
-
-def _version_of(path: Path) -> tuple[int, int]:
+def _version_of(path: Path) -> tuple[int, int] | None:
+    """Return a file's size and time; None where it is gone."""
     try:
         status = path.stat()
     except OSError:
-        return (0, 0)
+        return None
     return status.st_size, status.st_mtime_ns
 
 
 # --- whole tables ---
 
 
-def open_record(run_dir: str | os.PathLike[str]) -> Record:
+def open_record(run_dir: RunDir) -> Record:
     """Return a run's record with all that is on disk.
 
     Raises:
@@ -303,54 +296,33 @@ def open_record(run_dir: str | os.PathLike[str]) -> Record:
     return record
 
 
-def read_samples(
-    run_dir: str | os.PathLike[str],
-    *,
-    columns: Sequence[str] | None = None,
-    phase: Phase | None = None,
-    steps: range | None = None,
-) -> pa.Table:
-    """Return the samples of a run, sorted by phase, step, number, group, index and turn.
+def read_samples(run_dir: RunDir, *, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return a run's samples, sorted by phase, step, number, group, index and turn.
 
     Args:
         columns: names, in the order that the table is to have; None for all.
-        phase: None for both.
-        steps: of the rounds; None for all.
 
     Raises:
         FileNotFoundError: the run has no samples.
         KeyError: there is no such column.
     """
-    where = "true" if phase is None else f"phase = {literal(phase)}"
-    if steps is not None:
-        where += f" and step >= {steps.start:d} and step < {steps.stop:d}"
-    return _read(open_record(run_dir), SAMPLES, columns, where)
+    return _read(open_record(run_dir), SAMPLES, columns)
 
 
-def read_rewards(
-    run_dir: str | os.PathLike[str], *, columns: Sequence[str] | None = None
-) -> pa.Table:
+def read_rewards(run_dir: RunDir, *, columns: Sequence[str] | None = None) -> pa.Table:
     """Return the scores of a run's samples, sorted by phase, step, number, group and index; raises
     what `read_samples` does."""
     return _read(open_record(run_dir), REWARDS, columns)
 
 
-def read_diversity(run_dir: str | os.PathLike[str]) -> list[DiversityRow]:
-    """Return what the monitor measured in each round, in the order of the steps that log it; empty
-    where it was not on."""
-    record = Record(run_dir)
-    record.refresh()
-    return diversity_of(record)
-
-
 def diversity_of(record: Record) -> list[DiversityRow]:
-    """Return what `read_diversity` does of a record that is open."""
+    """Return what the monitor measured in each round, in the order of the steps that log it."""
     found = to_diversity(_read(record, DIVERSITY))
     return sorted(found, key=lambda r: (r.steps_done, r.round.phase == "eval", r.round.number))
 
 
 def read_group(
-    run_dir: str | os.PathLike[str], *, phase: Phase, step: int, number: int, group: int
+    run_dir: RunDir, *, phase: Phase, step: int, number: int, group: int
 ) -> list[SampleRow]:
     """Return all completions of one group, by index and turn.
 

@@ -1,5 +1,5 @@
 """Makes a row of each sample as it is generated, in a training or a server. Rank 0 gathers the
-rows of a round, writes them, and shows them to listeners.
+rows of a round, writes them, and passes them to listeners.
 
 Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its escape, `\\ud83d`.
 """
@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +19,7 @@ import numpy as np
 from swift_grpo_ext.media.pictures import utf8
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record.log import RunInUseError, SampleLog, claim_session
-from swift_grpo_ext.record.tables import (
-    DIVERSITY,
-    REWARDS,
-    DiversityRow,
-    RewardRow,
-    SampleRow,
-)
+from swift_grpo_ext.record.tables import DIVERSITY, REWARDS, DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.rollout.conversation import Turn
 
 if TYPE_CHECKING:
@@ -43,7 +36,7 @@ class SampleRecorder:
     Args:
         kept: `--sample_log`.
         max_gb: `--sample_log_gb`.
-        keeps_diversity: whether the monitor's rows come; `kept` does not concern them.
+        keeps_diversity: whether the monitor's rows are written, whatever `kept` is.
     """
 
     def __init__(
@@ -63,8 +56,7 @@ class SampleRecorder:
         self.log: SampleLog | None = None  # of a session, on rank 0
         # Samples of this rank since the last `write`; the thread that generates appends them.
         self._taken: deque[list[SampleRow]] = deque()
-        self._is_unreadable = False
-        # Every rank adds the same. Those of rank 0 get the samples of all ranks.
+        # The same on every rank; only rank 0 calls them, with the samples of all ranks.
         self.listeners: list[Callable[[list[SampleRow]], None]] = []
 
     def open(self, *, start_step: int) -> None:
@@ -73,27 +65,19 @@ class SampleRecorder:
 
         Raises:
             RunInUseError: another training writes its record to the folder.
+            OSError: the folder cannot be read.
+            RolloutError: one of these, on other ranks than 0.
         """
         if self._session is not None or not self._keeps_any:
             return
-        session, refusal = None, ""
+        session: int | None = None
+        failure: Exception | None = None
         if self._ranks.rank == 0:
             try:
                 session = claim_session(self._run_dir)
-            except RunInUseError as e:
-                refusal = str(e)
-            except OSError as e:  # a disk that fails ends no training; the next round tries again
-                if not self._is_unreadable:
-                    logger.warning(
-                        "%s cannot be read (%s): samples are not recorded until it can be. The "
-                        "training goes on.",
-                        *(self._run_dir, e),
-                    )
-                self._is_unreadable = True
-        # All ranks learn what rank 0 found: were it to raise alone, they would wait here for ever.
-        (self._session, refusal), *_ = self._ranks.all_gather((session, refusal))
-        if refusal:
-            raise RunInUseError(refusal)
+            except (RunInUseError, OSError) as e:
+                failure = e
+        self._session, *_ = self._ranks.all_gather_or_raise(session, failure)
         if session is not None:
             self.log = SampleLog(
                 self._run_dir, session=session, start_step=start_step, max_bytes=self._max_bytes
@@ -107,11 +91,11 @@ class SampleRecorder:
         num_ranks: int,
         weight_version: int,
     ) -> None:
-        """Take down what this rank has generated.
+        """Note the samples that this rank has generated.
 
         Args:
             samples: ms-swift's, with the answers.
-            turns_of_samples: the turns of each; a sample that is no conversation has one.
+            turns_of_samples: the turns of each sample, one without a conversation.
             num_ranks: the number of ranks that these samples belong to, in order, this rank first.
             weight_version: optimizer steps behind the weights that generated them.
         """
@@ -125,16 +109,16 @@ class SampleRecorder:
         self.append(rows)
 
     def append(self, rows: list[SampleRow]) -> None:
-        """Take down rows of this rank."""
+        """Note rows of this rank."""
         if self._keeps_samples or self.listeners:
             self._taken.append(rows)
 
     def write(self) -> None:
-        """Have a thread of rank 0 write what all ranks have taken down; every rank calls it
-        together, once a round is generated. `flush` waits for the disk.
+        """Have a thread of rank 0 write the samples of all ranks, and pass them to listeners; every
+        rank calls it together, once a round is generated. `flush` waits for the disk.
 
         Raises:
-            ValueError: on rank 0, a sample has other counts than it should.
+            ValueError: on rank 0, a sample's tokens and log-probabilities differ in number.
         """
         if not (self._keeps_samples or self.listeners):
             return
@@ -149,7 +133,7 @@ class SampleRecorder:
             listener(rows)
 
     def _take(self) -> list[SampleRow]:
-        # As many as are there now: with --async_generate a thread appends the next round meanwhile.
+        # Those that are here now: with --async_generate a thread appends the next round meanwhile.
         return [row for _ in range(len(self._taken)) for row in self._taken.popleft()]
 
     def _write(self, rows: list[SampleRow]) -> None:
@@ -158,7 +142,7 @@ class SampleRecorder:
             self.log.append(kept)
 
     def record_scores(self, rows: Sequence[RewardRow]) -> None:
-        """Write down how the samples of all ranks scored; wait until both are on disk."""
+        """Write the scores of all ranks' samples; wait until samples and scores are on disk."""
         if self.log is not None and self._keeps_samples:
             self.log.append(rows, REWARDS)
         self.flush()
@@ -173,17 +157,16 @@ class SampleRecorder:
             self.log.flush()
 
     def finish(self) -> None:
-        """Write what is left, if that can be done now: the training ends."""
+        """Write the rows that are left, as the training ends."""
         left = self._take()
         if self.log is not None:
             self._write(left)
             self.log.finish()
         elif left and self._session is not None and self._keeps_samples:
-            counts = Counter(str(row.sample_id.round) for row in left)
             logger.warning(
-                "Rank %d has generated %s samples that are not in the run's record: the rollout "
-                "failed before rank 0 had them.",
-                *(self._ranks.rank, ", ".join(f"{n} of {name}" for name, n in counts.items())),
+                "Rank %d has generated %d samples from %s on that are not in the run's record: the "
+                "rollout failed before rank 0 had them.",
+                *(self._ranks.rank, len(left), left[0].sample_id.round),
             )
 
 
@@ -195,10 +178,10 @@ def sample_row(
     rank: int = 0,
     mask: list[bool] | None = None,
 ) -> SampleRow:
-    """Return the row of a turn; arguments are its fields."""
+    """Return the row of a turn."""
     completion = turn.completion
     stop_reason, logprobs = completion.stop_reason, completion.logprobs
-    # Arrays, which pickle fast; mypy takes none for a sequence.
+    # Arrays pickle fast; to mypy they are no sequences.
     token_ids: Any = np.asarray(completion.token_ids, np.int32)
     known_logprobs: Any = None if logprobs is None else np.asarray(logprobs, np.float32)
     pictures = [picture.webp for picture in turn.media]
@@ -225,15 +208,12 @@ def sample_row(
 
 
 def view_command(run_dir: str) -> str:
-    """Return the command that shows a run, as it works when typed where the run is."""
-    folder, here = Path(run_dir), Path.cwd()
-    shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    return f"swift-grpo-ext view {shlex.quote(str(shown))}"
+    """Return the command that shows a run."""
+    return f"swift-grpo-ext view {shlex.quote(run_dir)}"
 
 
 def other_columns(extra: Mapping[str, object]) -> str | None:
-    """Return as JSON the columns of a row that are neither messages nor media; None where there are
-    none."""
+    """Return a data row's other columns as JSON; None without any."""
     kept = {}
     for name, value in extra.items():
         if value is not None and not name.startswith("_"):
@@ -244,25 +224,22 @@ def other_columns(extra: Mapping[str, object]) -> str | None:
 
 
 def masks_of(sample: RolloutSample, turns: Sequence[Turn]) -> list[list[bool] | None]:
-    """Return for each turn whether each of its tokens is trained on; None where all are, and where
-    that is unknown, since the scheduler has joined turns."""
+    """Return for each turn whether each of its tokens is trained on; None where all are, or where
+    the scheduler has joined turns."""
     ids, masks = sample.response_token_ids or [], sample.response_loss_mask or []
     if not len(ids) == len(masks) == sum(turn.is_answered for turn in turns):
         return [None] * len(turns)
     answers = zip(ids, masks, strict=True)
-    masks_of_turns: list[list[bool] | None] = []
-    for turn in turns:
-        if not turn.is_answered:
-            masks_of_turns.append(None)
-            continue
-        answer_ids, answer_mask = map(list, next(answers))
-        sampled = list(turn.completion.token_ids)
-        # ms-swift 4.6 puts a template's response prefix (`<think>`) before the sampled tokens
-        # (rollout/multi_turn.py, `get_response_token_data`), and schedulers put the environment's
-        # tokens behind them, or cut them short: tokens that are gone are not trained on.
-        start = answer_ids.index(sampled[0]) if sampled[0] in answer_ids else 0
-        answer = zip(sampled, answer_ids[start:], answer_mask[start:], strict=False)
-        kept = [bool(is_trained) and token == own for own, token, is_trained in answer]
-        kept += [False] * (len(sampled) - len(kept))
-        masks_of_turns.append(None if all(kept) else kept)
-    return masks_of_turns
+    return [_mask_of(turn, *next(answers)) if turn.is_answered else None for turn in turns]
+
+
+def _mask_of(turn: Turn, ids: Sequence[int], mask: Sequence[int]) -> list[bool] | None:
+    # ms-swift 4.6 puts a template's response prefix (`<think>`) before the sampled tokens
+    # (rollout/multi_turn.py, `get_response_token_data`). Schedulers append the environment's
+    # tokens, or cut the answer: tokens that are gone are not trained on.
+    sampled, ids = list(turn.completion.token_ids), list(ids)
+    start = ids.index(sampled[0]) if sampled[0] in ids else 0
+    answer = zip(sampled, ids[start:], list(mask)[start:], strict=False)
+    kept = [bool(is_trained) and token == own for own, token, is_trained in answer]
+    kept += [False] * (len(sampled) - len(kept))
+    return None if all(kept) else kept

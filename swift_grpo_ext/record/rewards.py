@@ -1,7 +1,7 @@
-"""Says how each sample scored and what became of it, in one row beside the sample's. Pure.
+"""Makes a row of each sample's score. Pure.
 
-Rows are written when a round ends: it is scored, and its advantages are known. Rounds that dynamic
-sampling added end with the round that they served.
+Rows are made when a round ends: rewards and advantages are known. Rounds that dynamic sampling
+added end with the round that they served.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from swift_grpo_ext.record.tables import Fate, RewardRow
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 
@@ -19,16 +21,15 @@ if TYPE_CHECKING:
 
     from swift_grpo_ext.rollout.sample import RolloutSample
 
-SHOWN_GAP = 0.05  # nats from which on a token's gap is recorded: most lie below
-MOST_GAPS = 64  # recorded of a completion: the greatest
+SHOWN_GAP = 0.05  # nats; a token's gap is recorded from here on: most are smaller
+MOST_GAPS = 64  # recorded of a completion, the greatest
 
 
 class RewardRecorder:
-    """Says how this rank's samples scored, once their round is over."""
+    """Makes the rows of this rank's samples, with the reward functions' names and weights."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float]) -> None:
-        """Take the reward functions' names and weights, in the order of the values."""
-        self._names = []  # one that comes again gets its number: `Accuracy`, `Accuracy_2`
+        self._names = []  # a repeated name gets a number: `Accuracy`, `Accuracy_2`
         for number, name in enumerate(names):
             count = names[: number + 1].count(name)
             self._names.append(f"{name}_{count}" if count > 1 else name)
@@ -43,7 +44,7 @@ class RewardRecorder:
     def generated(
         self, samples: Sequence[RolloutSample], values: Sequence[Sequence[float]]
     ) -> None:
-        """Note samples of this rank that dynamic sampling has scored, and may drop. `values` are
+        """Note samples that are scored, and that dynamic sampling may drop. `values` are
         [samples][functions], NaN where a function gave none."""
         for sample, row_values in zip(samples, values, strict=True):
             row = self._row(sample, row_values, fate="dropped")
@@ -57,18 +58,18 @@ class RewardRecorder:
         fate: Fate,
         extras: Mapping[SampleId, Mapping[str, Any]],
     ) -> list[RewardRow]:
-        """Return the scores of this rank's samples of a round that is over.
+        """Return the rows of a round that is over, with those of dropped samples.
 
         Args:
-            samples: those that this rank goes on with; `fate` is theirs.
+            samples: those that this rank goes on with, to which `fate` applies.
             values: [samples][functions]; NaN where a function gave none.
-            extras: by sample, `advantage`, `gap_mean`, `gap_max` and `gaps`, as far as known.
+            extras: by sample, the result of `training_scores`.
         """
         rows, self._generated = self._generated, {}
         for sample, row_values in zip(samples, values, strict=True):
             row = self._row(sample, row_values, fate=fate, **extras.get(sample.sample_id, {}))
             rows[row.sample_id] = row
-        rounds = {name.round for name in rows}  # of the next, groups may be replaced already
+        rounds = {name.round for name in rows}  # groups of the next round may be replaced already
         self._replaced_groups = {g for g in self._replaced_groups if g[0] not in rounds}
         return [*rows.values()]
 
@@ -91,8 +92,8 @@ class RewardRecorder:
 
 
 def scores_of_ranks(rows_of_ranks: Iterable[Sequence[RewardRow]]) -> list[RewardRow]:
-    """Return the score of each sample once, in the order of samples. After dynamic sampling
-    another rank may go on with a sample than has generated it: that sample was not dropped."""
+    """Return the row of each sample once, in the order of samples. With dynamic sampling one rank
+    may generate a sample and another one train on it: that sample was not dropped."""
     rows = sorted(chain(*rows_of_ranks), key=lambda row: row.fate != "dropped")
     scores = {row.sample_id: row for row in rows}
     return [scores[name] for name in sorted(scores)]
@@ -102,40 +103,33 @@ def training_scores(
     samples: Sequence[RolloutSample],
     micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]],
 ) -> dict[SampleId, dict[str, Any]]:
-    """Return what training adds to the samples' scores: `extras` of `RewardRecorder.record`.
+    """Return `advantage`, `gap_mean`, `gap_max` and `gaps` of this rank's samples, as far as known.
 
     Args:
         samples: this rank's; those of GRPO have `advantages`.
         micro_batches: the samples of each, and its tensors of [samples, tokens].
     """
-    scores: dict[SampleId, dict[str, Any]] = {
-        sample.sample_id: {}
-        if (advantage := getattr(sample, "advantages", None)) is None
-        else {"advantage": float(advantage)}
-        for sample in samples
-    }
+    scores: dict[SampleId, dict[str, Any]] = {}
+    for sample in samples:
+        advantage = getattr(sample, "advantages", None)
+        known = {} if advantage is None else {"advantage": float(advantage)}
+        scores[sample.sample_id] = known
     for chunk, batch in micro_batches:
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
         if rollout is None or training is None:
             continue
-        # On the device, with one transfer for each of four columns, not one for each sample.
-        mask = batch.completion_mask
-        gaps = (training - rollout).abs().float() * mask
-        counts = mask.sum(1)
-        greatest, places = gaps.topk(min(MOST_GAPS, gaps.shape[1]), dim=1)
-        positions = (mask.cumsum(1) - 1).gather(1, places)  # among the tokens that are trained on
-        means = gaps.sum(1) / counts.clamp(min=1)  # of a completion without tokens, 0
-        for sample, count, mean, values, value_places in zip(
-            *(chunk, counts.tolist(), means.tolist(), greatest.tolist(), positions.tolist()),
-            strict=True,
-        ):
+        gaps = (training - rollout).abs().float().detach().cpu().numpy()
+        trained = batch.completion_mask.bool().cpu().numpy()
+        for sample, row, mask in zip(chunk, gaps, trained, strict=True):
+            own = row[mask]  # gaps of the tokens that are trained on
+            mean = float(own.mean()) if len(own) else 0.0
             # With sequence parallelism a micro-batch has other ranks' samples too.
             score = scores.get(sample.sample_id, {})
-            score.update(gap_mean=mean, gap_max=values[0])
-            # ms-swift has a lone turn's ids as they are, and a list for each of several turns. A
-            # mask that leaves some out counts other positions than the completion's.
+            score.update(gap_mean=mean, gap_max=float(own.max(initial=0.0)))
+            # ms-swift has token ids, or a list of them for each of several turns. Where the mask
+            # leaves some out, their positions in the completion are unknown.
             turns = sample.response_token_ids
-            if count == sum(1 if isinstance(turn, int) else len(turn) for turn in turns):
-                pairs = zip(value_places, values, strict=True)
-                score["gaps"] = sorted((at, gap) for at, gap in pairs if gap >= SHOWN_GAP)
+            if len(own) == sum(1 if isinstance(turn, int) else len(turn) for turn in turns):
+                shown = sorted(np.flatnonzero(own >= SHOWN_GAP), key=lambda at: -own[at])
+                score["gaps"] = [(int(at), float(own[at])) for at in sorted(shown[:MOST_GAPS])]
     return scores

@@ -1,7 +1,7 @@
-"""Defines the three tables of a run's record and their rows. Pure.
+"""The three tables of a run's record, and their rows. Pure.
 
 `samples` has a row for each completion, `rewards` one for each sample's score, `diversity` one for
-what the monitor measured in a round. docs/internals.md says what each column holds.
+the monitor's measurements of a round. docs/internals.md explains each column.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -19,35 +19,26 @@ from numpy.typing import NDArray
 
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 
+RunDir: TypeAlias = "str | os.PathLike[str]"  # a training's folder
+
 ROUND_COLUMNS = ("phase", "step", "number")
 SAMPLE_ID_COLUMNS = (*ROUND_COLUMNS, "group", "index", "turn")
 
+# Steps in a nat to which log-probabilities are rounded: the error is at most 0.001 nats. They
+# compress as well as numbers of 16 bits do, which DuckDB does not read (docs/benchmarks.md).
 LOGPROB_STEPS = 512
-"""Steps in a nat to which log-probabilities are rounded: the error is at most 0.001 nats. They
-compress as well as numbers of 16 bits do, which DuckDB does not read (docs/benchmarks.md)."""
 
-# The columns' types: fields of rows name them, and those that may be None are nullable.
+# Fields of rows name their column's type; those that may be None are nullable.
 Int32 = Annotated[int, pa.int32()]
 Int64 = Annotated[int, pa.int64()]
 Float32 = Annotated[float, pa.float32()]
 Float64 = Annotated[float, pa.float64()]
 Text = Annotated[str, pa.utf8()]
 Flag = Annotated[bool, pa.bool_()]
-Ids = Annotated[Sequence[int], pa.list_(pa.int32())]
-Logprobs = Annotated[Sequence[float], pa.list_(pa.float32())]
-Texts = Annotated[Sequence[str], pa.list_(pa.utf8())]
-Pictures = Annotated[Sequence[bytes | None], pa.list_(pa.binary())]
-Flags = Annotated[Sequence[bool], pa.list_(pa.bool_())]
-Integers = Annotated[list[int], pa.list_(pa.int64())]
-Values = Annotated[Sequence[tuple[str, float | None]], pa.map_(pa.utf8(), pa.float32())]
-ValuesByToken = Annotated[Sequence[tuple[int, float]], pa.map_(pa.int32(), pa.float32())]
-Metrics = Annotated[dict[str, float], pa.map_(pa.utf8(), pa.float64())]
-Json = Annotated[list[dict[str, Any]], pa.utf8()]
 
 Fate = Literal["trained", "dropped", "evaluated"]
 
-VERDICTS = ("broken", "collapse", "unknown", "healthy")
-"""On a round, the worst first."""
+VERDICTS = ("broken", "collapse", "unknown", "healthy")  # on a round, the worst first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,16 +52,18 @@ class SampleRow:
     weight_version: Int64  # optimizer steps behind the weights that generated it
     finish_reason: Text | None
     stop_reason: Text | None = None  # the stop string, or the stop token's id in digits
-    token_ids: Ids
+    token_ids: Annotated[Sequence[int], pa.list_(pa.int32())]
     # Nats, in `LOGPROB_STEPS`; None where the engine gave none, or with `--sample_log tokens`.
-    logprobs: Logprobs | None
+    logprobs: Annotated[Sequence[float], pa.list_(pa.float32())] | None
     text: Text
     fingerprint: Text  # the hash of the prompt, media included: 32 hex digits
     prompt: Text  # the messages as JSON; of a later turn, those since the turn before
-    media: Texts  # of these messages: paths, URLs, digests of content that has neither
-    # Small pictures (WebP) of a later turn's `media` that are images without a path.
-    pictures: Pictures | None = None
-    mask: Flags | None = None  # whether a token was trained on; None where all were
+    # Of these messages: paths, URLs, digests of content that has neither.
+    media: Annotated[Sequence[str], pa.list_(pa.utf8())]
+    # Small copies (WebP) of a later turn's `media` that are images without a path.
+    pictures: Annotated[Sequence[bytes | None], pa.list_(pa.binary())] | None = None
+    # Whether a token was trained on; None where all were.
+    mask: Annotated[Sequence[bool], pa.list_(pa.bool_())] | None = None
     # From the request to the answer. A colocated engine answers a round's samples together.
     engine_seconds: Float32 = 0.0
     tool_seconds: Float32 = 0.0  # in the scheduler, between the answer before and the request
@@ -89,13 +82,14 @@ class SampleRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardRow:
-    """Says how one sample scored, and what became of it."""
+    """The score of one sample, and its fate."""
 
     sample_id: SampleId  # all turns of a conversation share one score
     # The weighted sum of the functions' values, before the KL term of `--kl_in_reward`; None where
     # no function gave a value.
     reward: Float32 | None
-    rewards: Values  # the functions' names and values
+    # The functions' names and values.
+    rewards: Annotated[Sequence[tuple[str, float | None]], pa.map_(pa.utf8(), pa.float32())]
     advantage: Float32 | None = None  # None where the sample was dropped
     # Nats between training and rollout, over the completion's tokens; None where one is unknown.
     gap_mean: Float32 | None = None
@@ -104,13 +98,13 @@ class RewardRow:
     replaced: Flag  # whether its prompt replaced one that could not be encoded
     # Position and gap of the tokens from `rewards.SHOWN_GAP` on; None where positions are unknown,
     # as in conversations with the environment's tokens.
-    gaps: ValuesByToken | None = None
+    gaps: Annotated[Sequence[tuple[int, float]], pa.map_(pa.int32(), pa.float32())] | None = None
     fate: Annotated[Fate, pa.utf8()]  # `dropped`: dynamic sampling left it out
 
 
 @dataclass(kw_only=True, slots=True)  # not frozen: the analyzer adds the alarm
 class DiversityRow:
-    """What the monitor measured in one round; an evaluation has a row for each of its batches."""
+    """The monitor's measurements of one round; an evaluation has a row for each of its batches."""
 
     round: RoundId
     num_samples: Int64
@@ -121,9 +115,11 @@ class DiversityRow:
     num_pairs: Int64
     num_earlier_pairs: Int64
     num_untested: Int64
-    metrics: Metrics
-    collisions: Json = field(default_factory=list)  # (see `diversity.analyzer`)
-    worst_groups: Integers = field(default_factory=list)  # numbers: collisions first, then copies
+    metrics: Annotated[dict[str, float], pa.map_(pa.utf8(), pa.float64())]
+    # As JSON (see `diversity.analyzer`).
+    collisions: Annotated[list[dict[str, Any]], pa.utf8()] = field(default_factory=list)
+    # Numbers of groups: first those with collisions, then those with copies.
+    worst_groups: Annotated[list[int], pa.list_(pa.int64())] = field(default_factory=list)
     remedy: Text = ""  # a key of `diversity/words.json`; empty without an alarm
     alarm: Text | None = None  # the text, which log, page and reporters count
 
@@ -147,14 +143,13 @@ class DiversityRow:
 Row: TypeAlias = SampleRow | RewardRow | DiversityRow
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """One table of a run's record."""
 
     name: str  # of its folder, in the run's folder
     schema: pa.Schema
 
-    def folder(self, run_dir: str | os.PathLike[str]) -> Path:
+    def folder(self, run_dir: RunDir) -> Path:
         return Path(run_dir) / self.name
 
 
@@ -180,20 +175,19 @@ TABLES = (SAMPLES, REWARDS, DIVERSITY)
 
 
 def rounds_of(rows: Iterable[Row], table: Table, *, session: int) -> list[tuple[RoundId, pa.Table]]:
-    """Return the rows of each round as the files hold them; raises what `to_arrow` does."""
-    rounds: dict[RoundId, list[Row]] = {}
-    for row in rows:
-        name = row.round if isinstance(row, DiversityRow) else row.sample_id.round
-        rounds.setdefault(name, []).append(row)
-    return [(name, to_arrow(found, table, session=session)) for name, found in rounds.items()]
-
-
-def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
-    """Return rows as the files hold them.
+    """Return the rows of each round as the files hold them.
 
     Raises:
         ValueError: a row's counts disagree, naming the sample; or a value does not fit its column.
     """
+    rounds: dict[RoundId, list[Row]] = {}
+    for row in rows:
+        name = row.round if isinstance(row, DiversityRow) else row.sample_id.round
+        rounds.setdefault(name, []).append(row)
+    return [(name, _to_arrow(found, table, session)) for name, found in rounds.items()]
+
+
+def _to_arrow(rows: Sequence[Row], table: Table, session: int) -> pa.Table:
     names = [row.round if isinstance(row, DiversityRow) else row.sample_id for row in rows]
     arrays = []
     for column in table.schema:
@@ -215,7 +209,7 @@ def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
 
 
 def _rounded(logprobs: Sequence[float]) -> NDArray[np.floating[Any]]:
-    """Return values in steps of 1 / `LOGPROB_STEPS`; behind 2^15 nats float32 has coarser ones."""
+    """Return values in steps of 1 / `LOGPROB_STEPS`; beyond 2^15 nats float32 has coarser ones."""
     return np.rint(np.asarray(logprobs, np.float32) * LOGPROB_STEPS) / LOGPROB_STEPS
 
 

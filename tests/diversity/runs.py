@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.record.query import read_diversity
 from swift_grpo_ext.record.tables import DIVERSITY, DiversityRow, SampleRow
 from tests.diversity.samples import group_of
-from tests.record.rows import open_log
+from tests.record.rows import open_log, read_diversity
 
 HOSTILE = "<script>alert('数字')</script>"
 

@@ -198,7 +198,7 @@ def test_one_round(
 
 def test_missing_logprobs_are_not_tested_but_counted() -> None:
     test = collision_test(group_of(*[[1] * 99] * 4, bits=None))
-    assert (test.log2_p, test.num_untested, test.is_tested) == (0.0, 4, False)
+    assert (test.log2_p, test.num_untested, test.num_pairs) == (0.0, 4, 0)
     assert test.collisions == []
 
 

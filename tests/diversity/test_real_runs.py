@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.record.query import read_diversity, read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import DiversityRow
 from swift_grpo_ext.tools.runs import find_run
 from swift_grpo_ext.tools.view.pages import write_page
+from tests.record.rows import read_diversity
 from tests.stack.processes import PLUGIN, Finished, swift
 from tests.stack.rounds import HOT, digits, write_lines
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_grpo_ext.record.log import SampleLog, record_files
+from swift_grpo_ext.record.query import Record, diversity_of
 from swift_grpo_ext.record.tables import SAMPLES, DiversityRow, SampleRow
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 
@@ -72,3 +73,9 @@ def write_session(
     log.append(rows)
     log.flush()
     return record_files(SAMPLES.folder(run_dir))[-1].path
+
+
+def read_diversity(run_dir: Path) -> list[DiversityRow]:
+    record = Record(run_dir)
+    record.refresh()
+    return diversity_of(record)

@@ -383,9 +383,9 @@ def test_what_a_full_disk_did_not_take_is_written_in_its_order(
         write(*range(3, 9))
         assert steps_of(tmp_path) == [0, 1, 2]
     assert caplog.messages == [
-        f"{tmp_path}: the run's record cannot be written there ([Errno 27] File too large). Rounds "
-        "wait in memory, are tried again with the next one, and are lost beyond 256 MiB, the "
-        "oldest first. Make room there, or correct --output_dir. The training goes on."
+        f"{tmp_path}: the run's record cannot be written ([Errno 27] File too large). Rounds wait "
+        "in memory and are tried again with the next one. Beyond 256 MiB the oldest are lost. Make "
+        "room there, or correct --output_dir. The training goes on."
     ]
     write(9, 10, 11)
     assert steps_of(tmp_path) == list(range(12))
@@ -441,7 +441,7 @@ def test_what_waits_for_a_full_disk_is_bounded(
     write_steps(log, 6)
     assert steps_of(tmp_path) == [3, 4, 5, 6]
     [message] = caplog.messages
-    assert "are lost beyond 1 MiB" in message
+    assert "Beyond 1 MiB the oldest are lost" in message
     with full_disk():
         write_steps(log, 7, 8)
         log.finish()
@@ -473,6 +473,6 @@ def test_a_damaged_file_is_named_and_left_out_whole(
         assert [row.sample_id.step for row in read_rows(tmp_path)] == [3]
         [message] = caplog.messages
         beginning, _, cause = message.partition("(")
-        assert beginning == f"{file.path} is damaged "
-        assert cause.endswith("): its rows are left out. Restore it from a copy.")
+        assert beginning == f"{file.path} cannot be read "
+        assert cause.endswith("rows are left out. If it is damaged, restore it from a copy.")
         assert len(cause.partition(")")[0]) > len("None")

@@ -164,7 +164,7 @@ def test_flipped_bits_are_named_or_harmless(
         if found.num_rows:
             assert found.equals(expected)
         else:
-            assert f"{path} is damaged (" in caplog.text
+            assert f"{path} cannot be read (" in caplog.text
             num_named += 1
     assert num_named > 30
 
@@ -180,7 +180,7 @@ def test_a_damaged_file_is_named_once_and_read_when_it_is_restored(
     assert [record.refresh() for _ in range(3)] == [True, False, False]
     assert steps_of(record) == [0]
     [message] = caplog.messages
-    assert message.startswith(f"{path} is damaged (")
+    assert message.startswith(f"{path} cannot be read (")
     path.write_bytes(sound)
     assert record.refresh()
     assert steps_of(record) == [0, 1]
@@ -215,7 +215,7 @@ def test_a_read_that_fails_is_tried_again(
     assert not any(record.refresh() for _ in range(2))
     assert steps_of(record) == [0]
     [message] = caplog.messages
-    assert "cannot be read now ([Errno 116] Stale file" in message
+    assert "cannot be read ([Errno 116] Stale file" in message
     disk.fails = False
     assert record.refresh()
     assert steps_of(record) == [0, 1]

@@ -24,7 +24,7 @@ from swift_grpo_ext.media.pictures import media_name
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.query import read_samples
-from swift_grpo_ext.record.recorder import SampleRecorder, other_columns, view_command
+from swift_grpo_ext.record.recorder import SampleRecorder, other_columns
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout.answers import answer_of
 from swift_grpo_ext.rollout.conversation import Conversation, Turn
@@ -202,8 +202,8 @@ def test_samples_that_rank_0_has_not_got_are_named(
     run_rank_groups(2, work)
     assert [row.sample_id for row in read(tmp_path)] == ids(0, 1, group=0)
     assert caplog.messages == [
-        "Rank 1 has generated 2 of train round 3.1 samples that are not in the run's record: the "
-        "rollout failed before rank 0 had them."
+        "Rank 1 has generated 2 samples from train round 3.1 on that are not in the run's record: "
+        "the rollout failed before rank 0 had them."
     ]
 
 
@@ -283,11 +283,3 @@ def test_equal_pixels_have_one_name() -> None:
     other[5_000] = 1  # which `repr` does not show
     different = [red, blue, turned, large, other, large.astype(np.int8)]
     assert len({media_name(each) for each in different}) == len(different)
-
-
-def test_the_command_works_as_typed_where_the_training_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert view_command(f"{tmp_path}/output/v0-1") == "swift-grpo-ext view output/v0-1"
-    assert view_command("/runs/my run") == "swift-grpo-ext view '/runs/my run'"

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 from swift_grpo_ext.checks.finding import enforce
-from swift_grpo_ext.ranks import RankGroup
+from swift_grpo_ext.ranks import RankGroup, RolloutError
 from swift_grpo_ext.record import log
 from swift_grpo_ext.record.log import check_output_dir, record_files
 from swift_grpo_ext.record.query import read_samples
@@ -30,7 +29,6 @@ from tests.record.rows import ROW, sample_id
 
 TRAINING = """
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from swift_grpo_ext.record.log import claim_session
@@ -77,19 +75,19 @@ def steps_of(folder: Path) -> list[int]:
 def test_two_trainings_in_one_folder_and_a_resume_after_a_kill(tmp_path: Path) -> None:
     """The second is refused on all ranks, and before its model is loaded; once the first was
     killed, a resume goes on where it was."""
-    said = list[str]()
+    said = dict[int, str]()
     args = command_line_arguments("rlhf", output_dir=str(tmp_path))
 
     def second(ranks: ThreadRanks) -> None:
-        with pytest.raises(log.RunInUseError) as caught:
+        with pytest.raises((log.RunInUseError, RolloutError)) as caught:
             SampleRecorder(str(tmp_path), ranks).open(start_step=0)
-        said.append(str(caught.value))
+        said[ranks.rank] = str(caught.value)
 
     enforce(check_output_dir(args))
     with training(tmp_path) as first:
         files = record_files(SAMPLES.folder(tmp_path))
         run_rank_groups(2, second)
-        assert said[0] == said[1]
+        assert said[1] == f"The rollout failed on rank 0: RunInUseError: {said[0]}"
         process = rf"--output_dir {tmp_path}: process {first.pid} on \S+ \(since [-0-9: ]+\) trains"
         assert re.match(process, said[0])
         assert "give this training another --output_dir" in said[0]
@@ -145,41 +143,22 @@ print(reason_against({str(tmp_path)!r}))
     assert said.stdout.startswith(f"process {os.getpid()} on ")
 
 
-def test_a_folder_that_cannot_be_read_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_folder_that_cannot_be_read_ends_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples are recorded from the round on at which it can be; no session takes another's
-    number."""
-    write(open_run(tmp_path), range(2))
+    """At the start, before a round is generated; else no session could tell its number."""
 
-    mended = threading.Event()
-    read = log.next_session
-
-    def fail_until_mended(run_dir: str) -> int:
-        if mended.is_set():
-            return read(run_dir)
+    def fail(run_dir: str) -> int:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    # once for all ranks: threads that each patched and restored would restore another's patch
-    monkeypatch.setattr(log, "next_session", fail_until_mended)
+    monkeypatch.setattr(log, "next_session", fail)
 
     def work(ranks: ThreadRanks) -> None:
-        recorder = SampleRecorder(str(tmp_path), ranks)
-        for _ in range(2):
-            recorder.open(start_step=2)
-        assert recorder.log is None
-        ranks.all_gather(None)
-        mended.set()
-        recorder.open(start_step=2)
-        write(recorder, range(2, 3))
+        kind = OSError if ranks.rank == 0 else RolloutError
+        with pytest.raises(kind, match="Stale file handle"):
+            SampleRecorder(str(tmp_path), ranks).open(start_step=2)
 
     run_rank_groups(2, work)
-    files = record_files(SAMPLES.folder(tmp_path))
-    assert {f.session for f in files} == {0, 1}
-    assert caplog.messages == [
-        f"{tmp_path} cannot be read ([Errno 116] Stale file handle): samples are not recorded "
-        "until it can be. The training goes on."
-    ]
 
 
 def test_a_folder_that_cannot_be_written_is_claimed_by_nobody(tmp_path: Path) -> None:

@@ -18,13 +18,14 @@ from swift.infer_engine.protocol import (
     UsageInfo,
 )
 
-from swift_grpo_ext.record.query import read_diversity, read_samples
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout.conversation import KEY, Turn, write_turns
 from swift_grpo_ext.rollout.wire import Completion, Prompt
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import record as record_module
+from tests.record.rows import read_diversity
 from tests.server.served import Deployed, Replica, request
 
 TOKENS = list(range(40))

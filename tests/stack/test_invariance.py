@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.record.query import read_diversity
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.tools.cli import main
+from tests.record.rows import read_diversity
 from tests.stack.conftest import STEPS
 from tests.stack.policy import SAME
 from tests.stack.rounds import (

@@ -12,8 +12,8 @@ import pytest
 import requests
 from PIL import Image
 
-from swift_grpo_ext.record.query import read_diversity
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from tests.record.rows import read_diversity
 from tests.stack import policy
 from tests.stack.rounds import (
     BATCH,
