@@ -37,7 +37,9 @@ from swift_grpo_ext.rollout.dispatch import (
     estimate_cost,
 )
 from swift_grpo_ext.rollout.wire import Answer, RequestMetadata, WeightReport, WireError
+from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server.lease import Leaseholder
+from swift_grpo_ext.timing.stalls import waiting
 from swift_grpo_ext.upstream.weight_sync import bounded_broadcasts, bounded_rendezvous
 
 if TYPE_CHECKING:
@@ -202,8 +204,10 @@ class RolloutServers:
         self, messages: Sequence[Message], send: Callable[[Server, list[int]], Sequence[T]]
     ) -> list[T]:
         def sensible(server: Server, share: list[int]) -> Sequence[T]:
+            first = messages[share[0]].sample_id
             try:
-                return send(server, share)
+                with waiting(f"{server.name}: {len(share)} requests, the first {first}"):
+                    return send(server, share)
             except (WireError, ValidationError, KeyError, TypeError, AttributeError) as e:
                 raise WorkerError(f"{server.name} gave an answer that makes no sense: {e}") from e
 
@@ -371,6 +375,7 @@ class RolloutServers:
 
 
 class Message(NamedTuple):
+    sample_id: SampleId  # of its first sample
     body: bytes  # made once: each server that is tried gets the same bytes
     cost: float  # for the balance
 
@@ -387,7 +392,9 @@ def _message(
             f"{metadata.sample_id}: the row cannot be sent to a server ({e}); expected text, "
             "finite numbers, lists and objects. Mend or drop the row."
         ) from e
-    return Message(body, estimate_cost(fields, metadata.count, config.max_tokens or 0))
+    return Message(
+        metadata.sample_id, body, estimate_cost(fields, metadata.count, config.max_tokens or 0)
+    )
 
 
 def _body(messages: Sequence[Message], share: Sequence[int], config: RequestConfig) -> bytes:

@@ -37,6 +37,7 @@ from swift_grpo_ext.rollout.dispatch import (
     dispatch,
 )
 from swift_grpo_ext.rollout.served import give_up, go_on
+from swift_grpo_ext.timing.stalls import waiting
 from swift_grpo_ext.upstream.patches import Moment, patch, repair
 from swift_grpo_ext.upstream.threads import in_thread
 
@@ -172,13 +173,15 @@ class ReplicaConnection:
         where the replica can be used no more."""
         late = WorkerLostError(f"a replica has not answered for {timeout:g} s (--rollout_timeout)")
         number, reply = self.send(command), GOES_ON
+        method = command["method"] if isinstance(command, dict) else command
         try:
-            while reply == GOES_ON:
-                deadline = monotonic() + timeout
-                if not self._connection.poll(timeout):
-                    raise late
-                reading = in_thread(self._connection.recv)  # the replica may stop halfway
-                answered, reply = reading.result(max(deadline - monotonic(), 1.0))
+            with waiting(f"replica {self.name}: `{method}`"):
+                while reply == GOES_ON:
+                    deadline = monotonic() + timeout
+                    if not self._connection.poll(timeout):
+                        raise late
+                    reading = in_thread(self._connection.recv)  # the replica may stop halfway
+                    answered, reply = reading.result(max(deadline - monotonic(), 1.0))
         except FutureTimeoutError as e:
             raise late from e
         except (EOFError, OSError) as e:

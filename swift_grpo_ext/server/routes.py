@@ -41,6 +41,7 @@ from swift_grpo_ext.server.other_clients import OtherClients
 from swift_grpo_ext.server.record import ServerRecord
 from swift_grpo_ext.server.replicas import ReplicaConnection, rpc
 from swift_grpo_ext.server.updates import Updates
+from swift_grpo_ext.timing.stalls import StallReports
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.determinism import batches_follow_arrival
@@ -133,6 +134,7 @@ def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:
     self.num_updates = 0
     self.app.get(REPORTS_PATH)(partial(_weight_reports, self))
     self.app.add_middleware(Turns, server=self, key=api_key.key_of(self.args))
+    StallReports().__enter__()  # until the process ends
 
 
 class Turns:

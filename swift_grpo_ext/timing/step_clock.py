@@ -50,6 +50,13 @@ class StepClock(TrainerCallback):
         self._timed = ExitStack()
         self._seconds: dict[str, float] = {}  # of the step so far, by part
         self._is_evaluating = False
+        self._stack = ["rest"]  # of parts, each within the one before
+        self._since = perf_counter()
+
+    @property
+    def running(self) -> tuple[str, float]:
+        """The part that runs, and when it began or another part within it ended."""
+        return self._stack[-1], self._since
 
     # --- hooks of transformers ---
 
@@ -62,8 +69,7 @@ class StepClock(TrainerCallback):
         if trainer.deepspeed is not None:  # its optimizer steps within `training_step`
             self._wrap(trainer.deepspeed, "step", "optimizer")
         self._thread = threading.get_ident()
-        self._stack = ["rest"]  # of parts, each within the one before
-        self._since = perf_counter()
+        self._stack, self._since = ["rest"], perf_counter()
         self._seconds = dict.fromkeys((*PARTS, *ROLLOUT_PARTS), 0.0)
 
     def on_optimizer_step(self, *args: object, **kwargs: object) -> None:

@@ -38,6 +38,7 @@ from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
 from swift_grpo_ext.sampling.sampler import EpochSampler
 from swift_grpo_ext.stops.templates import check_stop_settings
+from swift_grpo_ext.timing.stalls import StallReports
 from swift_grpo_ext.timing.step_clock import StepClock
 from swift_grpo_ext.training.batch import switch_off_dropout
 from swift_grpo_ext.training.encode import GroupEncoder
@@ -159,7 +160,8 @@ class RolloutTraining(RolloutTrainerMixin):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._summary.begin()
         try:
-            result = super().train(*args, **kwargs)
+            with StallReports(lambda: self._clock.running, self.ranks.rank, self.ranks.size):
+                result = super().train(*args, **kwargs)
             # With `--async_generate` a batch is still being generated that no step will use.
             wait(self._async_futures.values())
             return result

@@ -342,8 +342,8 @@ def test_only_what_may_be_repeated_is_sent_again(
                 while True:
                     connection, _ = listener.accept()
                     connection.recv(2**16)
-                    connection.close()
                     tries.append(1)
+                    connection.close()
 
         thread = threading.Thread(target=cut, daemon=True)
         thread.start()

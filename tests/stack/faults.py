@@ -4,7 +4,8 @@ trainers that are killed, wait, or fail to score.
 What is to happen comes from the environment variable `FAULTS`, as JSON: a list of faults with the
 step at which a rollout meets them, the turn and the replica, with the word `weights`, or the word
 `trainer` and a rank, which meets them between a step's rollout and its training if the reward
-`fate` is asked for. `MAX_RESTARTS` is how often a server starts replicas anew.
+`fate` is asked for. `MAX_RESTARTS` is how often a server starts replicas anew, and `STALL_MINUTES`
+how long a process waits before it reports.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from multiprocessing import parent_process
@@ -24,13 +26,23 @@ from swift_grpo_ext.rollout import engine, wire
 from swift_grpo_ext.rollout.answers import answer_of
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import replicas
+from swift_grpo_ext.timing import stalls
 from swift_grpo_ext.upstream.rows import column_of
+
+SECONDS_OF_PAUSE = 20.0
 
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 
 
 def is_this_ranks(fault: dict[str, Any]) -> bool:
     return str(fault.get("rank", 0)) == os.environ.get("RANK", "0")
+
+
+def pause() -> None:
+    """Stop this process as an overloaded machine would, and go on later."""
+    going_on = f"sleep {SECONDS_OF_PAUSE:g}; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", going_on])
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def meet(step: int, turn: int) -> None:
@@ -52,6 +64,8 @@ def meet(step: int, turn: int) -> None:
                 time.sleep(60)  # ends with it
             elif kind == "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            elif kind == "pause":
+                pause()
             elif kind == "raise":
                 raise OSError("the disk is gone")
 
@@ -65,6 +79,12 @@ class Fate(ORM):
             if fault.get("trainer") and (fault["step"], fault["rank"]) == (step, rank):
                 if fault["trainer"] == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if fault["trainer"] == "pause":
+                    pause()
+                    break
+                if fault["trainer"] == "sleep":
+                    time.sleep(SECONDS_OF_PAUSE)
+                    break
                 if fault["trainer"] == "raise":
                     raise OSError("the judge is gone")
                 folder = Path(fault["folder"])
@@ -103,6 +123,7 @@ def lose_received_weights() -> None:
 
 
 orms["fate"] = Fate
+stalls.MINUTES = float(os.environ.get("STALL_MINUTES", "10"))
 replicas.MAX_RESTARTS = int(os.environ.get("MAX_RESTARTS", "3"))
 engine.RolloutEngine = FailingEngine  # the server installs it
 rollout = sys.modules.get("swift.pipelines.infer.rollout")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -133,6 +134,32 @@ def test_samples_that_nobody_could_score_are_recorded(
     assert steps == [0] * BATCH + [1] * BATCH
     scored = read_rewards(tmp_path / "run", columns=["step"])["step"].to_pylist()
     assert scored == [0] * BATCH
+
+
+def test_a_run_that_hangs_says_who_waits_for_whom(assets: Path, rows: Path, tmp_path: Path) -> None:
+    """In round 0 rank 1's reward sleeps, in round 1 the replica is stopped, in round 2 rank 1; each
+    for 20 seconds, where reports come after 6."""
+    minutes = {"STALL_MINUTES": "0.1"}
+    server = server_argv(assets, plugins=[FAULTY])
+    env = minutes | faults({"step": 1, "kind": "pause"})
+    with rollout_server(*server, log=tmp_path / "server.log", env=env) as port:
+        kinds = faults(
+            {"trainer": "sleep", "step": 0, "rank": 1}, {"trainer": "pause", "step": 2, "rank": 1}
+        )
+        argv = (*FATE, *client_argv(port))
+        finished = train_with_faults(
+            assets, rows, tmp_path, *argv, ranks=2, env={**minutes, **kinds}
+        )
+    assert finished.returncode == 0, finished.cause
+    said = finished.output
+    assert "No part of the step has ended for 0.1 minutes." in said
+    assert re.search(r"rank 0: 0 min in `rewards`, at .* > all_gather \(", said)
+    assert re.search(r"rank 1: 0 min in `rewards`, at .* > __call__ \(faults.py:\d+\)", said)
+    request = rf"server 0 \(http://127.0.0.1:{port}\): \d+ requests, the first train round 1.0, "
+    assert re.search(rf"rank 0: 0 min in `generate`, .*; waits for {request}", said)
+    assert "rank 1: no answer; stopped, or on a machine that is lost" in said
+    server_log = (tmp_path / "server.log").read_text(encoding="utf-8")
+    assert "waits for replica 0.0: `infer` (0 min)" in server_log
 
 
 def test_trainer_and_server_come_back(
