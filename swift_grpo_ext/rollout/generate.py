@@ -87,13 +87,18 @@ def plan_requests(
         prompts[sample_id.group_id].add(prompt)
     requests: list[GroupRequest] = []
     upcoming = None  # the sample that the last request would go on with
-    for rank, samples in enumerate(samples_of_ranks):
-        for position, (sample_id, _) in enumerate(samples):
-            if sample_id == upcoming and len(prompts[sample_id.group_id]) == 1:
-                requests[-1].owners.append((rank, position))
-            else:
-                requests.append(GroupRequest(sample_id, [(rank, position)]))
-            upcoming = replace(sample_id, index=sample_id.index + 1)
+    # Ranks may have samples of several rounds (`training/resampling.py`).
+    in_order = sorted(
+        (sample_id, rank, position)
+        for rank, samples in enumerate(samples_of_ranks)
+        for position, (sample_id, _) in enumerate(samples)
+    )
+    for sample_id, rank, position in in_order:
+        if sample_id == upcoming and len(prompts[sample_id.group_id]) == 1:
+            requests[-1].owners.append((rank, position))
+        else:
+            requests.append(GroupRequest(sample_id, [(rank, position)]))
+        upcoming = replace(sample_id, index=sample_id.index + 1)
     return requests, [group for group, hashes in prompts.items() if len(hashes) > 1]
 
 

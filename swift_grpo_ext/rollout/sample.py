@@ -23,6 +23,11 @@ class RolloutFields(OnPolicySample):
     prompt_hash: str  # of its prompt, media included; known before the rollout
     rollout_prompts: Sequence[Prompt] = ()  # of each turn that was answered, as the engine saw it
 
+    def set_id(self, sample_id: SampleId) -> None:
+        """Name the sample; ms-swift's names follow."""
+        self.sample_id = sample_id
+        self.request_id, self.prompt_id = sample_id.request_id, sample_id.prompt_id
+
     def to_teacher_template_dict(self) -> dict[str, Any]:
         # Under their own name too: errors name a teacher's images by it (`read_row`).
         return {**super().to_teacher_template_dict(), TEACHER_IMAGES: self.teacher_images}

@@ -88,28 +88,25 @@ class RoundNames:
 
     def __init__(self, clock: RoundClock) -> None:
         self.clock = clock
-        self._regular = self.current = RoundId("train", 0, 0)
-        self._resamples = 0
+        self.current = RoundId("train", 0, 0)
         self._evaluation = RoundId("eval", -1, 0)  # before the first
         self._first_group = 0  # of an evaluation's next batch
 
     def begin_training(self, batch: int, *, ahead: bool = False) -> None:
         """Begin the round that serves training batch `batch`, or `ahead` of it the next one."""
         batch += self.clock.batches_per_round if ahead else 0
-        self._regular = self.current = self.clock.round_at(batch)
-        self._resamples = 0
+        self.current = self.clock.round_at(batch)
 
-    def begin_resampling(self) -> int:
-        """Begin a round of dynamic sampling; return the number of its batch in the resampling
-        order, which is its own."""
-        clock, step = self.clock, self._regular.step
+    def added(self, number: int) -> tuple[RoundId, int]:
+        """Return the name of round `number` of those that dynamic sampling adds to the current one,
+        and the number of its batch in the resampling order, which is its own."""
+        clock, (_, step, regular) = self.clock, self.current
         # Each regular round has as many numbers as it may need, behind all regular ones: a resumed
         # run cannot know how often earlier rounds were resampled.
         regular_rounds = -(-clock.batches_per_step // clock.batches_per_round)  # of a step, at most
-        added = self._regular.number * clock.max_resamples + self._resamples
-        self.current = RoundId("train", step, regular_rounds + added)
-        self._resamples += 1
-        return step * regular_rounds * clock.max_resamples + added
+        added = regular * clock.max_resamples + number
+        position = step * regular_rounds * clock.max_resamples + added
+        return RoundId("train", step, regular_rounds + added), position
 
     def begin_evaluation(self, step: int) -> None:
         """Begin an evaluation of one data set; a step may have several."""

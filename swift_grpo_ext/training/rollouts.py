@@ -37,6 +37,7 @@ from swift_grpo_ext.rollout.wire import Answer, RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
 from swift_grpo_ext.sampling.sampler import EpochSampler
+from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.timing.stalls import StallReports
 from swift_grpo_ext.timing.step_clock import StepClock
@@ -230,11 +231,16 @@ class RolloutTraining(RolloutTrainerMixin):
         self, inputs: list[Any], max_resample_rounds: int = 10, strip_response: bool = True
     ) -> list[Any]:
         """Replace failing prompts by whole groups, with `--truncation_strategy delete`."""
-        is_training = self.model.training
-        round_, first_group = self._rounds.upcoming(training=is_training)
+        upcoming = self._rounds.upcoming(training=self.model.training)
+        return self.replace_failing(inputs, *upcoming, strip_response=strip_response)
+
+    def replace_failing(
+        self, inputs: list[Any], round_: RoundId, first_group: int, *, strip_response: bool = True
+    ) -> list[Any]:
+        """Return this rank's rows of groups from `first_group` on, without failing prompts."""
         rows, replaced = replace_failing_prompts(
             inputs,
-            others=self.train_dataset if is_training else self._eval_rows,
+            others=self.train_dataset if self.model.training else self._eval_rows,
             round_=round_,
             first_group=first_group,
             group_size=self._group_size,
@@ -252,6 +258,8 @@ class RolloutTraining(RolloutTrainerMixin):
 
     def _add_prompt_id_to_inputs(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         """Name each sample by its position; groups are never merged by their words."""
+        if samples and hasattr(samples[0], "sample_id"):  # on all ranks: dynamic sampling names its
+            return samples
         # All ranks take part, one without samples too: ms-swift's own returns before its gather.
         sizes = self.ranks.all_gather(len(samples))
         num_groups = sum(sizes) // self._group_size
@@ -260,8 +268,7 @@ class RolloutTraining(RolloutTrainerMixin):
         positions = range(start, start + len(samples))
         sample_ids = sample_ids_at(round_, positions, self._group_size, first_group=first_group)
         for sample, sample_id in zip(samples, sample_ids, strict=True):
-            sample.sample_id = sample_id
-            sample.request_id, sample.prompt_id = sample_id.request_id, sample_id.prompt_id
+            sample.set_id(sample_id)
         return samples
 
     def _generate_completions(self, samples: list[RolloutSample]) -> list[RolloutSample]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,10 @@ from swift_grpo_ext.logits.router_replay import RouterReplay
 from swift_grpo_ext.rollout.placeholders import mask_models
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.scheduler import watch
-from swift_grpo_ext.sampling.sampler import EpochSampler
 from swift_grpo_ext.training.batch import check_batches, collate_groups, complete_teacher_views
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
-from swift_grpo_ext.training.rollouts import RolloutTraining, Round
+from swift_grpo_ext.training.resampling import DynamicSampling
+from swift_grpo_ext.training.rollouts import Round
 from swift_grpo_ext.upstream.patches import replaced
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-class RolloutGRPOTrainer(WholeCheckpoints, RolloutTraining, GRPOTrainer):
+class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
     """GRPO with the rollouts of `swift_grpo_ext`."""
 
     sample_cls = RolloutSample
@@ -63,32 +62,12 @@ class RolloutGRPOTrainer(WholeCheckpoints, RolloutTraining, GRPOTrainer):
             batch = clock.batches_at(self.state.global_step)
             self._rounds.begin_training(batch)
             before = clock.generation_batch_before(batch)
-            dataloader = [self._rows(self._get_train_sampler(), *before)]
+            dataloader = [self.rows_of(self._get_train_sampler().batch(*before))]
         # The mode says which names, seeds and G; ms-swift has not set it yet.
         was_training = self.model.training
         self.model.train(not evaluates)
         super()._prefetch(dataloader)
         self.model.train(was_training)
-
-    def _prepare_resample_data_iterator(self) -> None:
-        super()._prepare_resample_data_iterator()
-        if self.dynamic_sample:  # ms-swift's begins from the first row in each resumed run
-            self.dynamic_resample_iterator = self._resampled_rows()
-
-    def _resampled_rows(self) -> Iterator[list[Any]]:
-        """Yield this rank's rows of each round that dynamic sampling adds."""
-        upstream = GRPOTrainer._get_train_sampler(self)
-        upstream.seed = (upstream.seed or 0) + 1  # as ms-swift: not the order of training
-        sampler = EpochSampler(upstream, lambda: 0)  # `_rows` says which epoch it wants
-        while True:
-            position = self._rounds.begin_resampling()
-            yield self._rows(sampler, *divmod(position, sampler.num_batches))
-
-    def _rows(self, sampler: EpochSampler, epoch: int, batch: int) -> list[Any]:
-        indices = sampler.batch(epoch, batch)
-        share = len(indices) // self.ranks.size  # ranks divide a generation batch evenly, in order
-        start = share * self.ranks.rank
-        return [self.train_dataset[i] for i in indices[start : start + share]]
 
     # --- the training batch ---
 
@@ -203,20 +182,13 @@ class RolloutGRPOTrainer(WholeCheckpoints, RolloutTraining, GRPOTrainer):
 
     # --- how samples scored ---
 
-    def _compute_rewards_per_func(self, samples: list[RolloutSample]) -> torch.Tensor:
-        values = super()._compute_rewards_per_func(samples)
-        # Groups of equal rewards leave next; the record has their scores all the same.
-        if self.dynamic_sample and self.model.training:
-            self._rewards.generated(samples, self._own_share(samples, values))
-        return values
-
     def _postprocess_batch(
         self, samples: list[RolloutSample], batch_encoded_inputs: list[dict[str, Any]]
     ) -> None:
         super()._postprocess_batch(samples, batch_encoded_inputs)
         grpo_batches = [batch["grpo_batch"] for batch in batch_encoded_inputs]
         micro_batches = list(zip(self._chunks, grpo_batches, strict=True))
-        values = self._own_share(samples, self._rewards_per_func)
+        values = self.own_share(samples, self._rewards_per_func)
         self._round = Round(samples, micro_batches, values)
         if self._round.is_measured:
             self._end_round()
@@ -227,9 +199,3 @@ class RolloutGRPOTrainer(WholeCheckpoints, RolloutTraining, GRPOTrainer):
         if self._round is not None and self._round.is_measured:
             self._end_round()
         return loss
-
-    def _own_share(self, samples: list[RolloutSample], values: torch.Tensor) -> list[list[float]]:
-        # `values` are all ranks'. Sizes differ from those of `_add_prompt_id_to_inputs`, where a
-        # scheduler makes several samples of one.
-        start = sum(self.ranks.all_gather(len(samples))[: self.ranks.rank])
-        return list(values[start : start + len(samples)].tolist())

@@ -66,9 +66,7 @@ def names_from(clock: RoundClock, first_batch: int) -> list[list[tuple[RoundId, 
     for batch in range(first_batch, EPOCHS * clock.batches_per_epoch):
         names.begin_training(batch)
         rounds: list[tuple[RoundId, int | None]] = [(names.current, None)]
-        for _ in range(clock.max_resamples):
-            position = names.begin_resampling()
-            rounds.append((names.current, position))
+        rounds += [names.added(number) for number in range(clock.max_resamples)]
         found.append(rounds)
     return found
 

@@ -10,17 +10,20 @@ import pytest
 from swift_grpo_ext.record.query import read_rewards
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.policy import SAME
+from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,
     GROUP_SIZE,
     LORA,
     SHORT_STEPS,
     Samples,
+    client_argv,
     digits,
     logged_steps,
     read_records,
     recorded,
     run_training,
+    server_argv,
     token_ids,
     train,
     write_lines,
@@ -123,6 +126,40 @@ def test_dynamic_sampling_and_scores(assets: Path, rows: Path, tmp_path: Path) -
         assert score["advantage"] == pytest.approx(advantages.get(name))
         assert (score["gap_mean"] or 0) <= (score["gap_max"] or 0) < SAME
         assert not score["replaced"]
+
+
+def test_what_dynamic_sampling_keeps_follows_from_names(
+    assets: Path, rows: Path, tmp_path: Path
+) -> None:
+    """A resumed run, which draws other waves, and three ranks with two replicas of a server train
+    on the same samples. One in three groups is kept: the first wave of step 1 has two rounds."""
+    argv = [
+        *("--dynamic_sample", "true", "--max_resample_times", "3"),
+        *("--reward_funcs", "odd_groups"),
+        *("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "2"),
+    ]
+
+    def trained(name: str, *others: str, ranks: int = 1) -> dict[str, list[int]]:
+        folder = tmp_path / name
+        samples = token_ids(train(assets, rows, folder, *argv, *others, ranks=ranks, steps=2))
+        scores = read_rewards(folder / "run").to_pylist()
+        parts = ("phase", "step", "number", "group", "index")
+        kept = [
+            SampleId(**{part: score[part] for part in parts})
+            for score in scores
+            if score["fate"] == "trained"
+        ]
+        return {name.request_id: samples[name.request_id] for name in kept}
+
+    whole = trained("whole")
+    assert len(whole) == 2 * BATCH
+    resumed = trained(
+        "resumed", "--resume_from_checkpoint", str(tmp_path / "whole/run/checkpoint-1")
+    )
+    assert resumed == {name: ids for name, ids in whole.items() if name.startswith("train-1.")}
+    server = server_argv(assets, "--vllm_data_parallel_size", "2")
+    with rollout_server(*server, log=tmp_path / "server.log") as port:
+        assert trained("served", *client_argv(port), ranks=3) == whole
 
 
 @pytest.mark.extra

@@ -1,0 +1,52 @@
+"""How many groups dynamic sampling draws at once. Pure, and the same on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+NUM_WAVES = 8  # over which the share of kept groups is measured
+
+
+class Waves:
+    """Chooses the sizes of waves, so that one is expected to leave a full batch.
+
+    The choice costs or saves time alone: kept are the first groups with unequal rewards, by round
+    and number, whatever was drawn at once.
+    """
+
+    def __init__(self, batch: int, unit: int, *, draws_ahead: bool) -> None:
+        """Take the groups of a generation batch, and a number of which waves are multiples.
+        `draws_ahead`: whether waves may have another size than ms-swift's, which is the batch."""
+        self._batch, self._unit, self._draws_ahead = batch, unit, draws_ahead
+        self._counts = deque[tuple[int, int]](maxlen=NUM_WAVES)  # kept and drawn of each wave
+        self._scoring = 0.0  # share of a wave's time
+
+    def note(self, kept: int, drawn: int, generating: float, scoring: float) -> None:
+        """Note how many groups of a wave had unequal rewards, and its seconds."""
+        self._counts.append((kept, drawn))
+        self._scoring = scoring / ((generating + scoring) or 1.0)
+
+    def first(self) -> int:
+        """Return how many groups to draw beside a batch of training."""
+        if not (self._counts and self._draws_ahead):
+            return 0
+        return self._limited(self._expected(self._batch) - self._batch)
+
+    def further(self, missing: int) -> int:
+        """Return how many groups to draw once more, where `missing` groups have to be found."""
+        return self._limited(self._expected(missing) if self._draws_ahead else self._batch)
+
+    def _expected(self, missing: int) -> float:
+        """Return how many groups to draw for `missing` ones with unequal rewards."""
+        kept, drawn = map(sum, zip(*self._counts, strict=True))
+        if not kept:
+            return math.inf
+        share = kept / drawn
+        # One standard deviation more makes one wave enough in five of six cases. It is not worth
+        # its scores where these take the time.
+        spread = math.sqrt(missing * (1 - share)) / share
+        return missing / share + (1 - self._scoring) * spread
+
+    def _limited(self, count: float) -> int:
+        return math.ceil(min(count, self._batch) / self._unit) * self._unit
