@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from swift_grpo_ext.record.tables import DiversityRow
+
 MAX_POINTS = 400
 """Points of a curve, evenly spaced: a chart is about as many pixels wide."""
-
-NUM_COLOURS = 6
 
 LEFT, RIGHT, TOP, BOTTOM = 48, 412, 8, 180
 """The frame of the curves in the picture of `chart.html`, in its units; labels stand outside."""
 
 Points = list[tuple[float, float]]
 """(step, value), by step."""
+
+Panels = dict[str, dict[str, Points]]
+"""Curves by name, by the panel that they share."""
 
 
 def evenly_spaced(values: Sequence[Any], count: int) -> list[Any]:
@@ -35,47 +38,39 @@ def ticks(low: float, high: float, least: float = 0.0) -> list[float]:
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def draw(
-    title: str,
-    curves: Mapping[str, Points],
-    span: tuple[float, float],
-    shaded: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
-    """Return a chart as `chart.html` shows it.
+def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """Return the function that takes `low` to `start` and `high` to `end`."""
+    return lambda value: round(start + (value - low) / (high - low) * (end - start), 1)
 
-    Args:
-        title: a key of `words.json`.
-        curves: by name.
-        span: the first and the last step of the axis.
-        shaded: has the `first_step`, `last_step` and `kind` of each alarm.
-    """
-    first, last = span[0] - 0.5, span[1] + 0.5
-    values = [value for points in curves.values() for _, value in points]
-    low, high = min(values), max(values)
-    margin = (high - low) * 0.05 or abs(high) * 0.5 or 0.5
-    low, high = low - margin, high + margin
 
-    def x(step: float) -> float:
-        return round(LEFT + (step - first) / (last - first) * (RIGHT - LEFT), 1)
-
-    def y(value: float) -> float:
-        return round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1)
-
-    shown = []
-    for number, (name, points) in enumerate(curves.items()):
-        places = [f"{x(step)},{y(value)}" for step, value in evenly_spaced(points, MAX_POINTS)]
-        line = " ".join(places if len(places) > 1 else 2 * places)  # a dot, where there is one
-        shown.append(
-            {"name": name, "colour": number % NUM_COLOURS, "line": line, "last": points[-1][1]}
+def draw(panels: Panels, shaded: Sequence[Sequence[DiversityRow]] = ()) -> list[dict[str, Any]]:
+    """Return a chart of each panel for `chart.html`. All have one axis of steps, on which the
+    alarms, each a list of rounds, are shaded."""
+    steps = [step for curves in panels.values() for points in curves.values() for step, _ in points]
+    if not steps:
+        return []
+    first, last = min(steps) - 0.5, max(steps) + 0.5
+    x = scale(first, last, LEFT, RIGHT)
+    bands = [(a[0].verdict, x(a[0].steps_done - 0.5), x(a[-1].steps_done + 0.5)) for a in shaded]
+    charts = []
+    for title, curves in panels.items():
+        values = [value for points in curves.values() for _, value in points]
+        low, high = min(values), max(values)
+        margin = (high - low) * 0.05 or abs(high) * 0.5 or 0.5
+        low, high = low - margin, high + margin
+        y = scale(low, high, BOTTOM, TOP)
+        lines = []
+        for name, points in curves.items():
+            places = [f"{x(step)},{y(value)}" for step, value in evenly_spaced(points, MAX_POINTS)]
+            line = " ".join(places if len(places) > 1 else 2 * places)  # one point is a dot
+            lines.append({"name": name, "line": line, "last": points[-1][1]})
+        charts.append(
+            {
+                "title": title,
+                "curves": lines,
+                "step_ticks": [(step, x(step)) for step in ticks(first, last, least=1)],
+                "value_ticks": [(value, y(value)) for value in ticks(low, high)],
+                "bands": bands,
+            }
         )
-    return {
-        "title": title,
-        "curves": shown,
-        "step_ticks": [(step, x(step)) for step in ticks(first, last, least=1)],
-        "value_ticks": [(value, y(value)) for value in ticks(low, high)],
-        "bands": [
-            (alarm["kind"], x(start), max(round(x(end) - x(start), 1), 2))
-            for alarm in shaded
-            for start, end in [(alarm["first_step"] - 0.5, alarm["last_step"] + 0.5)]
-        ],
-    }
+    return charts

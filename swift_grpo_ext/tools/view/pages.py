@@ -9,8 +9,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -20,30 +21,26 @@ from urllib.parse import urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from swift_grpo_ext.diversity.alarms import read_words
+from swift_grpo_ext.diversity import alarms
 from swift_grpo_ext.record.query import where_round
-from swift_grpo_ext.sampling.seeding import RoundId
-from swift_grpo_ext.tools.view import several
+from swift_grpo_ext.tools.runs import run_name
 from swift_grpo_ext.tools.view.charts import evenly_spaced
 from swift_grpo_ext.tools.view.group import read_group, read_image
-from swift_grpo_ext.tools.view.overview import overview_values
+from swift_grpo_ext.tools.view.overview import overview_values, runs_values
 from swift_grpo_ext.tools.view.runs import (
     NotFoundError,
     Run,
     find_samples,
     list_groups,
-    parse_place,
+    parse,
+    to_round,
 )
 
 HERE = Path(__file__).parent
 PAGE_ROWS = 50
-TABS = ("overview", "samples", "groups")
 
-Query = Mapping[str, str]
-"""The values of an address."""
-
-Address = Callable[..., str]
-"""Gives the address of a page, or of an `image`, by name and values."""
+Query = Mapping[str, str]  # the values of an address
+Address = Callable[..., str]  # gives the address of a page, or of an `image`, by name and values
 
 
 # --- words, numbers, templates ---
@@ -52,17 +49,18 @@ Address = Callable[..., str]
 @cache
 def words() -> dict[str, list[str]]:
     """Return all words by key as [English, Chinese]: the page's, and those of alarms."""
-    return {**read_words(), **json.loads((HERE / "words.json").read_text(encoding="utf-8"))}
+    own = json.loads((HERE / "words.json").read_text(encoding="utf-8"))
+    return {**alarms.read_words(), **own}
 
 
-def both(texts: Sequence[str]) -> Markup:
+def both(texts: Iterable[str]) -> Markup:
     """Return English and Chinese; the page shows the one that its reader chose."""
     return Markup('<span lang="en">{}</span><span lang="zh">{}</span>').format(*texts)
 
 
 def word(key: str, **values: object) -> Markup:
     """Return the words of a key in both languages, with values in their places."""
-    return both([text.format(**values) for text in words()[key]])
+    return both(text.format(**values) for text in words()[key])
 
 
 def number(value: object) -> str:
@@ -88,7 +86,8 @@ def _environment() -> Environment:
     environment.filters.update(number=number, basename=os.path.basename)
     environment.globals.update(
         t=word,
-        both=both,
+        cause=lambda row: both(alarms.describe_cause(row, lang) for lang in alarms.LANGUAGES),
+        collision=lambda c: both(alarms.describe_collision(c, lang) for lang in alarms.LANGUAGES),
         script=Markup(script),
         style=Markup(style),
         policy=(
@@ -107,30 +106,26 @@ def address(page: str, /, **values: object) -> str:
 def _section(page: str, run: Run | None, url: Address, values: Mapping[str, Any]) -> Markup:
     """Return what a page shows, by the template of its name; `run` is None for all runs."""
     template = _environment().get_template(f"{page}.html")
-    return Markup(template.render(run=run, url=url, **values))
+    return Markup(template.render(run=run, facts=run and run.facts, url=url, **values))
 
 
 def state_of(runs: Sequence[Run]) -> str:
     """Return a text that changes when what is read of the runs does; … where some is not yet."""
-    return " ".join(
-        f"{run.facts.version}{'' if run.record.is_whole else '…'} {run.log.version[1]}"
-        for run in runs
-    )
+    return " ".join(f"{run.facts.version}{'…' * (not run.record.is_whole)}" for run in runs)
 
 
 def render(runs: Sequence[Run], index: int | None, page: str, query: Query) -> str:
     """Return a served page of the run with an index, or of all runs; raises NotFoundError."""
-    values_of = OF_ALL if index is None else OF_RUN
-    if page not in values_of:
+    if page not in ({"runs"} if index is None else VALUES):
         raise NotFoundError(f"there is no page {page}")
     run = None if index is None else runs[index]
     shown = [run] if run else runs
-    is_live = page not in ("group", "pair") and not {"offset", "round"} & {*query}
+    is_live = page != "group" and not {"offset", "round"} & {*query}
     state = state_of(shown) if is_live else ""  # before what is shown, which may be newer
-    section = _section(page, run, address, values_of[page](run or runs, query))
+    values = VALUES[page](run, query) if run else runs_values(runs)
     tabs = {"runs": "../runs" if run else "runs"} if len(runs) > 1 else {}
-    tabs |= {name: name for name in TABS} if run else {}
-    return _whole(shown, tabs, {"": section}, page, state)
+    tabs |= {name: name for name in ("overview", "samples", "groups")} if run else {}
+    return _whole(shown, tabs, {"": _section(page, run, address, values)}, page, state)
 
 
 def _whole(
@@ -143,8 +138,8 @@ def _whole(
     """Return a page with its sections by their ids; a saved one shows one at a time. A page with a
     state follows the runs."""
     return _environment().get_template("base.html").render(
-        name=runs[0].name if len(runs) == 1 else "swift-grpo-ext",
-        log=max((run.log for run in runs), key=lambda log: log.version),
+        name=run_name(runs[0].run_dir) if len(runs) == 1 else "swift-grpo-ext",
+        facts=max((run.facts for run in runs), key=lambda facts: facts.updated),
         is_whole=all(run.record.is_whole for run in runs),
         **{"tabs": tabs, "sections": sections, "page": page, "state": state},
     )  # fmt: skip
@@ -156,15 +151,13 @@ def _whole(
 def samples_values(run: Run, query: Query) -> dict[str, Any]:
     """Return the values of `samples.html`: one page of the samples that match, by prompt; raises
     what `find_samples` does."""
-    start = query.get("offset", "")
-    offset = int(start) if start.isdecimal() else 0
-    count, shown = find_samples(run, query, offset=offset, limit=PAGE_ROWS)
-    # What follows one another and has one prompt stands below it.
+    count, shown = find_samples(run, query, PAGE_ROWS)
+    # Samples of one prompt that follow one another stand below it.
     blocks = groupby(shown, key=lambda row: (row["round"], row["group"], row["fingerprint"]))
     return {
         "query": query,
         "count": count,
-        "offset": offset,
+        "offset": int(query.get("offset", 0)),
         "page_rows": PAGE_ROWS,
         "blocks": [list(samples) for _, samples in blocks],
     }
@@ -176,7 +169,7 @@ def groups_values(run: Run, query: Query) -> dict[str, Any]:
     rounds = run.facts.rounds
     if not query.get("round") and not rounds:
         return {"rounds": [], "groups": []}
-    shown = parse_place(query)[0] if query.get("round") else rounds[0]
+    shown = parse(to_round, query, "round") if query.get("round") else rounds[0]
     if shown not in rounds:
         raise NotFoundError(f"the record has no {shown}")
     at = rounds.index(shown)
@@ -185,69 +178,50 @@ def groups_values(run: Run, query: Query) -> dict[str, Any]:
     return {"rounds": names, "groups": list_groups(run, shown)}
 
 
-def group_values(run: Run, query: Mapping[str, Any]) -> dict[str, Any]:
+def group_values(run: Run, query: Query) -> dict[str, Any]:
     """Return the values of `group.html`; raises NotFoundError where there is no such group."""
-    round_, [group] = parse_place(query, "group")
-    where = f'from samples where {where_round(round_)} and "group"'
-    [beside] = run.record.rows(
-        f'select (select max("group") {where} < {group}) as earlier, '
-        f'(select min("group") {where} > {group}) as later'
-    )
-    return {"group": read_group(run, round_, group), **beside}
+    round_, group = parse(to_round, query, "round"), parse(int, query, "group")
+    last = f'select max("group") as last from samples where {where_round(round_)}'
+    return {**read_group(run, round_, group), **run.record.rows(last)[0]}
 
 
-OF_RUN: dict[str, Callable[[Any, Query], dict[str, Any]]] = {
-    "overview": lambda run, query: overview_values(run),
+VALUES: dict[str, Callable[[Run, Query], dict[str, Any]]] = {
+    "overview": lambda run, _: overview_values(run),
     "samples": samples_values,
     "groups": groups_values,
     "group": group_values,
 }
-OF_ALL: dict[str, Callable[[Any, Query], dict[str, Any]]] = {
-    "runs": lambda runs, query: several.runs_values(runs),
-    "pair": several.pair_values,
-}
-"""The functions return the values of the pages of one run, and of all runs, by name."""
+"""The functions return the values of a run's pages, by name."""
 
 
 # --- one file ---
 
 
 def write_page(runs: Sequence[Path], output: str | os.PathLike[str], num_groups: int = 40) -> Path:
-    """Write the overview and a selection of groups as one page, of several runs the settings that
-    differ, and of two what parts them; return its path.
+    """Write a run's overview and some of its groups as one page, or how several runs are; return
+    its path.
 
     Args:
         runs: their folders.
-        num_groups: how many groups it holds beside the alarms', spread evenly over the rounds.
+        num_groups: how many groups it holds beside the alarms', about as many of each round.
 
     Raises:
         FileNotFoundError: there are neither samples nor logs nor what the monitor measured yet.
         OSError: the page cannot be written.
     """
-    views = [Run(folder) for folder in runs]
-    for run in views:
+    opened = [Run(folder) for folder in runs]
+    for run in opened:
         run.refresh()
-        if not run.has_begun:
+        if not run.facts.has_begun:
             raise FileNotFoundError(f"{run.run_dir}: {words()['no_samples'][0]}")
-    is_one = len(views) == 1
-    sections = _saved_run(views[0], num_groups) if is_one else _saved_runs(views)
+    if len(opened) == 1:
+        sections = _saved_run(opened[0], num_groups)
+    else:
+        sections = {"runs": _section("runs", None, lambda *_: "", runs_values(opened))}
     tabs = {page: f"#{page}" for page in sections if not page.startswith("group-")}
     path = Path(output)
-    path.write_text(_whole(views, tabs, sections), encoding="utf-8")
+    path.write_text(_whole(opened, tabs, sections), encoding="utf-8")
     return path
-
-
-def _saved_runs(runs: Sequence[Run]) -> dict[str, Markup]:
-    """Return the sections of several runs' file by their ids."""
-
-    def inside(page: str, /, **values: object) -> str:
-        return f"#{page}" if page == "pair" and len(runs) == 2 else ""
-
-    sections = {"runs": _section("runs", None, inside, several.runs_values(runs))}
-    if len(runs) == 2:
-        values = several.pair_values(runs, {"b": "1"})
-        sections["pair"] = _section("pair", None, inside, values)
-    return sections
 
 
 def _saved_run(run: Run, num_groups: int) -> dict[str, Markup]:
@@ -263,28 +237,15 @@ def _saved_run(run: Run, num_groups: int) -> dict[str, Markup]:
         return f"#group-{values['round']}-{values['group']}" if page == "group" else f"#{page}"
 
     values = overview_values(run)
-    rows = run.record.rows(
-        'select distinct phase, step, number, "group" from samples '
-        'order by step, phase desc, number, "group"'
-    )
-    firsts = [group["first"] for group in values["worst_groups"]]
-    chosen = {
-        (RoundId(row["phase"], row["step"], row["number"]), row["group"]): None
-        for row in [*firsts, *evenly_spaced(rows, num_groups)]
-    }
-    cards = [
-        card
-        for round_ in dict.fromkeys(round_ for round_, _ in chosen)
-        for card in list_groups(run, round_)
-        if (round_, card["group"]) in chosen
-    ]
-    listed = {"rounds": [], "groups": cards, "num_groups": len(rows)}
+    rounds = evenly_spaced(run.facts.rounds, num_groups)
+    each = math.ceil(num_groups / max(len(rounds), 1))
+    groups = [group for round_ in rounds for group in list_groups(run, round_)[:each]]
     sections = {
         "overview": _section("overview", run, inside, values),
-        "groups": _section("groups", run, inside, listed),
+        "groups": _section("groups", run, inside, {"rounds": [], "groups": groups}),
     }
-    for round_, group in chosen:
-        shown = read_group(run, round_, group)
-        section = _section("group", run, inside, {"group": shown, "earlier": None, "later": None})
-        sections[f"group-{shown['first']['round']}-{group}"] = section
+    for row in [*(group["first"] for group in values["worst_groups"]), *groups]:
+        group = read_group(run, to_round(row["round"]), row["group"])
+        section = _section("group", run, inside, {**group, "last": None})
+        sections[f"group-{row['round']}-{row['group']}"] = section
     return sections

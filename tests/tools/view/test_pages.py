@@ -97,7 +97,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_yet_is_followed_into_its_version(tmp_path: Path) -> None:
     run = Run(tmp_path / "new")
     run.refresh()
-    assert not run.has_begun
+    assert not run.facts.has_begun
     made = make_run(tmp_path / "new/v0-20261128-093000")
     run.refresh()
     assert (run.run_dir, run.facts.num_rows) == (made, 12)
@@ -131,7 +131,7 @@ def test_all_words_are_there_in_both_languages() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (HERE / "templates").iterdir()]
     asked = {key for text in texts for key in re.findall(r'"(\w+)"', text)}
     own = json.loads((HERE / "words.json").read_text(encoding="utf-8"))
-    by_value = re.compile("panel_.*|summary_.*|by_.*|overview|samples|groups|runs|pair|none")
+    by_value = re.compile("panel_.*|summary_.*|by_.*|overview|samples|groups|runs|none")
     assert {key for key in own if not by_value.fullmatch(key)} - asked == set()
     named = {key for text in texts for key in re.findall(r'\bt\("(\w+)"[,)]', text)}
     assert named - set(words()) == set()

@@ -24,7 +24,9 @@ async function follow() {
   const main = document.querySelector("main[data-state]");
   const lost = document.getElementById("lost");
   try {
-    const state = await (await fetch("state")).text();
+    const asked = await fetch("state");
+    if (!asked.ok) throw asked;
+    const state = await asked.text();
     lost.hidden = true;
     if (state !== main.dataset.state && !main.contains(document.activeElement)) {
       const answer = await (await fetch(location.href)).text();
