@@ -1,5 +1,5 @@
-"""One group as a page shows it: its prompt and images, and its completions token by token; of a
-conversation, turn by turn with what was said in between."""
+"""One group as a page shows it: its prompt and images, and its completions token by token. A
+conversation is shown turn by turn, with the messages in between."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from swift_grpo_ext.diversity.collision import shared_prefixes
 from swift_grpo_ext.record.query import where_round
 from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.diff import Decode
-from swift_grpo_ext.tools.view.runs import NotFoundError, Run, described, parse, to_round
+from swift_grpo_ext.tools.view.runs import NotFoundError, Run, describe, parse, to_round
 from swift_grpo_ext.upstream.upright import apply_exif_orientation
 
-SIDES = {"small": 112, "full": 2048}
-"""Pixels of a shown image's longer side, at most."""
+SIDES = {"small": 112, "full": 2048}  # pixels of a shown image's longer side, at most
 
 
 class Piece(NamedTuple):
@@ -43,7 +42,7 @@ def read_group(run: Run, round_: RoundId, group: int) -> dict[str, Any]:
     rows = run.record.rows(f'select * from scored where {place} order by "index", turn')
     if not rows:
         raise NotFoundError(f"{round_} has no group {group}")
-    samples = [[*turns] for _, turns in groupby(map(described, rows), key=lambda r: r["index"])]
+    samples = [[*turns] for _, turns in groupby(map(describe, rows), key=lambda r: r["index"])]
     for turns in samples:
         start = 0  # positions of gaps count over all turns of a conversation
         for turn in turns:
@@ -64,8 +63,8 @@ def read_group(run: Run, round_: RoundId, group: int) -> dict[str, Any]:
 
 
 def _add_pieces(turns: Sequence[dict[str, Any]], decode: Decode | None) -> None:
-    """Give the samples of a group, or one turn of each, the `pieces` of their texts. Without a
-    tokenizer, the characters of the texts tell which beginnings are shared."""
+    """Give one turn of each sample of a group the `pieces` of its text. Without a tokenizer, the
+    characters of the texts tell which beginnings are shared."""
     units = [[*map(ord, t["text"])] if decode is None else t["token_ids"] for t in turns]
     for turn, num_shared in zip(turns, shared_lengths(units), strict=True):
         turn["num_shared"] = num_shared
@@ -77,7 +76,7 @@ def _add_pieces(turns: Sequence[dict[str, Any]], decode: Decode | None) -> None:
 
 
 def shared_lengths(completions: Sequence[Sequence[int]]) -> list[int]:
-    """Return how many tokens of each completion's beginning another one shares, at most."""
+    """Return how many tokens each completion's beginning shares with another one, at most."""
     shared = np.zeros(len(completions), int)
     for prefix in shared_prefixes([np.array(ids, int) for ids in completions]):
         shared[prefix.members] = np.maximum(shared[prefix.members], prefix.length)
@@ -93,7 +92,7 @@ def pieces(turn: Mapping[str, Any], decode: Decode) -> list[Piece]:
         # Behind its predecessor, as some tokenizers take a first token's leading space away.
         before = ids[max(start - 1, 0) : start]
         text = decode([*before, *ids[start:end]])[len(decode(before)) if before else 0 :]
-        # A character has four bytes at most, so no longer than four tokens are held together.
+        # A character has four bytes at most, so four tokens hold it.
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end - start < 4 and end < len(ids):
             continue
         logprob = sum(logprobs[start:end]) if logprobs else math.nan
@@ -117,8 +116,8 @@ def read_image(run: Run, address: Mapping[str, Any]) -> bytes:
     """Return the image that an address names by the identity of its sample and its `number` there,
     as PNG; raises NotFoundError.
 
-    An address has no path: only what the run's own record names is read, and only if it is an
-    image. Nothing is fetched from elsewhere.
+    An address has no path: the page reads only images that the run's own record names. It fetches
+    nothing from elsewhere.
     """
     round_ = parse(to_round, address, "round")
     *place, number = (parse(int, address, name) for name in ("group", "index", "turn", "number"))
@@ -131,12 +130,10 @@ def read_image(run: Run, address: Mapping[str, Any]) -> bytes:
 
 
 def image_bytes(image: str | bytes, size: str) -> bytes:
-    """Return an image as PNG, which can hold no script.
+    """Return an image as PNG, which can hold no script; `size` is a key of `SIDES`.
 
     Args:
-        image: a path as the record has it, where a relative one is looked for where the page was
-            started; or the content.
-        size: a key of `SIDES`.
+        image: its content, or a path of the record; a relative one begins where `view` was started.
 
     Raises:
         NotFoundError: it is no image on this machine, or it has more pixels than Pillow opens.

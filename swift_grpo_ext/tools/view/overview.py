@@ -1,5 +1,5 @@
-"""The first pages: how a run is now, its alarms with their groups, and its curves; and several runs
-side by side.
+"""How a run is now: its figures, its alarms with their groups, and its curves as charts; and several
+runs side by side.
 
 Curves come from ms-swift's `logging.jsonl`, and the monitor's from the record. All share one axis,
 optimizer steps done: a training round that begins at step s is at s + 1, where ms-swift logs it
@@ -11,25 +11,30 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from swift_grpo_ext.record.tables import VERDICTS, DiversityRow
 from swift_grpo_ext.timing import PARTS
 from swift_grpo_ext.tools.diff import differing_settings, read_args
 from swift_grpo_ext.tools.updates import STEP
-from swift_grpo_ext.tools.view.charts import Panels, Points, draw
 from swift_grpo_ext.tools.view.group import read_group
 from swift_grpo_ext.tools.view.runs import Facts, NotFoundError, Run
 
 MAX_ALARMS, MAX_GROUPS, MAX_COMPLETIONS = 50, 4, 8
+LAST_STEPS = 20  # at the end of a run, over which its reward and its seconds are averaged
+LEAST_SHARE = 0.02  # of a step's seconds: smaller parts have no curve
+MAX_POINTS = 400  # of a curve: a chart is about as many pixels wide
 
-LAST_STEPS = 20
-"""Steps at the end of a run over which its reward and its seconds are averaged."""
+# The frame of the curves in the picture of `chart.html`, in its units; labels stand outside.
+LEFT, RIGHT, TOP, BOTTOM = 48, 412, 8, 180
 
+# The values of the log that each panel shows, as regular expressions.
 LOGGED = {
     "reward": "reward|rewards/.*/mean",
     "length": "completions/mean_length",
@@ -37,17 +42,15 @@ LOGGED = {
     "loss": "loss",
     "grad_norm": "grad_norm",
 }
-"""The values of the log that each panel shows, as regular expressions."""
 
-LEAST_SHARE = 0.02
-"""Parts that take a smaller share of a step have no curve."""
+Points = list[tuple[float, float]]  # (step, value), by step
+Panels = dict[str, dict[str, Points]]  # curves by name, by the panel that they share
 
 
 def overview_values(run: Run) -> dict[str, Any]:
-    """Return the values of `overview.html`; the steps of alarms in training are shaded."""
+    """Return the values of `overview.html`."""
     facts = run.facts
-    alarms = alarm_streaks(facts.diversity)
-    panels = make_panels(facts)
+    panels, alarms = make_panels(facts), alarm_streaks(facts.diversity)
     rewards = panels.get("reward", {}).get("reward", [])
     seconds = mean_of_last(panels.get("seconds", {}).get("step", []))
     logdir = read_args(run.run_dir).get("logging_dir") or run.run_dir / "runs"
@@ -59,7 +62,7 @@ def overview_values(run: Run) -> dict[str, Any]:
         "verdict": overall_verdict(facts.diversity),
         "alarms": alarms,
         "worst_groups": worst_groups(run),
-        "charts": draw(panels, [s for s in alarms if s[0].round.phase == "train"]),
+        "charts": draw(panels, [rounds for rounds in alarms if rounds[0].round.phase == "train"]),
         "logdir": shlex.quote(str(logdir)),
     }
 
@@ -70,12 +73,12 @@ def runs_values(runs: Sequence[Run]) -> dict[str, Any]:
     curves = {str(run.run_dir): points for run, points in zip(runs, rewards, strict=True) if points}
     verdicts = [overall_verdict(run.facts.diversity) for run in runs]
     args = [read_args(run.run_dir) for run in runs]
-    # A setting that a run lacks is one of versions, and no choice.
+    # Runs of two versions of ms-swift have other settings. These are no choice of the user.
     common = set.intersection(*map(set, args))
     return {
         "rows": [*zip(runs, map(mean_of_last, rewards), verdicts, strict=True)],
-        "settings": {k: v for k, v in differing_settings(*args).items() if k in common},
         "charts": draw({"reward": curves}),
+        "settings": {k: v for k, v in differing_settings(*args).items() if k in common},
     }
 
 
@@ -89,8 +92,8 @@ def overall_verdict(records: Sequence[DiversityRow]) -> str:
 
 
 def alarm_streaks(records: Sequence[DiversityRow]) -> list[list[DiversityRow]]:
-    """Return the rounds that gave alarms, first of training, then of evaluations; those in a row
-    are one alarm. Rounds that the analyzer's patience waited for gave none."""
+    """Return the alarms of training, then those of evaluations. Each is a list of the rounds in a
+    row that gave it; rounds that the analyzer's patience waited for gave none."""
     by_phase = sorted(records, key=lambda r: r.round.phase == "eval")
     streaks = groupby(by_phase, key=lambda r: (r.round.phase, r.verdict, bool(r.alarm)))
     return [[*streak] for (_, _, is_alarm), streak in streaks if is_alarm][:MAX_ALARMS]
@@ -98,7 +101,7 @@ def alarm_streaks(records: Sequence[DiversityRow]) -> list[list[DiversityRow]]:
 
 def worst_groups(run: Run) -> list[dict[str, Any]]:
     """Return the worst group of each of the most improbable rounds that gave alarms, as
-    `read_group` has it, with the samples that share most; what the record has lost is left out."""
+    `read_group` does, with the samples that share most. The record may have lost some."""
     alarming = [record for record in run.facts.diversity if record.alarm]
     alarming.sort(key=lambda r: (VERDICTS.index(r.verdict), r.log10_p, r.round.step))
     groups = []
@@ -115,8 +118,8 @@ def worst_groups(run: Run) -> list[dict[str, Any]]:
 
 
 def make_panels(facts: Facts) -> Panels:
-    """Return the panels of a run: what was logged, the seconds of steps, then the monitor's metrics
-    of training rounds; no curve and no panel without points."""
+    """Return the panels of a run: what was logged, the seconds of steps, and the monitor's metrics
+    of training rounds. No panel and no curve is empty."""
     panels: Panels = {key: _curves(facts.steps, pattern) for key, pattern in LOGGED.items()}
     evaluated = {int(e[STEP].partition("/")[0]): e for e in facts.logs if "eval_reward" in e}
     panels["reward"] |= _curves(evaluated, "eval_reward")
@@ -154,3 +157,54 @@ def mean_of_last(points: Points) -> float | None:
     """Return the mean of a curve's last `LAST_STEPS` steps; None where it has no point."""
     last = [value for step, value in points if step > points[-1][0] - LAST_STEPS]
     return fmean(last) if last else None
+
+
+# --- charts ---
+
+
+def draw(panels: Panels, alarms: Sequence[Sequence[DiversityRow]] = ()) -> list[dict[str, Any]]:
+    """Return a chart of each panel: the numbers of which `chart.html` makes SVG. All have one axis
+    of steps, on which alarms are shaded."""
+    steps = [step for curves in panels.values() for points in curves.values() for step, _ in points]
+    if not steps:
+        return []
+    first, last = min(steps) - 0.5, max(steps) + 0.5
+    x = _scale(first, last, LEFT, RIGHT)
+    bands = [(a[0].verdict, x(a[0].steps_done - 0.5), x(a[-1].steps_done + 0.5)) for a in alarms]
+    charts = []
+    for title, curves in panels.items():
+        values = [value for points in curves.values() for _, value in points]
+        low, high = min(values), max(values)
+        margin = (high - low) * 0.05 or abs(high) * 0.5 or 0.5
+        low, high = low - margin, high + margin
+        y = _scale(low, high, BOTTOM, TOP)
+        lines = []
+        for name, points in curves.items():
+            places = [f"{x(step)},{y(value)}" for step, value in evenly_spaced(points, MAX_POINTS)]
+            line = " ".join(places if len(places) > 1 else 2 * places)  # one point is a dot
+            lines.append({"name": name, "line": line, "last": points[-1][1]})
+        step_ticks = [(step, x(step)) for step in ticks(first, last, least=1)]
+        value_ticks = [(value, y(value)) for value in ticks(low, high)]
+        axes = {"step_ticks": step_ticks, "value_ticks": value_ticks}
+        charts.append({"title": title, "curves": lines, "bands": bands, **axes})
+    return charts
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """Return the function that takes `low` to `start` and `high` to `end`."""
+    return lambda value: round(start + (value - low) / (high - low) * (end - start), 1)
+
+
+def ticks(low: float, high: float, least: float = 0.0) -> list[float]:
+    """Return some round numbers between two, at least `least` apart."""
+    step = max((high - low) / 4, least)
+    size = 10.0 ** math.floor(math.log10(step))
+    step = next(size * n for n in (1, 2, 5, 10) if size * n >= step * 0.999)
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def evenly_spaced(values: Sequence[Any], count: int) -> list[Any]:
+    """Return at most `count` of some values, the first and the last among them."""
+    if len(values) <= count:
+        return list(values)
+    return [values[i] for i in np.linspace(0, len(values) - 1, count).round().astype(int)]

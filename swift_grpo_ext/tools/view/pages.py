@@ -1,7 +1,7 @@
 """A run's pages as HTML: from the server, or all in one file that opens offline.
 
-Every page is whole: style, script and (offline) images are inside it, and its policy lets no other
-script run. Completions are hostile text; the templates escape all text.
+Every page holds its style, its script and (offline) its images, and its policy lets no other script
+run. Completions are hostile text: the templates escape all text.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from markupsafe import Markup
 from swift_grpo_ext.diversity import alarms
 from swift_grpo_ext.record.query import where_round
 from swift_grpo_ext.tools.runs import run_name
-from swift_grpo_ext.tools.view.charts import evenly_spaced
 from swift_grpo_ext.tools.view.group import read_group, read_image
-from swift_grpo_ext.tools.view.overview import overview_values, runs_values
+from swift_grpo_ext.tools.view.overview import evenly_spaced, overview_values, runs_values
 from swift_grpo_ext.tools.view.runs import (
     NotFoundError,
     Run,
@@ -64,7 +63,7 @@ def word(key: str, **values: object) -> Markup:
 
 
 def number(value: object) -> str:
-    """Return a value as the page shows it: of a number, four digits or more."""
+    """Return a value as the page shows it; a number has four digits or more."""
     if isinstance(value, float):
         return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
     return "–" if value is None else str(value)
@@ -149,37 +148,30 @@ def _whole(
 
 
 def samples_values(run: Run, query: Query) -> dict[str, Any]:
-    """Return the values of `samples.html`: one page of the samples that match, by prompt; raises
-    what `find_samples` does."""
+    """Return the values of `samples.html`, one page of the samples that match."""
     count, shown = find_samples(run, query, PAGE_ROWS)
     # Samples of one prompt that follow one another stand below it.
     blocks = groupby(shown, key=lambda row: (row["round"], row["group"], row["fingerprint"]))
-    return {
-        "query": query,
-        "count": count,
-        "offset": int(query.get("offset", 0)),
-        "page_rows": PAGE_ROWS,
-        "blocks": [list(samples) for _, samples in blocks],
-    }
+    page = {"query": query, "offset": int(query.get("offset", 0)), "page_rows": PAGE_ROWS}
+    return {**page, "count": count, "blocks": [list(samples) for _, samples in blocks]}
 
 
 def groups_values(run: Run, query: Query) -> dict[str, Any]:
-    """Return the values of `groups.html`: the groups of a round, the newest if none is named;
-    raises NotFoundError where there is no such round."""
+    """Return the values of `groups.html`: the groups of a round, of the newest where none is
+    named."""
     rounds = run.facts.rounds
-    if not query.get("round") and not rounds:
-        return {"rounds": [], "groups": []}
+    if not rounds:
+        return {"rounds": None, "groups": []}
     shown = parse(to_round, query, "round") if query.get("round") else rounds[0]
     if shown not in rounds:
         raise NotFoundError(f"the record has no {shown}")
     at = rounds.index(shown)
-    beside = [rounds[i] if 0 <= i < len(rounds) else None for i in (at + 1, at, at - 1)]
-    names = [name and ".".join(map(str, name)) for name in beside]
-    return {"rounds": names, "groups": list_groups(run, shown)}
+    beside = rounds[at + 1 : at + 2], shown, rounds[max(at - 1, 0) : at]
+    return {"rounds": beside, "groups": list_groups(run, shown)}
 
 
 def group_values(run: Run, query: Query) -> dict[str, Any]:
-    """Return the values of `group.html`; raises NotFoundError where there is no such group."""
+    """Return the values of `group.html`; a round's groups count from 0."""
     round_, group = parse(to_round, query, "round"), parse(int, query, "group")
     last = f'select max("group") as last from samples where {where_round(round_)}'
     return {**read_group(run, round_, group), **run.record.rows(last)[0]}
@@ -191,22 +183,18 @@ VALUES: dict[str, Callable[[Run, Query], dict[str, Any]]] = {
     "groups": groups_values,
     "group": group_values,
 }
-"""The functions return the values of a run's pages, by name."""
+"""The functions return the values of a run's pages, by name, or raise NotFoundError."""
 
 
 # --- one file ---
 
 
 def write_page(runs: Sequence[Path], output: str | os.PathLike[str], num_groups: int = 40) -> Path:
-    """Write a run's overview and some of its groups as one page, or how several runs are; return
-    its path.
-
-    Args:
-        runs: their folders.
-        num_groups: how many groups it holds beside the alarms', about as many of each round.
+    """Write one page that opens offline, and return its path: a run's overview, and its groups of
+    alarms beside about `num_groups` others, spread over all rounds; or the page of several runs.
 
     Raises:
-        FileNotFoundError: there are neither samples nor logs nor what the monitor measured yet.
+        FileNotFoundError: a run has not begun.
         OSError: the page cannot be written.
     """
     opened = [Run(folder) for folder in runs]
@@ -242,7 +230,7 @@ def _saved_run(run: Run, num_groups: int) -> dict[str, Markup]:
     groups = [group for round_ in rounds for group in list_groups(run, round_)[:each]]
     sections = {
         "overview": _section("overview", run, inside, values),
-        "groups": _section("groups", run, inside, {"rounds": [], "groups": groups}),
+        "groups": _section("groups", run, inside, {"rounds": None, "groups": groups}),
     }
     for row in [*(group["first"] for group in values["worst_groups"]), *groups]:
         group = read_group(run, to_round(row["round"]), row["group"])

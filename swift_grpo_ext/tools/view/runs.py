@@ -1,6 +1,6 @@
-"""A run while it goes on: what it has logged, and what pages ask of its record, in SQL.
+"""A run while it goes on: its log, and the queries of its record that pages need.
 
-A search is a URL's values: `min_step=10`, `max_reward=0.5`, `truncated=true`, `text=seven`.
+An address has a search as values: `min_step=10`, `max_reward=0.5`, `truncated=true`, `text=seven`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,16 @@ from swift_grpo_ext.tools.diff import Decode, find_decoder
 from swift_grpo_ext.tools.runs import find_runs
 from swift_grpo_ext.tools.updates import LOGS, STEP, by_step, read_logs
 
+# DuckDB's memory: reading a round of 10,240 samples of 4,000 characters needs more than 96 MB.
 MAX_MB = 128
-"""DuckDB's memory: reading a round of 10,240 samples of 4,000 characters needs more than 96 MB."""
 
+# The columns that a search bounds and sorts by; those, by table, that it asks for one value; and
+# those in which it looks for a text.
 RANGES = ("step", "reward", "advantage", "num_tokens", "gap_max")
-"""A search bounds these columns and sorts by them."""
-
 MENUS = {"samples": ("phase", "finish_reason", "stop_reason"), "rewards": ("fate", "truncated")}
-"""A search asks for one value of these columns. They are listed by table."""
-
 TEXTS = ("text", "prompt", "columns")
-"""A search looks for a text in one of these columns."""
 
-MAX_TEXT, MAX_QUESTION = 400, 160
-"""Characters of a completion, and of a prompt's last message, in a list."""
+MAX_TEXT, MAX_QUESTION = 400, 160  # characters of a completion, and of a question, in a list
 
 IDENTITY = ", ".join(f'"{name}"' for name in SAMPLE_ID_COLUMNS)
 
@@ -48,7 +44,7 @@ order by {{order}}
 """
 NEWEST = 'step desc, phase, number desc, "group", "index", turn'
 
-# A conversation is one sample. Its text is that of all turns.
+# The groups of a round. A conversation is one sample; its text is that of all turns.
 GROUPS = """
 with whole as (
     select "group", "index", list(hash(text) order by turn) as texts, any_value(reward) as reward
@@ -69,8 +65,7 @@ class NotFoundError(ValueError):
 
 
 class Facts:
-    """What pages show of a whole run. Each fact is read once while the run's files stay as they
-    are."""
+    """What pages show of a whole run; each fact is read once for a version of the run's files."""
 
     def __init__(self, run_dir: Path, record: Record) -> None:
         self.version = version_of(run_dir, record)
@@ -83,7 +78,7 @@ class Facts:
 
     @cached_property
     def num_rows(self) -> int:
-        """How many samples there are; each turn of a conversation counts."""
+        """Completions; each turn of a conversation counts."""
         return int(self._record.rows("select count(*) as number from samples")[0]["number"])
 
     @cached_property
@@ -101,7 +96,7 @@ class Facts:
 
     @cached_property
     def menus(self) -> dict[str, dict[str, int]]:
-        """The values of each column of `MENUS`, with their numbers."""
+        """How often each value of each column of `MENUS` occurs."""
         menus = {}
         for table, columns in MENUS.items():
             values = ", ".join(f"histogram({name}::varchar) as {name}" for name in columns)
@@ -115,30 +110,30 @@ class Facts:
 
     @cached_property
     def logs(self) -> list[dict[str, Any]]:
-        """The lines of the log; empty before the first."""
+        """The lines of `logging.jsonl`."""
         try:
             return read_logs(self._run_dir)
-        except OSError:
+        except OSError:  # nothing is logged yet
             return []
 
     @cached_property
     def steps(self) -> dict[int, dict[str, Any]]:
-        """The logged values of each optimizer step, as `by_step` returns them."""
+        """The logged values of each optimizer step."""
         return by_step(self.logs)
 
     @cached_property
     def step(self) -> int:
-        """How many optimizer steps are done; `--logging_steps` leaves some out of the log."""
+        """Optimizer steps that are done; `--logging_steps` leaves some out of the log."""
         return max([0, *self.steps, *(r.step + 1 for r in self.rounds if r.phase == "train")])
 
     @cached_property
     def max_steps(self) -> int:
-        """How many steps the training has in all; 0 before the first is logged."""
+        """The training's number of steps; 0 before the first is logged."""
         return int(self.steps[max(self.steps)][STEP].partition("/")[2]) if self.steps else 0
 
     @property
     def has_ended(self) -> bool:
-        """True once ms-swift logged `train_runtime`, behind which it sums the training up."""
+        """True after ms-swift's last lines: one with `train_runtime`, and the model's summary."""
         return any("train_runtime" in log for log in self.logs[-2:])
 
     @property
@@ -157,7 +152,7 @@ def version_of(run_dir: Path, record: Record) -> tuple[int, int, int]:
     """Return the version of a run's record, and the time and size of its log."""
     try:
         status = (run_dir / LOGS).stat()
-    except OSError:  # nothing is logged yet
+    except OSError:
         return record.version, 0, 0
     return record.version, status.st_mtime_ns, status.st_size
 
@@ -219,18 +214,10 @@ def parse(kind: Callable[[str], Any], values: Mapping[str, Any], name: str) -> A
 def find_samples(
     run: Run, values: Mapping[str, str], limit: int = 50
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Return how many samples match an address, and those of its page as `described`, with the
-    beginnings of their texts.
-
-    Args:
-        values: `min_NAME` and `max_NAME` bound the run's `ranges`; rows without a value are out.
-            A column of `MENUS` names its value. `where` is the one of `TEXTS` that holds `text`.
-            `sort=reward` sorts by one of the `ranges`, `sort=-reward` puts the greatest first;
-            without it, the newest come first.
-
-    Raises:
-        NotFoundError: a value is no number, or no column.
-    """
+    """Return how many samples match an address, and those of its page as `describe` returns them,
+    with the beginnings of their texts. The newest come first. `sort=reward` puts the least of one
+    of the run's `ranges` first, `sort=-reward` the greatest. A sample without a value is out of its
+    bounds. Raises NotFoundError where a value is no number, or names no column."""
     ranges, conditions, wanted = run.facts.ranges, ["true"], list[Any]()
     for column, sql in ranges.items():
         for name, compare in ((f"min_{column}", ">="), (f"max_{column}", "<=")):
@@ -254,7 +241,7 @@ def find_samples(
     offset = max(parse(int, values, "offset"), 0) if "offset" in values else 0
     where = " and ".join(conditions)
     query = SEARCH.format(where=where, order=order)
-    rows = map(described, run.record.rows(query, [*wanted, limit, offset]))
+    rows = map(describe, run.record.rows(query, [*wanted, limit, offset]))
     shown = [{**row, "text": row["text"][:MAX_TEXT]} for row in rows]
     if not wanted:
         return run.facts.num_rows, shown
@@ -263,13 +250,13 @@ def find_samples(
 
 
 def list_groups(run: Run, round_: RoundId) -> list[dict[str, Any]]:
-    """Return the groups of a round as `described`, each as its first sample: `reward` is the mean
-    of the `rewards` and `spread` their standard deviation, None without any."""
+    """Return the groups of a round, each as `describe` returns its first sample; `reward` is the
+    mean of the `rewards` and `spread` their standard deviation, None without any."""
     rows = run.record.rows(GROUPS.format(round=where_round(round_)))
-    return [described({**round_._asdict(), **row}) for row in rows]
+    return [describe({**round_._asdict(), **row}) for row in rows]
 
 
-def described(row: dict[str, Any]) -> dict[str, Any]:
+def describe(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of `scored`, or of `GROUPS`, with its round's name, its data row's `columns`,
     its prompt's `messages` as (role, text), and the beginning of the last one, the `question`."""
     messages = [(str(m.get("role", "")), text_of(m)) for m in json.loads(row["prompt"])]

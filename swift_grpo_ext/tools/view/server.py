@@ -1,9 +1,9 @@
 """`swift-grpo-ext view`: the server, for one person.
 
 It listens on 127.0.0.1, or where `--host` says. Every address begins with a token that only the
-printed URL holds; what lacks it is answered 404, as is what no record has. An error of a page is
-answered 500, and its traceback is in the log (uvicorn's). A page first reads what is new of its
-runs; an open one asks every two seconds.
+printed URL holds. The answer is 404 without the token, and where no record has what a page asks
+for. It is 500 where a page fails; uvicorn logs the traceback. A page first reads what is new on
+disk; while it is open, it asks every two seconds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from swift_grpo_ext.tools.view import pages
 from swift_grpo_ext.tools.view.group import read_image
 from swift_grpo_ext.tools.view.runs import NotFoundError, Run
 
-REFRESH_SECONDS = 1.0
-"""A page waits no longer for what is new: a large record is read over several of them."""
+REFRESH_SECONDS = 1.0  # of reading for one answer: a large record is read over several answers
 
 HEADERS = {
     "content-security-policy": "frame-ancestors 'none'",  # the page itself holds the rest of it
@@ -39,8 +38,8 @@ HEADERS = {
 
 
 def make_app(runs: Sequence[Run], token: str) -> Starlette:
-    """Return the application: each run's pages stand below its number, and the page of all runs
-    beside."""
+    """Return the application. Each run's pages stand below its number, the page of all runs beside
+    them."""
 
     def start(request: Request) -> Response:
         return RedirectResponse("0/overview" if len(runs) == 1 else "runs", headers=HEADERS)
@@ -70,25 +69,16 @@ def make_app(runs: Sequence[Run], token: str) -> Starlette:
 
 
 def serve(runs: Sequence[Path], port: int, host: str) -> None:
-    """Serve until Ctrl-C; print the address, and how to reach it from elsewhere.
-
-    Args:
-        runs: their folders.
-        port: 0 for any that is free.
-        host: the address of this machine at which to listen; 0.0.0.0 for all.
-
-    Raises:
-        OSError: the port is taken, or the address is none of this machine's.
-    """
+    """Serve runs until Ctrl-C; print the address, and how to reach it from elsewhere. Raises
+    OSError where the port is taken, or the host is no address of this machine."""
     token = secrets.token_urlsafe(16)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except OSError as e:
-        cause = str(e.strerror).partition(" (while")[0]
         raise OSError(
-            f"--host {host} --port {port}: cannot listen there ({cause}). Give an address of this "
-            "machine (0.0.0.0: all of them) and a free port from 1024 on (0: any)."
+            f"--host {host} --port {port}: cannot listen there ({e.strerror}). Give an address of "
+            "this machine (0.0.0.0: all of them) and a free port from 1024 on (0: any)."
         ) from e
     with listener, suppress(KeyboardInterrupt):
         listens_at, port, *_ = listener.getsockname()
@@ -102,14 +92,13 @@ def _how_to_look(host: str, port: int, token: str) -> str:
     """Return the address of the pages, and how to reach it from another machine."""
     listens, machine = ip_address(host), socket.gethostname()
     name = machine if listens.is_unspecified else f"[{host}]" if listens.version == 6 else host
-    remote = "Nothing is encrypted: who listens to the network can read the pages and the address."
+    remote = "Nothing is encrypted: others on the network can read the pages and the address."
     if listens.is_loopback:
+        user = os.environ.get("USER", "USER")
         remote = (
-            f"From another machine, type there: ssh -N -L {port}:{name}:{port} "
-            f"{os.environ.get('USER', 'USER')}@{machine}\n(or as you log in here), and open this "
-            "address there."
+            f"On another machine, run: ssh -N -L {port}:{name}:{port} {user}@{machine}\n"
+            "(with the name that you log in to), and open this address there."
         )
-    return (
-        f"http://{name}:{port}/{token}/\nOnly who has this address can look. Ctrl-C ends it.\n"
-        f"{remote}"
-    )
+    url = f"http://{name}:{port}/{token}/"
+    access = "Only people with this address can open the pages. Ctrl-C stops the server."
+    return f"{url}\n{access}\n{remote}"

@@ -6,14 +6,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from swift_grpo_ext.tools.view import charts
-from swift_grpo_ext.tools.view.charts import draw, evenly_spaced, ticks
+from swift_grpo_ext.tools.view import overview
+from swift_grpo_ext.tools.view.overview import draw, evenly_spaced, ticks
 
 
 def test_long_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert evenly_spaced(list(range(101)), 5) == [0, 25, 50, 75, 100]
     assert evenly_spaced([1, 2], 5) == [1, 2]
-    monkeypatch.setattr(charts, "MAX_POINTS", 3)
+    monkeypatch.setattr(overview, "MAX_POINTS", 3)
     [chart] = draw({"loss": {"loss": [(step, 0.5) for step in range(9)]}})
     [curve] = chart["curves"]
     assert len(curve["line"].split()) == 3

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.view.pages import (
     HERE,
     groups_values,
@@ -117,11 +118,17 @@ def test_rounds_lead_to_their_neighbours(tmp_path: Path) -> None:
     make_run(tmp_path)
     run = Run(tmp_path)
     run.refresh()
-    names = [None, "train.2.0", "train.1.0", "train.0.0", None]  # the newest is the first
-    for at, name in enumerate(names[1:-1], 1):
-        values = groups_values(run, {"round": str(name)})
-        assert values["rounds"] == [names[at + 1], name, names[at - 1]]
-    assert groups_values(run, {})["rounds"] == ["train.1.0", "train.2.0", None]
+    first, second, third = (RoundId("train", step, 0) for step in range(3))
+    rounds = {
+        "0": ([], first, [second]),
+        "1": ([first], second, [third]),
+        "2": ([second], third, []),
+    }
+    for step, beside in rounds.items():
+        assert groups_values(run, {"round": f"train.{step}.0"})["rounds"] == beside
+    assert groups_values(run, {})["rounds"] == rounds["2"]  # the newest is the first
+    text = render([run], 0, "groups", {"round": "train.1.0"})
+    assert {"round=train.0.0", "round=train.2.0"} <= {*re.findall(r'href="groups\?(.*?)"', text)}
 
 
 def test_all_words_are_there_in_both_languages() -> None:

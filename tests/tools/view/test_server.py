@@ -1,4 +1,4 @@
-"""The server answers who has the token, and gives out nothing but the run's record and images."""
+"""The server answers requests with the token, and gives out nothing but the run's record and images."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_the_command_serves_until_it_is_ended(
             printed += capsys.readouterr().out
             time.sleep(0.05)
         address, words, *remote = printed.splitlines()
-        assert words == "Only who has this address can look. Ctrl-C ends it."
+        assert words == "Only people with this address can open the pages. Ctrl-C stops the server."
         shown = {"0.0.0.0": "gpu-7", "localhost": "127.0.0.1"}.get(host, host)
         assert address.startswith(f"http://{shown}:")
         port = int(address.rpartition(":")[2].partition("/")[0])
@@ -188,7 +188,7 @@ def test_the_command_serves_until_it_is_ended(
             assert remote[0].startswith("Nothing is encrypted: ")
         else:
             command = f"ssh -N -L {port}:{shown}:{port} ann@gpu-7"
-            assert remote[0] == f"From another machine, type there: {command}"
+            assert remote[0] == f"On another machine, run: {command}"
         assert "<main" in requests.get(address, timeout=60).text
         monkeypatch.setitem(pages.VALUES, "groups", lambda *_: [].pop())
         told: list[logging.LogRecord] = []

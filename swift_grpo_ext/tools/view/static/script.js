@@ -1,19 +1,11 @@
 // What the pages do beside showing: language, the section of a saved page, following the run.
 const root = document.documentElement;
+let kept = {};
+try { kept = localStorage; } catch {}  // which a browser may refuse
 
-function chosen(language) {
-  try {
-    if (language) localStorage.setItem("swift-grpo-ext language", language);
-    return localStorage.getItem("swift-grpo-ext language");
-  } catch {
-    return null;  // a private window
-  }
-}
-
-root.lang = chosen() || (navigator.language.startsWith("zh") ? "zh" : "en");
+root.lang = kept["swift-grpo-ext language"] ?? (navigator.language.startsWith("zh") ? "zh" : "en");
 document.getElementById("language").addEventListener("click", () => {
-  root.lang = root.lang === "en" ? "zh" : "en";
-  chosen(root.lang);
+  root.lang = kept["swift-grpo-ext language"] = root.lang === "en" ? "zh" : "en";
 });
 
 const first = document.querySelector("main[id]");
@@ -26,15 +18,14 @@ async function follow() {
   try {
     const asked = await fetch("state");
     if (!asked.ok) throw asked;
-    const state = await asked.text();
-    lost.hidden = true;
-    if (state !== main.dataset.state && !main.contains(document.activeElement)) {
+    if (await asked.text() !== main.dataset.state && !main.contains(document.activeElement)) {
       const answer = await (await fetch(location.href)).text();
       const page = new DOMParser().parseFromString(answer, "text/html");
       const opened = [...document.querySelectorAll("details[open][id]")].map(({id}) => id);
       for (const part of ["main", "#status"]) document.querySelector(part).replaceWith(page.querySelector(part));
       for (const id of opened) document.getElementById(id)?.setAttribute("open", "");
     }
+    lost.hidden = true;
   } catch {
     lost.hidden = false;
   }
