@@ -19,7 +19,7 @@ from swift_grpo_ext.diversity.collision import shared_prefixes
 from swift_grpo_ext.record.query import where_round
 from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.diff import Decode
-from swift_grpo_ext.tools.view.runs import NotFoundError, Run, describe, parse, to_round
+from swift_grpo_ext.tools.view.runs import NotFoundError, Run, describe, parse
 from swift_grpo_ext.upstream.upright import apply_exif_orientation
 
 SIDES = {"small": 112, "full": 2048}  # pixels of a shown image's longer side, at most
@@ -119,8 +119,8 @@ def read_image(run: Run, address: Mapping[str, Any]) -> bytes:
     An address has no path: the page reads only images that the run's own record names. It fetches
     nothing from elsewhere.
     """
-    round_ = parse(to_round, address, "round")
-    *place, number = (parse(int, address, name) for name in ("group", "index", "turn", "number"))
+    names = ("round", "group", "index", "turn", "number")
+    round_, *place, number = (parse(address, name) for name in names)
     where = f'{where_round(round_)} and "group" = ? and "index" = ? and turn = ?'
     rows = run.record.rows(f"select media, pictures from samples where {where}", place)
     if not rows or not 0 <= number < len(rows[0]["media"]):

@@ -1,5 +1,5 @@
-"""How a run is now: its figures, its alarms with their groups, and its curves as charts; and several
-runs side by side.
+"""How a run is now: figures, alarms with their groups, and curves as charts; and several runs side
+by side.
 
 Curves come from ms-swift's `logging.jsonl`, and the monitor's from the record. All share one axis,
 optimizer steps done: a training round that begins at step s is at s + 1, where ms-swift logs it
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -31,7 +30,7 @@ LAST_STEPS = 20  # at the end of a run, over which its reward and its seconds ar
 LEAST_SHARE = 0.02  # of a step's seconds: smaller parts have no curve
 MAX_POINTS = 400  # of a curve: a chart is about as many pixels wide
 
-# The frame of the curves in the picture of `chart.html`, in its units; labels stand outside.
+# The frame of the curves in the picture of `parts.html`, in its units; labels stand outside.
 LEFT, RIGHT, TOP, BOTTOM = 48, 412, 8, 180
 
 # The values of the log that each panel shows, as regular expressions.
@@ -53,7 +52,6 @@ def overview_values(run: Run) -> dict[str, Any]:
     panels, alarms = make_panels(facts), alarm_streaks(facts.diversity)
     rewards = panels.get("reward", {}).get("reward", [])
     seconds = mean_of_last(panels.get("seconds", {}).get("step", []))
-    logdir = read_args(run.run_dir).get("logging_dir") or run.run_dir / "runs"
     return {
         "reward": rewards[-1][1] if rewards else None,
         "mean_reward": mean_of_last(rewards),
@@ -63,7 +61,6 @@ def overview_values(run: Run) -> dict[str, Any]:
         "alarms": alarms,
         "worst_groups": worst_groups(run),
         "charts": draw(panels, [rounds for rounds in alarms if rounds[0].round.phase == "train"]),
-        "logdir": shlex.quote(str(logdir)),
     }
 
 
@@ -72,13 +69,10 @@ def runs_values(runs: Sequence[Run]) -> dict[str, Any]:
     rewards = [make_panels(run.facts).get("reward", {}).get("reward", []) for run in runs]
     curves = {str(run.run_dir): points for run, points in zip(runs, rewards, strict=True) if points}
     verdicts = [overall_verdict(run.facts.diversity) for run in runs]
-    args = [read_args(run.run_dir) for run in runs]
-    # Runs of two versions of ms-swift have other settings. These are no choice of the user.
-    common = set.intersection(*map(set, args))
     return {
         "rows": [*zip(runs, map(mean_of_last, rewards), verdicts, strict=True)],
         "charts": draw({"reward": curves}),
-        "settings": {k: v for k, v in differing_settings(*args).items() if k in common},
+        "settings": differing_settings(*(read_args(run.run_dir) for run in runs)),
     }
 
 
@@ -163,7 +157,7 @@ def mean_of_last(points: Points) -> float | None:
 
 
 def draw(panels: Panels, alarms: Sequence[Sequence[DiversityRow]] = ()) -> list[dict[str, Any]]:
-    """Return a chart of each panel: the numbers of which `chart.html` makes SVG. All have one axis
+    """Return a chart of each panel, as numbers from which `parts.html` makes SVG. All have one axis
     of steps, on which alarms are shaded."""
     steps = [step for curves in panels.values() for points in curves.values() for step, _ in points]
     if not steps:
@@ -205,6 +199,5 @@ def ticks(low: float, high: float, least: float = 0.0) -> list[float]:
 
 def evenly_spaced(values: Sequence[Any], count: int) -> list[Any]:
     """Return at most `count` of some values, the first and the last among them."""
-    if len(values) <= count:
-        return list(values)
-    return [values[i] for i in np.linspace(0, len(values) - 1, count).round().astype(int)]
+    places = np.linspace(0, len(values) - 1, min(count, len(values)))
+    return [values[i] for i in places.round().astype(int)]

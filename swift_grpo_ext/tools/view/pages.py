@@ -26,14 +26,7 @@ from swift_grpo_ext.record.query import where_round
 from swift_grpo_ext.tools.runs import run_name
 from swift_grpo_ext.tools.view.group import read_group, read_image
 from swift_grpo_ext.tools.view.overview import evenly_spaced, overview_values, runs_values
-from swift_grpo_ext.tools.view.runs import (
-    NotFoundError,
-    Run,
-    find_samples,
-    list_groups,
-    parse,
-    to_round,
-)
+from swift_grpo_ext.tools.view.runs import NotFoundError, Run, find_samples, list_groups, parse
 
 HERE = Path(__file__).parent
 PAGE_ROWS = 50
@@ -162,7 +155,7 @@ def groups_values(run: Run, query: Query) -> dict[str, Any]:
     rounds = run.facts.rounds
     if not rounds:
         return {"rounds": None, "groups": []}
-    shown = parse(to_round, query, "round") if query.get("round") else rounds[0]
+    shown = parse(query, "round") if query.get("round") else rounds[0]
     if shown not in rounds:
         raise NotFoundError(f"the record has no {shown}")
     at = rounds.index(shown)
@@ -172,7 +165,7 @@ def groups_values(run: Run, query: Query) -> dict[str, Any]:
 
 def group_values(run: Run, query: Query) -> dict[str, Any]:
     """Return the values of `group.html`; a round's groups count from 0."""
-    round_, group = parse(to_round, query, "round"), parse(int, query, "group")
+    round_, group = parse(query, "round"), parse(query, "group")
     last = f'select max("group") as last from samples where {where_round(round_)}'
     return {**read_group(run, round_, group), **run.record.rows(last)[0]}
 
@@ -233,7 +226,7 @@ def _saved_run(run: Run, num_groups: int) -> dict[str, Markup]:
         "groups": _section("groups", run, inside, {"rounds": None, "groups": groups}),
     }
     for row in [*(group["first"] for group in values["worst_groups"]), *groups]:
-        group = read_group(run, to_round(row["round"]), row["group"])
+        group = read_group(run, parse(row, "round"), row["group"])
         section = _section("group", run, inside, {**group, "last": None})
         sections[f"group-{row['round']}-{row['group']}"] = section
     return sections

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -193,18 +193,15 @@ class Run:
 # --- an address's values ---
 
 
-def to_round(text: str) -> RoundId:
-    """Return the round that an address names `train.3.0`; raises ValueError."""
-    phase, step, number = text.split(".")
-    return RoundId(PHASES[PHASES.index(phase)], int(step), int(number))
-
-
-def parse(kind: Callable[[str], Any], values: Mapping[str, Any], name: str) -> Any:
-    """Return a value of an address as an int, a float, or a round; raises NotFoundError."""
+def parse(values: Mapping[str, Any], name: str, kind: type[int] | type[float] = int) -> Any:
+    """Return a value of an address: its `round`, or a number; raises NotFoundError."""
     try:
-        return kind(values[name])
+        if name != "round":
+            return kind(values[name])
+        phase, step, number = values[name].split(".")
+        return RoundId(PHASES[PHASES.index(phase)], int(step), int(number))
     except (KeyError, ValueError) as e:
-        expected = "a round such as train.3.0" if kind is to_round else "a number"
+        expected = "a round such as train.3.0" if name == "round" else "a number"
         raise NotFoundError(f"{name}={values.get(name, '')}: expected {expected}") from e
 
 
@@ -223,7 +220,7 @@ def find_samples(
         for name, compare in ((f"min_{column}", ">="), (f"max_{column}", "<=")):
             if values.get(name):
                 conditions.append(f"{sql} {compare} ?")
-                wanted.append(parse(float, values, name))
+                wanted.append(parse(values, name, float))
     for column in (name for names in MENUS.values() for name in names):
         if value := values.get(column):
             conditions.append(f"{column}::varchar = ?")
@@ -238,15 +235,12 @@ def find_samples(
         if column not in ranges:
             raise NotFoundError(f"sort={column}: expected one of {', '.join(ranges)}")
         order = f"{ranges[column]} {'desc' if sort[0] == '-' else 'asc'} nulls last, {NEWEST}"
-    offset = max(parse(int, values, "offset"), 0) if "offset" in values else 0
+    offset = max(parse(values, "offset"), 0) if "offset" in values else 0
     where = " and ".join(conditions)
+    [counted] = run.record.rows(f"select count(*) as number from scored where {where}", wanted)
     query = SEARCH.format(where=where, order=order)
     rows = map(describe, run.record.rows(query, [*wanted, limit, offset]))
-    shown = [{**row, "text": row["text"][:MAX_TEXT]} for row in rows]
-    if not wanted:
-        return run.facts.num_rows, shown
-    counted = run.record.rows(f"select count(*) as number from scored where {where}", wanted)
-    return counted[0]["number"], shown
+    return counted["number"], [{**row, "text": row["text"][:MAX_TEXT]} for row in rows]
 
 
 def list_groups(run: Run, round_: RoundId) -> list[dict[str, Any]]:

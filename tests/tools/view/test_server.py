@@ -1,4 +1,4 @@
-"""The server answers requests with the token, and gives out nothing but the run's record and images."""
+"""The server answers requests with the token, with nothing but the run's record and images."""
 
 from __future__ import annotations
 

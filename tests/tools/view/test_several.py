@@ -25,7 +25,7 @@ def make_pair(folder: Path) -> list[Run]:
         writer = Writer(run_dir)
         for step in range(num_steps):
             writer.write(make_rows(step))
-        settings = {"seed": number, "output_dir": str(run_dir), **({"new": 1} if number else {})}
+        settings = {"seed": number, "output_dir": str(run_dir)}
         (run_dir / "args.json").write_text(json.dumps(settings))
         add_logs(run_dir, *[1.0] * num_steps)
         runs.append(Run(run_dir))
@@ -40,7 +40,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert [row[1] for row in values["rows"]] == [0.5, 0.375]
     [chart] = runs_values([Run(tmp_path), *runs])["charts"]  # one has no rewards yet
     assert [curve["name"] for curve in chart["curves"]] == [str(run.run_dir) for run in runs]
-    assert values["settings"] == {"seed": (0, 1)}  # one run alone has the setting `new`
+    assert values["settings"] == {"seed": (0, 1)}
 
 
 def test_settings_that_a_run_lacks_differ() -> None:
