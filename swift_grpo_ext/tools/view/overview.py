@@ -30,7 +30,7 @@ LAST_STEPS = 20  # at the end of a run, over which its reward and its seconds ar
 LEAST_SHARE = 0.02  # of a step's seconds: smaller parts have no curve
 MAX_POINTS = 400  # of a curve: a chart is about as many pixels wide
 
-# The frame of the curves in the picture of `parts.html`, in its units; labels stand outside.
+# The frame of the curves in the picture that `parts.html` draws; labels stand outside.
 LEFT, RIGHT, TOP, BOTTOM = 48, 412, 8, 180
 
 # The values of the log that each panel shows, as regular expressions.

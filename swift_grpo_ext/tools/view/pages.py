@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -96,13 +95,13 @@ def address(page: str, /, **values: object) -> str:
 
 
 def _section(page: str, run: Run | None, url: Address, values: Mapping[str, Any]) -> Markup:
-    """Return what a page shows, by the template of its name; `run` is None for all runs."""
+    """Return the content of a page, by the template of its name; `run` is None for all runs."""
     template = _environment().get_template(f"{page}.html")
     return Markup(template.render(run=run, facts=run and run.facts, url=url, **values))
 
 
 def state_of(runs: Sequence[Run]) -> str:
-    """Return a text that changes when what is read of the runs does; … where some is not yet."""
+    """Return a text that changes with what was read of the runs; … stands for unread files."""
     return " ".join(f"{run.facts.version}{'…' * (not run.record.is_whole)}" for run in runs)
 
 
@@ -113,28 +112,26 @@ def render(runs: Sequence[Run], index: int | None, page: str, query: Query) -> s
     run = None if index is None else runs[index]
     shown = [run] if run else runs
     is_live = page != "group" and not {"offset", "round"} & {*query}
-    state = state_of(shown) if is_live else ""  # before what is shown, which may be newer
+    state = state_of(shown) if is_live else ""  # first: the values may be newer, never older
     values = VALUES[page](run, query) if run else runs_values(runs)
     tabs = {"runs": "../runs" if run else "runs"} if len(runs) > 1 else {}
     tabs |= {name: name for name in ("overview", "samples", "groups")} if run else {}
-    return _whole(shown, tabs, {"": _section(page, run, address, values)}, page, state)
+    section = _section(page, run, address, values)
+    return _whole(shown, page, state, tabs=tabs, sections={"": section})
 
 
-def _whole(
-    runs: Sequence[Run],
-    tabs: Mapping[str, str],
-    sections: Mapping[str, Markup],
-    page: str = "",
-    state: str = "",
-) -> str:
-    """Return a page with its sections by their ids; a saved one shows one at a time. A page with a
-    state follows the runs."""
-    return _environment().get_template("base.html").render(
+def _whole(runs: Sequence[Run], page: str, state: str = "", **parts: Mapping[str, str]) -> str:
+    """Return a page with its `tabs`, and its `sections` by their ids; a saved page shows one at a
+    time. A page with a state follows the runs."""
+    template = _environment().get_template("base.html")
+    return template.render(
         name=run_name(runs[0].run_dir) if len(runs) == 1 else "swift-grpo-ext",
         facts=max((run.facts for run in runs), key=lambda facts: facts.updated),
         is_whole=all(run.record.is_whole for run in runs),
-        **{"tabs": tabs, "sections": sections, "page": page, "state": state},
-    )  # fmt: skip
+        page=page,
+        state=state,
+        **parts,
+    )
 
 
 # --- what each page shows ---
@@ -183,8 +180,8 @@ VALUES: dict[str, Callable[[Run, Query], dict[str, Any]]] = {
 
 
 def write_page(runs: Sequence[Path], output: str | os.PathLike[str], num_groups: int = 40) -> Path:
-    """Write one page that opens offline, and return its path: a run's overview, and its groups of
-    alarms beside about `num_groups` others, spread over all rounds; or the page of several runs.
+    """Write one page that opens offline, and return its path. It is a run's overview with the
+    groups of alarms and `num_groups` others, as many of each round; or the page of several runs.
 
     Raises:
         FileNotFoundError: a run has not begun.
@@ -201,7 +198,7 @@ def write_page(runs: Sequence[Path], output: str | os.PathLike[str], num_groups:
         sections = {"runs": _section("runs", None, lambda *_: "", runs_values(opened))}
     tabs = {page: f"#{page}" for page in sections if not page.startswith("group-")}
     path = Path(output)
-    path.write_text(_whole(opened, tabs, sections), encoding="utf-8")
+    path.write_text(_whole(opened, "", tabs=tabs, sections=sections), encoding="utf-8")
     return path
 
 
@@ -219,7 +216,7 @@ def _saved_run(run: Run, num_groups: int) -> dict[str, Markup]:
 
     values = overview_values(run)
     rounds = evenly_spaced(run.facts.rounds, num_groups)
-    each = math.ceil(num_groups / max(len(rounds), 1))
+    each = num_groups // max(len(rounds), 1)
     groups = [group for round_ in rounds for group in list_groups(run, round_)[:each]]
     sections = {
         "overview": _section("overview", run, inside, values),

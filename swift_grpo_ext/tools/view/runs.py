@@ -1,4 +1,4 @@
-"""A run while it goes on: its log, and the queries of its record that pages need.
+"""A run's log and record while the run goes on, with the queries that pages need.
 
 An address has a search as values: `min_step=10`, `max_reward=0.5`, `truncated=true`, `text=seven`.
 """
@@ -24,8 +24,8 @@ from swift_grpo_ext.tools.updates import LOGS, STEP, by_step, read_logs
 # DuckDB's memory: reading a round of 10,240 samples of 4,000 characters needs more than 96 MB.
 MAX_MB = 128
 
-# The columns that a search bounds and sorts by; those, by table, that it asks for one value; and
-# those in which it looks for a text.
+# A search bounds and sorts by RANGES, asks for one value of MENUS (by table), and looks for a text
+# in one of TEXTS.
 RANGES = ("step", "reward", "advantage", "num_tokens", "gap_max")
 MENUS = {"samples": ("phase", "finish_reason", "stop_reason"), "rewards": ("fate", "truncated")}
 TEXTS = ("text", "prompt", "columns")
@@ -83,7 +83,7 @@ class Facts:
 
     @cached_property
     def best_reward(self) -> float:
-        """The greatest reward, at least 1: it has the fullest colour."""
+        """The greatest reward, at least 1: the page colours it green."""
         return max(self._record.rows("select max(reward) as best from rewards")[0]["best"] or 0, 1)
 
     @cached_property
@@ -158,7 +158,7 @@ def version_of(run_dir: Path, record: Record) -> tuple[int, int, int]:
 
 
 class Run:
-    """A run while it goes on."""
+    """A run's folder, read again and again."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self._open(Path(run_dir))
