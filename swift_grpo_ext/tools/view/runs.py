@@ -237,10 +237,11 @@ def find_samples(
         order = f"{ranges[column]} {'desc' if sort[0] == '-' else 'asc'} nulls last, {NEWEST}"
     offset = max(parse(values, "offset"), 0) if "offset" in values else 0
     where = " and ".join(conditions)
-    [counted] = run.record.rows(f"select count(*) as number from scored where {where}", wanted)
+    matching = f"select count(*) as number from scored where {where}"
+    count = run.record.rows(matching, wanted)[0]["number"] if wanted else run.facts.num_rows
     query = SEARCH.format(where=where, order=order)
     rows = map(describe, run.record.rows(query, [*wanted, limit, offset]))
-    return counted["number"], [{**row, "text": row["text"][:MAX_TEXT]} for row in rows]
+    return count, [{**row, "text": row["text"][:MAX_TEXT]} for row in rows]
 
 
 def list_groups(run: Run, round_: RoundId) -> list[dict[str, Any]]:

@@ -97,7 +97,7 @@ def _how_to_look(host: str, port: int, token: str) -> str:
         user = os.environ.get("USER", "USER")
         remote = (
             f"On another machine, run: ssh -N -L {port}:{name}:{port} {user}@{machine}\n"
-            "(with the name that you log in to), and open this address there."
+            "(use the host name that you log in to), and open this address there."
         )
     url = f"http://{name}:{port}/{token}/"
     access = "Only people with this address can open the pages. Ctrl-C stops the server."
