@@ -1,4 +1,4 @@
-// What the pages do beside showing: language, the section of a saved page, following the run.
+// Switches the language, shows one section of a saved page, and follows a run.
 const root = document.documentElement;
 let kept = {};
 try { kept = localStorage; } catch {}  // which a browser may refuse
@@ -11,7 +11,7 @@ document.getElementById("language").addEventListener("click", () => {
 const first = document.querySelector("main[id]");
 if (first && !document.getElementById(location.hash.slice(1))) location.replace(`#${first.id}`);
 
-// The run goes on: a list follows it, unless its reader is in it.
+// The page is replaced when the run has something new, unless the reader types in it.
 async function follow() {
   const main = document.querySelector("main[data-state]");
   const lost = document.getElementById("lost");
