@@ -49,7 +49,7 @@ Text = tuple[Any, Any, str]
 PAGES = {
     "best first": "samples?sort=-reward",
     "longest first": "samples?sort=-num_tokens",
-    "steps and reward": "samples?steps=1:200&min_reward=0.9",
+    "steps and reward": "samples?min_step=1&max_step=200&min_reward=0.9",
     "truncated": "samples?truncated=true",
     "a text": "samples?text=the+sample",
     "best of a function": "samples?sort=-reward.Accuracy",

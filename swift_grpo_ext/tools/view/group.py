@@ -1,5 +1,5 @@
-"""One group as a page shows it: its prompt and images, and its completions token by token; of a
-conversation, turn by turn with what was said in between."""
+"""One group as a page shows it: its prompt and images, and its completions token by token. A
+conversation is shown turn by turn, with the messages in between."""
 
 from __future__ import annotations
 
@@ -19,51 +19,40 @@ from swift_grpo_ext.diversity.collision import shared_prefixes
 from swift_grpo_ext.record.query import where_round
 from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.diff import Decode
-from swift_grpo_ext.tools.view.runs import NotFoundError, Run, described, parse_place
+from swift_grpo_ext.tools.view.runs import NotFoundError, Run, describe, parse
 from swift_grpo_ext.upstream.upright import apply_exif_orientation
 
-SIDES = {"small": 112, "full": 2048}
-"""Pixels of a shown image's longer side, at most."""
+SIDES = {"small": 112, "full": 2048}  # pixels of a shown image's longer side, at most
 
 
 class Piece(NamedTuple):
     """A part of a completion: mostly one token."""
 
     text: str
-    is_shared: bool = False
-    """True in the beginning that another completion has, too."""
-
-    logprob: float | None = None
-    """The sum over the piece's tokens, in nats; None where it is unknown or infinite."""
-
-    gap: float = 0.0
-    """The largest |training - rollout| log-probability of the piece's tokens, in nats; 0 below what
-    the record keeps."""
-
-    is_masked: bool = False
-    """True where one of its tokens is not trained on."""
+    is_shared: bool = False  # whether another completion begins with it, too
+    logprob: float | None = None  # nats, over the piece's tokens; None where unknown or infinite
+    gap: float = 0.0  # the largest of its tokens, in nats; 0 below what the record keeps
+    is_masked: bool = False  # whether one of its tokens is not trained on
 
 
 def read_group(run: Run, round_: RoundId, group: int) -> dict[str, Any]:
-    """Return a group as `group.html` shows it: its `samples`, of each its `turns`; raises
-    NotFoundError where the record has no such group."""
+    """Return the values of `group.html`; a sample is the list of its turns. Raises NotFoundError
+    where the record has no such group."""
     place = f'{where_round(round_)} and "group" = {group:d}'
     rows = run.record.rows(f'select * from scored where {place} order by "index", turn')
     if not rows:
         raise NotFoundError(f"{round_} has no group {group}")
-    samples = []
-    for _, turns in groupby(map(described, rows), key=lambda row: row["index"]):
-        samples.append([*turns])
+    samples = [[*turns] for _, turns in groupby(map(describe, rows), key=lambda r: r["index"])]
+    for turns in samples:
         start = 0  # positions of gaps count over all turns of a conversation
-        for turn in samples[-1]:
-            end = start + turn["num_tokens"]
+        for turn in turns:
             gaps = (turn["gaps"] or {}).items()
-            turn["gaps"] = {at - start: gap for at, gap in gaps if start <= at < end}
-            start = end
+            turn["gaps"] = {at - start: gap for at, gap in gaps}
+            start += turn["num_tokens"]
     for number in range(max(map(len, samples))):
         _add_pieces([turns[number] for turns in samples if number < len(turns)], run.decode)
-    phase = "" if round_.phase == "train" else f" --phase {round_.phase}"
     command = f"swift-grpo-ext replay {shlex.quote(str(run.run_dir))}"
+    phase = "" if round_.phase == "train" else f" --phase {round_.phase}"
     return {
         "first": samples[0][0],
         "samples": samples,
@@ -74,8 +63,8 @@ def read_group(run: Run, round_: RoundId, group: int) -> dict[str, Any]:
 
 
 def _add_pieces(turns: Sequence[dict[str, Any]], decode: Decode | None) -> None:
-    """Give the samples of a group, or one turn of each, the `pieces` of their texts. Without a
-    tokenizer, the characters of the texts tell which beginnings are shared."""
+    """Give one turn of each sample of a group the `pieces` of its text. Without a tokenizer, the
+    characters of the texts tell which beginnings are shared."""
     units = [[*map(ord, t["text"])] if decode is None else t["token_ids"] for t in turns]
     for turn, num_shared in zip(turns, shared_lengths(units), strict=True):
         turn["num_shared"] = num_shared
@@ -83,45 +72,36 @@ def _add_pieces(turns: Sequence[dict[str, Any]], decode: Decode | None) -> None:
             text = turn["text"]
             turn["pieces"] = [Piece(text[:num_shared], is_shared=True), Piece(text[num_shared:])]
         else:
-            values = turn["token_ids"], turn["logprobs"], decode, num_shared
-            turn["pieces"] = pieces(*values, turn["gaps"], turn["mask"])
+            turn["pieces"] = pieces(turn, decode)
 
 
 def shared_lengths(completions: Sequence[Sequence[int]]) -> list[int]:
-    """Return how many tokens of each completion's beginning another one shares, at most."""
+    """Return how many tokens each completion's beginning shares with another one, at most."""
     shared = np.zeros(len(completions), int)
     for prefix in shared_prefixes([np.array(ids, int) for ids in completions]):
         shared[prefix.members] = np.maximum(shared[prefix.members], prefix.length)
-    lengths: list[int] = shared.tolist()
-    return lengths
+    return [*map(int, shared)]
 
 
-def pieces(
-    ids: Sequence[int],
-    logprobs: Sequence[float] | None,
-    decode: Decode,
-    num_shared: int,
-    gaps: Mapping[int, float],
-    mask: Sequence[bool] | None = None,
-) -> list[Piece]:
+def pieces(turn: Mapping[str, Any], decode: Decode) -> list[Piece]:
     """Return the text of each token; tokens that hold parts of a character only make one piece."""
+    ids, logprobs, mask = turn["token_ids"], turn["logprobs"], turn["mask"]
     parts: list[Piece] = []
     start = 0
     for end in range(1, len(ids) + 1):
         # Behind its predecessor, as some tokenizers take a first token's leading space away.
         before = ids[max(start - 1, 0) : start]
         text = decode([*before, *ids[start:end]])[len(decode(before)) if before else 0 :]
-        # A character has four bytes at most, so no longer than four tokens are held together.
+        # A character has four bytes at most, so four tokens hold it.
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end - start < 4 and end < len(ids):
             continue
-        known = logprobs[start:end] if logprobs else []
-        is_known = bool(known) and all(map(math.isfinite, known))
+        logprob = sum(logprobs[start:end]) if logprobs else math.nan
         parts.append(
             Piece(
                 text=text,
-                is_shared=end <= num_shared,
-                logprob=sum(known) if is_known else None,
-                gap=max(gaps.get(position, 0.0) for position in range(start, end)),
+                is_shared=end <= turn["num_shared"],
+                logprob=logprob if math.isfinite(logprob) else None,
+                gap=max(turn["gaps"].get(position, 0.0) for position in range(start, end)),
                 is_masked=mask is not None and not all(mask[start:end]),
             )
         )
@@ -136,28 +116,24 @@ def read_image(run: Run, address: Mapping[str, Any]) -> bytes:
     """Return the image that an address names by the identity of its sample and its `number` there,
     as PNG; raises NotFoundError.
 
-    An address has no path: only what the run's own record names is read, and only if it is an
-    image. Nothing is fetched from elsewhere.
+    An address has no path: the page reads only images that the run's own record names. It fetches
+    nothing from elsewhere.
     """
-    round_, numbers = parse_place(address, "group", "index", "turn", "number")
-    *_, number = numbers
-    where = 'and "group" = ? and "index" = ? and turn = ?'
-    query = f"select media, pictures from samples where {where_round(round_)} {where}"
-    rows = run.record.rows(query, numbers[:-1])
+    names = ("round", "group", "index", "turn", "number")
+    round_, *place, number = (parse(address, name) for name in names)
+    where = f'{where_round(round_)} and "group" = ? and "index" = ? and turn = ?'
+    rows = run.record.rows(f"select media, pictures from samples where {where}", place)
     if not rows or not 0 <= number < len(rows[0]["media"]):
         raise NotFoundError(f"{round_} has no such medium")
-    [row] = rows
-    picture = row["pictures"][number] if row["pictures"] else None
-    return image_bytes(picture or row["media"][number], address.get("size", ""))
+    picture = rows[0]["pictures"][number] if rows[0]["pictures"] else None
+    return image_bytes(picture or rows[0]["media"][number], address.get("size", ""))
 
 
 def image_bytes(image: str | bytes, size: str) -> bytes:
-    """Return an image as PNG, which can hold no script.
+    """Return an image as PNG, which can hold no script; `size` is a key of `SIDES`.
 
     Args:
-        image: a path as the record has it, where a relative one is looked for where the page was
-            started; or the content.
-        size: a key of `SIDES`.
+        image: its content, or a path of the record; a relative one begins where `view` was started.
 
     Raises:
         NotFoundError: it is no image on this machine, or it has more pixels than Pillow opens.

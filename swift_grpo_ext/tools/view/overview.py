@@ -1,87 +1,78 @@
-"""A run's overview: how it is now, its alarms with their groups, and its curves.
+"""How a run is now: figures, alarms with their groups, and curves as charts; and several runs side
+by side.
 
-Curves come from the run's record and from ms-swift's `logging.jsonl`. All share one axis, optimizer
-steps done: a training round that begins at step s is at s + 1, where ms-swift logs it too; an
-evaluation is at its own step.
+Curves come from ms-swift's `logging.jsonl`, and the monitor's from the record. All share one axis,
+optimizer steps done: a training round that begins at step s is at s + 1, where ms-swift logs it
+too; an evaluation is at its own step.
 """
 
 from __future__ import annotations
 
 import math
-import shlex
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from statistics import fmean
 from typing import Any
 
-from swift_grpo_ext.diversity import alarms
-from swift_grpo_ext.record.query import identifier, literal
+import numpy as np
+
 from swift_grpo_ext.record.tables import VERDICTS, DiversityRow
-from swift_grpo_ext.tools.diff import read_args
-from swift_grpo_ext.tools.view.charts import Points, draw
+from swift_grpo_ext.timing import PARTS
+from swift_grpo_ext.tools.diff import differing_settings, read_args
+from swift_grpo_ext.tools.runs import STEP
 from swift_grpo_ext.tools.view.group import read_group
-from swift_grpo_ext.tools.view.runs import NotFoundError, Run
+from swift_grpo_ext.tools.view.runs import Facts, NotFoundError, Run
 
 MAX_ALARMS, MAX_GROUPS, MAX_COMPLETIONS = 50, 4, 8
+LAST_STEPS = 20  # at the end of a run, over which its reward and its seconds are averaged
+LEAST_SHARE = 0.02  # of a step's seconds: smaller parts have no curve
+MAX_POINTS = 400  # of a curve: a chart is about as many pixels wide
 
-LAST_STEPS = 20
-"""Steps at the end of a run over which its reward and its seconds are averaged."""
+# The frame of the curves in the picture that `parts.html` draws; labels stand outside.
+LEFT, RIGHT, TOP, BOTTOM = 48, 412, 8, 180
 
-LOGGED_MEANS = {
-    "reward": "reward",
+# The values of the log that each panel shows, as regular expressions.
+LOGGED = {
+    "reward": "reward|rewards/.*/mean",
     "length": "completions/mean_length",
     "gap": "rollout_gap/mean",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
 }
-"""Curves of a run without a record take these logged means of its samples."""
 
-LEAST_SHARE = 0.02
-"""Parts that take a smaller share of a step have no curve."""
-
-DIVERSITY = "diversity/"
-"""Stands before the monitor's metrics, as in the log."""
-
-MEANS = """
-select phase, step, avg(case when turn = 0 then reward end) as reward,
-       sum(num_tokens) / count(*) filter (turn = 0) as length,
-       avg(case when turn = 0 then gap_mean end) as gap {functions}
-from scored group by all order by step
-"""
-"""All turns of a conversation are one sample."""
-
-Panels = dict[str, dict[str, Points]]
-"""Curves by name, by the panel that they share."""
+Points = list[tuple[float, float]]  # (step, value), by step
+Panels = dict[str, dict[str, Points]]  # curves by name, by the panel that they share
 
 
 def overview_values(run: Run) -> dict[str, Any]:
-    """Return the values of `overview.html`: how the run is now, its alarms with their groups, and
-    its curves, in which alarms in training are shaded."""
-    records, log = run.facts.diversity, run.log
-    listed = list_alarms(records)
-    shaded = [alarm for alarm in listed if alarm["phase"] == "train"]
-    panels = make_panels(run)
-    steps = [step for curves in panels.values() for points in curves.values() for step, _ in points]
-    span = min(steps, default=0), max(steps, default=0)
-    charts = [draw(key, curves, span, shaded) for key, curves in panels.items()]
+    """Return the values of `overview.html`."""
+    facts = run.facts
+    panels, alarms = make_panels(facts), alarm_streaks(facts.diversity)
     rewards = panels.get("reward", {}).get("reward", [])
     seconds = mean_of_last(panels.get("seconds", {}).get("step", []))
-    trained = [name.step + 1 for name in run.facts.rounds if name.phase == "train"]
     return {
-        "log": log,
-        "step": max([log.step, *trained]),  # some steps may not be logged
         "reward": rewards[-1][1] if rewards else None,
         "mean_reward": mean_of_last(rewards),
         "seconds": seconds,
-        "minutes_left": (log.max_steps - log.step) * (seconds or 0) / 60,
-        "verdict": overall_verdict(records),
-        "alarms": listed,
+        "minutes_left": (facts.max_steps - facts.step) * (seconds or 0) / 60,
+        "verdict": overall_verdict(facts.diversity),
+        "alarms": alarms,
         "worst_groups": worst_groups(run),
-        "charts": [chart for chart in charts if not chart["title"].startswith(DIVERSITY)],
-        "diversity_charts": [chart for chart in charts if chart["title"].startswith(DIVERSITY)],
-        "logdir": shlex.quote(
-            str(read_args(run.run_dir).get("logging_dir") or run.run_dir / "runs")
-        ),
+        "charts": draw(panels, [rounds for rounds in alarms if rounds[0].round.phase == "train"]),
+    }
+
+
+def runs_values(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the values of `runs.html`: how each run is, and the settings that differ."""
+    rewards = [make_panels(run.facts).get("reward", {}).get("reward", []) for run in runs]
+    curves = {str(run.run_dir): points for run, points in zip(runs, rewards, strict=True) if points}
+    verdicts = [overall_verdict(run.facts.diversity) for run in runs]
+    return {
+        "rows": [*zip(runs, map(mean_of_last, rewards), verdicts, strict=True)],
+        "charts": draw({"reward": curves}),
+        "settings": differing_settings(*(read_args(run.run_dir) for run in runs)),
     }
 
 
@@ -94,41 +85,17 @@ def overall_verdict(records: Sequence[DiversityRow]) -> str:
     return next((v for v in VERDICTS if v in alarming), "healthy" if records else "none")
 
 
-def list_alarms(records: Sequence[DiversityRow]) -> list[dict[str, Any]]:
-    """Return the alarms of training, then those of evaluations, with causes as (English, Chinese).
-
-    Rounds in a row are one. Only rounds that gave an alarm count, as in the log: not those that the
-    analyzer's patience waited for.
-    """
+def alarm_streaks(records: Sequence[DiversityRow]) -> list[list[DiversityRow]]:
+    """Return the alarms of training, then those of evaluations. Each is a list of the rounds in a
+    row that gave it; rounds that the analyzer's patience waited for gave none."""
     by_phase = sorted(records, key=lambda r: r.round.phase == "eval")
     streaks = groupby(by_phase, key=lambda r: (r.round.phase, r.verdict, bool(r.alarm)))
-    alarming = [list(streak) for (_, _, is_alarm), streak in streaks if is_alarm]
-    listed = []
-    for streak in alarming[:MAX_ALARMS]:
-        first, last = streak[0], streak[-1]
-        is_broken = first.verdict == "broken"
-        # The most improbable round tells most of broken randomness, the last one of a collapse.
-        told = min(streak, key=lambda r: r.log10_p) if is_broken else last
-        listed.append(
-            {
-                "kind": first.verdict,
-                "phase": first.round.phase,
-                "first_step": first.steps_done,
-                "last_step": last.steps_done,
-                "remedy": told.remedy,
-                "cause": [alarms.describe_cause(told, lang) for lang in alarms.LANGUAGES],
-                "collisions": [
-                    [alarms.describe_collision(collision, lang) for lang in alarms.LANGUAGES]
-                    for collision in (told.collisions if is_broken else ())
-                ],
-            }
-        )
-    return listed
+    return [[*streak] for (_, _, is_alarm), streak in streaks if is_alarm][:MAX_ALARMS]
 
 
 def worst_groups(run: Run) -> list[dict[str, Any]]:
     """Return the worst group of each of the most improbable rounds that gave alarms, as
-    `read_group` has it, with the samples that share most; what the record has lost is left out."""
+    `read_group` does, with the samples that share most. The record may have lost some."""
     alarming = [record for record in run.facts.diversity if record.alarm]
     alarming.sort(key=lambda r: (VERDICTS.index(r.verdict), r.log10_p, r.round.step))
     groups = []
@@ -144,58 +111,93 @@ def worst_groups(run: Run) -> list[dict[str, Any]]:
 # --- curves ---
 
 
-def make_panels(run: Run) -> Panels:
-    """Return rewards and lengths of the record, what was logged, gaps, the seconds of the steps,
-    then the monitor's metrics of the training rounds; no curve and no panel without points. All
-    turns of a conversation are one sample."""
-    functions, logs = run.facts.functions, run.log.steps
-    means = run.record.rows(MEANS.format(functions="".join(map(_mean_of_function, functions))))
-    recorded = {
-        name: _points((row["step"] + 1, row[name]) for row in means if row["phase"] == "train")
-        for name in ("reward", "length", "gap", *functions)
+def make_panels(facts: Facts) -> Panels:
+    """Return the panels of a run: what was logged, the seconds of steps, and the monitor's metrics
+    of training rounds. No panel and no curve is empty."""
+    panels: Panels = {key: _curves(facts.steps, pattern) for key, pattern in LOGGED.items()}
+    evaluated = {int(e[STEP].partition("/")[0]): e for e in facts.logs if "eval_reward" in e}
+    panels["reward"] |= _curves(evaluated, "eval_reward")
+    panels["seconds"] = _curves_of_seconds(facts.steps)
+    training = [record for record in facts.diversity if record.round.phase == "train"]
+    metrics = _curves({record.steps_done: record.scalars() for record in training}, ".*")
+    panels |= {name: {name: points} for name, points in metrics.items()}
+    return {key: curves for key, curves in panels.items() if curves}
+
+
+def _curves(values: Mapping[int, Mapping[str, Any]], pattern: str) -> dict[str, Points]:
+    """Return the finite values by step of each name that matches a regular expression."""
+    curves: dict[str, Points] = {}
+    for step, named in values.items():
+        for name, value in named.items():
+            if re.fullmatch(pattern, name) and value is not None and math.isfinite(value):
+                curves.setdefault(name, []).append((step, value))
+    return curves
+
+
+def _curves_of_seconds(steps: Mapping[int, Mapping[str, Any]]) -> dict[str, Points]:
+    """Return a curve for the step and for each part that takes a share of it. The first step is
+    left out where there are more: a run begins with what it does once."""
+    timed = {
+        step: {"step": sum(log[f"time/{part}"] for part in PARTS), **log}
+        for step, log in steps.items()
+        if "time/rollout" in log
     }
-    for name, key in LOGGED_MEANS.items():
-        recorded[name] = recorded[name] or _logged(logs, key)
-    evaluated = _points((row["step"], row["reward"]) for row in means if row["phase"] == "eval")
-    panels: Panels = {
-        "reward": {name: recorded[name] for name in ("reward", *functions)},
-        "length": {"length": recorded["length"]},
-        "gap": {"gap": recorded["gap"]},
-        "loss": {"loss": _logged(logs, "loss")},
-        "grad_norm": {"grad_norm": _logged(logs, "grad_norm")},
-        "seconds": _curves_of_seconds(run.log.seconds),
-    }
-    panels["reward"]["eval reward"] = evaluated
-    training = [record for record in run.facts.diversity if record.round.phase == "train"]
-    scalars = {record.steps_done: record.scalars() for record in training}
-    for name in dict.fromkeys(name for logged in scalars.values() for name in logged):
-        panels[name] = {name: _logged(scalars, name)}
-    filled = {key: {n: p for n, p in curves.items() if p} for key, curves in panels.items()}
-    return {key: curves for key, curves in filled.items() if curves}
-
-
-def _mean_of_function(name: str) -> str:
-    return f", avg(case when turn = 0 then rewards[{literal(name)}] end) as {identifier(name)}"
-
-
-def _logged(logs: Mapping[int, Mapping[str, Any]], name: str) -> Points:
-    return _points((step, log.get(name)) for step, log in logs.items())
-
-
-def _points(values: Iterable[tuple[int, float | None]]) -> Points:
-    return [(x, y) for x, y in values if y is not None and math.isfinite(y)]
-
-
-def _curves_of_seconds(seconds: Mapping[int, Mapping[str, float]]) -> dict[str, Points]:
-    """Return a curve for the step and for each part that takes a share of it."""
-    totals: Counter[str] = Counter()
-    for parts in seconds.values():
-        totals.update(parts)
-    least = LEAST_SHARE * totals["step"]
-    return {name: _logged(seconds, name) for name, total in totals.items() if total > least}
+    curves = _curves(dict([*timed.items()][len(timed) > 1 :]), "step|time/.*")
+    totals = {name: sum(value for _, value in points) for name, points in curves.items()}
+    return {n: points for n, points in curves.items() if totals[n] > LEAST_SHARE * totals["step"]}
 
 
 def mean_of_last(points: Points) -> float | None:
     """Return the mean of a curve's last `LAST_STEPS` steps; None where it has no point."""
     last = [value for step, value in points if step > points[-1][0] - LAST_STEPS]
     return fmean(last) if last else None
+
+
+# --- charts ---
+
+
+def draw(panels: Panels, alarms: Sequence[Sequence[DiversityRow]] = ()) -> list[dict[str, Any]]:
+    """Return a chart of each panel, as numbers from which `parts.html` makes SVG. All have one axis
+    of steps, on which alarms are shaded."""
+    steps = [step for curves in panels.values() for points in curves.values() for step, _ in points]
+    if not steps:
+        return []
+    first, last = min(steps) - 0.5, max(steps) + 0.5
+    x = _scale(first, last, LEFT, RIGHT)
+    bands = [(a[0].verdict, x(a[0].steps_done - 0.5), x(a[-1].steps_done + 0.5)) for a in alarms]
+    charts = []
+    for title, curves in panels.items():
+        values = [value for points in curves.values() for _, value in points]
+        low, high = min(values), max(values)
+        margin = (high - low) * 0.05 or abs(high) * 0.5 or 0.5
+        low, high = low - margin, high + margin
+        y = _scale(low, high, BOTTOM, TOP)
+        lines = []
+        for name, points in curves.items():
+            places = [f"{x(step)},{y(value)}" for step, value in evenly_spaced(points, MAX_POINTS)]
+            line = " ".join(places if len(places) > 1 else 2 * places)  # one point is a dot
+            lines.append({"name": name, "line": line, "last": points[-1][1]})
+        step_ticks = [(step, x(step)) for step in ticks(first, last, least=1)]
+        value_ticks = [(value, y(value)) for value in ticks(low, high)]
+        axes = {"step_ticks": step_ticks, "value_ticks": value_ticks}
+        charts.append({"title": title, "curves": lines, "bands": bands, **axes})
+    return charts
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """Return the function that takes `low` to `start` and `high` to `end`."""
+    return lambda value: round(start + (value - low) / (high - low) * (end - start), 1)
+
+
+def ticks(low: float, high: float, least: float = 0.0) -> list[float]:
+    """Return some round numbers between two, at least `least` apart."""
+    step = max((high - low) / 4, least)
+    size = 10.0 ** math.floor(math.log10(step))
+    step = next(size * n for n in (1, 2, 5, 10) if size * n >= step * 0.999)
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def evenly_spaced(values: Sequence[Any], count: int) -> list[Any]:
+    """Return at most `count` of some values, the first and the last among them."""
+    places = np.linspace(0, len(values) - 1, min(count, len(values)))
+    return [values[i] for i in places.round().astype(int)]

@@ -1,12 +1,13 @@
-"""A run while it goes on, and the questions that pages ask of its record, in SQL.
+"""A run's log and record while the run goes on, with the queries that pages need.
 
-A filter is a URL's values: `min_step=10`, `max_reward=0.5`, `truncated=true`, `text=seven`.
+An address has a search as values: `min_step=10`, `max_reward=0.5`, `truncated=true`, `text=seven`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -14,33 +15,35 @@ from pathlib import Path
 from typing import Any
 
 from swift_grpo_ext.record.query import Record, diversity_of, literal, where_round
-from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS, SAMPLES, DiversityRow
+from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS, DiversityRow
 from swift_grpo_ext.sampling.seeding import PHASES, RoundId
 from swift_grpo_ext.tools.diff import Decode, find_decoder
-from swift_grpo_ext.tools.runs import find_runs, run_name
-from swift_grpo_ext.tools.view.log import Log, read_log
+from swift_grpo_ext.tools.runs import LOGS, STEP, by_step, find_runs, read_logs
 
+# DuckDB's memory: reading a round of 10,240 samples of 4,000 characters needs more than 96 MB.
 MAX_MB = 128
-"""DuckDB's memory: reading a round of 10,240 samples of 4,000 characters needs more than 96 MB."""
 
+# A search bounds and sorts by RANGES, asks for one value of MENUS (by table), and looks for a text
+# in one of TEXTS.
 RANGES = ("step", "reward", "advantage", "num_tokens", "gap_max")
-"""Columns that a least and a greatest value bound, and that samples are sorted by."""
-
-EXACT = ("phase", "finish_reason", "stop_reason", "fate", "truncated")
-"""Columns that are filtered by equality."""
-
+MENUS = {"samples": ("phase", "finish_reason", "stop_reason"), "rewards": ("fate", "truncated")}
 TEXTS = ("text", "prompt", "columns")
-"""Columns that a text is looked for in."""
 
-MAX_TEXT, MAX_QUESTION = 400, 160
-"""Characters of a completion, and of a prompt's last message, in a list."""
-
-LONG_COLUMNS = "token_ids, logprobs, mask, pictures, gaps"
-"""Only a group's page shows these."""
+MAX_TEXT, MAX_QUESTION = 400, 160  # characters of a completion, and of a question, in a list
 
 IDENTITY = ", ".join(f'"{name}"' for name in SAMPLE_ID_COLUMNS)
+
+# Only a group's page reads the long columns. DuckDB reads the others of the chosen rows alone.
+SEARCH = f"""
+select * exclude (token_ids, logprobs, mask, pictures, gaps)
+from scored semi join (
+    select {IDENTITY} from scored where {{where}} order by {{order}} limit ? offset ?
+) using ({IDENTITY})
+order by {{order}}
+"""
 NEWEST = 'step desc, phase, number desc, "group", "index", turn'
 
+# The groups of a round. A conversation is one sample; its text is that of all turns.
 GROUPS = """
 with whole as (
     select "group", "index", list(hash(text) order by turn) as texts, any_value(reward) as reward
@@ -54,19 +57,18 @@ select * from groups join (
     from samples where {round} and "index" = 0 and turn = 0) using ("group")
 order by "group"
 """
-"""The groups of a round: a conversation is one sample, and its text that of all turns."""
 
 
 class NotFoundError(ValueError):
-    """A page asks for something that is in no record."""
+    """A page asks for something that no record has."""
 
 
 class Facts:
-    """It answers what pages show of a whole run, once while the record stays as it is."""
+    """What pages show of a whole run; each fact is read once for a version of the run's files."""
 
-    def __init__(self, record: Record) -> None:
-        self.version = record.version
-        self._record = record
+    def __init__(self, run_dir: Path, record: Record) -> None:
+        self.version = version_of(run_dir, record)
+        self._run_dir, self._record = run_dir, record
 
     @cached_property
     def rounds(self) -> list[RoundId]:
@@ -75,50 +77,87 @@ class Facts:
 
     @cached_property
     def num_rows(self) -> int:
-        """How many samples there are; of a conversation, each turn counts."""
+        """Completions; each turn of a conversation counts."""
         return int(self._record.rows("select count(*) as number from samples")[0]["number"])
 
     @cached_property
-    def functions(self) -> list[str]:
-        """The names of the reward functions."""
-        query = "select any_value(map_keys(rewards)) as names from rewards group by session"
-        found = self._record.rows(query)
-        return [*dict.fromkeys(name for row in found for name in row["names"])]
-
-    @cached_property
     def best_reward(self) -> float:
-        """The greatest reward, 1 at the least: a reward's colour is full here."""
+        """The greatest reward, at least 1: the page colours it green."""
         return max(self._record.rows("select max(reward) as best from rewards")[0]["best"] or 0, 1)
 
     @cached_property
     def ranges(self) -> dict[str, str]:
-        """The SQL of what samples are bounded and sorted by: `RANGES`, and `reward.NAME` of each
-        reward function."""
-        functions = {f"reward.{name}": f"rewards[{literal(name)}]" for name in self.functions}
+        """The SQL of `RANGES`, and of `reward.NAME` for each reward function."""
+        query = "select any_value(map_keys(rewards)) as names from rewards group by session"
+        names = {name: None for row in self._record.rows(query) for name in row["names"]}
+        functions = {f"reward.{name}": f"rewards[{literal(name)}]" for name in names}
         return {**{name: name for name in RANGES}, **functions}
 
     @cached_property
-    def menus(self) -> dict[str, list[tuple[str, int]]]:
-        """The 50 most frequent values of each of the `EXACT` columns, with their numbers."""
+    def menus(self) -> dict[str, dict[str, int]]:
+        """How often each value of each column of `MENUS` occurs."""
         menus = {}
-        for name in EXACT:
-            query = (
-                f"select cast({name} as varchar) as value, count(*) as number "
-                f"from {'samples' if name in SAMPLES.schema.names else 'rewards'} "
-                f"where {name} is not null "
-                f"group by all order by number desc, value limit 50"
-            )
-            menus[name] = [(row["value"], row["number"]) for row in self._record.rows(query)]
-        return menus
+        for table, columns in MENUS.items():
+            values = ", ".join(f"histogram({name}::varchar) as {name}" for name in columns)
+            menus.update(self._record.rows(f"select {values} from {table}")[0])
+        return {column: counts or {} for column, counts in menus.items()}
 
     @cached_property
     def diversity(self) -> list[DiversityRow]:
         """What the monitor measured, in the order of the steps."""
         return diversity_of(self._record)
 
+    @cached_property
+    def logs(self) -> list[dict[str, Any]]:
+        """The lines of `logging.jsonl`."""
+        try:
+            return read_logs(self._run_dir)
+        except OSError:  # nothing is logged yet
+            return []
+
+    @cached_property
+    def steps(self) -> dict[int, dict[str, Any]]:
+        """The logged values of each optimizer step."""
+        return by_step(self.logs)
+
+    @cached_property
+    def step(self) -> int:
+        """Optimizer steps that are done; `--logging_steps` leaves some out of the log."""
+        return max([0, *self.steps, *(r.step + 1 for r in self.rounds if r.phase == "train")])
+
+    @cached_property
+    def max_steps(self) -> int:
+        """The training's number of steps; 0 before the first is logged."""
+        return int(self.steps[max(self.steps)][STEP].partition("/")[2]) if self.steps else 0
+
+    @property
+    def has_ended(self) -> bool:
+        """True after ms-swift's last lines: one with `train_runtime`, and the model's summary."""
+        return any("train_runtime" in log for log in self.logs[-2:])
+
+    @property
+    def updated(self) -> str:
+        """When the log was last written, by this machine's clock; empty before that."""
+        seconds = self.version[1] // 10**9
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
+
+    @property
+    def has_begun(self) -> bool:
+        """True once a sample, a step or a measurement is there."""
+        return bool(self.rounds or self.steps or self.diversity)
+
+
+def version_of(run_dir: Path, record: Record) -> tuple[int, int, int]:
+    """Return the version of a run's record, and the time and size of its log."""
+    try:
+        status = (run_dir / LOGS).stat()
+    except OSError:
+        return record.version, 0, 0
+    return record.version, status.st_mtime_ns, status.st_size
+
 
 class Run:
-    """A run while it goes on."""
+    """A run's folder, read again and again."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self._open(Path(run_dir))
@@ -126,34 +165,18 @@ class Run:
     def _open(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.record = Record(run_dir, max_mb=MAX_MB)
-        self._facts = Facts(self.record)
-        self._log = Log()
-
-    @property
-    def name(self) -> str:
-        return run_name(self.run_dir)
+        self._facts = Facts(run_dir, self.record)
 
     @property
     def facts(self) -> Facts:
-        if self._facts.version != self.record.version:
-            self._facts = Facts(self.record)
+        if self._facts.version != version_of(self.run_dir, self.record):
+            self._facts = Facts(self.run_dir, self.record)
         return self._facts
 
-    @property
-    def log(self) -> Log:
-        """What the run has logged; its file is read again only after a change."""
-        self._log = read_log(self.run_dir, self._log)
-        return self._log
-
-    @property
-    def has_begun(self) -> bool:
-        """True once a sample, a step or a measurement is there."""
-        return bool(self.facts.rounds or self.log.steps or self.facts.diversity)
-
     def refresh(self, seconds: float = float("inf")) -> None:
-        """Look for what is new on disk, for some seconds. A folder that was served before its
-        training began may get the run in a folder of its own (`--add_version`)."""
-        if not self.facts.rounds and not self.log.steps:
+        """Read what is new on disk, for some seconds. A folder that was served before its training
+        began may get the run in a folder of its own (`--add_version`)."""
+        if not self.facts.has_begun:
             with suppress(OSError):
                 [folder] = find_runs(self.run_dir)[:1]
                 if folder != self.run_dir:
@@ -166,97 +189,68 @@ class Run:
         return find_decoder(self.run_dir)
 
 
+# --- an address's values ---
+
+
+def parse(values: Mapping[str, Any], name: str, kind: type[int] | type[float] = int) -> Any:
+    """Return a value of an address: its `round`, or a number; raises NotFoundError."""
+    try:
+        if name != "round":
+            return kind(values[name])
+        phase, step, number = values[name].split(".")
+        return RoundId(PHASES[PHASES.index(phase)], int(step), int(number))
+    except (KeyError, ValueError) as e:
+        expected = "a round such as train.3.0" if name == "round" else "a number"
+        raise NotFoundError(f"{name}={values.get(name, '')}: expected {expected}") from e
+
+
 # --- which samples, which groups ---
 
 
-def parse_place(values: Mapping[str, Any], *names: str) -> tuple[RoundId, list[int]]:
-    """Return the round that an address names, such as `round=train.3.0`, and the numbers that it
-    gives under some names; raises NotFoundError where one is missing or unreadable."""
-    try:
-        phase, step, number = values["round"].split(".")
-        round_ = RoundId(PHASES[PHASES.index(phase)], int(step), int(number))
-        return round_, [int(values[name]) for name in names]
-    except (KeyError, ValueError) as e:
-        asked = ", ".join(f"{name}={value}" for name, value in values.items()) or "no round"
-        wanted = "".join(f" and {name}=0" for name in names)
-        raise NotFoundError(f"{asked}: expected round=train.3.0{wanted}") from e
-
-
-def search_of(facts: Facts, values: Mapping[str, str]) -> tuple[str, dict[str, Any], str]:
-    """Return the samples that a URL's values ask for as SQL, `from ... where ...`, with the values
-    of its parameters, and their order. Rows without a value are out of its range, and come last.
-
-    Args:
-        values: `sort=reward` sorts by one of the run's `ranges`, `sort=-reward` puts the greatest
-            first; without it, the newest come first. `where` names the one of `TEXTS` that holds
-            `text`.
-
-    Raises:
-        NotFoundError: a value is no number, or no column.
-    """
-    conditions: list[tuple[str, str, Any]] = []  # column, SQL up to the value and ")", value
-    for column, sql in facts.ranges.items():
-        for name, compare in ((f"min_{column}", ">="), (f"max_{column}", "<=")):
-            if bound := values.get(name):
-                try:
-                    conditions.append((column, f"({sql} {compare}", float(bound)))
-                except ValueError as e:
-                    raise NotFoundError(f"{name}={bound}: expected a number") from e
-    for column in EXACT:
-        if value := values.get(column):
-            conditions.append((column, f"(cast({column} as varchar) =", value))
-    if text := values.get("text"):
-        where = values.get("where")
-        column = where if where in TEXTS else "text"
-        conditions.append((column, f"contains(lower({column}),", text.lower()))
-
-    sort = values.get("sort", "")
-    column, order = sort.removeprefix("-"), NEWEST
-    if column not in ("", *facts.ranges):
-        raise NotFoundError(f"sort={column}: expected one of {', '.join(facts.ranges)}")
-    if column:
-        direction = "desc" if sort.startswith("-") else "asc"
-        order = f"{facts.ranges[column]} {direction} nulls last, {NEWEST}"
-    used = {column or "step", *(name for name, _, _ in conditions)}
-    where = "".join(f" and {sql} $v{at})" for at, (_, sql, _) in enumerate(conditions))
-    source = "samples" if used <= {*SAMPLES.schema.names} else "scored"
-    parameters = {f"v{at}": value for at, (_, _, value) in enumerate(conditions)}
-    return f"from {source} where true{where}", parameters, order
-
-
 def find_samples(
-    run: Run, values: Mapping[str, str], *, offset: int = 0, limit: int = 50
+    run: Run, values: Mapping[str, str], limit: int = 50
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Return how many samples match a URL's values, and some of them as `described`, with the
-    beginnings of texts; raises what `search_of` does."""
-    matching, parameters, order = search_of(run.facts, values)
-    count = run.facts.num_rows
-    if parameters:
-        query = f"select count(*) as number {matching}"
-        count = run.record.rows(query, parameters)[0]["number"]
-    query = f"select {IDENTITY} {matching} order by {order} limit {limit} offset {offset}"
-    names = [tuple(row.values()) for row in run.record.rows(query, parameters)]
-    if not names:
-        return count, []
-    # The long columns of these rows alone are read. A phase is a plain word.
-    steps = ", ".join({str(name[1]) for name in names})
-    rows = run.record.rows(
-        f"select * exclude ({LONG_COLUMNS}) from scored "
-        f"where step in ({steps}) and ({IDENTITY}) in ({', '.join(map(str, names))})"
-    )
-    by_name = {tuple(row[c] for c in SAMPLE_ID_COLUMNS): described(row) for row in rows}
-    listed = [by_name[name] for name in names if name in by_name]
-    return count, [{**row, "text": row["text"][:MAX_TEXT]} for row in listed]
+    """Return how many samples match an address, and those of its page as `describe` returns them,
+    with the beginnings of their texts. The newest come first. `sort=reward` puts the least of one
+    of the run's `ranges` first, `sort=-reward` the greatest. A sample without a value is out of its
+    bounds. Raises NotFoundError where a value is no number, or names no column."""
+    ranges, conditions, wanted = run.facts.ranges, ["true"], list[Any]()
+    for column, sql in ranges.items():
+        for name, compare in ((f"min_{column}", ">="), (f"max_{column}", "<=")):
+            if values.get(name):
+                conditions.append(f"{sql} {compare} ?")
+                wanted.append(parse(values, name, float))
+    for column in (name for names in MENUS.values() for name in names):
+        if value := values.get(column):
+            conditions.append(f"{column}::varchar = ?")
+            wanted.append(value)
+    if text := values.get("text"):
+        column = values.get("where", "")
+        conditions.append(f"contains(lower({column if column in TEXTS else 'text'}), ?)")
+        wanted.append(text.lower())
+    order = NEWEST
+    if sort := values.get("sort"):
+        column = sort.removeprefix("-")
+        if column not in ranges:
+            raise NotFoundError(f"sort={column}: expected one of {', '.join(ranges)}")
+        order = f"{ranges[column]} {'desc' if sort[0] == '-' else 'asc'} nulls last, {NEWEST}"
+    offset = max(parse(values, "offset"), 0) if "offset" in values else 0
+    where = " and ".join(conditions)
+    matching = f"select count(*) as number from scored where {where}"
+    count = run.record.rows(matching, wanted)[0]["number"] if wanted else run.facts.num_rows
+    query = SEARCH.format(where=where, order=order)
+    rows = map(describe, run.record.rows(query, [*wanted, limit, offset]))
+    return count, [{**row, "text": row["text"][:MAX_TEXT]} for row in rows]
 
 
 def list_groups(run: Run, round_: RoundId) -> list[dict[str, Any]]:
-    """Return the groups of a round as `described`, each as its first sample: `reward` is the mean
-    of the `rewards` and `spread` their standard deviation, None without any."""
+    """Return the groups of a round, each as `describe` returns its first sample; `reward` is the
+    mean of the `rewards` and `spread` their standard deviation, None without any."""
     rows = run.record.rows(GROUPS.format(round=where_round(round_)))
-    return [described({**round_._asdict(), **row}) for row in rows]
+    return [describe({**round_._asdict(), **row}) for row in rows]
 
 
-def described(row: dict[str, Any]) -> dict[str, Any]:
+def describe(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of `scored`, or of `GROUPS`, with its round's name, its data row's `columns`,
     its prompt's `messages` as (role, text), and the beginning of the last one, the `question`."""
     messages = [(str(m.get("role", "")), text_of(m)) for m in json.loads(row["prompt"])]
@@ -270,7 +264,7 @@ def described(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return what a message says: its text, or JSON of what is none, such as calls of tools."""
+    """Return what a message says: its text, and the rest, such as calls of tools, as JSON."""
     others = {k: v for k, v in message.items() if k not in ("role", "content", "loss") and v}
     parts = [part for part in (message.get("content"), others) if part]
     return "\n".join(

@@ -1,23 +1,21 @@
 """`swift-grpo-ext view`: the server, for one person.
 
 It listens on 127.0.0.1, or where `--host` says. Every address begins with a token that only the
-printed URL holds; what lacks it is answered 404, as is what no record has. An error of a page is
-answered 500, and its traceback is in the log (uvicorn's). One background thread reads what the run
-writes.
+printed URL holds. The answer is 404 without the token, and where no record has what a page asks
+for. It is 500 where a page fails; uvicorn logs the traceback. A page first reads what is new on
+disk; while it is open, it asks every two seconds.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
-import duckdb
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -28,9 +26,7 @@ from swift_grpo_ext.tools.view import pages
 from swift_grpo_ext.tools.view.group import read_image
 from swift_grpo_ext.tools.view.runs import NotFoundError, Run
 
-logger = logging.getLogger(__name__)
-
-REFRESH_SECONDS = 1.0
+REFRESH_SECONDS = 1.0  # of reading for one answer: a large record is read over several answers
 
 HEADERS = {
     "content-security-policy": "frame-ancestors 'none'",  # the page itself holds the rest of it
@@ -42,8 +38,8 @@ HEADERS = {
 
 
 def make_app(runs: Sequence[Run], token: str) -> Starlette:
-    """Return the application; its caller refreshes the runs. Each run's pages stand below its
-    number, and those of all runs beside."""
+    """Return the application. Each run's pages stand below its number, the page of all runs beside
+    them."""
 
     def start(request: Request) -> Response:
         return RedirectResponse("0/overview" if len(runs) == 1 else "runs", headers=HEADERS)
@@ -52,12 +48,14 @@ def make_app(runs: Sequence[Run], token: str) -> Starlette:
         index, name = request.path_params.get("run"), request.path_params["page"]
         if index is not None and index >= len(runs):
             raise NotFoundError(f"there is no run {index}")
-        if name == "state":
-            state = pages.state_of(runs if index is None else [runs[index]])
-            return PlainTextResponse(state, headers=HEADERS)
+        shown = runs if index is None else [runs[index]]
         if name == "image" and index is not None:
             content = read_image(runs[index], request.query_params)
             return Response(content, media_type="image/png", headers=HEADERS)
+        for run in shown:
+            run.refresh(REFRESH_SECONDS)
+        if name == "state":
+            return PlainTextResponse(pages.state_of(shown), headers=HEADERS)
         text = pages.render(runs, index, name, request.query_params)
         return HTMLResponse(text, headers=HEADERS)
 
@@ -71,72 +69,36 @@ def make_app(runs: Sequence[Run], token: str) -> Starlette:
 
 
 def serve(runs: Sequence[Path], port: int, host: str) -> None:
-    """Serve until Ctrl-C; print the address, and how to reach it from elsewhere.
-
-    Args:
-        runs: their folders.
-        port: 0 for any that is free.
-        host: the address of this machine at which to listen; 0.0.0.0 for all.
-
-    Raises:
-        OSError: the port is taken, or the address is none of this machine's.
-    """
-    views = [Run(folder) for folder in runs]
+    """Serve runs until Ctrl-C; print the address, and how to reach it from elsewhere. Raises
+    OSError where the port is taken, or the host is no address of this machine."""
     token = secrets.token_urlsafe(16)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except OSError as e:
-        cause = str(e.strerror).partition(" (while")[0]
         raise OSError(
-            f"--host {host} --port {port}: cannot listen there ({cause}). Give an address of this "
-            "machine (0.0.0.0: all of them) and a free port from 1024 on (0: any)."
+            f"--host {host} --port {port}: cannot listen there ({e.strerror}). Give an address of "
+            "this machine (0.0.0.0: all of them) and a free port from 1024 on (0: any)."
         ) from e
-    with listener:
-        stop = threading.Event()
-        threading.Thread(target=_follow, args=(views, stop), daemon=True).start()
+    with listener, suppress(KeyboardInterrupt):
         listens_at, port, *_ = listener.getsockname()
         print(_how_to_look(listens_at, port, token), flush=True)
-        config = uvicorn.Config(make_app(views, token), log_level="warning", access_log=False)
-        try:
-            uvicorn.Server(config).run(sockets=[listener])
-        except KeyboardInterrupt:
-            pass
-        finally:
-            stop.set()
+        app = make_app([Run(folder) for folder in runs], token)
+        config = uvicorn.Config(app, log_level="warning", access_log=False)
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 def _how_to_look(host: str, port: int, token: str) -> str:
     """Return the address of the pages, and how to reach it from another machine."""
     listens, machine = ip_address(host), socket.gethostname()
     name = machine if listens.is_unspecified else f"[{host}]" if listens.version == 6 else host
-    remote = "Nothing is encrypted: who listens to the network can read the pages and the address."
+    remote = "Nothing is encrypted: others on the network can read the pages and the address."
     if listens.is_loopback:
+        user = os.environ.get("USER", "USER")
         remote = (
-            f"From another machine, type there: ssh -N -L {port}:{name}:{port} "
-            f"{os.environ.get('USER', 'USER')}@{machine}\n(or as you log in here), and open this "
-            "address there."
+            f"On another machine, run: ssh -N -L {port}:{name}:{port} {user}@{machine}\n"
+            "(use the host name that you log in to), and open this address there."
         )
-    return (
-        f"http://{name}:{port}/{token}/\nOnly who has this address can look. Ctrl-C ends it.\n"
-        f"{remote}"
-    )
-
-
-def _follow(runs: Sequence[Run], stop: threading.Event) -> None:
-    """Read what the runs write until `stop` is set; an error is logged once."""
-    logged: set[str] = set()
-    while not stop.is_set():
-        is_behind = False
-        for run in runs:
-            try:
-                run.refresh(REFRESH_SECONDS)
-                is_behind |= not run.record.is_whole
-            except (OSError, ValueError, duckdb.Error) as e:  # a file that is being replaced
-                if str(e) not in logged:
-                    logger.warning(
-                        "%s cannot be read now (%s): another try follows.", run.run_dir, e
-                    )
-                logged.add(str(e))
-        if not is_behind:
-            stop.wait(REFRESH_SECONDS)
+    url = f"http://{name}:{port}/{token}/"
+    access = "Only people with this address can open the pages. Ctrl-C stops the server."
+    return f"{url}\n{access}\n{remote}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -127,21 +128,20 @@ def make_run(run_dir: Path, num_rounds: int = 3) -> Path:
 
 
 def add_logs(run_dir: Path, *seconds: float) -> Path:
-    """Log steps that took so long, each a multiple of one; return the file."""
+    """Log steps that took so long, with an evaluation after each; return the file."""
     shares = {"rollout": 0.5, "wake": 0.05, "send": 0.1, "generate": 0.3, "sleep": 0.0}
     shares |= {"rewards": 0.0, "batch": 0.1, "logps": 0.15, "loss": 0.25}
     shares |= {"optimizer": 0.0, "rest": 0.0}
     with (run_dir / LOGS).open("a", encoding="utf-8") as file:
         for step, value in enumerate(seconds, 1):
             log = {f"time/{part}": share * value for part, share in shares.items()}
-            log |= {
-                "loss": 0.0,
-                "grad_norm": step / 8,
-                "kl": 0.0,
-                "global_step/max_steps": f"{step}/100",
-            }
-            file.write(json.dumps(log) + "\n")
+            log |= {"loss": 0.0, "grad_norm": step / 8, "kl": 0.0, "rollout_gap/mean": math.nan}
+            log |= {"reward": step / 4, "rewards/Format/mean": 1.0, "completions/mean_length": 3.0}
+            place = {"global_step/max_steps": f"{step}/100"}
+            evaluation = {"eval_loss": 1.0, "eval_reward": 0.5}
+            file.write(f"{json.dumps(log | place)}\n{json.dumps(evaluation | place)}\n")
         file.write('{"train_runtime": 9.0, "global_step/max_steps": "9/100"}\n')
+        file.write('{"model_parameter_info": "9 Params"}\n')
     return run_dir / LOGS
 
 

@@ -169,6 +169,7 @@ def test_nothing_runs_over_its_box(width: int, page: Chrome, run_dir: Path, tmp_
 def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
     """The page opens from a file, without a server and without the run."""
     run_dir = make_run(tmp_path / "run")
+    add_logs(run_dir, 1.0, 1.0)
     add_tokenizer(run_dir)
     page = write_page([run_dir], tmp_path / "page.html", num_groups=6)
     shutil.rmtree(run_dir)

@@ -16,6 +16,8 @@ from swift_grpo_ext.tools.view.group import image_bytes, pieces, read_group, sha
 from swift_grpo_ext.tools.view.runs import NotFoundError, Run
 from tests.tools.view.runs import make_run
 
+TURN = {"token_ids": [1, 2], "logprobs": None, "mask": None, "gaps": {}, "num_shared": 0}
+
 
 def test_shared_beginnings() -> None:
     assert shared_lengths([[1, 2], [1, 2], [1, 2, 3]]) == [2, 2, 2]
@@ -31,7 +33,9 @@ def test_pieces_hold_whole_characters() -> None:
 
     logprobs = [-float(i) for i in range(len(content))]
     mask = [True] * 3 + [False] + [True] * 6
-    assert pieces(list(content), logprobs, decode, 5, {2: 0.5, 3: 0.25, 8: 0.125}, mask) == [
+    gaps = {2: 0.5, 3: 0.25, 8: 0.125}
+    turn = {"token_ids": [*content], "logprobs": logprobs, "mask": mask, "gaps": gaps}
+    assert pieces({**turn, "num_shared": 5}, decode) == [
         ("a", True, 0.0, 0.0, False),
         ("七", True, -6.0, 0.5, True),
         ("👍", False, -22.0, 0.0, False),
@@ -42,7 +46,7 @@ def test_pieces_hold_whole_characters() -> None:
 
 def test_unknown_and_infinite_log_probabilities_are_none() -> None:
     for logprobs in (None, [-math.inf, math.nan]):
-        parts = pieces([65, 66], logprobs, lambda ids: "x" * len(ids), 0, {})
+        parts = pieces({**TURN, "logprobs": logprobs}, lambda ids: "x" * len(ids))
         assert [part.logprob for part in parts] == [None] * 2
 
 
@@ -50,7 +54,7 @@ def test_a_first_token_keeps_its_space() -> None:
     def decode(ids: list[int]) -> str:  # as sentencepiece: no space at the beginning
         return "".join(f" w{i}" for i in ids)[1:]
 
-    assert [part.text for part in pieces([1, 2], None, decode, 0, {})] == ["w1", " w2"]
+    assert [part.text for part in pieces(TURN, decode)] == ["w1", " w2"]
 
 
 def test_a_group(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from pathlib import Path
 
@@ -10,53 +9,31 @@ import pytest
 
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.tools.view.overview import (
-    list_alarms,
+    alarm_streaks,
     make_panels,
     mean_of_last,
     overall_verdict,
     overview_values,
     worst_groups,
 )
+from swift_grpo_ext.tools.view.pages import render
 from swift_grpo_ext.tools.view.runs import Run
 from tests.diversity.runs import frozen_rounds
 from tests.diversity.runs import make_run as make_watched_run
 from tests.diversity.samples import group_of
-from tests.tools.view.runs import Writer, add_logs, add_tokenizer, make_rows
-
-
-def test_panels_of_a_run(tmp_path: Path) -> None:
-    """Group 0 has rewards 0 and 0, group 1 has 0 and 1; what is no number is left out."""
-    writer, run = Writer(tmp_path), Run(tmp_path)
-    for step, gap in enumerate((math.nan, 0.5, math.inf)):
-        rows = make_rows(step)
-        writer.write(rows, scored=False)
-        writer.score(rows, gap_mean=gap)
-    writer.write(make_rows(3, phase="eval"))
-    run.refresh()
-    assert make_panels(run) == {
-        "reward": {
-            "reward": [(1, 0.25), (2, 0.25), (3, 0.25)],
-            "Accuracy": [(1, 0.25), (2, 0.25), (3, 0.25)],
-            "Format": [(1, 1.0), (2, 1.0), (3, 1.0)],
-            "eval reward": [(3, 0.25)],  # an evaluation stands at its own step
-        },
-        "length": {"length": [(1, 3), (2, 3), (3, 3)]},
-        "gap": {"gap": [(2, 0.5)]},
-    }
+from tests.tools.view.runs import add_logs, add_tokenizer
 
 
 def test_panels_of_the_monitor(tmp_path: Path) -> None:
     records = make_watched_run(tmp_path, frozen_rounds())
     run = Run(tmp_path)
     run.refresh()
-    panels = make_panels(run)
+    panels = make_panels(run.facts)
     expected = [(step + 1, records[step].metrics["vendi"]) for step in range(3)]
     assert panels["diversity/vendi"] == {"diversity/vendi": expected}
     assert panels["diversity/log10_p"]["diversity/log10_p"][2] == (3, records[2].log10_p)
-    assert "reward" not in panels
-    values = overview_values(run)
-    assert [chart["title"] for chart in values["charts"]] == ["length"]
-    assert len(values["diversity_charts"]) == len(panels) - 1
+    assert all(name.startswith("diversity/") for name in panels)
+    assert [chart["title"] for chart in overview_values(run)["charts"]] == [*panels]
 
 
 def test_the_mean_of_the_last_steps() -> None:
@@ -65,19 +42,28 @@ def test_the_mean_of_the_last_steps() -> None:
 
 
 def test_what_was_logged(tmp_path: Path) -> None:
-    """A resumed session replaces the steps that it makes again; a spoilt line is left out. Parts
-    that take less than 2% of a step have no curve."""
+    """A resumed session replaces the steps that it makes again; a spoilt line is left out, and so
+    is what is no number. Parts that take less than 2% of a step have no curve."""
     path = add_logs(tmp_path, 1.0, 1.0, 1.0)
     with path.open("a", encoding="utf-8") as file:
         file.write('{"loss": 1.0, "global\n')
     add_logs(tmp_path, 8.0, 2.0)
-    panels = make_panels(Run(tmp_path))
-    assert panels["grad_norm"] == {"grad_norm": [(1, 0.125), (2, 0.25)]}
-    assert panels["loss"] == {"loss": [(1, 0.0), (2, 0.0)]}
-    assert "kl" not in panels
-    expected = ["step", "rollout", "wake", "send", "generate", "batch", "logps", "loss"]
-    assert list(panels["seconds"]) == expected
-    assert panels["seconds"]["step"] == [(2, pytest.approx(2.0))]
+    panels = make_panels(Run(tmp_path).facts)
+    seconds = panels.pop("seconds")
+    assert panels == {
+        "reward": {
+            "reward": [(1, 0.25), (2, 0.5)],
+            "rewards/Format/mean": [(1, 1.0), (2, 1.0)],
+            "eval_reward": [(1, 0.5), (2, 0.5), (3, 0.5)],
+        },
+        "length": {"completions/mean_length": [(1, 3.0), (2, 3.0)]},
+        "loss": {"loss": [(1, 0.0), (2, 0.0)]},
+        "grad_norm": {"grad_norm": [(1, 0.125), (2, 0.25)]},
+    }
+    parts = ["rollout", "wake", "send", "generate", "batch", "logps", "loss"]
+    assert list(seconds) == ["step", *(f"time/{part}" for part in parts)]
+    assert seconds["step"] == [(2, pytest.approx(2.0))]  # the first step is left out
+    assert seconds["time/generate"] == [(2, pytest.approx(0.6))]
 
 
 def collapsed(step: int) -> list[SampleRow]:
@@ -92,18 +78,24 @@ def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
     rounds += [group_of(*[list(range(60))] * 2, step=step) for step in (6, 7)]
     rounds.insert(0, group_of(*[list(range(90))] * 2, phase="eval", prompt="other"))
     records = make_watched_run(tmp_path, rounds)
-    collapse, broken, of_evaluation = list_alarms(records)
-    assert (of_evaluation["phase"], of_evaluation["kind"]) == ("eval", "broken")
+    shown = [
+        (rounds[0].round.phase, rounds[0].verdict, [record.steps_done for record in rounds])
+        for rounds in alarm_streaks(records)
+    ]
+    assert shown == [
+        ("train", "collapse", [3, 4]), ("train", "broken", [7, 8]), ("eval", "broken", [0])
+    ]  # fmt: skip
     records = [record for record in records if record.round.phase == "train"]
-    assert (collapse["phase"], collapse["first_step"], collapse["last_step"]) == ("train", 3, 4)
-    assert (broken["kind"], broken["first_step"], broken["last_step"]) == ("broken", 7, 8)
-    assert collapse["collisions"] == []
     logged = [record.steps_done for record in records if record.scalars()["diversity/collapse"]]
     assert logged == [3, 4]
-    assert "repeat another of their group" in collapse["cause"][0]
-    assert "样本共用了随机噪声" in broken["cause"][1]
-    assert broken["remedy"] == "remedy_seed_mode"
-    assert "the first 60 tokens" in broken["collisions"][0][0]
+    run = Run(tmp_path)
+    run.refresh()
+    text = render([run], 0, "overview", {})
+    for part in (
+        *("train 3–4: ", "repeat another of their group", "train 7–8: ", "样本共用了随机噪声"),
+        *("set --rollout_seed_mode sample", "the first 60 tokens", "eval 0: "),
+    ):
+        assert part in text
     verdicts = [overall_verdict(records[:end]) for end in (0, 1, 3, 8)]
     assert verdicts == ["none", "healthy", "collapse", "broken"]  # one odd round is no alarm
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.view.pages import (
     HERE,
     groups_values,
@@ -49,7 +50,7 @@ def test_a_saved_page_is_whole_and_safe(tmp_path: Path) -> None:
     rows = [replace(row, text=f"{HOSTILE}</script>") for row in make_rows(3)]
     rows = [replace(r, media=["https://example.com/8.png"], fingerprint="new") for r in rows]
     Writer(run_dir, session=1, start_step=3).write(rows)
-    path = write_page([run_dir], tmp_path / "page.html", 6)
+    path = write_page([run_dir], tmp_path / "page.html", 8)
     text = path.read_text(encoding="utf-8")
     tags = Page(text).tags
     assert [tag for tag, _ in tags].count("script") == 1
@@ -97,7 +98,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_yet_is_followed_into_its_version(tmp_path: Path) -> None:
     run = Run(tmp_path / "new")
     run.refresh()
-    assert not run.has_begun
+    assert not run.facts.has_begun
     made = make_run(tmp_path / "new/v0-20261128-093000")
     run.refresh()
     assert (run.run_dir, run.facts.num_rows) == (made, 12)
@@ -117,11 +118,17 @@ def test_rounds_lead_to_their_neighbours(tmp_path: Path) -> None:
     make_run(tmp_path)
     run = Run(tmp_path)
     run.refresh()
-    names = [None, "train.2.0", "train.1.0", "train.0.0", None]  # the newest is the first
-    for at, name in enumerate(names[1:-1], 1):
-        values = groups_values(run, {"round": str(name)})
-        assert values["rounds"] == [names[at + 1], name, names[at - 1]]
-    assert groups_values(run, {})["rounds"] == ["train.1.0", "train.2.0", None]
+    first, second, third = (RoundId("train", step, 0) for step in range(3))
+    rounds = {
+        "0": ([], first, [second]),
+        "1": ([first], second, [third]),
+        "2": ([second], third, []),
+    }
+    for step, beside in rounds.items():
+        assert groups_values(run, {"round": f"train.{step}.0"})["rounds"] == beside
+    assert groups_values(run, {})["rounds"] == rounds["2"]  # the newest is the first
+    text = render([run], 0, "groups", {"round": "train.1.0"})
+    assert {"round=train.0.0", "round=train.2.0"} <= {*re.findall(r'href="groups\?(.*?)"', text)}
 
 
 def test_all_words_are_there_in_both_languages() -> None:
@@ -131,7 +138,7 @@ def test_all_words_are_there_in_both_languages() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (HERE / "templates").iterdir()]
     asked = {key for text in texts for key in re.findall(r'"(\w+)"', text)}
     own = json.loads((HERE / "words.json").read_text(encoding="utf-8"))
-    by_value = re.compile("panel_.*|summary_.*|by_.*|overview|samples|groups|runs|pair|none")
+    by_value = re.compile("panel_.*|summary_.*|by_.*|overview|samples|groups|runs|none")
     assert {key for key in own if not by_value.fullmatch(key)} - asked == set()
     named = {key for text in texts for key in re.findall(r'\bt\("(\w+)"[,)]', text)}
     assert named - set(words()) == set()

@@ -9,9 +9,8 @@ import pytest
 
 from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.view import runs
-from swift_grpo_ext.tools.view.overview import make_panels
 from swift_grpo_ext.tools.view.runs import NotFoundError, Run, find_samples, list_groups, text_of
-from tests.tools.view.runs import Writer, make_rows, make_run, score
+from tests.tools.view.runs import Writer, add_logs, make_rows, make_run, score
 
 
 def rewards_of(run: Run) -> list[float | None]:
@@ -56,7 +55,7 @@ def test_rounds_come_newest_first_and_a_resumed_session_supersedes(tmp_path: Pat
     run = Run(make_run(tmp_path / "run"))
     run.refresh()
     assert run.facts.rounds == [("train", step, 0) for step in (2, 1, 0)]
-    assert run.facts.functions == ["Accuracy", "Format"]
+    assert [*run.facts.ranges][-2:] == ["reward.Accuracy", "reward.Format"]
     Writer(tmp_path / "run", session=1, start_step=1).write(make_rows(1, num_groups=1))
     run.refresh()
     assert run.facts.rounds == [("train", step, 0) for step in (1, 0)]
@@ -69,6 +68,19 @@ def test_what_is_read_is_shown_meanwhile(tmp_path: Path) -> None:
         run.refresh(seconds=0)
         rounds.append([name.step for name in run.facts.rounds])
     assert rounds == [[2], [2], [2, 1], [2, 1], [2, 1, 0], [2, 1, 0]]  # samples, then scores
+
+
+def test_a_log_ends_and_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert (run.facts.step, run.facts.max_steps, run.facts.updated) == (0, 0, "")
+    path = add_logs(tmp_path, 9.0, 2.0, 4.0)
+    facts = run.facts
+    assert (facts.has_ended, facts.step, facts.max_steps) == (True, 3, 100)
+    assert facts.updated > "2026"
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"loss": 0.0, "global_step/max_steps": "4/100"}\n{"loss": 1')
+    # It was resumed, and a line is being written.
+    assert (run.facts.has_ended, run.facts.step) == (False, 4)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +125,7 @@ def test_filters_and_orders(run: Run, values: dict[str, str], expected: str) -> 
     count, samples = find_samples(run, values)
     assert [f"{s['step']}.{s['group']}.{s['index']}" for s in samples] == expected.split()
     assert count == len(samples)
-    assert find_samples(run, values, offset=1, limit=1) == (count, samples[1:2])
+    assert find_samples(run, {**values, "offset": "1"}, 1) == (count, samples[1:2])
 
 
 def test_bad_queries_say_what_was_expected(run: Run) -> None:
@@ -121,8 +133,9 @@ def test_bad_queries_say_what_was_expected(run: Run) -> None:
         ValueError, match="sort=text: expected one of step, reward, advantage, num_"
     ):
         find_samples(run, {"sort": "text"})
-    with pytest.raises(NotFoundError, match="min_step=a: expected a number"):
-        find_samples(run, {"min_step": "a"})
+    for name in ("min_step", "offset"):
+        with pytest.raises(NotFoundError, match=f"{name}=a: expected a number"):
+            find_samples(run, {name: "a"})
 
 
 def test_a_sample_as_a_list_shows_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +149,9 @@ def test_a_sample_as_a_list_shows_it(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_menus(run: Run) -> None:
-    assert run.facts.menus["finish_reason"] == [("stop", 11), ("length", 1)]
-    assert run.facts.menus["truncated"] == [("false", 6), ("true", 5)]
-    assert run.facts.menus["stop_reason"] == []
+    assert run.facts.menus["finish_reason"] == {"stop": 11, "length": 1}
+    assert run.facts.menus["truncated"] == {"false": 6, "true": 5}
+    assert run.facts.menus["stop_reason"] == {}
 
 
 def test_groups_of_a_round(run: Run) -> None:
@@ -169,4 +182,3 @@ def test_names_of_functions_are_text(name: str, tmp_path: Path) -> None:
     writer.append_scores([replace(score(row, 1.0), rewards=[(name, 0.5)]) for row in rows])
     run.refresh()
     assert find_samples(run, {f"min_reward.{name}": "0.5", "sort": f"reward.{name}"})[0] == 4
-    assert make_panels(run)["reward"][name] == [(1, 0.5)]

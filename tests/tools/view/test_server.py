@@ -1,4 +1,4 @@
-"""The server answers who has the token, and gives out nothing but the run's record and images."""
+"""The server answers requests with the token, with nothing but the run's record and images."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -101,8 +100,8 @@ def test_one_page_of_many_samples(client: TestClient, monkeypatch: pytest.Monkey
 
 
 def test_the_state_tells_when_something_is_new(client: TestClient, tmp_path: Path) -> None:
-    assert client.get("state").text == "1 0"
-    assert 'data-state="1 0"' in client.get("samples").text
+    state = client.get("state").text
+    assert f'data-state="{state}"' in client.get("samples").text
     # A step's times are logged after its samples are on disk.
     run = Run(make_run(tmp_path / "run"))
     states = [pages.state_of([run])]
@@ -110,6 +109,14 @@ def test_the_state_tells_when_something_is_new(client: TestClient, tmp_path: Pat
         add_logs(run.run_dir, 1.0)
         states.append(pages.state_of([run]))
     assert len(set(states)) == 3
+    assert states[0].endswith("…")  # nothing is read yet
+
+
+def test_a_page_reads_what_is_new(tmp_path: Path) -> None:
+    with TestClient(make_app([Run(tmp_path)], "T"), base_url="http://127.0.0.1/T/0/") as client:
+        assert "No samples yet" in client.get("samples").text
+        Writer(tmp_path).write(make_rows(0))
+        assert ">4 / 4<" in client.get("samples").text
 
 
 def image(round_: str = "train.2.0", group: int = 1, number: object = 0) -> str:
@@ -172,7 +179,7 @@ def test_the_command_serves_until_it_is_ended(
             printed += capsys.readouterr().out
             time.sleep(0.05)
         address, words, *remote = printed.splitlines()
-        assert words == "Only who has this address can look. Ctrl-C ends it."
+        assert words == "Only people with this address can open the pages. Ctrl-C stops the server."
         shown = {"0.0.0.0": "gpu-7", "localhost": "127.0.0.1"}.get(host, host)
         assert address.startswith(f"http://{shown}:")
         port = int(address.rpartition(":")[2].partition("/")[0])
@@ -181,9 +188,9 @@ def test_the_command_serves_until_it_is_ended(
             assert remote[0].startswith("Nothing is encrypted: ")
         else:
             command = f"ssh -N -L {port}:{shown}:{port} ann@gpu-7"
-            assert remote[0] == f"From another machine, type there: {command}"
+            assert remote[0] == f"On another machine, run: {command}"
         assert "<main" in requests.get(address, timeout=60).text
-        monkeypatch.setitem(pages.OF_RUN, "groups", lambda *_: [].pop())
+        monkeypatch.setitem(pages.VALUES, "groups", lambda *_: [].pop())
         told: list[logging.LogRecord] = []
         monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handle", told.append)
         assert requests.get(f"{address}0/groups", timeout=60).status_code == 500
@@ -204,15 +211,6 @@ def test_the_command_serves_until_it_is_ended(
     assert not thread.is_alive()
 
 
-def serve_no_one(host: str, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
-    """Serve at an address that this machine may not have, until `run` returns."""
-    listener = MagicMock()
-    listener.getsockname.return_value = (host, 80, 0, 0)
-    monkeypatch.setattr(socket, "create_server", lambda address, family: listener)
-    monkeypatch.setattr(uvicorn.Server, "run", run)
-    server.serve([Path("run")], 80, host)
-
-
 @pytest.mark.parametrize(
     ("host", "name", "remote"),
     [("::1", "[::1]", " -L 80:[::1]:80 "), ("::", socket.gethostname(), "Nothing is encrypted")],
@@ -221,25 +219,12 @@ def test_addresses_of_version_6_stand_in_brackets(
     host: str, name: str, remote: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(Run, "refresh", lambda *_: None)
-    serve_no_one(host, monkeypatch, lambda *_, **__: None)
+    """This machine may not have the address."""
+    listener = MagicMock()
+    listener.getsockname.return_value = (host, 80, 0, 0)
+    monkeypatch.setattr(socket, "create_server", lambda address, family: listener)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: None)
+    server.serve([Path("run")], 80, host)
     printed = capsys.readouterr().out
     assert printed.startswith(f"http://{name}:80/")
     assert remote in printed
-
-
-def test_a_file_that_cannot_be_read_now_is_tried_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers, is_read = [OSError("gone"), OSError("gone")], threading.Event()
-
-    def refresh(run: Run, seconds: float) -> None:
-        if answers:
-            raise answers.pop()
-        is_read.set()
-
-    monkeypatch.setattr(Run, "refresh", refresh)
-    monkeypatch.setattr(server, "REFRESH_SECONDS", 0)
-    serve_no_one("::1", monkeypatch, lambda *_, **__: is_read.wait(60))
-    assert is_read.is_set()
-    assert caplog.messages == ["run cannot be read now (gone): another try follows."]

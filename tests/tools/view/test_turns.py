@@ -11,7 +11,6 @@ from PIL import Image
 
 from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.view.group import read_group, read_image
-from swift_grpo_ext.tools.view.overview import make_panels
 from swift_grpo_ext.tools.view.pages import render
 from swift_grpo_ext.tools.view.runs import NotFoundError, Run, list_groups
 from tests.tools.view.runs import Writer, add_tokenizer, make_conversations, make_rows
@@ -40,7 +39,8 @@ def test_a_conversation_turn_by_turn(run: Run) -> None:
     assert second["messages"] == [("tool", "<image>看这里 \\ud83d")]
     assert [piece.is_masked for piece in second["pieces"]] == [False, True]
     # Position 4 of the sample is the second token of its second turn.
-    assert [turn["gaps"] for turn in (first, second, third)] == [{0: 0.5}, {1: 0.25}, {}]
+    gaps = [[piece.gap for piece in turn["pieces"]] for turn in (first, second, third)]
+    assert gaps == [[0.5, 0, 0], [0, 0.25], []]
     assert third["messages"] == [("tool", '{"tool_calls": [{"f": "找"}]}')]
     assert third["pieces"] == []
 
@@ -72,9 +72,6 @@ def test_samples_count_once(run: Run) -> None:
     first, second = list_groups(run, NAME)
     assert (first["samples"], first["num_texts"], first["rewards"]) == (2, 2, [0.0, 0.0])
     assert (second["samples"], second["rewards"], second["reward"]) == (2, [0.0, 1.0], 0.5)
-    panels = make_panels(run)
-    assert panels["reward"]["reward"] == [(1, 0.25), (2, 0.25)]
-    assert panels["length"] == {"length": [(1, 4.0), (2, 4.0)]}  # 3 and 5 tokens
     assert '<span id="count">4 / 16</span>' in render([run], 0, "samples", {"text": "第二"})
 
 

@@ -1,38 +1,31 @@
-// What the pages do beside showing: language, the section of a saved page, following the run.
+// Switches the language, shows one section of a saved page, and follows a run.
 const root = document.documentElement;
+let kept = {};
+try { kept = localStorage; } catch {}  // which a browser may refuse
 
-function chosen(language) {
-  try {
-    if (language) localStorage.setItem("swift-grpo-ext language", language);
-    return localStorage.getItem("swift-grpo-ext language");
-  } catch {
-    return null;  // a private window
-  }
-}
-
-root.lang = chosen() || (navigator.language.startsWith("zh") ? "zh" : "en");
+root.lang = kept["swift-grpo-ext language"] ?? (navigator.language.startsWith("zh") ? "zh" : "en");
 document.getElementById("language").addEventListener("click", () => {
-  root.lang = root.lang === "en" ? "zh" : "en";
-  chosen(root.lang);
+  root.lang = kept["swift-grpo-ext language"] = root.lang === "en" ? "zh" : "en";
 });
 
 const first = document.querySelector("main[id]");
 if (first && !document.getElementById(location.hash.slice(1))) location.replace(`#${first.id}`);
 
-// The run goes on: a list follows it, unless its reader is in it.
+// The page is replaced when the run has something new, unless the reader types in it.
 async function follow() {
   const main = document.querySelector("main[data-state]");
   const lost = document.getElementById("lost");
   try {
-    const state = await (await fetch("state")).text();
-    lost.hidden = true;
-    if (state !== main.dataset.state && !main.contains(document.activeElement)) {
+    const asked = await fetch("state");
+    if (!asked.ok) throw asked;
+    if (await asked.text() !== main.dataset.state && !main.contains(document.activeElement)) {
       const answer = await (await fetch(location.href)).text();
       const page = new DOMParser().parseFromString(answer, "text/html");
       const opened = [...document.querySelectorAll("details[open][id]")].map(({id}) => id);
       for (const part of ["main", "#status"]) document.querySelector(part).replaceWith(page.querySelector(part));
       for (const id of opened) document.getElementById(id)?.setAttribute("open", "");
     }
+    lost.hidden = true;
   } catch {
     lost.hidden = false;
   }
