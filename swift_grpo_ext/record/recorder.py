@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from swift_grpo_ext.media.pictures import utf8
+from swift_grpo_ext.media.pictures import media_name, utf8
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record.log import RunInUseError, SampleLog, claim_session
 from swift_grpo_ext.record.tables import DIVERSITY, REWARDS, DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.rollout.conversation import Turn
+from swift_grpo_ext.upstream.rows import TEACHER_COLUMNS, TEACHER_IMAGES
 
 if TYPE_CHECKING:
     from swift_grpo_ext.rollout.sample import RolloutSample
@@ -103,7 +104,9 @@ class SampleRecorder:
         for number, (sample, turns) in enumerate(zip(samples, turns_of_samples, strict=True)):
             # With --async_generate rank 0 generates for all: each rank's share has the same size.
             rank = self._ranks.rank + number * num_ranks // len(samples)
-            columns = other_columns(sample.extra)
+            views = {name: getattr(sample, name) for name in TEACHER_COLUMNS}
+            views[TEACHER_IMAGES] = [*map(media_name, views[TEACHER_IMAGES] or ())] or None
+            columns = other_columns({**sample.extra, **views})
             for turn, mask in zip(turns, masks_of(sample, turns), strict=True):
                 rows.append(sample_row(turn, weight_version, columns, rank=rank, mask=mask))
         self.append(rows)

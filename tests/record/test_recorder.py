@@ -114,6 +114,21 @@ def test_columns_beside_the_messages() -> None:
     assert other_columns({"absent": None}) is None
 
 
+def test_what_a_teacher_sees_is_a_column(tmp_path: Path) -> None:
+    recorder = SampleRecorder(str(tmp_path), RankGroup())
+    recorder.open(start_step=0)
+    sample = replace(SAMPLE, teacher_images=["sharp.png"], teacher_prompt="<image>How many?")
+    [name] = ids(0)
+    turns = noted(sample, output([7]), name, "print")
+    recorder.record([sample], [turns], num_ranks=1, weight_version=3)
+    write(recorder)
+    [row] = read(tmp_path)
+    assert json.loads(row.columns or "") == {
+        "teacher_images": ["sharp.png"],
+        "teacher_prompt": "<image>How many?",
+    }
+
+
 def read(folder: Path) -> list[SampleRow]:
     return sorted(to_rows(read_samples(folder)), key=lambda row: row.sample_id)
 
