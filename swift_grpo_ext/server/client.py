@@ -12,10 +12,9 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import requests
-from pydantic import ValidationError
 from requests.adapters import HTTPAdapter
 from swift.arguments import RLHFArguments
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
@@ -38,6 +37,7 @@ from swift_grpo_ext.rollout.dispatch import (
 )
 from swift_grpo_ext.rollout.wire import Answer, RequestMetadata, WeightReport, WireError
 from swift_grpo_ext.server.lease import Leaseholder
+from swift_grpo_ext.upstream.patches import patch
 from swift_grpo_ext.upstream.weight_sync import bounded_broadcasts, bounded_rendezvous
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ REPORTS_PATH = "swift_grpo_ext/weight_reports/"
 SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_LOOK = 2.0  # for a server that was lost to say that it is healthy again
 SECONDS_BETWEEN_LOOKS = 0.5  # at replicas that are being started
-TRIES_TO_CONNECT = 3
 
 
 class _Tries(Retry):
@@ -68,18 +67,16 @@ TRIES = _Tries(6, read=False, backoff_factor=0.25, allowed_methods=None, raise_o
 # Beginnings of the paths of requests that may be sent twice: their answers are the same (S2).
 REPEATABLE = ("infer/", "get_", "reset_", "close_communicator/", REPORTS_PATH)
 CALLERS_FAULTS = (400, 413, 415, 422)  # statuses of requests that no server can answer
+# What ms-swift's client has of each server, in lists.
+LISTS = ("base_urls", "sessions", "hosts", "group_ports", "pynccl_comms")
 
 
 @dataclass(eq=False)
 class Server:
-    """A server, and what ms-swift's client has for it."""
-
     name: str  # `server 0 (URL)`: its number stays what it was when others are lost
     url: str
     session: requests.Session
-    host: str
-    group_port: int | None
-    communicator: Any = None  # the trainer's end of the weights' group
+    client: Any  # a copy of ms-swift's client that has this server alone
     replicas: int = 0
     members: list[str] = field(default_factory=list)  # starts of the server and its replicas
 
@@ -95,16 +92,6 @@ def connect(client: VLLMClient, timeout: float) -> None:
     """Make the communicators of a client; each wait has `timeout` seconds."""
     with bounded_rendezvous(vllm_client, timeout):
         client.init_communicator(device=get_current_device())
-
-
-def _fill(client: VLLMClient, servers: Sequence[Server]) -> None:
-    """Have a client of ms-swift's send to these servers."""
-    client.num_servers = len(servers)
-    client.base_urls = [server.url for server in servers]
-    client.sessions = [server.session for server in servers]
-    client.hosts = [server.host for server in servers]
-    client.group_ports = [server.group_port for server in servers]
-    client.pynccl_comms = [server.communicator for server in servers]
 
 
 class RolloutServers:
@@ -130,25 +117,29 @@ class RolloutServers:
         self._timeout = timeout
         self._wants_same_tokens = wants_same_tokens
         self._new_special_tokens = list(new_special_tokens)
-        none = [None] * len(client.base_urls)  # of a client that sends no weights
-        ports, groups = getattr(client, "group_ports", none), getattr(client, "pynccl_comms", none)
-        lists = zip(client.base_urls, client.sessions, client.hosts, ports, groups, strict=True)
-        self._servers = [
-            Server(f"server {number} ({url})", url, *facts)
-            for number, (url, *facts) in enumerate(lists)
-        ]
+        self._servers: list[Server] = []
         self._dropped: list[Server] = []
         self.max_model_len: int | None = None  # the least of all servers' engines
         self.number_bits: int | None = None  # the same
-        for server in self._servers:
-            server.session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
+        bound = wire.TRAINER_TIMEOUTS * timeout
+        for number, url in enumerate(client.base_urls):
+            session, alone = client.sessions[number], copy.copy(client)
+            alone.num_servers = 1
+            for name in LISTS:  # a client that sends no weights has three of them
+                setattr(alone, name, getattr(client, name, [])[number : number + 1])
+            server = Server(f"server {number} ({url})", url, session, alone)
+            # ms-swift's client bounds no wait. The second bound is for each wait for bytes, blanks
+            # of a slow answer (`wire.STATUS_HEADER`) included.
+            waits = (min(SECONDS_TO_CONNECT, bound), bound)
+            patch(session, request=partial(session.request, timeout=waits))
+            session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
             for path in ("", *REPEATABLE):
                 tries = TRIES.new(read=1) if path else TRIES
-                adapter = _BoundedAdapter(wire.TRAINER_TIMEOUTS * timeout, tries)
-                server.session.mount(f"{server.url}/{path}", adapter)
+                session.mount(f"{url}/{path}", HTTPAdapter(max_retries=tries))
             server.replicas, server.members = self._identify(server)
             # From here on, a restarted server refuses what rests on weights.
-            server.session.headers[wire.INSTANCE_HEADER] = server.members[0]
+            session.headers[wire.INSTANCE_HEADER] = server.members[0]
+            self._servers.append(server)
 
     @property
     def replicas(self) -> list[int]:
@@ -162,19 +153,18 @@ class RolloutServers:
     ) -> list[Answer]:
         """Return the answer to each request, in their order. Raise `RolloutError` where a request
         is at fault, or no server is left that could answer."""
-        messages = list(map(partial(_message, config), requests, metadatas))
 
-        def send(server: Server, share: list[int]) -> list[Answer]:
-            answers = self._request(server, "post", "infer/", _body(messages, share, config))
-            if not isinstance(answers, list) or len(answers) != len(share):
-                count = len(answers) if isinstance(answers, list) else "no list of"
-                raise WorkerError(f"{server.name} gave {count} answers to {len(share)} requests.")
+        def read(server: Server, share: list[int], answers: Any) -> list[Answer]:
+            if len(answers) != len(share):
+                raise WorkerError(
+                    f"{server.name} gave {len(answers)} answers to {len(share)} requests."
+                )
             return [
                 wire.read_answer(answer["rollout_infos"][wire.KEY], metadatas[i], server.name)
                 for i, answer in zip(share, answers, strict=True)
             ]
 
-        return self._dispatch(messages, send)
+        return self._dispatch(requests, metadatas, config, read)
 
     def converse(
         self, requests: Sequence[RolloutInferRequest], config: RequestConfig
@@ -182,11 +172,8 @@ class RolloutServers:
         """Return what the servers' schedulers make of the requests, in their order: each may have
         several outputs. It raises as `infer` does."""
         metadatas: list[Any] = [wire.read_metadata(request.data_dict) for request in requests]
-        messages = list(map(partial(_message, config), requests, metadatas))
 
-        def send(server: Server, share: list[int]) -> list[list[RolloutOutput]]:
-            body = _body(messages, share, config)
-            answers = self._request(server, "post", "infer/", body, **{wire.STATUS_HEADER: "1"})
+        def read(server: Server, share: list[int], answers: Any) -> list[list[RolloutOutput]]:
             made: dict[str | None, list[RolloutOutput]] = {requests[i].uuid: [] for i in share}
             for answer in answers:
                 output = RolloutOutput(**answer)
@@ -196,23 +183,44 @@ class RolloutServers:
                 raise WorkerError(f"{server.name} has left out conversations.")
             return list(made.values())
 
-        return list(chain(*self._dispatch(messages, send)))
+        is_slow = {wire.STATUS_HEADER: "1"}
+        return list(chain(*self._dispatch(requests, metadatas, config, read, **is_slow)))
 
     def _dispatch(
-        self, messages: Sequence[Message], send: Callable[[Server, list[int]], Sequence[T]]
+        self,
+        requests: Sequence[RolloutInferRequest],
+        metadatas: Sequence[RequestMetadata],
+        config: RequestConfig,
+        read: Callable[[Server, list[int], Any], Sequence[T]],
+        **headers: str,
     ) -> list[T]:
-        def sensible(server: Server, share: list[int]) -> Sequence[T]:
+        bodies, costs = [], []  # made once: each server that is tried gets the same bytes
+        for request, metadata in zip(requests, metadatas, strict=True):
+            fields = asdict(request)
+            wire.write_metadata(fields["data_dict"], metadata)
             try:
-                return send(server, share)
-            except (WireError, ValidationError, KeyError, TypeError, AttributeError) as e:
+                bodies.append(json.dumps(fields, allow_nan=False).encode())
+            except (TypeError, ValueError) as e:
+                raise RolloutError(
+                    f"{metadata.sample_id}: the row cannot be sent to a server ({e}); expected "
+                    "text, finite numbers, lists and objects. Mend or drop the row."
+                ) from e
+            costs.append(estimate_cost(fields, metadata.count, config.max_tokens or 0))
+        end = b'], "request_config": %b}' % json.dumps(asdict(config)).encode()
+
+        def send(server: Server, share: list[int]) -> Sequence[T]:
+            body = b'{"infer_requests": [' + b", ".join(bodies[i] for i in share) + end
+            answers = self._request(server, "post", "infer/", body, **headers)
+            try:
+                return read(server, share, answers)
+            except (ValueError, LookupError, TypeError, AttributeError) as e:
                 raise WorkerError(f"{server.name} gave an answer that makes no sense: {e}") from e
 
         def workers() -> dict[Server, float]:
             return {server: float(server.replicas) for server in self._servers}
 
         try:
-            costs = [message.cost for message in messages]
-            return dispatch(costs, workers, sensible, self._note_failure)
+            return dispatch(costs, workers, send, self._note_failure)
         except (NoWorkerError, RequestError) as e:
             raise RolloutError(str(e)) from e
 
@@ -224,8 +232,10 @@ class RolloutServers:
 
     def _use(self, servers: list[Server]) -> None:
         """Send requests and weights to these servers alone."""
-        self._servers = servers
-        _fill(self._client, servers)
+        self._servers, self._client.num_servers = servers, len(servers)
+        for name in LISTS:
+            items = [item for server in servers for item in getattr(server.client, name)]
+            setattr(self._client, name, items)
 
     def reconnect(self, *, again: bool = False) -> bool:
         """Take back dropped servers that are healthy again, drop lost ones, and make the weights'
@@ -251,40 +261,34 @@ class RolloutServers:
                 self._note_failure(server, e)
         return has_changed
 
-    def _reconnect_if_changed(self, server: Server, again: bool) -> bool:
-        for tries_left in reversed(range(TRIES_TO_CONNECT)):
-            replicas, members = self._identify(server, wait=True)
-            if replicas == 0:
-                raise WorkerLostError(f"{server.name} has no replica left.")
-            if members == server.members and not again:
-                return False
-            is_same = members[0] == server.session.headers.get(wire.INSTANCE_HEADER)
-            change = "has reconnected" if is_same else "was restarted"
-            logger.warning(f"{server.name} {change}; weights go to its {replicas} replicas.")
-            server.session.headers[wire.INSTANCE_HEADER] = members[0]
-            try:
-                self._request(server, "post", "close_communicator/")
-                # The old communicator holds the old group's store, and with it the port.
-                server.communicator = None
-                self._use(self._servers)
-                # ms-swift's client connects all its servers at once: a copy has this one alone.
-                alone = copy.copy(self._client)
-                _fill(alone, [server])
-                connect(alone, self._timeout)
-                atexit.unregister(alone.close_communicator)  # the whole client's closes every group
-            except (RequestError, WireError):
-                raise
-            except Exception as e:  # ms-swift's errors are plain ones
-                lost = f"{server.name}: the weights' group was not made ({e})."
-                if tries_left == 0:
-                    raise WorkerLostError(lost) from e
-                logger.warning(f"{lost} It is tried again.")
-                again = True
-            else:
-                [server.communicator] = alone.pynccl_comms
-                self._use(self._servers)
-                server.replicas, server.members = replicas, members
-                break
+    def _reconnect_if_changed(self, server: Server, again: bool, num_tries: int = 3) -> bool:
+        replicas, members = self._identify(server, wait=True)
+        if replicas == 0:
+            raise WorkerLostError(f"{server.name} has no replica left.")
+        if members == server.members and not again:
+            return False
+        is_same = members[0] == server.session.headers.get(wire.INSTANCE_HEADER)
+        change = "has reconnected" if is_same else "was restarted"
+        logger.warning(f"{server.name} {change}; weights go to its {replicas} replicas.")
+        server.session.headers[wire.INSTANCE_HEADER] = members[0]
+        try:
+            self._request(server, "post", "close_communicator/")
+            # The old communicator holds the old group's store, and with it the port.
+            server.client.pynccl_comms = [None]
+            self._use(self._servers)
+            connect(server.client, self._timeout)
+        except (RequestError, WireError):
+            raise
+        except Exception as e:  # ms-swift's errors are plain ones
+            lost = f"{server.name}: the weights' group was not made ({e})."
+            if num_tries == 1:
+                raise WorkerLostError(lost) from e
+            logger.warning(f"{lost} It is tried again.")
+            return self._reconnect_if_changed(server, again=True, num_tries=num_tries - 1)
+        # The whole client's closes every group.
+        atexit.unregister(server.client.close_communicator)
+        self._use(self._servers)
+        server.replicas, server.members = replicas, members
         return True
 
     def bounded(self) -> AbstractContextManager[None]:
@@ -368,42 +372,3 @@ class RolloutServers:
             return json.loads(content)
         except ValueError as e:
             raise WorkerError(f"{name} answered with no JSON ({e}).") from e
-
-
-class Message(NamedTuple):
-    body: bytes  # made once: each server that is tried gets the same bytes
-    cost: float  # for the balance
-
-
-def _message(
-    config: RequestConfig, request: RolloutInferRequest, metadata: RequestMetadata
-) -> Message:
-    fields = asdict(request)
-    wire.write_metadata(fields["data_dict"], metadata)
-    try:
-        body = json.dumps(fields, allow_nan=False).encode()
-    except (TypeError, ValueError) as e:
-        raise RolloutError(
-            f"{metadata.sample_id}: the row cannot be sent to a server ({e}); expected text, "
-            "finite numbers, lists and objects. Mend or drop the row."
-        ) from e
-    return Message(body, estimate_cost(fields, metadata.count, config.max_tokens or 0))
-
-
-def _body(messages: Sequence[Message], share: Sequence[int], config: RequestConfig) -> bytes:
-    end = b'], "request_config": %b}' % json.dumps(asdict(config)).encode()
-    return b'{"infer_requests": [' + b", ".join(messages[i].body for i in share) + end
-
-
-class _BoundedAdapter(HTTPAdapter):
-    """Bounds each wait of a request, and tries again as `tries` says. ms-swift's client does
-    neither."""
-
-    def __init__(self, timeout: float, tries: Retry) -> None:
-        self._timeout = timeout
-        super().__init__(max_retries=tries)
-
-    def send(self, *args: Any, **kwargs: Any) -> requests.Response:
-        # The second is for each wait for bytes: blanks of a slow answer (`wire.STATUS_HEADER`) too.
-        kwargs["timeout"] = (min(SECONDS_TO_CONNECT, self._timeout), self._timeout)
-        return super().send(*args, **kwargs)

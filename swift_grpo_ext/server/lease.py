@@ -39,14 +39,14 @@ class Lease:
     """The server's end."""
 
     def __init__(self) -> None:
-        self._owner, self._until = "", 0.0
+        self._header, self._until = "", 0.0
 
     async def check(self, request: Request) -> None:
         """Refuse what only the owner may ask (409), and note the owner's requests. A training that
         connects waits for the end of a dead one's lease."""
-        path, owner = request.scope["path"], request.headers.get(OWNER_HEADER, "")
+        path, header = request.scope["path"], request.headers.get(OWNER_HEADER, "")
         deadline = monotonic() + (LEASE_SECONDS if path.startswith(CONNECTING) else 0.0)
-        while self.is_others(request) and (owner or not path.startswith((PATH, *FREE))):
+        while self.is_others(request) and (header or not path.startswith((PATH, *FREE))):
             if monotonic() >= deadline:
                 raise HTTPException(
                     409,
@@ -55,24 +55,22 @@ class Lease:
                     f"that has died loses its server after {LEASE_SECONDS:g} s.",
                 )
             await asyncio.sleep(0.1)
-        if owner and not path.startswith("/close_"):  # the last that a training asks for
-            gives_up = request.method == "DELETE" and path == PATH
-            self._owner = "" if gives_up else owner
-            self._until = monotonic() + LEASE_SECONDS
+        if header and not path.startswith("/close_"):  # the last that a training asks for
+            gives_up = request.method == "DELETE"
+            self._header = "" if gives_up else header
+            self._until = 0.0 if gives_up else monotonic() + LEASE_SECONDS
 
     @property
     def owner(self) -> str:
-        return unquote(self._owner.partition(";")[0])
+        return unquote(self._header.partition(";")[0])
 
     def is_owners(self, request: Request) -> bool:
-        return self._is_let() and request.headers.get(OWNER_HEADER) == self._owner
+        """Return whether the training that has the server sent this."""
+        return monotonic() < self._until and request.headers.get(OWNER_HEADER) == self._header
 
     def is_others(self, request: Request) -> bool:
         """Return whether a training has the server, and did not send this."""
-        return self._is_let() and not self.is_owners(request)
-
-    def _is_let(self) -> bool:
-        return self._owner != "" and monotonic() < self._until
+        return monotonic() < self._until and request.headers.get(OWNER_HEADER) != self._header
 
 
 class Leaseholder:

@@ -8,10 +8,9 @@ watches them itself. An error in writing never ends a running server.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from swift.arguments import RolloutArguments
@@ -68,7 +67,7 @@ class ServerRecord:
         num_updates: int,
     ) -> None:
         """Have the thread write down a call, after `num_updates` weight updates; leave it out where
-        the disk is too slow. The caller may change `rollout_infos` afterwards."""
+        the disk is too slow."""
         if not outputs:
             return
         if wait(self._writing, SECONDS_TO_WRITE).not_done:
@@ -78,18 +77,19 @@ class ServerRecord:
                 "server goes on. Give it a faster --result_path, or leave out --sample_log."
             )
             return
-        copies = [o.model_copy(update={"rollout_infos": {**o.rollout_infos}}) for o in outputs]
         # Greedy decoding, or a seed that the client gives to one request, may repeat on purpose.
         is_repeatable = config is not None and (
             config.temperature == 0 or (len(requests) == 1 and config.seed is not None)
         )
         is_watched = not is_repeatable and all(each.is_other_clients for each in metadatas)
-        rows = partial(rows_of_call, requests, metadatas, copies, num_updates)
-        self._writing = [self._thread.submit(self._write, rows, is_watched)]
+        # The caller takes turns out of `rollout_infos`, and so does `read_turns`.
+        copies = [o.model_copy(update={"rollout_infos": {**o.rollout_infos}}) for o in outputs]
+        call = (requests, metadatas, copies, num_updates)
+        self._writing = [self._thread.submit(self._write, is_watched, *call)]
 
-    def _write(self, make_rows: Callable[[], list[SampleRow]], is_watched: bool) -> None:
+    def _write(self, is_watched: bool, *call: Any) -> None:
         try:
-            rows = make_rows()
+            rows = rows_of_call(*call)
             self._recorder.append(rows)
             self._recorder.write()
             if is_watched:

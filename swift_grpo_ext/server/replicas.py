@@ -7,7 +7,6 @@ joins the others when a trainer is about to send weights, and generates once it 
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,14 +64,12 @@ class WorkerConnection:
     """A worker's end of its pipe. ms-swift's loop gets commands without their numbers; each reply
     gets its command's number."""
 
+    _is_free = threading.Lock()  # of the class: an instance is pickled for the worker's process
+
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._number: int | None = None
-        self._is_free = threading.Lock()
         self._commands: SimpleQueue[tuple[int, Command] | Exception] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:  # a lock cannot be pickled
-        return WorkerConnection, (self.connection,)
 
     def recv(self) -> Any:
         if self._commands is None:  # the first time, in the worker's process
@@ -89,7 +86,7 @@ class WorkerConnection:
             self.connection.send((self._number, reply))
 
     def _listen(self, commands: SimpleQueue[tuple[int, Command] | Exception]) -> None:
-        """Read commands, and tell the server while conversations go on: their tools may take longer
+        """Read commands. While conversations go on, send `GOES_ON`: their tools may take longer
         than a replica may be silent."""
         try:
             while True:
@@ -105,32 +102,6 @@ class WorkerConnection:
                     commands.put(message)
         except Exception as e:  # the server has ended
             commands.put(e)
-
-
-def numbered_pipe() -> tuple[Connection, WorkerConnection]:
-    """Return the ends of a pipe: the server's and the worker's."""
-    ours, theirs = Pipe()
-    return ours, WorkerConnection(theirs)
-
-
-@repair(
-    Moment.SERVER,
-    symptom="An answer of a replica that came late is taken for the next one's, and a "
-    "replica that ended is waited for.",
-    upstream="ms-swift 4.6, pipelines/infer/rollout.py: messages to workers have no numbers.",
-    until="they have, and waits are bounded",
-)
-def number_messages() -> None:
-    start = SwiftRolloutDeploy._start_data_parallel_workers
-
-    def _start_data_parallel_workers(self: SwiftRolloutDeploy) -> None:
-        start(self)
-        pairs = zip(self.connections, self.processes, strict=True)
-        self.connections = [ReplicaConnection(*pair, number) for number, pair in enumerate(pairs)]
-        self.restarts = Restarts(self, MAX_RESTARTS)
-
-    patch(rollout, Pipe=numbered_pipe)
-    patch(SwiftRolloutDeploy, _start_data_parallel_workers=_start_data_parallel_workers)
 
 
 class ReplicaConnection:
@@ -188,6 +159,35 @@ class ReplicaConnection:
         return reply
 
 
+def start_replica(server: SwiftRolloutDeploy, number: int, start: int = 0) -> ReplicaConnection:
+    ours, theirs = Pipe()
+    worker = rollout.llm_worker_entry if server.use_async_engine else rollout.llm_worker
+    args = (server.args, number, server.master_port, WorkerConnection(theirs))
+    process = rollout.Process(target=worker, args=args)
+    try:
+        process.start()
+    finally:
+        theirs.close()
+    server.processes.append(process)  # ms-swift ends them with the server
+    return ReplicaConnection(ours, process, number, start)
+
+
+@repair(
+    Moment.SERVER,
+    symptom="An answer of a replica that came late is taken for the next one's, and a "
+    "replica that ended is waited for.",
+    upstream="ms-swift 4.6, pipelines/infer/rollout.py: messages to workers have no numbers.",
+    until="they have, and waits are bounded",
+)
+def number_messages() -> None:
+    patch(SwiftRolloutDeploy, _start_data_parallel_workers=_start_data_parallel_workers)
+
+
+def _start_data_parallel_workers(self: SwiftRolloutDeploy) -> None:
+    self.connections = [start_replica(self, number) for number in range(self.num_connections)]
+    self.restarts = Restarts(self, MAX_RESTARTS)
+
+
 class Restarts:
     """Restarts lost replicas of `server`, `budget` times in all, in the event loop's thread: a
     replica ends with the thread that started it."""
@@ -196,11 +196,6 @@ class Restarts:
         self._server, self._budget, self._count = server, budget, 0
         self.lost: list[int] = []  # numbers of replicas that are to be started
         self.starting: list[ReplicaConnection] = []
-        atexit.register(self._end)  # before multiprocessing would wait for them
-
-    def _end(self) -> None:
-        for connection in self.starting:
-            connection.process.kill()
 
     @property
     def num_awaited(self) -> int:
@@ -223,20 +218,12 @@ class Restarts:
                 continue
             self._count += 1
             tries = f"{self._count} of {self._budget}"
-            parent, child = rollout.Pipe()
-            is_async = self._server.use_async_engine
-            worker = rollout.llm_worker_entry if is_async else rollout.llm_worker
-            args = (self._server.args, number, self._server.master_port, child)
-            process = rollout.Process(target=worker, args=args)
             try:
-                process.start()
+                self.starting.append(start_replica(self._server, number, self._count))
+                logger.warning(f"Restarting replica {number} ({tries}).")
             except OSError as e:  # no memory, too many files
                 self.lost.append(number)  # tried again after the next request
                 logger.error(f"Replica {number} could not be started ({e}): try {tries}.")
-            else:
-                self.starting.append(ReplicaConnection(parent, process, number, self._count))
-                logger.warning(f"Restarting replica {number} ({tries}).")
-            child.connection.close()
 
     def admit(self) -> None:
         """Let replicas that are ready join, before weights are sent."""
@@ -250,7 +237,6 @@ class Restarts:
             self.starting.remove(connection)
             if status.get("status") == "ready":
                 self._server.connections.append(connection)
-                self._server.processes.append(connection.process)
             else:
                 logger.error(f"Replica {connection.number} did not start: {status}")
                 connection.end()
@@ -268,7 +254,6 @@ def prune(server: SwiftRolloutDeploy) -> None:
 def remove(server: SwiftRolloutDeploy, connection: ReplicaConnection, cause: object) -> None:
     """End what is left of a replica, and use it no more."""
     server.connections.remove(connection)
-    server.processes.remove(connection.process)
     connection.end()
     left = f"{len(server.connections)} are left, and get weights when the trainer reconnects"
     logger.error(f"A replica is lost ({cause}); {left}.")
@@ -307,11 +292,11 @@ def generate(
     if isinstance(answer, dict) and FAILURE in answer:
         error = RequestError if answer.get(REQUEST_FAULT) else WorkerError
         raise error(f"a replica failed: {answer[FAILURE]}")
-    is_list = isinstance(answer, list)
-    if not is_list or (is_counted and len(answer) != len(requests)):
+    count = len(answer) if isinstance(answer, list) else None
+    if count is None or (is_counted and count != len(requests)):
         raise WorkerError(
-            f"a replica gave {len(answer) if is_list else 'no'} answers to {len(requests)} "
-            "requests; the log of `swift rollout` tells why"
+            f"a replica gave {count or 'no'} answers to {len(requests)} requests; the log of "
+            "`swift rollout` tells why"
         )
     return answer
 
