@@ -1,7 +1,7 @@
 """Bodies of requests: bounded in size, and parsed so that `/health` answers meanwhile (F2).
 
-Symptom: a body of 400 MB, which is one round's images, holds the event loop of `swift rollout` for
-a second. A larger one takes the memory of the machine. A refusal repeats the refused values.
+Symptom: a body of 400 MB (the images of one round) blocks the event loop of `swift rollout` for a
+second. A larger one takes the machine's memory. A refusal repeats the refused values.
 Upstream: FastAPI parses JSON in the event loop (starlette 1.10, requests.py, `json`), in one call
 that lets no other thread run, and has no limit.
 Can go when FastAPI bounds bodies, and parses them in steps in a thread.
@@ -29,7 +29,7 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def memory_bytes() -> int:
-    """Return the memory of this machine, or of its container where that has less."""
+    """Return the memory of this machine, or of the container if that has less."""
     limits = [int(psutil.virtual_memory().total)]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups 2 and 1
         with suppress(OSError, ValueError):  # no such file; "max"
@@ -37,12 +37,12 @@ def memory_bytes() -> int:
     return min(limits)
 
 
-# A body is in memory up to 6 times on its way to a replica: bytes, text, values, and pickled.
-# The bound is for one body, and for all bodies together whose requests are not answered.
+# The bound of one body, and of all bodies together that wait for an answer. A body is in memory up
+# to 6 times on its way to a replica: as bytes, text, values, and pickled.
 MAX_BYTES = memory_bytes() // 8
 
-# Bytes of a body that json's decoder in C would hold all threads for, a tenth of a second and more.
-# The one in Python takes 4 times as long for 10,000 rows of text, and less for images.
+# From this size on, json's decoder in C would block all threads for a tenth of a second. The one in
+# Python takes 4 times as long for 10,000 rows of text, and less for images.
 LARGE = 2**24
 
 
@@ -53,11 +53,9 @@ class Bodies:
         self._num_bytes = 0
 
     async def receive(self, request: Request) -> bytes:
-        """Read the body into the request, and return it; it counts until it is given to `forget`.
-
-        A body that is too large (413), or finds no room beside others (503), is refused after all
-        of it has come: a client that is cut off while it sends would not read the answer.
-        """
+        """Read the body into the request, and return it; it counts until `forget` gets it. Refuse
+        one that is too large (413) or finds no room beside others (503) after all of it has come: a
+        client that is cut off while it sends would not read the answer."""
         parts: list[bytes] = []
         size, fits = 0, True
         try:
@@ -70,7 +68,7 @@ class Bodies:
                 else:
                     self.forget(*parts)
                     parts.clear()
-        except BaseException:  # such as the end of the time for it
+        except BaseException:  # the time is over, or the client has left
             self.forget(*parts)
             raise
         if not fits:
@@ -79,8 +77,8 @@ class Bodies:
             raise HTTPException(
                 413 if is_alone else 503,
                 f"a body of {size:,} bytes{beside}; expected at most {MAX_BYTES:,}, an eighth of "
-                "the server's memory. Draw fewer samples in a round, shrink their images or "
-                "videos, or add servers.",
+                "the server's memory. Draw fewer samples in a round, shrink images or videos, or "
+                "add servers.",
                 None if is_alone else {"Retry-After": "1"},
             )
         request._body = await asyncio.to_thread(b"".join, parts)
@@ -109,8 +107,8 @@ def _parse_array(at: tuple[str, int], scan: Callable[..., Any]) -> tuple[list[An
 
 
 def parse(body: bytes) -> Any:
-    """Return what `json.loads` returns. Other threads run between the steps of a large body, each
-    of one string or one list of numbers."""
+    """Return what `json.loads` returns. Between two strings, or two lists of numbers, of a large
+    body other threads run."""
     if len(body) < LARGE:
         return json.loads(body)
     return _StepwiseDecoder().decode(body.decode(json.detect_encoding(body), "surrogatepass"))

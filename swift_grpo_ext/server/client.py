@@ -8,17 +8,17 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import requests
 from requests.adapters import HTTPAdapter
 from swift.arguments import RLHFArguments
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.rlhf_trainers import vllm_client
+from swift.rlhf_trainers.vllm_client import VLLMClient, VLLMInferClient
 from swift.utils import get_current_device, get_logger
 from typing_extensions import Self
 from urllib3.exceptions import ReadTimeoutError
@@ -37,11 +37,7 @@ from swift_grpo_ext.rollout.dispatch import (
 )
 from swift_grpo_ext.rollout.wire import Answer, RequestMetadata, WeightReport, WireError
 from swift_grpo_ext.server.lease import Leaseholder
-from swift_grpo_ext.upstream.patches import patch
 from swift_grpo_ext.upstream.weight_sync import bounded_broadcasts, bounded_rendezvous
-
-if TYPE_CHECKING:
-    from swift.rlhf_trainers.vllm_client import VLLMClient, VLLMInferClient
 
 logger = get_logger()
 
@@ -55,12 +51,24 @@ SECONDS_BETWEEN_LOOKS = 0.5  # at replicas that are being started
 
 class _Tries(Retry):
     """Tries again where no connection was made (16 seconds in all), or a server is busy (503 with a
-    `Retry-After`), but not where an answer is late: all of its time is over."""
+    `Retry-After`), but not where an answer is late."""
 
     def increment(self, *args: Any, **kwargs: Any) -> Self:
         if isinstance(error := kwargs.get("error"), ReadTimeoutError):
             raise error
         return super().increment(*args, **kwargs)
+
+
+class _BoundedAdapter(HTTPAdapter):
+    """Bounds the waits of a request in `seconds`; ms-swift's client does not."""
+
+    def __init__(self, seconds: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        # The second is for each wait for bytes: blanks of a slow answer end it, too.
+        self._timeout = (min(SECONDS_TO_CONNECT, seconds), seconds)
+
+    def send(self, *args: Any, **kwargs: Any) -> requests.Response:
+        return super().send(*args, **{**kwargs, "timeout": self._timeout})
 
 
 TRIES = _Tries(6, read=False, backoff_factor=0.25, allowed_methods=None, raise_on_status=False)
@@ -79,6 +87,7 @@ class Server:
     client: Any  # a copy of ms-swift's client that has this server alone
     replicas: int = 0
     members: list[str] = field(default_factory=list)  # starts of the server and its replicas
+    is_lost: bool = False
 
 
 def connect_servers(client: VLLMClient, args: RLHFArguments) -> RolloutServers:
@@ -98,11 +107,9 @@ class RolloutServers:
     """Sends requests to the servers of ms-swift's connected client, and reads their answers.
 
     Another server answers what one cannot: the tokens are the same (docs/promises.md, S2). A server
-    that does not answer at all is dropped, until it answers again before a weight update (F4).
+    that does not answer at all is dropped, until it is healthy before a weight update (F4).
     `timeout`: seconds that a replica has for an answer. `wants_same_tokens`: `--full_determinism`.
-
-    Raises:
-        WireError: a server has no swift-grpo-ext, or another version of it.
+    Raise `WireError` where a server has no swift-grpo-ext, or another version of it.
     """
 
     def __init__(
@@ -118,9 +125,9 @@ class RolloutServers:
         self._wants_same_tokens = wants_same_tokens
         self._new_special_tokens = list(new_special_tokens)
         self._servers: list[Server] = []
-        self._dropped: list[Server] = []
-        self.max_model_len: int | None = None  # the least of all servers' engines
-        self.number_bits: int | None = None  # the same
+        # The least of all servers' engines.
+        self.max_model_len: int | None = None
+        self.number_bits: int | None = None
         bound = wire.TRAINER_TIMEOUTS * timeout
         for number, url in enumerate(client.base_urls):
             session, alone = client.sessions[number], copy.copy(client)
@@ -128,22 +135,14 @@ class RolloutServers:
             for name in LISTS:  # a client that sends no weights has three of them
                 setattr(alone, name, getattr(client, name, [])[number : number + 1])
             server = Server(f"server {number} ({url})", url, session, alone)
-            # ms-swift's client bounds no wait. The second bound is for each wait for bytes, blanks
-            # of a slow answer (`wire.STATUS_HEADER`) included.
-            waits = (min(SECONDS_TO_CONNECT, bound), bound)
-            patch(session, request=partial(session.request, timeout=waits))
             session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
             for path in ("", *REPEATABLE):
                 tries = TRIES.new(read=1) if path else TRIES
-                session.mount(f"{url}/{path}", HTTPAdapter(max_retries=tries))
-            server.replicas, server.members = self._identify(server)
+                session.mount(f"{url}/{path}", _BoundedAdapter(bound, max_retries=tries))
+            server.replicas, server.members, _ = self._identify(server)
             # From here on, a restarted server refuses what rests on weights.
             session.headers[wire.INSTANCE_HEADER] = server.members[0]
             self._servers.append(server)
-
-    @property
-    def replicas(self) -> list[int]:
-        return [server.replicas for server in self._servers]
 
     def infer(
         self,
@@ -152,13 +151,9 @@ class RolloutServers:
         config: RequestConfig,
     ) -> list[Answer]:
         """Return the answer to each request, in their order. Raise `RolloutError` where a request
-        is at fault, or no server is left that could answer."""
+        is at fault, or no server is left."""
 
         def read(server: Server, share: list[int], answers: Any) -> list[Answer]:
-            if len(answers) != len(share):
-                raise WorkerError(
-                    f"{server.name} gave {len(answers)} answers to {len(share)} requests."
-                )
             return [
                 wire.read_answer(answer["rollout_infos"][wire.KEY], metadatas[i], server.name)
                 for i, answer in zip(share, answers, strict=True)
@@ -169,8 +164,8 @@ class RolloutServers:
     def converse(
         self, requests: Sequence[RolloutInferRequest], config: RequestConfig
     ) -> list[RolloutOutput]:
-        """Return what the servers' schedulers make of the requests, in their order: each may have
-        several outputs. It raises as `infer` does."""
+        """Return the outputs of the servers' schedulers, which may make several of a request, in
+        the order of the requests. Errors are those of `infer`."""
         metadatas: list[Any] = [wire.read_metadata(request.data_dict) for request in requests]
 
         def read(server: Server, share: list[int], answers: Any) -> list[list[RolloutOutput]]:
@@ -194,7 +189,7 @@ class RolloutServers:
         read: Callable[[Server, list[int], Any], Sequence[T]],
         **headers: str,
     ) -> list[T]:
-        bodies, costs = [], []  # made once: each server that is tried gets the same bytes
+        bodies, costs = [], []  # each server that is tried gets the same bytes
         for request, metadata in zip(requests, metadatas, strict=True):
             fields = asdict(request)
             wire.write_metadata(fields["data_dict"], metadata)
@@ -217,7 +212,7 @@ class RolloutServers:
                 raise WorkerError(f"{server.name} gave an answer that makes no sense: {e}") from e
 
         def workers() -> dict[Server, float]:
-            return {server: float(server.replicas) for server in self._servers}
+            return {server: float(server.replicas) for server in self._used()}
 
         try:
             return dispatch(costs, workers, send, self._note_failure)
@@ -226,45 +221,52 @@ class RolloutServers:
 
     def _note_failure(self, server: Server, error: WorkerError) -> None:
         logger.warning(f"{error} Retrying on the remaining servers.")
-        if isinstance(error, WorkerLostError) and len(self._servers) > 1:
-            self._dropped.append(server)
-            self._use([other for other in self._servers if other is not server])
+        if isinstance(error, WorkerLostError) and len(self._used()) > 1:
+            server.is_lost = True
+            self._fill_client()
 
-    def _use(self, servers: list[Server]) -> None:
-        """Send requests and weights to these servers alone."""
-        self._servers, self._client.num_servers = servers, len(servers)
+    def _used(self) -> list[Server]:
+        return [server for server in self._servers if not server.is_lost]
+
+    def _fill_client(self) -> None:
+        """Have ms-swift's client send weights to the servers that are used."""
+        used = self._used()
+        self._client.num_servers = len(used)
         for name in LISTS:
-            items = [item for server in servers for item in getattr(server.client, name)]
+            items = [item for server in used for item in getattr(server.client, name)]
             setattr(self._client, name, items)
 
     def reconnect(self, *, again: bool = False) -> bool:
-        """Take back dropped servers that are healthy again, drop lost ones, and make the weights'
-        groups of those that were restarted or have other replicas (of all with `again`). Return
-        whether a group was made."""
-        for server in list(self._dropped):
-            try:
-                is_healthy = requests.get(f"{server.url}/health/", timeout=SECONDS_TO_LOOK).ok
-            except requests.RequestException:
-                is_healthy = False
-            if is_healthy:
-                logger.warning(f"{server.name} answers again.")
-                self._dropped.remove(server)
-                server.replicas, server.members = 0, []  # its group is gone
-                self._use([*self._servers, server])
+        """Use lost servers that are healthy again, drop lost ones, and make the weights' groups of
+        those that were restarted or have other replicas (of all with `again`). Return whether a
+        group was made."""
+        for server in self._servers:
+            if server.is_lost:
+                with suppress(requests.RequestException):
+                    health = requests.get(f"{server.url}/health/", timeout=SECONDS_TO_LOOK)
+                    server.is_lost = not health.ok
+                if not server.is_lost:
+                    logger.warning(f"{server.name} answers again.")
+                    server.members = []  # its group is gone
         has_changed = False
-        for server in list(self._servers):
+        for server in self._used():
             try:
                 has_changed |= self._reconnect_if_changed(server, again)
             except WorkerLostError as e:
-                if len(self._servers) == 1:
+                if len(self._used()) == 1:
                     raise RolloutError(str(e)) from e
                 self._note_failure(server, e)
         return has_changed
 
     def _reconnect_if_changed(self, server: Server, again: bool, num_tries: int = 3) -> bool:
-        replicas, members = self._identify(server, wait=True)
-        if replicas == 0:
-            raise WorkerLostError(f"{server.name} has no replica left.")
+        deadline = time.monotonic() + self._timeout
+        while True:
+            replicas, members, num_starting = self._identify(server)
+            if replicas:
+                break
+            if not num_starting or time.monotonic() >= deadline:
+                raise WorkerLostError(f"{server.name} has no replica left.")
+            time.sleep(SECONDS_BETWEEN_LOOKS)
         if members == server.members and not again:
             return False
         is_same = members[0] == server.session.headers.get(wire.INSTANCE_HEADER)
@@ -275,9 +277,9 @@ class RolloutServers:
             self._request(server, "post", "close_communicator/")
             # The old communicator holds the old group's store, and with it the port.
             server.client.pynccl_comms = [None]
-            self._use(self._servers)
+            self._fill_client()
             connect(server.client, self._timeout)
-        except (RequestError, WireError):
+        except RequestError:
             raise
         except Exception as e:  # ms-swift's errors are plain ones
             lost = f"{server.name}: the weights' group was not made ({e})."
@@ -285,58 +287,53 @@ class RolloutServers:
                 raise WorkerLostError(lost) from e
             logger.warning(f"{lost} It is tried again.")
             return self._reconnect_if_changed(server, again=True, num_tries=num_tries - 1)
-        # The whole client's closes every group.
+        # The exit of the whole client closes every group.
         atexit.unregister(server.client.close_communicator)
-        self._use(self._servers)
+        self._fill_client()
         server.replicas, server.members = replicas, members
         return True
 
     def bounded(self) -> AbstractContextManager[None]:
-        """Bound what is broadcast to servers meanwhile."""
+        """Bound broadcasts to servers within the block."""
         return bounded_broadcasts(self._client.pynccl_comms, self._timeout)
 
     def weight_reports(self) -> list[tuple[str, WeightReport]]:
-        """Return each worker's name, with the server's, and its report of the last update."""
+        """Return the name and the report of the last update of each worker."""
         return [
             (f"worker {number} of {server.name}", WeightReport(**report))
-            for server in self._servers
+            for server in self._used()
             for number, report in enumerate(self._request(server, "get", REPORTS_PATH))
         ]
 
-    def _identify(self, server: Server, *, wait: bool = False) -> tuple[int, list[str]]:
-        """Return how many replicas a server has, and the members of its group; `wait` for replicas
-        that are being started, where there is no other."""
-        deadline = time.monotonic() + self._timeout
-        while True:
-            ours = self._request(server, "post", "get_engine_type/").get(wire.KEY)
-            if ours is None:
-                raise WireError(
-                    f"{server.name} runs without swift-grpo-ext: start it with the plugin file "
-                    "that this training uses (swift rollout --external_plugins ...), or train "
-                    "with --rollout_seed_mode engine."
-                )
-            wire.check_version(ours, server.name)
-            theirs = ours.get("new_special_tokens", [])
-            if theirs != self._new_special_tokens:  # ids follow the order of the flag
-                given = [" ".join(each) or "(none)" for each in (theirs, self._new_special_tokens)]
-                raise ValueError(
-                    f"{server.name} was started with --new_special_tokens {given[0]}, this "
-                    f"training with {given[1]}: the same ids would be other tokens. Give both the "
-                    "same, in the same order."
-                )
-            if self._wants_same_tokens and ours.get("batches_follow_arrival"):
-                logger.warning_once(
-                    f"--full_determinism true: the tokens of {server.name} depend on when requests "
-                    "arrive. Start it with VLLM_BATCH_INVARIANT=1 in its environment, or without "
-                    "--vllm_use_async_engine with VLLM_ENABLE_V1_MULTIPROCESSING=0."
-                )
-            for name in ("max_model_len", "number_bits"):
-                known = filter(None, (getattr(self, name), ours.get(name)))
-                setattr(self, name, min(known, default=None))
-            may_wait = wait and ours["starting"] and time.monotonic() < deadline
-            if ours["replicas"] or not may_wait:
-                return int(ours["replicas"]), [str(ours["instance"]), *ours["members"]]
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+    def _identify(self, server: Server) -> tuple[int, list[str], int]:
+        """Return how many replicas a server has, the members of its group, and how many replicas
+        are being started."""
+        ours = self._request(server, "post", "get_engine_type/").get(wire.KEY)
+        if ours is None:
+            raise WireError(
+                f"{server.name} runs without swift-grpo-ext: start it with the plugin file that "
+                "this training uses (swift rollout --external_plugins ...), or train with "
+                "--rollout_seed_mode engine."
+            )
+        wire.check_version(ours, server.name)
+        theirs = ours.get("new_special_tokens", [])
+        if theirs != self._new_special_tokens:  # ids follow the order of the flag
+            given = [" ".join(each) or "(none)" for each in (theirs, self._new_special_tokens)]
+            raise ValueError(
+                f"{server.name} was started with --new_special_tokens {given[0]}, this training "
+                f"with {given[1]}: the same ids would be other tokens. Give both the same, in the "
+                "same order."
+            )
+        if self._wants_same_tokens and ours.get("batches_follow_arrival"):
+            logger.warning_once(
+                f"--full_determinism true: the tokens of {server.name} depend on when requests "
+                "arrive. Start it with VLLM_BATCH_INVARIANT=1 in its environment, or without "
+                "--vllm_use_async_engine with VLLM_ENABLE_V1_MULTIPROCESSING=0."
+            )
+        for name in ("max_model_len", "number_bits"):
+            known = filter(None, (getattr(self, name), ours.get(name)))
+            setattr(self, name, min(known, default=None))
+        return ours["replicas"], [ours["instance"], *ours["members"]], ours["starting"]
 
     def _request(
         self, server: Server, method: str, path: str, data: bytes | None = None, **headers: str

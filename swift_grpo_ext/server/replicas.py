@@ -1,8 +1,9 @@
 """The replicas of a `swift rollout`: each call is paired with its answer, and bounded in time.
 
-Both ends of a replica's pipe number their messages (docs/promises.md, F1). A replica whose reply is
-missing, late or to another message is ended, and others generate its groups (F3). It is restarted,
-joins the others when a trainer is about to send weights, and generates once it holds them (F4).
+Both ends of a replica's pipe number their messages (docs/promises.md, F1). A replica is ended if
+its reply is missing, late or to another message, and others generate its groups (F3). It is
+restarted, joins the others when a trainer is about to send weights, and generates once it holds
+them (F4).
 """
 
 from __future__ import annotations
@@ -50,9 +51,8 @@ Command = dict[str, Any] | str  # one of ms-swift's commands, or `GIVE_UP`
 NONE_LEFT = "it has no replica left"
 SECONDS_BETWEEN_NOTES = 0.25
 SECONDS_TO_END = 10.0
+# Of all replicas of a server. A fault of the model or the machine comes again after each.
 MAX_RESTARTS = 3
-"""Restarts of a server's replicas, in all. An accident is over after one; a fault of the model or
-the machine comes again, and a restart takes minutes."""
 
 
 def rpc(method: str, args: tuple[Any, ...] = (), kind: str = "call") -> dict[str, Any]:
@@ -122,7 +122,7 @@ class ReplicaConnection:
         return bool(self._connection.poll(timeout))
 
     def recv(self) -> Any:
-        """Return what the worker says unasked: that it is ready, or why it is not."""
+        """Return the worker's first message: that it is ready, or why it is not."""
         return self._connection.recv()[1]
 
     def send(self, command: Command) -> int:
@@ -139,8 +139,8 @@ class ReplicaConnection:
 
     def call(self, command: Command, timeout: float) -> Any:
         """Return the reply to a command of type `call`. A replica may be silent for `timeout`
-        seconds, and again after each note that its conversations go on. Raise `WorkerLostError`
-        where the replica can be used no more."""
+        seconds, and again after each `GOES_ON`. Raise `WorkerLostError` where it can be used no
+        more."""
         late = WorkerLostError(f"a replica has not answered for {timeout:g} s (--rollout_timeout)")
         number, reply = self.send(command), GOES_ON
         try:
@@ -194,17 +194,17 @@ class Restarts:
 
     def __init__(self, server: SwiftRolloutDeploy, budget: int) -> None:
         self._server, self._budget, self._count = server, budget, 0
-        self.lost: list[int] = []  # numbers of replicas that are to be started
+        self.lost: list[int] = []  # numbers of replicas to restart
         self.starting: list[ReplicaConnection] = []
 
     @property
     def num_awaited(self) -> int:
-        """How many replicas may still join."""
+        """The number of replicas that may still join."""
         return len(self.starting) + min(len(self.lost), self._budget - self._count)
 
     @property
     def num_ready(self) -> int:
-        """How many replicas wait for weights."""
+        """The number of replicas that wait for weights."""
         return sum(c.process.is_alive() and c.poll() for c in self.starting)
 
     def start_lost(self) -> None:
@@ -252,7 +252,7 @@ def prune(server: SwiftRolloutDeploy) -> None:
 
 
 def remove(server: SwiftRolloutDeploy, connection: ReplicaConnection, cause: object) -> None:
-    """End what is left of a replica, and use it no more."""
+    """End a replica, and use it no more."""
     server.connections.remove(connection)
     connection.end()
     left = f"{len(server.connections)} are left, and get weights when the trainer reconnects"
@@ -260,10 +260,10 @@ def remove(server: SwiftRolloutDeploy, connection: ReplicaConnection, cause: obj
     server.restarts.lost.append(connection.number)
 
 
-def call_all(server: SwiftRolloutDeploy, command: Command, timeout: float) -> list[Any]:
+def call_all(server: SwiftRolloutDeploy, command: Command) -> list[Any]:
     """Return the replies of all replicas; those that fail are removed. Raise `NoWorkerError` with
     the causes where none is left."""
-    calls = [(c, in_thread(partial(c.call, command, timeout))) for c in server.connections]
+    calls = [(c, in_thread(partial(c.call, command, server.timeout))) for c in server.connections]
     replies, causes = [], []
     for connection, reply in calls:
         try:
@@ -279,25 +279,18 @@ def call_all(server: SwiftRolloutDeploy, command: Command, timeout: float) -> li
 def generate(
     server: SwiftRolloutDeploy,
     config: RequestConfig | None,
-    timeout: float,
     connection: ReplicaConnection,
     requests: Sequence[Mapping[str, Any]],
-    *,
-    is_counted: bool = True,
 ) -> list[RolloutOutput]:
-    """Return what a replica makes of requests: one output each, where they are counted."""
+    """Return a replica's outputs; a scheduler may make several of a request."""
     kwargs = {"infer_requests": requests, "request_config": config, "use_tqdm": False}
     method = "async_infer" if server.use_async_engine else "infer"
-    answer = connection.call({"type": "call", "method": method, "kwargs": kwargs}, timeout)
+    answer = connection.call({"type": "call", "method": method, "kwargs": kwargs}, server.timeout)
     if isinstance(answer, dict) and FAILURE in answer:
         error = RequestError if answer.get(REQUEST_FAULT) else WorkerError
         raise error(f"a replica failed: {answer[FAILURE]}")
-    count = len(answer) if isinstance(answer, list) else None
-    if count is None or (is_counted and count != len(requests)):
-        raise WorkerError(
-            f"a replica gave {count or 'no'} answers to {len(requests)} requests; the log of "
-            "`swift rollout` tells why"
-        )
+    if not isinstance(answer, list):
+        raise WorkerError("a replica gave no answers; the log of `swift rollout` tells why")
     return answer
 
 
@@ -306,8 +299,8 @@ def spread(
     costs: Sequence[float],
     send: Callable[[ReplicaConnection, list[int]], Sequence[T]],
 ) -> list[T]:
-    """Return the answers of the replicas that hold weights, in order. Others do what one cannot;
-    those that are lost are removed. Arguments and errors are those of `dispatch`."""
+    """Return the answers of the replicas that hold weights, in order; lost ones are removed.
+    Arguments and errors are those of `dispatch`."""
 
     def workers() -> dict[ReplicaConnection, float]:
         return {c: 1.0 for c in server.connections if c.holds_weights}

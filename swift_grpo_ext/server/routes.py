@@ -1,8 +1,8 @@
 """`swift rollout` with the plugin: how a request gets its answer, and what each route does.
 
 Requests take turns, since they share the pipes to the replicas (docs/promises.md, F2). The body of
-a request is read before its turn, within a time, and its answer is sent after it: no client can
-hold up another. `/health` answers at once. Groups go over the replicas whole, by cost.
+a request is read before its turn, and its answer is sent after it: no client can hold up another.
+`/health` answers at once. Replicas get whole groups, by cost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing_extensions import Required, TypedDict
 
 from swift_grpo_ext.media.paths import check_media
 from swift_grpo_ext.rollout import conversation, engine, wire
-from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, estimate_cost
+from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, WorkerError, estimate_cost
 from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.server import api_key, bodies, lease, replicas
 from swift_grpo_ext.server.other_clients import OtherClients
@@ -107,15 +107,14 @@ _upstream_register = SwiftRolloutDeploy._register_rl_rollout_app
 
 
 def get_rollout_engine_type(args: RolloutArguments, engine: Any) -> Any:
-    """Have the scheduler watched that ms-swift makes in the process of a replica."""
+    """Watch the scheduler that ms-swift makes in the process of a replica."""
     watch(args.multi_turn_scheduler, args.tool_timeout)
     return _upstream_rollout_engine_type(args, engine)
 
 
 def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:
     self.updates, self.num_updates = Updates(self.args.watches_weights), 0
-    own = self.args.rollout_seed_mode == "sample"
-    self.other_clients = OtherClients(self.args.seed if own else None, INSTANCE)
+    self.other_clients = OtherClients(gives_seeds=self.args.rollout_seed_mode == "sample")
     self.record = None if self.args.sample_log == "none" else ServerRecord(self.args)
     self.app.state.turns = turns = Turns(self, api_key.key_of(self.args))
     self.app.router.routes.clear()  # FastAPI's pages ask for no key
@@ -144,8 +143,8 @@ class Route(APIRoute):
 
 
 class Turns:
-    """Has the requests of `server` answered one after another. `key` is the API key that they must
-    have; None for none."""
+    """Answers the requests to `server` one after another. `key` is the API key that they must have,
+    or None."""
 
     def __init__(self, server: SwiftRolloutDeploy, key: str | None) -> None:
         self._server, self._key = server, key
@@ -167,7 +166,7 @@ class Turns:
             return JSONResponse({"detail": str(e)}, 500 if self._server.connections else 503)
 
     async def respond(self, request: Request, handle: Handler) -> Response:
-        """Read the body, and return the answer; one that is slow is made while it is sent."""
+        """Read the body, and return the answer; a slow one is made while it is sent."""
         # `request.url` holds the client's `Host`: only the scope's path can be trusted.
         path = request.scope["path"]
         if path.startswith("/health"):
@@ -235,7 +234,7 @@ class Turns:
         """Wait for the turn, and return the answer that was made in it."""
         path, server, updates = request.scope["path"], self._server, self._server.updates
         try:
-            # A server answers within 2.5 timeouts: two are for replicas, the rest is the queue's.
+            # A server answers within 2.5 timeouts: replicas have two, the queue has the rest.
             await asyncio.wait_for(self._turn(path), (wire.SERVER_TIMEOUTS - 2.0) * timeout)
         except asyncio.TimeoutError as e:
             what = "the server is busy with another request"
@@ -245,18 +244,18 @@ class Turns:
         server.timeout = timeout  # seconds that a replica has for each call of this turn
         # A training with the plugin, which compares weights and samples itself.
         server.is_asked_by_ours = wire.INSTANCE_HEADER in request.headers
-        # This machine's address that the client reached, unknown behind a proxy.
+        # This machine's address that the client reached; behind a proxy, that of the server.
         is_forwarded = "X-Forwarded-For" in request.headers
-        server.came_in_at = "" if is_forwarded else request.scope["server"][0]
+        server.address = server.args.host if is_forwarded else request.scope["server"][0]
         try:
             # In a thread: it waits for processes to end.
             await asyncio.to_thread(replicas.prune, server)
-            # A training names the instance once it is connected. Before, it makes its group for
-            # the number of replicas that it knows: none may join then.
+            # A training names the instance once it is connected. Before, it makes a group for the
+            # replicas that it has counted: none may join then.
             may_admit = server.is_asked_by_ours and not self._lease.is_others(request)
             if path.startswith("/get_engine_type") and may_admit:
                 server.restarts.admit()
-            with suppress(Exception):  # FastAPI parses what is faulty once more, and refuses it
+            with suppress(Exception):  # FastAPI parses a faulty body once more, and refuses it
                 request._json = await asyncio.to_thread(bodies.parse, await request.body())
             response = await handle(request)
             if path.startswith("/update_"):
@@ -271,7 +270,7 @@ class Turns:
         return response
 
     async def _turn(self, path: str) -> None:
-        """Wait for the turn of a request; for samples also for the end of a weight update."""
+        """Wait for the turn of a request, and for samples until no weights are arriving."""
         await self._lock.acquire()
         while path.startswith("/infer") and self._server.updates.is_arriving:
             self._lock.release()
@@ -329,9 +328,11 @@ async def get_model_state_keys(self: SwiftRolloutDeploy) -> dict[str, list[str]]
 async def init_communicator(
     self: SwiftRolloutDeploy, request: InitCommunicatorRequest
 ) -> dict[str, str]:
-    host = _store_host(request.host, self.args.host, self.came_in_at)
+    # The store of the weights' group asks for no key, and vLLM unpickles its values: it listens at
+    # one address if that is IPv4, which is all that it knows, else where the client asks.
+    host = self.address if re.fullmatch(r"[0-9.]+", self.address) else request.host
     timeout = wire.GROUP_TIMEOUTS * self.timeout
-    # A client that has ended may have brought weights.
+    # A client that has ended may have sent weights.
     self.updates.is_due = self.updates.is_arriving = False
     for number, connection in enumerate(self.connections):
         # The replica's number among the living. ms-swift's own has a gap where one has ended.
@@ -341,17 +342,8 @@ async def init_communicator(
     return {"message": "The replicas are connecting."}
 
 
-def _store_host(asked: str, host: str, came_in_at: str) -> str:
-    """Return where the store of the weights' group listens: at `--host`, where that is one address,
-    else where the training came in, else at `asked` (all addresses). The store asks for no key,
-    vLLM unpickles its values, and it is IPv4 only."""
-    if host not in ("", "0.0.0.0") and ":" not in host:
-        return host
-    return came_in_at if re.fullmatch(r"[0-9.]+", came_in_at) else asked
-
-
 async def close_communicator(self: SwiftRolloutDeploy) -> dict[str, str]:
-    # Answered once it is closed: a trainer must not reach the store of the old group.
+    # The answer comes after the end: a trainer must not reach the store of the old group.
     await _call_all(self, rpc("close_communicator"))
     return {"message": "The group is closed."}
 
@@ -373,8 +365,7 @@ async def _require_sound(server: SwiftRolloutDeploy) -> None:
         updates.is_due = updates.is_arriving = False
         if updates.watches:
             replies = await _call_all(server, rpc("read_weight_report"))
-            numbers = [connection.number for connection in server.connections]
-            updates.judge(zip(numbers, replies, strict=True))
+            updates.judge(server.connections, replies)
     may_stop = server.args.rollout_mismatch == "stop" and not server.is_asked_by_ours
     if updates.fault and may_stop:
         raise HTTPException(409, updates.fault)
@@ -401,7 +392,7 @@ def _reset(name: str) -> Callable[..., Any]:
 
 
 async def _call_all(server: SwiftRolloutDeploy, command: replicas.Command) -> list[Any]:
-    return await asyncio.to_thread(replicas.call_all, server, command, server.timeout)
+    return await asyncio.to_thread(replicas.call_all, server, command)
 
 
 async def infer(
@@ -419,19 +410,17 @@ def _infer(
     server: SwiftRolloutDeploy, requests: list[InferRequest], config: RequestConfig | None
 ) -> list[Any]:
     """Return the outputs of requests: groups over replicas by cost, others in contiguous slices."""
-    num_updates = server.num_updates
-    sent = [wire.read_metadata(request.get("data_dict")) for request in requests]
+    metadatas: list[Any] = [wire.read_metadata(request.get("data_dict")) for request in requests]
     for number, request in enumerate(requests):
         try:
             check_media(request)
         except ValueError as e:
             raise RequestError(f"infer_requests[{number}].{e}") from e
-    # After all checks: a refused call is not counted.
-    others = [r for r, metadata in zip(requests, sent, strict=True) if metadata is None]
-    made = iter(server.other_clients.name(others, config) if others else ())
-    metadatas = [metadata or next(made) for metadata in sent]
+    is_ours = None not in metadatas
+    if not is_ours:  # after all checks: a refused call is not counted
+        metadatas = server.other_clients.name(requests, config)
     as_arrays = all(metadata.as_arrays for metadata in metadatas)
-    ask = partial(replicas.generate, server, config, server.timeout)
+    ask = partial(replicas.generate, server, config)
     if as_arrays:
         max_tokens = (config and config.max_tokens) or 0
         costs = [
@@ -440,7 +429,11 @@ def _infer(
         ]
 
         def send(replica: ReplicaConnection, share: list[int]) -> list[RolloutOutput]:
-            return ask(replica, [requests[i] for i in share])
+            outputs = ask(replica, [requests[i] for i in share])
+            if len(outputs) != len(share):
+                text = f"a replica gave {len(outputs)} answers to {len(share)} requests"
+                raise WorkerError(text)
+            return outputs
 
         outputs = replicas.spread(server, costs, send)
     else:
@@ -448,16 +441,15 @@ def _infer(
         slices = [part for part in rollout.chunk_list(requests, num_slices) if part]
 
         def send_slices(replica: ReplicaConnection, share: list[int]) -> list[Any]:
-            # A server's scheduler may make several outputs of one request.
-            return [ask(replica, slices[i], is_counted=False) for i in share]
+            return [ask(replica, slices[i]) for i in share]
 
         answers = replicas.spread(server, [float(len(s)) for s in slices], send_slices)
         outputs = [output for answer in answers for output in answer]
     if server.record is not None:
-        server.record.note(requests, metadatas, outputs, config, num_updates)
-    if as_arrays:  # plain values, which FastAPI need not look into any further
+        server.record.note(requests, metadatas, outputs, config, server.num_updates)
+    if as_arrays:  # plain values, which FastAPI need not look into
         return [{"response": asdict(o.response), "rollout_infos": o.rollout_infos} for o in outputs]
-    if others:  # these clients do not read turns
+    if not is_ours:  # other clients do not read turns
         for output in outputs:
             output.rollout_infos.pop(conversation.KEY, None)
     return outputs

@@ -1,9 +1,9 @@
 """Whether a server's last weight update was sound, whoever sent it (docs/promises.md, C2).
 
 A training with the plugin compares weights itself: faults of its updates stand in the log and in
-`/health`. Any other client gets the fault as the answer to its update, or to the next request where
-the update is made after its answer (adapters). It draws nothing until an update is sound
-(`--rollout_mismatch stop`). `/health` stays 200: a restart would throw the evidence away.
+`/health`. Any other client gets the fault as the answer to its update, or (adapters, which arrive
+after the answer) to its next request. It draws nothing until an update is sound
+(`--rollout_mismatch stop`). `/health` stays 200: a restart would destroy the evidence.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from swift.utils import get_logger
+
+from swift_grpo_ext.server.replicas import ReplicaConnection
 
 logger = get_logger()
 
@@ -28,19 +30,21 @@ class Updates:
 
     def __init__(self, watches: bool) -> None:
         self.watches = watches
-        self.is_due = False  # weights have come that were not looked at yet
+        self.is_due = False  # weights have come that nothing has looked at
         self.is_arriving = False  # others follow: nothing is judged or generated meanwhile
         self.state = "sound" if watches else NOT_LOOKED_AT
         self.fault = ""  # `/health` says this, or `state` where the last update has none
 
-    def judge(self, replies: Iterable[tuple[int, Any]]) -> None:
-        """Set `state` and `fault` by each replica's number and the reports of its workers
-        (`WeightReport`), None where it could not answer."""
+    def judge(self, replicas: Iterable[ReplicaConnection], replies: Iterable[Any]) -> None:
+        """Set `state` and `fault` by the reports of each replica's workers (`WeightReport`); None
+        stands for a replica that could not answer."""
         named, is_seen = [], True
-        for number, reports in replies:
-            found = [f for r in reports or () for f in (*(r["faults"] or ()), r["adapter_fault"])]
-            if any(found):
-                named.append(f"replica {number}: {'; '.join(dict.fromkeys(filter(None, found)))}")
+        for replica, reports in zip(replicas, replies, strict=True):
+            found = dict[str, None]()  # in order, each once
+            for report in reports or ():
+                found |= dict.fromkeys([*(report["faults"] or ()), report["adapter_fault"]])
+            if texts := "; ".join(filter(None, found)):
+                named.append(f"replica {replica.number}: {texts}")
             # Where a worker's watch has ended, its faults are None.
             is_seen &= bool(reports) and all(r["faults"] is not None for r in reports)
         self.state = "sound" if is_seen else NOT_LOOKED_AT
