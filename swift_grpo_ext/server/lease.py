@@ -87,10 +87,9 @@ class Leaseholder:
         atexit.register(self.end)
 
     def _beat(self) -> None:
-        while True:
+        self._send("POST")
+        while not self._has_ended.wait(HEARTBEAT_SECONDS):
             self._send("POST")
-            if self._has_ended.wait(HEARTBEAT_SECONDS):
-                return
 
     def end(self) -> None:
         """Leave the servers to others."""

@@ -1,9 +1,8 @@
 """The replicas of a `swift rollout`: each call is paired with its answer, and bounded in time.
 
 Both ends of a replica's pipe number their messages (docs/promises.md, F1). A replica is ended if
-its reply is missing, late or to another message, and others generate its groups (F3). It is
-restarted, joins the others when a trainer is about to send weights, and generates once it holds
-them (F4).
+its reply is missing, late or to another message; others generate its groups (F3). It is restarted,
+joins when a trainer is about to send weights, and generates once it holds them (F4).
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def rpc(method: str, args: tuple[Any, ...] = (), kind: str = "call") -> dict[str
 
 
 class WorkerConnection:
-    """A worker's end of its pipe. ms-swift's loop gets commands without their numbers; each reply
-    gets its command's number."""
+    """A worker's end of its pipe: takes the number off each command, and gives it to the reply."""
 
     _is_free = threading.Lock()  # of the class: an instance is pickled for the worker's process
 
