@@ -1,7 +1,7 @@
-"""Bodies of requests: bounded in size, and read so that `/health` answers meanwhile (F2).
+"""Bodies of requests: bounded in size, and parsed so that `/health` answers meanwhile (F2).
 
-Symptom: a body of 400 MB, which is one round's images, holds the event loop of `swift rollout` for
-a second. A larger one takes the memory of the machine. A refusal repeats the refused values.
+Symptom: a body of 400 MB (the images of one round) blocks the event loop of `swift rollout` for a
+second. A larger one takes the machine's memory. A refusal repeats the refused values.
 Upstream: FastAPI parses JSON in the event loop (starlette 1.10, requests.py, `json`), in one call
 that lets no other thread run, and has no limit.
 Can go when FastAPI bounds bodies, and parses them in steps in a thread.
@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import json
 import reprlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
-from json.decoder import JSONArray, scanstring  # type: ignore[attr-defined]
+from json.decoder import JSONArray  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,16 +24,25 @@ from fastapi import HTTPException, Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
-from starlette.responses import Response
 
-# A body is in memory up to 6 times on its way to a replica: bytes, text, values, and pickled.
-# The bound is for one body, and for all bodies together whose requests are not answered.
-MAX_BYTES = int(psutil.virtual_memory().total) // 8
-LONG = 2**16  # characters of a string that is worth a search of its own
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
-# Bytes of a body that json's decoder in C would hold all threads for, a tenth of a second and more.
-# The one in Python takes 4 times as long for 10,000 rows of text, and less for images.
+
+def memory_bytes() -> int:
+    """Return the memory of this machine, or of the container if that has less."""
+    limits = [int(psutil.virtual_memory().total)]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups 2 and 1
+        with suppress(OSError, ValueError):  # no such file; "max"
+            limits.append(int((CONTROL_GROUPS / name).read_text(encoding="utf-8")))
+    return min(limits)
+
+
+# The bound of one body, and of all bodies together that wait for an answer. A body is in memory up
+# to 6 times on its way to a replica: as bytes, text, values, and pickled.
+MAX_BYTES = memory_bytes() // 8
+
+# From this size on, json's decoder in C would block all threads for a tenth of a second. The one in
+# Python takes 4 times as long for 10,000 rows of text, and less for images.
 LARGE = 2**24
 
 
@@ -43,9 +53,9 @@ class Bodies:
         self._num_bytes = 0
 
     async def receive(self, request: Request) -> bytes:
-        """Return the body, which counts until it is given to `forget`. Refuse one that is too large
-        (413), or finds no room beside others (503), after all of it has come: a client that is cut
-        off while it sends would not read the answer."""
+        """Read the body into the request, and return it; it counts until `forget` gets it. Refuse
+        one that is too large (413) or finds no room beside others (503) after all of it has come: a
+        client that is cut off while it sends would not read the answer."""
         parts: list[bytes] = []
         size, fits = 0, True
         try:
@@ -58,7 +68,7 @@ class Bodies:
                 else:
                     self.forget(*parts)
                     parts.clear()
-        except BaseException:  # such as the end of the time for it
+        except BaseException:  # the time is over, or the client has left
             self.forget(*parts)
             raise
         if not fits:
@@ -67,11 +77,12 @@ class Bodies:
             raise HTTPException(
                 413 if is_alone else 503,
                 f"a body of {size:,} bytes{beside}; expected at most {MAX_BYTES:,}, an eighth of "
-                "the server's memory. Draw fewer samples in a round, shrink their images or "
-                "videos, or add servers.",
+                "the server's memory. Draw fewer samples in a round, shrink images or videos, or "
+                "add servers.",
                 None if is_alone else {"Retry-After": "1"},
             )
-        return await asyncio.to_thread(b"".join, parts)
+        request._body = await asyncio.to_thread(b"".join, parts)
+        return request._body
 
     def forget(self, *parts: bytes) -> None:
         self._num_bytes -= sum(map(len, parts))
@@ -80,20 +91,12 @@ class Bodies:
 class _StepwiseDecoder(json.JSONDecoder):
     def __init__(self) -> None:
         super().__init__()
-        self.parse_string, self.parse_array = _parse_string, _parse_array
-        # The default, in C, reads a whole body in one call, and calls neither of the two.
+        self.parse_array = _parse_array
+        # The default, in C, reads a whole body in one call.
         self.scan_once = py_make_scanner(self)
 
 
 _scan_at_once = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
-
-
-def _parse_string(text: str, start: int, strict: bool) -> tuple[str, int]:
-    end = text.find('"', start)
-    # 10 times as fast as a look at each character, and in calls of their own.
-    if end - start < LONG or text.find("\\", start, end) >= 0:
-        return scanstring(text, start, strict)
-    return text[start:end], end + 1
 
 
 def _parse_array(at: tuple[str, int], scan: Callable[..., Any]) -> tuple[list[Any], int]:
@@ -104,27 +107,14 @@ def _parse_array(at: tuple[str, int], scan: Callable[..., Any]) -> tuple[list[An
 
 
 def parse(body: bytes) -> Any:
-    """Return what `json.loads` returns. Other threads run between the steps of a large body, each
-    of one string or one list of numbers."""
+    """Return what `json.loads` returns. Between two strings, or two lists of numbers, of a large
+    body other threads run."""
     if len(body) < LARGE:
         return json.loads(body)
     return _StepwiseDecoder().decode(body.decode(json.detect_encoding(body), "surrogatepass"))
 
 
-class Route(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_parsed(request: Request) -> Response:
-            with suppress(Exception):  # FastAPI parses what is faulty once more, and refuses it
-                request._json = await asyncio.to_thread(parse, await request.body())
-            return await handle(request)
-
-        return handle_parsed
-
-
-async def refuse_values(_: Request, error: Exception) -> JSONResponse:
+def refusal(error: RequestValidationError) -> JSONResponse:
     """Return FastAPI's own answer to wrong fields, with the beginnings of their values."""
-    assert isinstance(error, RequestValidationError)
     faults = [{**fault, "input": reprlib.repr(fault.get("input"))} for fault in error.errors()]
     return JSONResponse(jsonable_encoder({"detail": faults}), 422)

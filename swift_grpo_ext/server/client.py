@@ -8,18 +8,17 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import requests
-from pydantic import ValidationError
 from requests.adapters import HTTPAdapter
 from swift.arguments import RLHFArguments
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.rlhf_trainers import vllm_client
+from swift.rlhf_trainers.vllm_client import VLLMClient, VLLMInferClient
 from swift.utils import get_current_device, get_logger
 from typing_extensions import Self
 from urllib3.exceptions import ReadTimeoutError
@@ -37,13 +36,9 @@ from swift_grpo_ext.rollout.dispatch import (
     estimate_cost,
 )
 from swift_grpo_ext.rollout.wire import Answer, RequestMetadata, WeightReport, WireError
-from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.timing.stalls import waiting
 from swift_grpo_ext.upstream.weight_sync import bounded_broadcasts, bounded_rendezvous
-
-if TYPE_CHECKING:
-    from swift.rlhf_trainers.vllm_client import VLLMClient, VLLMInferClient
 
 logger = get_logger()
 
@@ -53,12 +48,11 @@ REPORTS_PATH = "swift_grpo_ext/weight_reports/"
 SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_LOOK = 2.0  # for a server that was lost to say that it is healthy again
 SECONDS_BETWEEN_LOOKS = 0.5  # at replicas that are being started
-TRIES_TO_CONNECT = 3
 
 
 class _Tries(Retry):
     """Tries again where no connection was made (16 seconds in all), or a server is busy (503 with a
-    `Retry-After`), but not where an answer is late: all of its time is over."""
+    `Retry-After`), but not where an answer is late."""
 
     def increment(self, *args: Any, **kwargs: Any) -> Self:
         if isinstance(error := kwargs.get("error"), ReadTimeoutError):
@@ -66,24 +60,35 @@ class _Tries(Retry):
         return super().increment(*args, **kwargs)
 
 
+class _BoundedAdapter(HTTPAdapter):
+    """Bounds the waits of a request in `seconds`; ms-swift's client does not."""
+
+    def __init__(self, seconds: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        # The second is for each wait for bytes: blanks of a slow answer end it, too.
+        self._timeout = (min(SECONDS_TO_CONNECT, seconds), seconds)
+
+    def send(self, *args: Any, **kwargs: Any) -> requests.Response:
+        return super().send(*args, **{**kwargs, "timeout": self._timeout})
+
+
 TRIES = _Tries(6, read=False, backoff_factor=0.25, allowed_methods=None, raise_on_status=False)
 # Beginnings of the paths of requests that may be sent twice: their answers are the same (S2).
 REPEATABLE = ("infer/", "get_", "reset_", "close_communicator/", REPORTS_PATH)
 CALLERS_FAULTS = (400, 413, 415, 422)  # statuses of requests that no server can answer
+# What ms-swift's client has of each server, in lists.
+LISTS = ("base_urls", "sessions", "hosts", "group_ports", "pynccl_comms")
 
 
 @dataclass(eq=False)
 class Server:
-    """A server, and what ms-swift's client has for it."""
-
     name: str  # `server 0 (URL)`: its number stays what it was when others are lost
     url: str
     session: requests.Session
-    host: str
-    group_port: int | None
-    communicator: Any = None  # the trainer's end of the weights' group
+    client: Any  # a copy of ms-swift's client that has this server alone
     replicas: int = 0
     members: list[str] = field(default_factory=list)  # starts of the server and its replicas
+    is_lost: bool = False
 
 
 def connect_servers(client: VLLMClient, args: RLHFArguments) -> RolloutServers:
@@ -99,25 +104,13 @@ def connect(client: VLLMClient, timeout: float) -> None:
         client.init_communicator(device=get_current_device())
 
 
-def _fill(client: VLLMClient, servers: Sequence[Server]) -> None:
-    """Have a client of ms-swift's send to these servers."""
-    client.num_servers = len(servers)
-    client.base_urls = [server.url for server in servers]
-    client.sessions = [server.session for server in servers]
-    client.hosts = [server.host for server in servers]
-    client.group_ports = [server.group_port for server in servers]
-    client.pynccl_comms = [server.communicator for server in servers]
-
-
 class RolloutServers:
     """Sends requests to the servers of ms-swift's connected client, and reads their answers.
 
     Another server answers what one cannot: the tokens are the same (docs/promises.md, S2). A server
-    that does not answer at all is dropped, until it answers again before a weight update (F4).
+    that does not answer at all is dropped, until it is healthy before a weight update (F4).
     `timeout`: seconds that a replica has for an answer. `wants_same_tokens`: `--full_determinism`.
-
-    Raises:
-        WireError: a server has no swift-grpo-ext, or another version of it.
+    Raise `WireError` where a server has no swift-grpo-ext, or another version of it.
     """
 
     def __init__(
@@ -132,29 +125,25 @@ class RolloutServers:
         self._timeout = timeout
         self._wants_same_tokens = wants_same_tokens
         self._new_special_tokens = list(new_special_tokens)
-        none = [None] * len(client.base_urls)  # of a client that sends no weights
-        ports, groups = getattr(client, "group_ports", none), getattr(client, "pynccl_comms", none)
-        lists = zip(client.base_urls, client.sessions, client.hosts, ports, groups, strict=True)
-        self._servers = [
-            Server(f"server {number} ({url})", url, *facts)
-            for number, (url, *facts) in enumerate(lists)
-        ]
-        self._dropped: list[Server] = []
-        self.max_model_len: int | None = None  # the least of all servers' engines
-        self.number_bits: int | None = None  # the same
-        for server in self._servers:
-            server.session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
+        self._servers: list[Server] = []
+        # The least of all servers' engines.
+        self.max_model_len: int | None = None
+        self.number_bits: int | None = None
+        bound = wire.TRAINER_TIMEOUTS * timeout
+        for number, url in enumerate(client.base_urls):
+            session, alone = client.sessions[number], copy.copy(client)
+            alone.num_servers = 1
+            for name in LISTS:  # a client that sends no weights has three of them
+                setattr(alone, name, getattr(client, name, [])[number : number + 1])
+            server = Server(f"server {number} ({url})", url, session, alone)
+            session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
             for path in ("", *REPEATABLE):
                 tries = TRIES.new(read=1) if path else TRIES
-                adapter = _BoundedAdapter(wire.TRAINER_TIMEOUTS * timeout, tries)
-                server.session.mount(f"{server.url}/{path}", adapter)
-            server.replicas, server.members = self._identify(server)
+                session.mount(f"{url}/{path}", _BoundedAdapter(bound, max_retries=tries))
+            server.replicas, server.members, _ = self._identify(server)
             # From here on, a restarted server refuses what rests on weights.
-            server.session.headers[wire.INSTANCE_HEADER] = server.members[0]
-
-    @property
-    def replicas(self) -> list[int]:
-        return [server.replicas for server in self._servers]
+            session.headers[wire.INSTANCE_HEADER] = server.members[0]
+            self._servers.append(server)
 
     def infer(
         self,
@@ -163,32 +152,24 @@ class RolloutServers:
         config: RequestConfig,
     ) -> list[Answer]:
         """Return the answer to each request, in their order. Raise `RolloutError` where a request
-        is at fault, or no server is left that could answer."""
-        messages = list(map(partial(_message, config), requests, metadatas))
+        is at fault, or no server is left."""
 
-        def send(server: Server, share: list[int]) -> list[Answer]:
-            answers = self._request(server, "post", "infer/", _body(messages, share, config))
-            if not isinstance(answers, list) or len(answers) != len(share):
-                count = len(answers) if isinstance(answers, list) else "no list of"
-                raise WorkerError(f"{server.name} gave {count} answers to {len(share)} requests.")
+        def read(server: Server, share: list[int], answers: Any) -> list[Answer]:
             return [
                 wire.read_answer(answer["rollout_infos"][wire.KEY], metadatas[i], server.name)
                 for i, answer in zip(share, answers, strict=True)
             ]
 
-        return self._dispatch(messages, send)
+        return self._dispatch(requests, metadatas, config, read)
 
     def converse(
         self, requests: Sequence[RolloutInferRequest], config: RequestConfig
     ) -> list[RolloutOutput]:
-        """Return what the servers' schedulers make of the requests, in their order: each may have
-        several outputs. It raises as `infer` does."""
+        """Return the outputs of the servers' schedulers, which may make several of a request, in
+        the order of the requests. Errors are those of `infer`."""
         metadatas: list[Any] = [wire.read_metadata(request.data_dict) for request in requests]
-        messages = list(map(partial(_message, config), requests, metadatas))
 
-        def send(server: Server, share: list[int]) -> list[list[RolloutOutput]]:
-            body = _body(messages, share, config)
-            answers = self._request(server, "post", "infer/", body, **{wire.STATUS_HEADER: "1"})
+        def read(server: Server, share: list[int], answers: Any) -> list[list[RolloutOutput]]:
             made: dict[str | None, list[RolloutOutput]] = {requests[i].uuid: [] for i in share}
             for answer in answers:
                 output = RolloutOutput(**answer)
@@ -198,145 +179,164 @@ class RolloutServers:
                 raise WorkerError(f"{server.name} has left out conversations.")
             return list(made.values())
 
-        return list(chain(*self._dispatch(messages, send)))
+        is_slow = {wire.STATUS_HEADER: "1"}
+        return list(chain(*self._dispatch(requests, metadatas, config, read, **is_slow)))
 
     def _dispatch(
-        self, messages: Sequence[Message], send: Callable[[Server, list[int]], Sequence[T]]
+        self,
+        requests: Sequence[RolloutInferRequest],
+        metadatas: Sequence[RequestMetadata],
+        config: RequestConfig,
+        read: Callable[[Server, list[int], Any], Sequence[T]],
+        **headers: str,
     ) -> list[T]:
-        def sensible(server: Server, share: list[int]) -> Sequence[T]:
-            first = messages[share[0]].sample_id
+        bodies, costs = [], []  # each server that is tried gets the same bytes
+        for request, metadata in zip(requests, metadatas, strict=True):
+            fields = asdict(request)
+            wire.write_metadata(fields["data_dict"], metadata)
             try:
-                with waiting(f"{server.name}: {len(share)} requests, the first {first}"):
-                    return send(server, share)
-            except (WireError, ValidationError, KeyError, TypeError, AttributeError) as e:
+                bodies.append(json.dumps(fields, allow_nan=False).encode())
+            except (TypeError, ValueError) as e:
+                raise RolloutError(
+                    f"{metadata.sample_id}: the row cannot be sent to a server ({e}); expected "
+                    "text, finite numbers, lists and objects. Mend or drop the row."
+                ) from e
+            costs.append(estimate_cost(fields, metadata.count, config.max_tokens or 0))
+        end = b'], "request_config": %b}' % json.dumps(asdict(config)).encode()
+
+        def send(server: Server, share: list[int]) -> Sequence[T]:
+            body = b'{"infer_requests": [' + b", ".join(bodies[i] for i in share) + end
+            first = metadatas[share[0]].sample_id
+            with waiting(f"{server.name}: {len(share)} requests, the first {first}"):
+                answers = self._request(server, "post", "infer/", body, **headers)
+            try:
+                return read(server, share, answers)
+            except (ValueError, LookupError, TypeError, AttributeError) as e:
                 raise WorkerError(f"{server.name} gave an answer that makes no sense: {e}") from e
 
         def workers() -> dict[Server, float]:
-            return {server: float(server.replicas) for server in self._servers}
+            return {server: float(server.replicas) for server in self._used()}
 
         try:
-            costs = [message.cost for message in messages]
-            return dispatch(costs, workers, sensible, self._note_failure)
+            return dispatch(costs, workers, send, self._note_failure)
         except (NoWorkerError, RequestError) as e:
             raise RolloutError(str(e)) from e
 
     def _note_failure(self, server: Server, error: WorkerError) -> None:
         logger.warning(f"{error} Retrying on the remaining servers.")
-        if isinstance(error, WorkerLostError) and len(self._servers) > 1:
-            self._dropped.append(server)
-            self._use([other for other in self._servers if other is not server])
+        if isinstance(error, WorkerLostError) and len(self._used()) > 1:
+            server.is_lost = True
+            self._fill_client()
 
-    def _use(self, servers: list[Server]) -> None:
-        """Send requests and weights to these servers alone."""
-        self._servers = servers
-        _fill(self._client, servers)
+    def _used(self) -> list[Server]:
+        return [server for server in self._servers if not server.is_lost]
+
+    def _fill_client(self) -> None:
+        """Have ms-swift's client send weights to the servers that are used."""
+        used = self._used()
+        self._client.num_servers = len(used)
+        for name in LISTS:
+            items = [item for server in used for item in getattr(server.client, name)]
+            setattr(self._client, name, items)
 
     def reconnect(self, *, again: bool = False) -> bool:
-        """Take back dropped servers that are healthy again, drop lost ones, and make the weights'
-        groups of those that were restarted or have other replicas (of all with `again`). Return
-        whether a group was made."""
-        for server in list(self._dropped):
-            try:
-                is_healthy = requests.get(f"{server.url}/health/", timeout=SECONDS_TO_LOOK).ok
-            except requests.RequestException:
-                is_healthy = False
-            if is_healthy:
-                logger.warning(f"{server.name} answers again.")
-                self._dropped.remove(server)
-                server.replicas, server.members = 0, []  # its group is gone
-                self._use([*self._servers, server])
+        """Use lost servers that are healthy again, drop lost ones, and make the weights' groups of
+        those that were restarted or have other replicas (of all with `again`). Return whether a
+        group was made."""
+        for server in self._servers:
+            if server.is_lost:
+                with suppress(requests.RequestException):
+                    health = requests.get(f"{server.url}/health/", timeout=SECONDS_TO_LOOK)
+                    server.is_lost = not health.ok
+                if not server.is_lost:
+                    logger.warning(f"{server.name} answers again.")
+                    server.members = []  # its group is gone
         has_changed = False
-        for server in list(self._servers):
+        for server in self._used():
             try:
                 has_changed |= self._reconnect_if_changed(server, again)
             except WorkerLostError as e:
-                if len(self._servers) == 1:
+                if len(self._used()) == 1:
                     raise RolloutError(str(e)) from e
                 self._note_failure(server, e)
         return has_changed
 
-    def _reconnect_if_changed(self, server: Server, again: bool) -> bool:
-        for tries_left in reversed(range(TRIES_TO_CONNECT)):
-            replicas, members = self._identify(server, wait=True)
-            if replicas == 0:
-                raise WorkerLostError(f"{server.name} has no replica left.")
-            if members == server.members and not again:
-                return False
-            is_same = members[0] == server.session.headers.get(wire.INSTANCE_HEADER)
-            change = "has reconnected" if is_same else "was restarted"
-            logger.warning(f"{server.name} {change}; weights go to its {replicas} replicas.")
-            server.session.headers[wire.INSTANCE_HEADER] = members[0]
-            try:
-                self._request(server, "post", "close_communicator/")
-                # The old communicator holds the old group's store, and with it the port.
-                server.communicator = None
-                self._use(self._servers)
-                # ms-swift's client connects all its servers at once: a copy has this one alone.
-                alone = copy.copy(self._client)
-                _fill(alone, [server])
-                connect(alone, self._timeout)
-                atexit.unregister(alone.close_communicator)  # the whole client's closes every group
-            except (RequestError, WireError):
-                raise
-            except Exception as e:  # ms-swift's errors are plain ones
-                lost = f"{server.name}: the weights' group was not made ({e})."
-                if tries_left == 0:
-                    raise WorkerLostError(lost) from e
-                logger.warning(f"{lost} It is tried again.")
-                again = True
-            else:
-                [server.communicator] = alone.pynccl_comms
-                self._use(self._servers)
-                server.replicas, server.members = replicas, members
+    def _reconnect_if_changed(self, server: Server, again: bool, num_tries: int = 3) -> bool:
+        deadline = time.monotonic() + self._timeout
+        while True:
+            replicas, members, num_starting = self._identify(server)
+            if replicas:
                 break
+            if not num_starting or time.monotonic() >= deadline:
+                raise WorkerLostError(f"{server.name} has no replica left.")
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        if members == server.members and not again:
+            return False
+        is_same = members[0] == server.session.headers.get(wire.INSTANCE_HEADER)
+        change = "has reconnected" if is_same else "was restarted"
+        logger.warning(f"{server.name} {change}; weights go to its {replicas} replicas.")
+        server.session.headers[wire.INSTANCE_HEADER] = members[0]
+        try:
+            self._request(server, "post", "close_communicator/")
+            # The old communicator holds the old group's store, and with it the port.
+            server.client.pynccl_comms = [None]
+            self._fill_client()
+            connect(server.client, self._timeout)
+        except RequestError:
+            raise
+        except Exception as e:  # ms-swift's errors are plain ones
+            lost = f"{server.name}: the weights' group was not made ({e})."
+            if num_tries == 1:
+                raise WorkerLostError(lost) from e
+            logger.warning(f"{lost} It is tried again.")
+            return self._reconnect_if_changed(server, again=True, num_tries=num_tries - 1)
+        # The exit of the whole client closes every group.
+        atexit.unregister(server.client.close_communicator)
+        self._fill_client()
+        server.replicas, server.members = replicas, members
         return True
 
     def bounded(self) -> AbstractContextManager[None]:
-        """Bound what is broadcast to servers meanwhile."""
+        """Bound broadcasts to servers within the block."""
         return bounded_broadcasts(self._client.pynccl_comms, self._timeout)
 
     def weight_reports(self) -> list[tuple[str, WeightReport]]:
-        """Return each worker's name, with the server's, and its report of the last update."""
+        """Return the name and the report of the last update of each worker."""
         return [
             (f"worker {number} of {server.name}", WeightReport(**report))
-            for server in self._servers
+            for server in self._used()
             for number, report in enumerate(self._request(server, "get", REPORTS_PATH))
         ]
 
-    def _identify(self, server: Server, *, wait: bool = False) -> tuple[int, list[str]]:
-        """Return how many replicas a server has, and the members of its group; `wait` for replicas
-        that are being started, where there is no other."""
-        deadline = time.monotonic() + self._timeout
-        while True:
-            ours = self._request(server, "post", "get_engine_type/").get(wire.KEY)
-            if ours is None:
-                raise WireError(
-                    f"{server.name} runs without swift-grpo-ext: start it with the plugin file "
-                    "that this training uses (swift rollout --external_plugins ...), or train "
-                    "with --rollout_seed_mode engine."
-                )
-            wire.check_version(ours, server.name)
-            theirs = ours.get("new_special_tokens", [])
-            if theirs != self._new_special_tokens:  # ids follow the order of the flag
-                given = [" ".join(each) or "(none)" for each in (theirs, self._new_special_tokens)]
-                raise ValueError(
-                    f"{server.name} was started with --new_special_tokens {given[0]}, this "
-                    f"training with {given[1]}: the same ids would be other tokens. Give both the "
-                    "same, in the same order."
-                )
-            if self._wants_same_tokens and ours.get("batches_follow_arrival"):
-                logger.warning_once(
-                    f"--full_determinism true: the tokens of {server.name} depend on when requests "
-                    "arrive. Start it with VLLM_BATCH_INVARIANT=1 in its environment, or without "
-                    "--vllm_use_async_engine with VLLM_ENABLE_V1_MULTIPROCESSING=0."
-                )
-            for name in ("max_model_len", "number_bits"):
-                known = filter(None, (getattr(self, name), ours.get(name)))
-                setattr(self, name, min(known, default=None))
-            may_wait = wait and ours["starting"] and time.monotonic() < deadline
-            if ours["replicas"] or not may_wait:
-                return int(ours["replicas"]), [str(ours["instance"]), *ours["members"]]
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+    def _identify(self, server: Server) -> tuple[int, list[str], int]:
+        """Return how many replicas a server has, the members of its group, and how many replicas
+        are being started."""
+        ours = self._request(server, "post", "get_engine_type/").get(wire.KEY)
+        if ours is None:
+            raise WireError(
+                f"{server.name} runs without swift-grpo-ext: start it with the plugin file that "
+                "this training uses (swift rollout --external_plugins ...), or train with "
+                "--rollout_seed_mode engine."
+            )
+        wire.check_version(ours, server.name)
+        theirs = ours.get("new_special_tokens", [])
+        if theirs != self._new_special_tokens:  # ids follow the order of the flag
+            given = [" ".join(each) or "(none)" for each in (theirs, self._new_special_tokens)]
+            raise ValueError(
+                f"{server.name} was started with --new_special_tokens {given[0]}, this training "
+                f"with {given[1]}: the same ids would be other tokens. Give both the same, in the "
+                "same order."
+            )
+        if self._wants_same_tokens and ours.get("batches_follow_arrival"):
+            logger.warning_once(
+                f"--full_determinism true: the tokens of {server.name} depend on when requests "
+                "arrive. Start it with VLLM_BATCH_INVARIANT=1 in its environment, or without "
+                "--vllm_use_async_engine with VLLM_ENABLE_V1_MULTIPROCESSING=0."
+            )
+        for name in ("max_model_len", "number_bits"):
+            known = filter(None, (getattr(self, name), ours.get(name)))
+            setattr(self, name, min(known, default=None))
+        return ours["replicas"], [ours["instance"], *ours["members"]], ours["starting"]
 
     def _request(
         self, server: Server, method: str, path: str, data: bytes | None = None, **headers: str
@@ -372,45 +372,3 @@ class RolloutServers:
             return json.loads(content)
         except ValueError as e:
             raise WorkerError(f"{name} answered with no JSON ({e}).") from e
-
-
-class Message(NamedTuple):
-    sample_id: SampleId  # of its first sample
-    body: bytes  # made once: each server that is tried gets the same bytes
-    cost: float  # for the balance
-
-
-def _message(
-    config: RequestConfig, request: RolloutInferRequest, metadata: RequestMetadata
-) -> Message:
-    fields = asdict(request)
-    wire.write_metadata(fields["data_dict"], metadata)
-    try:
-        body = json.dumps(fields, allow_nan=False).encode()
-    except (TypeError, ValueError) as e:
-        raise RolloutError(
-            f"{metadata.sample_id}: the row cannot be sent to a server ({e}); expected text, "
-            "finite numbers, lists and objects. Mend or drop the row."
-        ) from e
-    return Message(
-        metadata.sample_id, body, estimate_cost(fields, metadata.count, config.max_tokens or 0)
-    )
-
-
-def _body(messages: Sequence[Message], share: Sequence[int], config: RequestConfig) -> bytes:
-    end = b'], "request_config": %b}' % json.dumps(asdict(config)).encode()
-    return b'{"infer_requests": [' + b", ".join(messages[i].body for i in share) + end
-
-
-class _BoundedAdapter(HTTPAdapter):
-    """Bounds each wait of a request, and tries again as `tries` says. ms-swift's client does
-    neither."""
-
-    def __init__(self, timeout: float, tries: Retry) -> None:
-        self._timeout = timeout
-        super().__init__(max_retries=tries)
-
-    def send(self, *args: Any, **kwargs: Any) -> requests.Response:
-        # The second is for each wait for bytes: blanks of a slow answer (`wire.STATUS_HEADER`) too.
-        kwargs["timeout"] = (min(SECONDS_TO_CONNECT, self._timeout), self._timeout)
-        return super().send(*args, **kwargs)

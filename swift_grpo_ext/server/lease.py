@@ -1,9 +1,9 @@
 """The lease of a rollout server: it serves one training at a time (docs/promises.md, F6).
 
 In ms-swift 4.6 (pipelines/infer/rollout.py), a second training that connects to a server ends the
-weight group of the first, and both fail with "Broken pipe". Here a training names itself in its
-requests and in a heartbeat; while heartbeats come, the server works for that training alone. Two
-trainings that connect in the same moment, before the first has named itself, are not told apart.
+weights' group of the first, and both fail with "Broken pipe". Here a training names itself in its
+requests and in heartbeats. While heartbeats come, the server works for that training alone. Two
+trainings that connect in the same moment, before the first has a name, are not told apart.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ import socket
 import threading
 from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Any
 from urllib.parse import quote, unquote
 from uuid import uuid4
 
 import requests
 from fastapi import HTTPException, Request
 
-if TYPE_CHECKING:
-    from swift.rlhf_trainers.vllm_client import VLLMClient
-
-OWNER_HEADER = "X-Swift-Grpo-Ext-Owner"  # name, semicolon, secret; a server tells all the name
+OWNER_HEADER = "X-Swift-Grpo-Ext-Owner"  # name, semicolon, secret; the name is public
 PATH = "/swift_grpo_ext/lease/"
 LEASE_SECONDS = 15.0
 HEARTBEAT_SECONDS = 3.0
@@ -39,47 +36,44 @@ class Lease:
     """The server's end."""
 
     def __init__(self) -> None:
-        self._owner, self._until = "", 0.0
+        self._header, self._until = "", 0.0
 
     async def check(self, request: Request) -> None:
         """Refuse what only the owner may ask (409), and note the owner's requests. A training that
-        connects waits for the end of a dead one's lease."""
-        path, owner = request.scope["path"], request.headers.get(OWNER_HEADER, "")
+        connects waits for the lease of a dead one to end."""
+        path, header = request.scope["path"], request.headers.get(OWNER_HEADER, "")
         deadline = monotonic() + (LEASE_SECONDS if path.startswith(CONNECTING) else 0.0)
-        while self.is_others(request) and (owner or not path.startswith((PATH, *FREE))):
+        while self.is_others(request) and (header or not path.startswith((PATH, *FREE))):
             if monotonic() >= deadline:
                 raise HTTPException(
                     409,
                     f"this server belongs to another training: {self.owner}. Give this one "
-                    "a server of its own (--vllm_server_base_url), or end the other; a training "
-                    f"that has died loses its server after {LEASE_SECONDS:g} s.",
+                    "its own server (--vllm_server_base_url), or end the other; a dead training "
+                    f"loses its server after {LEASE_SECONDS:g} s.",
                 )
             await asyncio.sleep(0.1)
-        if owner and not path.startswith("/close_"):  # the last that a training asks for
-            gives_up = request.method == "DELETE" and path == PATH
-            self._owner = "" if gives_up else owner
-            self._until = monotonic() + LEASE_SECONDS
+        if header and not path.startswith("/close_"):  # the last request of a training
+            gives_up = request.method == "DELETE"
+            self._header = "" if gives_up else header
+            self._until = 0.0 if gives_up else monotonic() + LEASE_SECONDS
 
     @property
     def owner(self) -> str:
-        return unquote(self._owner.partition(";")[0])
+        return unquote(self._header.partition(";")[0])
 
     def is_owners(self, request: Request) -> bool:
-        return self._is_let() and request.headers.get(OWNER_HEADER) == self._owner
+        """Return whether the training that has the server sent this."""
+        return monotonic() < self._until and request.headers.get(OWNER_HEADER) == self._header
 
     def is_others(self, request: Request) -> bool:
         """Return whether a training has the server, and did not send this."""
-        return self._is_let() and not self.is_owners(request)
-
-    def _is_let(self) -> bool:
-        return self._owner != "" and monotonic() < self._until
+        return monotonic() < self._until and request.headers.get(OWNER_HEADER) != self._header
 
 
 class Leaseholder:
-    """The trainer's end: names the training `run` in each request of ms-swift's client, and sends
-    heartbeats."""
+    """The trainer's end: names the training `run` in all requests of ms-swift's client."""
 
-    def __init__(self, client: VLLMClient, run: str) -> None:
+    def __init__(self, client: Any, run: str) -> None:
         self.owner = f"{run} (process {os.getpid()} of {socket.gethostname()})"
         self.headers = {OWNER_HEADER: f"{quote(self.owner, safe=' /():.,-_')};{uuid4().hex}"}
         for session in client.sessions:
@@ -93,10 +87,9 @@ class Leaseholder:
         atexit.register(self.end)
 
     def _beat(self) -> None:
-        while True:
+        self._send("POST")
+        while not self._has_ended.wait(HEARTBEAT_SECONDS):
             self._send("POST")
-            if self._has_ended.wait(HEARTBEAT_SECONDS):
-                return
 
     def end(self) -> None:
         """Leave the servers to others."""
@@ -105,5 +98,5 @@ class Leaseholder:
 
     def _send(self, method: str) -> None:
         for url in list(self._client.base_urls):
-            with suppress(requests.RequestException):  # rounds and weight updates notice a dead one
+            with suppress(requests.RequestException):  # rounds and updates notice a dead server
                 requests.request(method, f"{url}{PATH}", headers=self.headers, timeout=2.0)

@@ -1,19 +1,19 @@
-"""Names and seeds for the requests of a client that sends no metadata: plain ms-swift, Megatron.
+"""Names and seeds for the requests of clients that send no metadata: plain ms-swift, Megatron.
 
 Symptom: without seeds, vLLM draws all requests from its engine's one generator, which starts over
-with the engine. With a seed, all requests of all steps have the same, on each replica.
+with the engine. With a seed, all requests of all steps have the same one, on each replica.
 Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py and infer_engine/vllm_engine.py (`infer`).
 Can go when ms-swift's clients give each request a seed of its own.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import MutableMapping, Sequence
 from itertools import count
 from typing import Any
 
-import numpy as np
 from swift.infer_engine.protocol import RequestConfig
 from swift.utils import get_logger
 
@@ -26,26 +26,19 @@ logger = get_logger()
 
 
 class OtherClients:
-    """Names their samples, so that no seed comes twice, over all replicas and restarts. A call of
-    `/infer` is a round. Its equal prompts are a group.
+    """Names their samples, so that no seed comes twice, over all replicas, servers and restarts. A
+    call of `/infer` is a round. Its equal prompts are a group. With `gives_seeds` false, client and
+    engine choose the seeds (`--rollout_seed_mode engine`)."""
 
-    `seed` is the server's `--seed`; None leaves seeds to client and engine (`--rollout_seed_mode
-    engine`). `instance` is this start of the server, as hexadecimal digits.
-    """
-
-    def __init__(self, seed: int | None, instance: str) -> None:
-        self._run_seed: int | None = None
-        if seed is not None:
-            mixed = np.random.SeedSequence([seed, int(instance, 16)])
-            self._run_seed = int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1))
+    def __init__(self, *, gives_seeds: bool) -> None:
+        self._run_seed = secrets.randbits(62) if gives_seeds else None
         self._calls = count()
 
     def name(
         self, requests: Sequence[MutableMapping[str, Any]], config: RequestConfig | None
     ) -> list[RequestMetadata]:
-        """Write into each request its metadata, and return them."""
-        call, n = next(self._calls), max((config.n if config else 1) or 1, 1)
-        seed = self._run_seed
+        """Write metadata into each request, and return them."""
+        call, n, seed = next(self._calls), (config and config.n) or 1, self._run_seed
         if config is not None and config.seed is not None and seed is not None:
             if len(requests) == 1:
                 seed = None  # the client's own
@@ -53,8 +46,8 @@ class OtherClients:
                 logger.warning_once(
                     f"A client gives one seed ({config.seed}) for {len(requests)} requests: the "
                     "same noise on each replica, and in each call that gives it. Each request gets "
-                    "a seed of its own instead, which `rollout_infos` says; start `swift rollout` "
-                    "with --rollout_seed_mode engine to leave the client's.",
+                    "a seed of its own instead (`seed` in `rollout_infos`). To keep the client's, "
+                    "start `swift rollout` with --rollout_seed_mode engine.",
                     hash_id="one_seed_for_many",
                 )
         groups: dict[str, int] = {}

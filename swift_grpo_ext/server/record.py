@@ -1,4 +1,4 @@
-"""`swift rollout --sample_log all` writes down each sample that it draws, whoever asked for it.
+"""`swift rollout --sample_log all` records each sample that it draws, for any client.
 
 The record is that of a training (docs/internals.md). A call of another client is a round, watched
 as `--callbacks diversity` watches a training's. A training with the plugin names its rounds and
@@ -8,10 +8,9 @@ watches them itself. An error in writing never ends a running server.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from swift.arguments import RolloutArguments
@@ -30,16 +29,12 @@ from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 
 logger = get_logger()
 
-SECONDS_TO_WRITE = 10.0  # that a call waits for the disk to take the one before
+SECONDS_TO_WRITE = 10.0  # a call waits so long for the disk to take the one before
 
 
 class ServerRecord:
-    """Writes the record of one start of a server, in a thread of its own.
-
-    Raises:
-        RunInUseError: another process writes its record to `--result_path`.
-        OSError: `--result_path` cannot be written.
-    """
+    """Writes the record of one start of a server, in a thread of its own. Raise `RunInUseError` or
+    `OSError` where `--result_path` is another process's, or cannot be written."""
 
     def __init__(self, args: RolloutArguments) -> None:
         start = time.strftime("%Y%m%d-%H%M%S")
@@ -67,29 +62,30 @@ class ServerRecord:
         config: RequestConfig | None,
         num_updates: int,
     ) -> None:
-        """Have the thread write down a call, after `num_updates` weight updates; leave it out where
-        the disk is too slow. The caller may change `rollout_infos` afterwards."""
+        """Have the thread record a call, after `num_updates` weight updates; leave it out where the
+        disk is too slow."""
         if not outputs:
             return
         if wait(self._writing, SECONDS_TO_WRITE).not_done:
             logger.warning(
                 f"{self.folder}: {metadatas[0].sample_id.round} is left out of the record, since "
-                f"the disk has not taken the samples before it within {SECONDS_TO_WRITE:g} s. The "
+                f"the disk has not taken the round before it within {SECONDS_TO_WRITE:g} s. The "
                 "server goes on. Give it a faster --result_path, or leave out --sample_log."
             )
             return
-        copies = [o.model_copy(update={"rollout_infos": {**o.rollout_infos}}) for o in outputs]
         # Greedy decoding, or a seed that the client gives to one request, may repeat on purpose.
         is_repeatable = config is not None and (
             config.temperature == 0 or (len(requests) == 1 and config.seed is not None)
         )
         is_watched = not is_repeatable and all(each.is_other_clients for each in metadatas)
-        rows = partial(rows_of_call, requests, metadatas, copies, num_updates)
-        self._writing = [self._thread.submit(self._write, rows, is_watched)]
+        # The caller takes the turns out of `rollout_infos`, and so does `read_turns`.
+        copies = [o.model_copy(update={"rollout_infos": {**o.rollout_infos}}) for o in outputs]
+        call = (requests, metadatas, copies, num_updates)
+        self._writing = [self._thread.submit(self._write, is_watched, *call)]
 
-    def _write(self, make_rows: Callable[[], list[SampleRow]], is_watched: bool) -> None:
+    def _write(self, is_watched: bool, *call: Any) -> None:
         try:
-            rows = make_rows()
+            rows = rows_of_call(*call)
             self._recorder.append(rows)
             self._recorder.write()
             if is_watched:
@@ -104,7 +100,7 @@ class ServerRecord:
             )
 
     def _watch(self, rows: Sequence[SampleRow]) -> None:
-        """Measure a round, and tell of an alarm when it begins."""
+        """Measure a round, and log an alarm when it begins."""
         samples = [row for row in rows if len(row.token_ids) and row.logprobs is not None]
         for row in self._analyzer.analyze(samples):
             self._recorder.record_diversity(row)
@@ -119,8 +115,8 @@ def rows_of_call(
     outputs: Sequence[RolloutOutput],
     num_updates: int,
 ) -> list[SampleRow]:
-    """Return the samples of a call: of groups, of conversations that the server led, or in the form
-    of ms-swift."""
+    """Return the rows of a call: of groups, of conversations that the server led, or of answers in
+    ms-swift's form."""
     columns = {}
     for request, metadata in zip(requests, metadatas, strict=True):
         others = {k: v for k, v in request["data_dict"].items() if k != wire.KEY}
@@ -137,22 +133,14 @@ def rows_of_call(
 def turns_of_answer(
     request: Mapping[str, Any], metadata: RequestMetadata, output: RolloutOutput
 ) -> list[Turn]:
-    infos = output.rollout_infos
-    if wire.KEY in infos:
-        completions, prompt = wire.read_answer(infos[wire.KEY], metadata, "this server")
-        replica = infos[wire.KEY]["replica"]
-        completions = [replace(c, replica=replica) for c in completions]
+    if wire.KEY in output.rollout_infos:
+        answer = output.rollout_infos[wire.KEY]
+        completions, prompt = wire.read_answer(answer, metadata, "this server")
+        completions = [replace(c, replica=answer["replica"]) for c in completions]
     else:
         completions, prompt = answer_of(output)
-    fingerprint, (messages, media) = prompt_hash(request), first_prompt(request)
+    name, shown = metadata.sample_id, (prompt_hash(request), *first_prompt(request))
     return [
-        Turn(
-            sample_id=replace(metadata.sample_id, index=metadata.sample_id.index + k),
-            prompt=prompt,
-            completion=completion,
-            fingerprint=fingerprint,
-            messages=messages,
-            media=media,
-        )
+        Turn(replace(name, index=name.index + k), prompt, completion, *shown)
         for k, completion in enumerate(completions)
     ]

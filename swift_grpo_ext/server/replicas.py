@@ -1,13 +1,12 @@
 """The replicas of a `swift rollout`: each call is paired with its answer, and bounded in time.
 
-Both ends of a replica's pipe number their messages (docs/promises.md, F1). A replica whose reply is
-missing, late or to another message is ended, and others generate its groups (F3). It is restarted,
-joins the others when a trainer is about to send weights, and generates once it holds them (F4).
+Both ends of a replica's pipe number their messages (docs/promises.md, F1). A replica is ended if
+its reply is missing, late or to another message; others generate its groups (F3). It is restarted,
+joins when a trainer is about to send weights, and generates once it holds them (F4).
 """
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,9 +51,8 @@ Command = dict[str, Any] | str  # one of ms-swift's commands, or `GIVE_UP`
 NONE_LEFT = "it has no replica left"
 SECONDS_BETWEEN_NOTES = 0.25
 SECONDS_TO_END = 10.0
+# Of all replicas of a server. A fault of the model or the machine comes again after each.
 MAX_RESTARTS = 3
-"""Restarts of a server's replicas, in all. An accident is over after one; a fault of the model or
-the machine comes again, and a restart takes minutes."""
 
 
 def rpc(method: str, args: tuple[Any, ...] = (), kind: str = "call") -> dict[str, Any]:
@@ -63,17 +61,14 @@ def rpc(method: str, args: tuple[Any, ...] = (), kind: str = "call") -> dict[str
 
 
 class WorkerConnection:
-    """A worker's end of its pipe. ms-swift's loop gets commands without their numbers; each reply
-    gets its command's number."""
+    """A worker's end of its pipe: takes the number off each command, and gives it to the reply."""
+
+    _is_free = threading.Lock()  # of the class: an instance is pickled for the worker's process
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._number: int | None = None
-        self._is_free = threading.Lock()
         self._commands: SimpleQueue[tuple[int, Command] | Exception] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:  # a lock cannot be pickled
-        return WorkerConnection, (self.connection,)
 
     def recv(self) -> Any:
         if self._commands is None:  # the first time, in the worker's process
@@ -90,7 +85,7 @@ class WorkerConnection:
             self.connection.send((self._number, reply))
 
     def _listen(self, commands: SimpleQueue[tuple[int, Command] | Exception]) -> None:
-        """Read commands, and tell the server while conversations go on: their tools may take longer
+        """Read commands. While conversations go on, send `GOES_ON`: their tools may take longer
         than a replica may be silent."""
         try:
             while True:
@@ -106,32 +101,6 @@ class WorkerConnection:
                     commands.put(message)
         except Exception as e:  # the server has ended
             commands.put(e)
-
-
-def numbered_pipe() -> tuple[Connection, WorkerConnection]:
-    """Return the ends of a pipe: the server's and the worker's."""
-    ours, theirs = Pipe()
-    return ours, WorkerConnection(theirs)
-
-
-@repair(
-    Moment.SERVER,
-    symptom="An answer of a replica that came late is taken for the next one's, and a "
-    "replica that ended is waited for.",
-    upstream="ms-swift 4.6, pipelines/infer/rollout.py: messages to workers have no numbers.",
-    until="they have, and waits are bounded",
-)
-def number_messages() -> None:
-    start = SwiftRolloutDeploy._start_data_parallel_workers
-
-    def _start_data_parallel_workers(self: SwiftRolloutDeploy) -> None:
-        start(self)
-        pairs = zip(self.connections, self.processes, strict=True)
-        self.connections = [ReplicaConnection(*pair, number) for number, pair in enumerate(pairs)]
-        self.restarts = Restarts(self, MAX_RESTARTS)
-
-    patch(rollout, Pipe=numbered_pipe)
-    patch(SwiftRolloutDeploy, _start_data_parallel_workers=_start_data_parallel_workers)
 
 
 class ReplicaConnection:
@@ -152,7 +121,7 @@ class ReplicaConnection:
         return bool(self._connection.poll(timeout))
 
     def recv(self) -> Any:
-        """Return what the worker says unasked: that it is ready, or why it is not."""
+        """Return the worker's first message: that it is ready, or why it is not."""
         return self._connection.recv()[1]
 
     def send(self, command: Command) -> int:
@@ -169,8 +138,8 @@ class ReplicaConnection:
 
     def call(self, command: Command, timeout: float) -> Any:
         """Return the reply to a command of type `call`. A replica may be silent for `timeout`
-        seconds, and again after each note that its conversations go on. Raise `WorkerLostError`
-        where the replica can be used no more."""
+        seconds, and again after each `GOES_ON`. Raise `WorkerLostError` where it can be used no
+        more."""
         late = WorkerLostError(f"a replica has not answered for {timeout:g} s (--rollout_timeout)")
         number, reply = self.send(command), GOES_ON
         method = command["method"] if isinstance(command, dict) else command
@@ -191,28 +160,52 @@ class ReplicaConnection:
         return reply
 
 
+def start_replica(server: SwiftRolloutDeploy, number: int, start: int = 0) -> ReplicaConnection:
+    ours, theirs = Pipe()
+    worker = rollout.llm_worker_entry if server.use_async_engine else rollout.llm_worker
+    args = (server.args, number, server.master_port, WorkerConnection(theirs))
+    process = rollout.Process(target=worker, args=args)
+    try:
+        process.start()
+    finally:
+        theirs.close()
+    server.processes.append(process)  # ms-swift ends them with the server
+    return ReplicaConnection(ours, process, number, start)
+
+
+@repair(
+    Moment.SERVER,
+    symptom="An answer of a replica that came late is taken for the next one's, and a "
+    "replica that ended is waited for.",
+    upstream="ms-swift 4.6, pipelines/infer/rollout.py: messages to workers have no numbers.",
+    until="they have, and waits are bounded",
+)
+def number_messages() -> None:
+    patch(SwiftRolloutDeploy, _start_data_parallel_workers=_start_data_parallel_workers)
+
+
+def _start_data_parallel_workers(self: SwiftRolloutDeploy) -> None:
+    self.connections = [start_replica(self, number) for number in range(self.num_connections)]
+    self.restarts = Restarts(self, MAX_RESTARTS)
+
+
 class Restarts:
     """Restarts lost replicas of `server`, `budget` times in all, in the event loop's thread: a
     replica ends with the thread that started it."""
 
     def __init__(self, server: SwiftRolloutDeploy, budget: int) -> None:
         self._server, self._budget, self._count = server, budget, 0
-        self.lost: list[int] = []  # numbers of replicas that are to be started
+        self.lost: list[int] = []  # numbers of replicas to restart
         self.starting: list[ReplicaConnection] = []
-        atexit.register(self._end)  # before multiprocessing would wait for them
-
-    def _end(self) -> None:
-        for connection in self.starting:
-            connection.process.kill()
 
     @property
     def num_awaited(self) -> int:
-        """How many replicas may still join."""
+        """The number of replicas that may still join."""
         return len(self.starting) + min(len(self.lost), self._budget - self._count)
 
     @property
     def num_ready(self) -> int:
-        """How many replicas wait for weights."""
+        """The number of replicas that wait for weights."""
         return sum(c.process.is_alive() and c.poll() for c in self.starting)
 
     def start_lost(self) -> None:
@@ -226,20 +219,12 @@ class Restarts:
                 continue
             self._count += 1
             tries = f"{self._count} of {self._budget}"
-            parent, child = rollout.Pipe()
-            is_async = self._server.use_async_engine
-            worker = rollout.llm_worker_entry if is_async else rollout.llm_worker
-            args = (self._server.args, number, self._server.master_port, child)
-            process = rollout.Process(target=worker, args=args)
             try:
-                process.start()
+                self.starting.append(start_replica(self._server, number, self._count))
+                logger.warning(f"Restarting replica {number} ({tries}).")
             except OSError as e:  # no memory, too many files
                 self.lost.append(number)  # tried again after the next request
                 logger.error(f"Replica {number} could not be started ({e}): try {tries}.")
-            else:
-                self.starting.append(ReplicaConnection(parent, process, number, self._count))
-                logger.warning(f"Restarting replica {number} ({tries}).")
-            child.connection.close()
 
     def admit(self) -> None:
         """Let replicas that are ready join, before weights are sent."""
@@ -253,7 +238,6 @@ class Restarts:
             self.starting.remove(connection)
             if status.get("status") == "ready":
                 self._server.connections.append(connection)
-                self._server.processes.append(connection.process)
             else:
                 logger.error(f"Replica {connection.number} did not start: {status}")
                 connection.end()
@@ -269,19 +253,18 @@ def prune(server: SwiftRolloutDeploy) -> None:
 
 
 def remove(server: SwiftRolloutDeploy, connection: ReplicaConnection, cause: object) -> None:
-    """End what is left of a replica, and use it no more."""
+    """End a replica, and use it no more."""
     server.connections.remove(connection)
-    server.processes.remove(connection.process)
     connection.end()
     left = f"{len(server.connections)} are left, and get weights when the trainer reconnects"
     logger.error(f"A replica is lost ({cause}); {left}.")
     server.restarts.lost.append(connection.number)
 
 
-def call_all(server: SwiftRolloutDeploy, command: Command, timeout: float) -> list[Any]:
+def call_all(server: SwiftRolloutDeploy, command: Command) -> list[Any]:
     """Return the replies of all replicas; those that fail are removed. Raise `NoWorkerError` with
     the causes where none is left."""
-    calls = [(c, in_thread(partial(c.call, command, timeout))) for c in server.connections]
+    calls = [(c, in_thread(partial(c.call, command, server.timeout))) for c in server.connections]
     replies, causes = [], []
     for connection, reply in calls:
         try:
@@ -297,25 +280,18 @@ def call_all(server: SwiftRolloutDeploy, command: Command, timeout: float) -> li
 def generate(
     server: SwiftRolloutDeploy,
     config: RequestConfig | None,
-    timeout: float,
     connection: ReplicaConnection,
     requests: Sequence[Mapping[str, Any]],
-    *,
-    is_counted: bool = True,
 ) -> list[RolloutOutput]:
-    """Return what a replica makes of requests: one output each, where they are counted."""
+    """Return a replica's outputs; a scheduler may make several of a request."""
     kwargs = {"infer_requests": requests, "request_config": config, "use_tqdm": False}
     method = "async_infer" if server.use_async_engine else "infer"
-    answer = connection.call({"type": "call", "method": method, "kwargs": kwargs}, timeout)
+    answer = connection.call({"type": "call", "method": method, "kwargs": kwargs}, server.timeout)
     if isinstance(answer, dict) and FAILURE in answer:
         error = RequestError if answer.get(REQUEST_FAULT) else WorkerError
         raise error(f"a replica failed: {answer[FAILURE]}")
-    is_list = isinstance(answer, list)
-    if not is_list or (is_counted and len(answer) != len(requests)):
-        raise WorkerError(
-            f"a replica gave {len(answer) if is_list else 'no'} answers to {len(requests)} "
-            "requests; the log of `swift rollout` tells why"
-        )
+    if not isinstance(answer, list):
+        raise WorkerError("a replica gave no answers; the log of `swift rollout` tells why")
     return answer
 
 
@@ -324,8 +300,8 @@ def spread(
     costs: Sequence[float],
     send: Callable[[ReplicaConnection, list[int]], Sequence[T]],
 ) -> list[T]:
-    """Return the answers of the replicas that hold weights, in order. Others do what one cannot;
-    those that are lost are removed. Arguments and errors are those of `dispatch`."""
+    """Return the answers of the replicas that hold weights, in order; lost ones are removed.
+    Arguments and errors are those of `dispatch`."""
 
     def workers() -> dict[ReplicaConnection, float]:
         return {c: 1.0 for c in server.connections if c.holds_weights}

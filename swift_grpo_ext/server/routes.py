@@ -1,31 +1,29 @@
-"""`swift rollout` with us: the way of a request into the server, and what each route does.
+"""`swift rollout` with the plugin: how a request gets its answer, and what each route does.
 
 Requests take turns, since they share the pipes to the replicas (docs/promises.md, F2). The body of
-a request is read before its turn, within a time, and its answer is sent after it: no client can
-hold up another. `/health` answers at once. Groups go over the replicas whole, by cost.
+a request is read before its turn, and its answer is sent after it: no client can hold up another.
+`/health` answers at once. Replicas get whole groups, by cost.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import uuid
-from asyncio import FIRST_COMPLETED
-from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import numpy as np
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import ConfigDict, FailFast, Field
+from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
 from swift.arguments import RolloutArguments
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.pipelines.infer import rollout
@@ -34,7 +32,7 @@ from typing_extensions import Required, TypedDict
 
 from swift_grpo_ext.media.paths import check_media
 from swift_grpo_ext.rollout import conversation, engine, wire
-from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, estimate_cost
+from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, WorkerError, estimate_cost
 from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.server import api_key, bodies, lease, replicas
 from swift_grpo_ext.server.other_clients import OtherClients
@@ -55,16 +53,7 @@ SECONDS_BETWEEN_BLANKS = 0.25
 NEED_WEIGHTS = ("/infer", "/update_", "/process_weights_after_loading")
 BRING_WEIGHTS = ("/process_weights_after_loading", "/update_adapter")
 
-
-class Caller(NamedTuple):
-    """The client that the server answers now."""
-
-    timeout: float  # seconds that a replica has for each call
-    came_in_at: str  # this machine's address that it reached; "" behind a proxy
-    is_ours: bool  # a training with the plugin, which compares weights and samples itself
-
-
-CALLER: ContextVar[Caller] = ContextVar("CALLER")
+Handler = Callable[[Request], Awaitable[Response]]  # FastAPI's, of one route
 
 
 class InferMessage(TypedDict):
@@ -97,6 +86,7 @@ def add_routes() -> None:
     patch(rollout, get_rollout_engine_type=get_rollout_engine_type)
     patch(
         SwiftRolloutDeploy,
+        health=health,
         infer=infer,
         get_engine_type=get_engine_type,
         get_world_size=get_world_size,
@@ -118,57 +108,82 @@ _upstream_register = SwiftRolloutDeploy._register_rl_rollout_app
 
 
 def get_rollout_engine_type(args: RolloutArguments, engine: Any) -> Any:
-    """Have the scheduler watched that ms-swift makes in the process of a replica."""
+    """Watch the scheduler that ms-swift makes in the process of a replica."""
     watch(args.multi_turn_scheduler, args.tool_timeout)
     return _upstream_rollout_engine_type(args, engine)
 
 
 def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:
-    self.updates = Updates(self)
-    self.app.router.route_class = bodies.Route
-    self.app.add_exception_handler(RequestValidationError, bodies.refuse_values)
-    _upstream_register(self)
-    own = self.args.rollout_seed_mode == "sample"
-    self.other_clients = OtherClients(self.args.seed if own else None, INSTANCE)
+    self.updates, self.num_updates = Updates(self.args.watches_weights), 0
+    self.other_clients = OtherClients(gives_seeds=self.args.rollout_seed_mode == "sample")
     self.record = None if self.args.sample_log == "none" else ServerRecord(self.args)
-    self.num_updates = 0
+    self.app.state.turns = turns = Turns(self, api_key.key_of(self.args))
+    self.app.router.routes.clear()  # FastAPI's pages ask for no key
+    self.app.router.route_class = Route
+    _upstream_register(self)
     self.app.get(REPORTS_PATH)(partial(_weight_reports, self))
-    self.app.add_middleware(Turns, server=self, key=api_key.key_of(self.args))
+    self.app.api_route(lease.PATH, methods=["POST", "DELETE"])(turns.owner)
     StallReports().__enter__()  # until the process ends
 
 
-class Turns:
-    """ASGI middleware of `server`. `key` is the API key that requests must have; None for none."""
+class Route(APIRoute):
+    """A route that answers through the `Turns` of its server."""
 
-    def __init__(self, app: ASGIApp, server: SwiftRolloutDeploy, key: str | None) -> None:
-        self._app, self._server, self._key = app, server, key
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def respond(request: Request) -> Response:
+            """Answer a request under its own name (docs/promises.md, F1)."""
+            turns: Turns = request.app.state.turns
+            response = await turns.answer_or_refuse(turns.respond(request, handle))
+            name = request.headers.get(wire.MESSAGE_HEADER)
+            if name is not None:
+                response.headers[wire.MESSAGE_HEADER] = name
+            return response
+
+        return respond
+
+
+class Turns:
+    """Answers the requests to `server` one after another. `key` is the API key that they must have,
+    or None."""
+
+    def __init__(self, server: SwiftRolloutDeploy, key: str | None) -> None:
+        self._server, self._key = server, key
         self._lock, self._lease, self._bodies = asyncio.Lock(), lease.Lease(), bodies.Bodies()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request under its own name (docs/promises.md, F1)."""
-        if scope["type"] != "http":  # the server starts or ends
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope, receive)
-        response = await _or_refusal(self._respond(request))
-        name = request.headers.get(wire.MESSAGE_HEADER)
-        if name is not None:
-            response.headers[wire.MESSAGE_HEADER] = name
-        await response(scope, receive, send)
+    async def owner(self) -> dict[str, str]:
+        return {"owner": self._lease.owner}
 
-    async def _respond(self, request: Request) -> Response:
-        """Read the body, and return the answer; one that is slow is made while it is sent."""
+    async def answer_or_refuse(self, answer: Awaitable[Response]) -> Response:
+        try:
+            return await answer
+        except RequestValidationError as e:
+            return bodies.refusal(e)
+        except HTTPException as e:
+            return JSONResponse({"detail": e.detail}, e.status_code, e.headers)
+        except (RequestError, wire.WireError) as e:
+            return JSONResponse({"detail": str(e)}, 400)
+        except NoWorkerError as e:
+            return JSONResponse({"detail": str(e)}, 500 if self._server.connections else 503)
+
+    async def respond(self, request: Request, handle: Handler) -> Response:
+        """Read the body, and return the answer; a slow one is made while it is sent."""
         # `request.url` holds the client's `Host`: only the scope's path can be trusted.
         path = request.scope["path"]
-        if path.rstrip("/") == "/health":
-            return self._health()
+        if path.startswith("/health"):
+            return await handle(request)
         self._check_head(request, path)
         await self._lease.check(request)
         if path == lease.PATH:
-            return JSONResponse({"owner": self._lease.owner})
+            return await handle(request)
         timeout = float(self._server.args.rollout_timeout)
+        try:
+            bound = float(request.headers.get(wire.TIMEOUT_HEADER, timeout))
+        except ValueError as e:
+            raise HTTPException(400, f"{wire.TIMEOUT_HEADER}: {e}; expected seconds") from e
         if self._lease.is_owners(request):  # a stranger's bound would end a busy replica
-            timeout = min(timeout, float(request.headers.get(wire.TIMEOUT_HEADER, timeout)))
+            timeout = min(timeout, max(wire.MIN_TIMEOUT, bound))
         try:
             body = await asyncio.wait_for(self._bodies.receive(request), timeout)
         except asyncio.TimeoutError as e:
@@ -178,20 +193,13 @@ class Turns:
 
         async def answer() -> Response:
             try:
-                return await _or_refusal(self._answer(request, body, timeout))
+                return await self.answer_or_refuse(self._answer(request, handle, timeout))
             finally:
                 self._bodies.forget(body)
 
-        is_slow = wire.STATUS_HEADER in request.headers
-        return SlowAnswer(answer(), self._give_up) if is_slow else await answer()
-
-    def _health(self) -> JSONResponse:
-        alive = sum(process.is_alive() for process in self._server.processes)
-        ready, updates = self._server.restarts.num_ready, self._server.updates
-        if not (alive or ready):
-            raise HTTPException(503, "no replica is left")
-        health = {"status": "ok", "replicas": alive, "waiting_for_weights": ready}
-        return JSONResponse({**health, "weights": updates.fault or updates.state})
+        if wire.STATUS_HEADER not in request.headers:
+            return await answer()
+        return self._answer_slowly(asyncio.ensure_future(answer()))
 
     def _check_head(self, request: Request, path: str) -> None:
         """Refuse a request with a fault in its headers."""
@@ -203,48 +211,58 @@ class Turns:
         instance = request.headers.get(wire.INSTANCE_HEADER, INSTANCE)
         if instance != INSTANCE and path.startswith(NEED_WEIGHTS):
             raise HTTPException(409, "the server was restarted, and has the base model's weights")
-        bound = request.headers.get(wire.TIMEOUT_HEADER, f"{wire.MIN_TIMEOUT}")
-        try:
-            is_bound = wire.MIN_TIMEOUT <= float(bound) < math.inf
-        except ValueError:
-            is_bound = False
-        if not is_bound:
-            raise HTTPException(
-                400,
-                f"{wire.TIMEOUT_HEADER}: {bound[:60]!r}; expected a number of seconds, at least "
-                f"{wire.MIN_TIMEOUT:g} (the training's --rollout_timeout)",
-            )
 
-    def _give_up(self) -> None:
-        for connection in self._server.connections:
-            connection.send(replicas.GIVE_UP)
+    def _answer_slowly(self, making: asyncio.Future[Response]) -> StreamingResponse:
+        """Return a response that begins before the answer is made (`wire.STATUS_HEADER`)."""
 
-    async def _answer(self, request: Request, body: bytes, timeout: float) -> Response:
-        """Wait for the turn, and return the whole answer that was made in it."""
+        async def content() -> AsyncIterator[bytes]:
+            while not making.done():
+                yield b" "
+                await asyncio.wait([making], timeout=SECONDS_BETWEEN_BLANKS)
+            response = making.result()
+            yield b"%d\n%b" % (response.status_code, bytes(response.body))
+
+        async def give_up() -> None:
+            """Once the client has left, end what the replicas do for it."""
+            while not making.done():  # repeated: requests may be on their way to a replica
+                for connection in self._server.connections:
+                    connection.send(replicas.GIVE_UP)
+                await asyncio.wait([making], timeout=SECONDS_BETWEEN_BLANKS)
+
+        headers = {wire.STATUS_HEADER: "in the content"}
+        return StreamingResponse(content(), headers=headers, background=BackgroundTask(give_up))
+
+    async def _answer(self, request: Request, handle: Handler, timeout: float) -> Response:
+        """Wait for the turn, and return the answer that was made in it."""
         path, server, updates = request.scope["path"], self._server, self._server.updates
         try:
-            # A server answers within 2.5 timeouts: two are for replicas, the rest is the queue's.
+            # A server answers within 2.5 timeouts: replicas have two, the queue has the rest.
             await asyncio.wait_for(self._turn(path), (wire.SERVER_TIMEOUTS - 2.0) * timeout)
         except asyncio.TimeoutError as e:
             what = "the server is busy with another request"
             if updates.is_arriving:
                 what = "a weight update is under way; /process_weights_after_loading/ ends it"
             raise HTTPException(503, what, {"Retry-After": "1"}) from e
-        is_ours = wire.INSTANCE_HEADER in request.headers
-        came_in_at = "" if "X-Forwarded-For" in request.headers else request.scope["server"][0]
-        CALLER.set(Caller(timeout, came_in_at, is_ours))
+        server.timeout = timeout  # seconds that a replica has for each call of this turn
+        # A training with the plugin, which compares weights and samples itself.
+        server.is_asked_by_ours = wire.INSTANCE_HEADER in request.headers
+        # This machine's address that the client reached; behind a proxy, that of the server.
+        is_forwarded = "X-Forwarded-For" in request.headers
+        server.address = server.args.host if is_forwarded else request.scope["server"][0]
         try:
             # In a thread: it waits for processes to end.
             await asyncio.to_thread(replicas.prune, server)
-            # A training names the instance once it is connected. Before, it makes its group for
-            # the replicas that it was told of: none may join then.
-            may_admit = is_ours and not self._lease.is_others(request)
+            # A training names the instance once it is connected. Before, it makes a group for the
+            # replicas that it has counted: none may join then.
+            may_admit = server.is_asked_by_ours and not self._lease.is_others(request)
             if path.startswith("/get_engine_type") and may_admit:
                 server.restarts.admit()
-            response = await self._pass_on(request.scope, body)
-            if path.startswith("/update_") and response.status_code == 200:
+            with suppress(Exception):  # FastAPI parses a faulty body once more, and refuses it
+                request._json = await asyncio.to_thread(bodies.parse, await request.body())
+            response = await handle(request)
+            if path.startswith("/update_"):
                 updates.is_due, updates.is_arriving = True, not path.startswith(BRING_WEIGHTS)
-            if path.startswith(BRING_WEIGHTS) and response.status_code == 200:
+            if path.startswith(BRING_WEIGHTS):
                 server.num_updates += 1
                 for connection in server.connections:
                     connection.holds_weights = True
@@ -254,62 +272,21 @@ class Turns:
         return response
 
     async def _turn(self, path: str) -> None:
-        """Wait for the turn of a request; for samples also for the end of a weight update."""
+        """Wait for the turn of a request, and for samples until no weights are arriving."""
         await self._lock.acquire()
         while path.startswith("/infer") and self._server.updates.is_arriving:
             self._lock.release()
             await asyncio.sleep(SECONDS_BETWEEN_BLANKS)
             await self._lock.acquire()
 
-    async def _pass_on(self, scope: Scope, body: bytes) -> Response:
-        """Return the whole answer of the routes, which is sent later."""
-        parts: list[Message] = []
 
-        async def receive() -> Message:
-            return {"type": "http.request", "body": body}
-
-        async def keep(part: Message) -> None:
-            parts.append(part)
-
-        await self._app(scope, receive, keep)
-        response = Response(b"".join(part["body"] for part in parts[1:]), parts[0]["status"])
-        response.raw_headers = parts[0]["headers"]
-        return response
-
-
-async def _or_refusal(answer: Awaitable[Response]) -> Response:
-    try:
-        return await answer
-    except HTTPException as e:
-        return JSONResponse({"detail": e.detail}, e.status_code, e.headers)
-
-
-class SlowAnswer(Response):
-    """Begins before `answer` is made (`wire.STATUS_HEADER`). Once its client has left, `give_up`
-    ends what the replicas do for it."""
-
-    def __init__(self, answer: Awaitable[Response], give_up: Callable[[], None]) -> None:
-        super().__init__(headers={wire.STATUS_HEADER: "in the content"})
-        del self.headers["Content-Length"]
-        self._answer, self._give_up = answer, give_up
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_part(body: bytes, *, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
-        making, leaving = asyncio.ensure_future(self._answer), asyncio.ensure_future(receive())
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        while not making.done():
-            if leaving.done():  # repeated: requests may have been on their way to a replica
-                self._give_up()
-            else:
-                await send_part(b" ")
-            awaited = {making} if leaving.done() else {making, leaving}
-            await asyncio.wait(awaited, timeout=SECONDS_BETWEEN_BLANKS, return_when=FIRST_COMPLETED)
-        leaving.cancel()
-        response = making.result()
-        content = b"%d\n%b" % (response.status_code, bytes(response.body))
-        await send_part(content, more=False)
+async def health(self: SwiftRolloutDeploy) -> dict[str, Any]:
+    alive = sum(connection.process.is_alive() for connection in self.connections)
+    ready = self.restarts.num_ready
+    if not (alive or ready):
+        raise HTTPException(503, "no replica is left")
+    weights = self.updates.fault or self.updates.state
+    return {"status": "ok", "replicas": alive, "waiting_for_weights": ready, "weights": weights}
 
 
 async def get_engine_type(self: SwiftRolloutDeploy) -> dict[str, Any]:
@@ -317,7 +294,7 @@ async def get_engine_type(self: SwiftRolloutDeploy) -> dict[str, Any]:
     try:
         # A replica that hangs is found here, and gets no weights.
         replies = await _call_all(self, rpc("read_number_bits"))
-    except HTTPException:
+    except NoWorkerError:
         if not self.restarts.num_awaited:
             raise
     ours = {
@@ -353,10 +330,11 @@ async def get_model_state_keys(self: SwiftRolloutDeploy) -> dict[str, list[str]]
 async def init_communicator(
     self: SwiftRolloutDeploy, request: InitCommunicatorRequest
 ) -> dict[str, str]:
-    caller = CALLER.get()
-    host = _store_host(request.host, self.args.host, caller.came_in_at)
-    timeout = wire.GROUP_TIMEOUTS * caller.timeout
-    # A client that has ended may have brought weights.
+    # The store of the weights' group asks for no key, and vLLM unpickles its values: it listens at
+    # one address if that is IPv4, which is all that it knows, else where the client asks.
+    host = self.address if re.fullmatch(r"[0-9.]+", self.address) else request.host
+    timeout = wire.GROUP_TIMEOUTS * self.timeout
+    # A client that has ended may have sent weights.
     self.updates.is_due = self.updates.is_arriving = False
     for number, connection in enumerate(self.connections):
         # The replica's number among the living. ms-swift's own has a gap where one has ended.
@@ -366,17 +344,8 @@ async def init_communicator(
     return {"message": "The replicas are connecting."}
 
 
-def _store_host(asked: str, host: str, came_in_at: str) -> str:
-    """Return where the store of the weights' group listens: at `--host`, where that is one address,
-    else where the training came in, else at `asked` (all addresses). The store asks for no key,
-    vLLM unpickles its values, and it is IPv4 only."""
-    if host not in ("", "0.0.0.0") and ":" not in host:
-        return host
-    return came_in_at if re.fullmatch(r"[0-9.]+", came_in_at) else asked
-
-
 async def close_communicator(self: SwiftRolloutDeploy) -> dict[str, str]:
-    # Answered once it is closed: a trainer must not reach the store of the old group.
+    # The answer comes after the end: a trainer must not reach the store of the old group.
     await _call_all(self, rpc("close_communicator"))
     return {"message": "The group is closed."}
 
@@ -386,7 +355,7 @@ async def process_weights_after_loading(self: SwiftRolloutDeploy) -> dict[str, s
     if None in replies:
         self.updates.is_due = self.updates.is_arriving = False  # there is nothing to look at
         self.updates.fault = "A replica could not load its weights; this server's log tells why."
-        raise HTTPException(status_code=500, detail=self.updates.fault)
+        raise HTTPException(500, self.updates.fault)
     await _require_sound(self)
     return {"message": "The weights are loaded."}
 
@@ -397,10 +366,11 @@ async def _require_sound(server: SwiftRolloutDeploy) -> None:
     if updates.is_due:
         updates.is_due = updates.is_arriving = False
         if updates.watches:
-            updates.judge(await _call_all(server, rpc("read_weight_report")))
-    may_stop = server.args.rollout_mismatch == "stop" and not CALLER.get().is_ours
+            replies = await _call_all(server, rpc("read_weight_report"))
+            updates.judge(server.connections, replies)
+    may_stop = server.args.rollout_mismatch == "stop" and not server.is_asked_by_ours
     if updates.fault and may_stop:
-        raise HTTPException(status_code=409, detail=updates.fault)
+        raise HTTPException(409, updates.fault)
 
 
 async def _weight_reports(server: SwiftRolloutDeploy) -> list[dict[str, Any]]:
@@ -424,10 +394,7 @@ def _reset(name: str) -> Callable[..., Any]:
 
 
 async def _call_all(server: SwiftRolloutDeploy, command: replicas.Command) -> list[Any]:
-    try:
-        return await asyncio.to_thread(replicas.call_all, server, command, CALLER.get().timeout)
-    except NoWorkerError as e:
-        raise HTTPException(status_code=503, detail=str(e)) from e
+    return await asyncio.to_thread(replicas.call_all, server, command)
 
 
 async def infer(
@@ -445,51 +412,46 @@ def _infer(
     server: SwiftRolloutDeploy, requests: list[InferRequest], config: RequestConfig | None
 ) -> list[Any]:
     """Return the outputs of requests: groups over replicas by cost, others in contiguous slices."""
-    timeout, num_updates = CALLER.get().timeout, server.num_updates
-    try:
-        sent = [wire.read_metadata(request.get("data_dict")) for request in requests]
-        for number, request in enumerate(requests):
-            try:
-                check_media(request)
-            except ValueError as e:
-                raise ValueError(f"infer_requests[{number}].{e}") from e
-        # After all checks: a refused call is not counted.
-        others = [r for r, metadata in zip(requests, sent, strict=True) if metadata is None]
-        made = iter(server.other_clients.name(others, config) if others else ())
-        metadatas = [metadata or next(made) for metadata in sent]
-        as_arrays = all(metadata.as_arrays for metadata in metadatas)
-        ask = partial(replicas.generate, server, config, timeout)
-        if as_arrays:
-            max_tokens = (config and config.max_tokens) or 0
-            costs = [
-                estimate_cost(request, metadata.count, max_tokens)
-                for request, metadata in zip(requests, metadatas, strict=True)
-            ]
+    metadatas: list[Any] = [wire.read_metadata(request.get("data_dict")) for request in requests]
+    for number, request in enumerate(requests):
+        try:
+            check_media(request)
+        except ValueError as e:
+            raise RequestError(f"infer_requests[{number}].{e}") from e
+    is_ours = None not in metadatas
+    if not is_ours:  # after all checks: a refused call is not counted
+        metadatas = server.other_clients.name(requests, config)
+    as_arrays = all(metadata.as_arrays for metadata in metadatas)
+    ask = partial(replicas.generate, server, config)
+    if as_arrays:
+        max_tokens = (config and config.max_tokens) or 0
+        costs = [
+            estimate_cost(request, metadata.count, max_tokens)
+            for request, metadata in zip(requests, metadatas, strict=True)
+        ]
 
-            def send(replica: ReplicaConnection, share: list[int]) -> list[RolloutOutput]:
-                return ask(replica, [requests[i] for i in share])
+        def send(replica: ReplicaConnection, share: list[int]) -> list[RolloutOutput]:
+            outputs = ask(replica, [requests[i] for i in share])
+            if len(outputs) != len(share):
+                text = f"a replica gave {len(outputs)} answers to {len(share)} requests"
+                raise WorkerError(text)
+            return outputs
 
-            outputs = replicas.spread(server, costs, send)
-        else:
-            parts = np.array_split(np.arange(len(requests)), max(len(server.connections), 1))
-            slices = [[requests[i] for i in part] for part in parts if len(part)]
+        outputs = replicas.spread(server, costs, send)
+    else:
+        num_slices = max(len(server.connections), 1)
+        slices = [part for part in rollout.chunk_list(requests, num_slices) if part]
 
-            def send_slices(replica: ReplicaConnection, share: list[int]) -> list[Any]:
-                # A server's scheduler may make several outputs of one request.
-                return [ask(replica, slices[i], is_counted=False) for i in share]
+        def send_slices(replica: ReplicaConnection, share: list[int]) -> list[Any]:
+            return [ask(replica, slices[i]) for i in share]
 
-            answers = replicas.spread(server, [float(len(s)) for s in slices], send_slices)
-            outputs = [output for answer in answers for output in answer]
-    except (ValueError, RequestError) as e:
-        raise HTTPException(status_code=400, detail=str(e)) from e
-    except NoWorkerError as e:
-        status = 500 if server.connections else 503
-        raise HTTPException(status_code=status, detail=str(e)) from e
+        answers = replicas.spread(server, [float(len(s)) for s in slices], send_slices)
+        outputs = [output for answer in answers for output in answer]
     if server.record is not None:
-        server.record.note(requests, metadatas, outputs, config, num_updates)
-    if as_arrays:  # plain values, which FastAPI need not look into any further
+        server.record.note(requests, metadatas, outputs, config, server.num_updates)
+    if as_arrays:  # plain values, which FastAPI need not look into
         return [{"response": asdict(o.response), "rollout_infos": o.rollout_infos} for o in outputs]
-    if others:  # these clients do not read turns
+    if not is_ours:  # other clients do not read turns
         for output in outputs:
             output.rollout_infos.pop(conversation.KEY, None)
     return outputs

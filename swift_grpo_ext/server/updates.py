@@ -1,18 +1,19 @@
 """Whether a server's last weight update was sound, whoever sent it (docs/promises.md, C2).
 
 A training with the plugin compares weights itself: faults of its updates stand in the log and in
-`/health`. Any other client gets the fault as the answer to its update, or to the next request where
-the update is made after its answer (adapters). It draws nothing until an update is sound
-(`--rollout_mismatch stop`). `/health` stays 200: a restart would throw the evidence away.
+`/health`. Any other client gets the fault as the answer to its update, or (adapters, which arrive
+after the answer) to its next request. It draws nothing until an update is sound
+(`--rollout_mismatch stop`). `/health` stays 200: a restart would destroy the evidence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 from swift.utils import get_logger
+
+from swift_grpo_ext.server.replicas import ReplicaConnection
 
 logger = get_logger()
 
@@ -25,32 +26,28 @@ REMEDY = (
 
 
 class Updates:
-    """A server keeps the state of its updates here."""
+    """The state of a server's weight updates. `watches`: workers look at what they receive."""
 
-    def __init__(self, server: SwiftRolloutDeploy) -> None:
-        self._server = server
-        self.watches: bool = server.args.watches_weights
-        self.is_due = False  # weights have come that were not looked at yet
+    def __init__(self, watches: bool) -> None:
+        self.watches = watches
+        self.is_due = False  # weights have come that nothing has looked at
         self.is_arriving = False  # others follow: nothing is judged or generated meanwhile
-        self.state = "sound" if self.watches else NOT_LOOKED_AT
+        self.state = "sound" if watches else NOT_LOOKED_AT
         self.fault = ""  # `/health` says this, or `state` where the last update has none
 
-    def judge(self, replies: Sequence[Any]) -> None:
-        """Set `state` and `fault` by each replica's reply: what the watches (`weights/watch.py`) of
-        its workers have found in the last update."""
-        told = []
-        for connection, workers in zip(self._server.connections, replies, strict=True):
-            found = list[str]()
-            for report in workers or ():
-                found += filter(None, [*(report["faults"] or ()), report["adapter_fault"]])
-            if found:
-                told.append(f"replica {connection.number}: {'; '.join(dict.fromkeys(found))}")
-        # Nothing has looked where a worker's watch has ended, or a replica could not answer.
-        is_seen = all(
-            workers and all(report["faults"] is not None for report in workers)
-            for workers in replies
-        )
+    def judge(self, replicas: Iterable[ReplicaConnection], replies: Iterable[Any]) -> None:
+        """Set `state` and `fault` by the reports of each replica's workers (`WeightReport`); None
+        stands for a replica that could not answer."""
+        named, is_seen = [], True
+        for replica, reports in zip(replicas, replies, strict=True):
+            found = dict[str, None]()  # in order, each once
+            for report in reports or ():
+                found |= dict.fromkeys([*(report["faults"] or ()), report["adapter_fault"]])
+            if texts := "; ".join(filter(None, found)):
+                named.append(f"replica {replica.number}: {texts}")
+            # Where a worker's watch has ended, its faults are None.
+            is_seen &= bool(reports) and all(r["faults"] is not None for r in reports)
         self.state = "sound" if is_seen else NOT_LOOKED_AT
-        self.fault = f"The weight update has failed. {'. '.join(told)}. {REMEDY}" if told else ""
+        self.fault = f"The weight update has failed. {'. '.join(named)}. {REMEDY}" if named else ""
         if self.fault:
             logger.error(self.fault)

@@ -76,15 +76,6 @@ def test_a_key_that_is_printed_is_refused(key: str) -> None:
         key_of(arguments(MASK))
 
 
-@pytest.mark.parametrize("key", ["schlüssel", "two\nlines", " spaced "])
-def test_a_key_that_no_header_can_hold_is_refused(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match=f"{VARIABLE} holds.*openssl rand") as refused:
-        with_key(monkeypatch, key)
-    assert key not in str(refused.value)
-
-
 def test_a_key_in_a_url_is_refused() -> None:
     api_key.check_urls(SimpleNamespace(vllm_server_base_url=None))
     api_key.check_urls(SimpleNamespace(vllm_server_base_url=["http://node7:8000"]))
@@ -103,7 +94,7 @@ def test_every_route_but_health_asks_for_the_key(monkeypatch: pytest.MonkeyPatch
     paths = [(r.path, method) for r in client.app.routes for method in r.methods]  # type: ignore[attr-defined]
     assert ("/infer/", "POST") in paths
     assert (routes.REPORTS_PATH, "GET") in paths
-    for path, method in [*paths, ("/no_such_route", "GET")]:
+    for path, method in paths:
         status = client.request(method, path, content=b"no JSON").status_code
         assert (status == 401) == (path.rstrip("/") != "/health"), path
     refused = client.post("/infer/")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_body_that_is_too_large_is_refused(
     has_length: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By size and limit, which the client reads, though it was still sending; on every route."""
-    monkeypatch.setattr(bodies, "MAX_BYTES", 2**20, raising=False)
+    monkeypatch.setattr(bodies, "MAX_BYTES", 2**20)
     replica, large = Replica(), body_of(["A" * 20_000_000])
     headers = {"Content-Type": "application/json"}
     with listening(Deployed(replica)) as url:
@@ -87,7 +88,7 @@ def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_training_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends by it: no server would take these rows, and none is lost."""
-    monkeypatch.setattr(bodies, "MAX_BYTES", 2**20, raising=False)
+    monkeypatch.setattr(bodies, "MAX_BYTES", 2**20)
     replica, row = Replica(), request(0) | {"images": ["A" * 20_000_000]}
     metadata: Any = wire.read_metadata(row["data_dict"])
     with listening(Deployed(replica)) as url:
@@ -97,9 +98,19 @@ def test_a_training_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replica.groups == []
 
 
-def test_the_limit_follows_the_memory() -> None:
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_the_limit_follows_the_memory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of this machine, or of its container; a round of a thousand images of 1 MB is no attack."""
     assert 2**28 < bodies.MAX_BYTES < 2**43
+    monkeypatch.setattr(bodies, "CONTROL_GROUPS", tmp_path)
+    of_machine = bodies.memory_bytes()
+    limit = tmp_path / name
+    limit.parent.mkdir(exist_ok=True)
+    for text, expected in (("max", of_machine), (f"{2**62}", of_machine), (f"{2**29}", 2**29)):
+        limit.write_text(f"{text}\n")
+        assert bodies.memory_bytes() == expected
 
 
 # --- time ---
@@ -149,8 +160,7 @@ VALUES = st.recursive(
 def test_steps_read_what_json_reads(value: Any, indent: int | None, is_ascii: bool) -> None:
     sent = json.dumps(value, indent=indent, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("LARGE", "LONG"):
-            patch.setattr(bodies, name, 0)
+        patch.setattr(bodies, "LARGE", 0)
         assert bodies.parse(sent) == json.loads(sent) == value
 
 

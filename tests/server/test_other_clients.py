@@ -11,7 +11,7 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.server import other_clients
 from swift_grpo_ext.server.other_clients import OtherClients
-from tests.server.served import Deployed, Replica, request
+from tests.server.served import Deployed, Replica
 
 
 def asked(*words: str, **fields: Any) -> list[dict[str, Any]]:
@@ -37,11 +37,11 @@ def seeds_of(metadatas: list[RequestMetadata]) -> list[int]:
 
 
 def test_no_two_requests_share_a_seed_in_the_life_of_a_server() -> None:
-    """Nor do those of servers with one `--seed`, whose low 32 bits differ within a call too."""
+    """Nor do those of two servers. Within a call their low 32 bits differ too."""
     seeds: list[int] = []
     for _ in range(2):
         deployed = Deployed(Replica(), Replica())
-        deployed.other_clients = OtherClients(42, f"{id(deployed):x}")
+        deployed.other_clients = OtherClients(gives_seeds=True)
         for _ in range(3):
             drawn = seeds_of(served(deployed, asked("a", "a", "b", "a", "c")))
             assert len({seed % 2**32 for seed in drawn}) == 5
@@ -102,9 +102,3 @@ def test_a_refused_call_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"infer_requests": asked("a", images=["http://10.0.0.1/x.png"])}
     assert TestClient(deployed.app).post("/infer/", json=body).status_code == 400
     assert [m.sample_id.step for m in served(deployed, asked("a"))] == [0]
-
-
-def test_our_own_requests_keep_their_names() -> None:
-    deployed = Deployed(Replica())
-    told = served(deployed, [request(3), *asked("a")])
-    assert [(m.run_seed == 42, m.sample_id.group) for m in told] == [(True, 3), (False, 0)]
