@@ -312,6 +312,6 @@ def spread(
 
     if not workers():
         count = len(server.connections)
-        waiting = f"its {count} replicas wait for a training's weights; send these first"
-        raise NoWorkerError(waiting if count else NONE_LEFT)
+        cause = f"its {count} replicas wait for a training's weights; send these first"
+        raise NoWorkerError(cause if count else NONE_LEFT)
     return dispatch(costs, workers, send, on_failure)
