@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dataset", nargs="+", default=[], help="instead of the file's")
     add("--ranks", type=int, help="training processes (default: as ENV says)")
     add("--gpus", metavar="LIST", help="of this machine, e.g. 0,1 (default: ENV's)")
-    add("--settings-only", action="store_true", help="for another machine: names, and both files")
+    add("--settings-only", action="store_true", help="for another machine: do both files agree?")
     add("--quiet", action="store_true", help="errors and warnings only")
 
     add = command(
