@@ -17,7 +17,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import DEVNULL
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 from unittest.mock import create_autospec, patch
@@ -74,7 +74,7 @@ def run_child(
         # A file: a process that the child leaves behind would keep a pipe open.
         out, log = Path(folder, "out"), log or Path(folder, "log")
         with out.open("wb") as stdout, log.open("wb") as stderr:
-            files = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
+            files: dict[str, Any] = {"stdin": DEVNULL, "stdout": stdout, "stderr": stderr}
             child = psutil.Popen(command, env=dict(env), start_new_session=True, **files)
         deadline, rest = time.monotonic() + MOST_SECONDS, b""
         status: int | None = None

@@ -31,7 +31,7 @@ from swift_grpo_ext.tools.sources import Side, Source
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
 
-    from swift_grpo_ext.tools.check.encoding import EncodedRequests
+    from swift_grpo_ext.tools.check.encoding import Ask, EncodedRequests
 
 MODULE = "swift_grpo_ext.tools.check.command"
 
@@ -93,7 +93,7 @@ def begin_run(
     if training is None:
         serve(sources["rollout"], requests, tell)
         return
-    ask = partial(ask_servers, rollout, shell, tell) if rollout else None
+    ask: Ask | None = partial(ask_servers, rollout, shell, tell) if rollout else None
     begun = begin(training, tell, ranks=ranks, servers=rollout)
     datasets = list[Any]()
     if begun:
