@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+
 from swift_grpo_ext.checks.rows import Row, encoding_error
 from swift_grpo_ext.tools.check.encoding import (
-    EncodedRow,
-    EngineEncoder,
-    TrainingEncoder,
+    RolloutPrompt,
+    add_dummy_model,
     check_encoding,
+    difference,
+    encode_requests,
+    engine_of,
+    sample_of,
 )
 from swift_grpo_ext.upstream.patches import Moment, apply
+from swift_grpo_ext.upstream.placeholders import placeholder_texts
 
 OF_ENGINES = {
     "vllm_max_model_len": None,
@@ -26,25 +33,34 @@ OF_TRAININGS = {
 
 
 class BothSides:
-    """The encoders of a training and of its engine, or of servers with settings of their own."""
+    """The template of a training and its engine, or that of servers with settings of their own."""
 
     def __init__(self, rollout: dict[str, Any] | None = None, **settings: Any) -> None:
         self.args, self.template = _start(settings)
         given = (self.args, self.template) if rollout is None else _start(rollout)
-        self.ask = EngineEncoder(*given)
-        self.training = TrainingEncoder(self.template)
-        self.engine, self.core = self.ask.engine, self.ask.core
-        self.placeholder_texts = self.training.placeholder_texts
+        self.engine = engine_of(*given)
+        self.ask = partial(encode_requests, self.engine)
+        self.placeholder_texts = placeholder_texts(self.template)
+        add_dummy_model(self.template)
 
     def refusal(self, row: Row) -> str | None:
         return encoding_error(self.template, row, self.ask([]).max_model_len)
 
-    def encode(self, row: Row) -> EncodedRow:
-        prompt = self.ask.encode(self.training.sample(row).to_infer_request())
-        return self.training.compare(row, prompt)
+    def process(self, request: RolloutInferRequest) -> Any:
+        """What vLLM's core would get of a request."""
+        [inputs], _ = self.engine._batch_encode([request], strict=True)
+        config = self.engine._prepare_generation_config(RequestConfig(max_tokens=1))
+        return self.engine._add_request(inputs, config, "1")
+
+    def encode(self, row: Row) -> tuple[RolloutPrompt, str]:
+        """The engine's prompt, and how the training's differs."""
+        [prompt] = self.ask([sample_of(self.template, row).to_infer_request()]).prompts
+        if isinstance(prompt, str):
+            raise ValueError(prompt)
+        return prompt, difference(self.template, row, prompt)
 
     def said(self, rows: list[Row]) -> list[str]:
-        found = check_encoding(self.args, self.template, {"dataset": rows}, self.ask)
+        found = check_encoding(self.args, self.template, [rows], self.ask)
         return [f"{f.level}: {f.sentence}".replace("--dataset: ", "") for f in found]
 
 

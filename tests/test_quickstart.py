@@ -41,6 +41,9 @@ def test_each_training_of_the_page_holds_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On 1 GPU, on 8, resumed, with W&B: groups fill the batch, and no setting is unknown."""
+    from swift_grpo_ext.command_line import Parser, RLHFExtArguments
+
+    known = {action.dest for action in Parser([RLHFExtArguments])._actions}
     settings, *_ = blocks("yaml")  # that for GPUs comes first
     (tmp_path / "train.yaml").write_text(settings, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -49,6 +52,7 @@ def test_each_training_of_the_page_holds_together(
         status = cli.main(["check", "train.yaml", "--settings-only", "--", *argv])
         assert status == 0, capsys.readouterr().out
         given = read_sources("train.yaml", overrides=argv)["training"].given
+        assert given.keys() <= known
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
         size, steps, group = (int(given[name][0]) for name in names)
         rounds.append(divmod(ranks * size * steps, group))

@@ -1,9 +1,9 @@
-"""The real `swift rlhf` or `swift rollout`, with the plugin, up to a point.
+"""Run the real `swift rlhf` or `swift rollout`, with the plugin, up to a point.
 
-- `begin` stops after template and data. No weights are loaded, nothing is written. Findings that
-  would end the start are reported instead of raised: one look finds more than one error. Stand-ins
-  are few: other ranks (torch's own fake group), servers (a client that does not connect), and hubs
-  (the files that are on this machine).
+- `begin` stops after template and data. It loads no weights, and writes nothing. It reports the
+  findings that would end the start, and goes on: one look finds more than one error. It replaces
+  other ranks (torch's own fake group), servers (a client that does not connect), and hubs (the
+  files that are on this machine).
 - `with_trainer` goes on to the point where training would begin.
 
 `run_child` runs a module that does any of this in a process of its own, and yields its results:
@@ -17,7 +17,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,21 +25,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import DEVNULL
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 from unittest.mock import create_autospec, patch
 
 import psutil
 
-from swift_grpo_ext.checks.finding import (
-    Finding,
-    Findings,
-    SettingsError,
-    collected,
-    error,
-    note,
-    skipped,
-)
+from swift_grpo_ext.checks.finding import Finding, SettingsError, collected, error, skipped
 from swift_grpo_ext.tools.sources import COMMANDS, Source
 
 if TYPE_CHECKING:
@@ -53,25 +45,24 @@ if TYPE_CHECKING:
 Tell = Callable[[Finding], None]
 
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:error|[\w.]*(?:Error|Exception)): .+)", re.MULTILINE)
-"""The end of a traceback in Python, also of a rank's, and the line of a `SettingsError`; torchrun's
-own errors have no text."""
+"""The last line of a traceback, also of a rank's, and the line of a `SettingsError`; torchrun's own
+errors have no text."""
 
 MOST_SECONDS = 1800.0  # of a child: a large model loads for minutes
-SECONDS_BETWEEN_LOOKS = 0.2
 
 
 # --- in the parent ---
 
 
 class ChildError(RuntimeError):
-    """A child has failed; the message says how, after its results."""
+    """A child has failed; the message says how."""
 
 
 def run_child(
     module: str, job: object, env: Mapping[str, str], log: Path | None = None, ranks: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """Run `python -m MODULE JOB_AS_JSON`, by torchrun for several ranks, with its errors in `log`,
-    and yield its results as they come; raises `ChildError` at the end."""
+    """Run `python -m MODULE JOB_AS_JSON` (by torchrun for several ranks), with its standard error
+    in `log`. Yield its results as they come; raises `ChildError` behind them if it fails."""
     command = [sys.executable, "-m"]
     if ranks > 1:
         with socket.create_server(("", 0)) as any_free:
@@ -79,25 +70,19 @@ def run_child(
         command += ["torch.distributed.run", "--nproc_per_node", str(ranks)]
         command += ["--master_port", str(port), "-m"]
     command += [module, json.dumps(job)]
-    # A file, for a process that the child leaves behind would keep a pipe open.
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
+        # A file: a process that the child leaves behind would keep a pipe open.
         out, log = Path(folder, "out"), log or Path(folder, "log")
-        files = [stack.enter_context(path.open("wb")) for path in (out, log)]
-        child = psutil.Popen(
-            command,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=files[0],
-            stderr=files[1],
-            start_new_session=True,
-        )
+        with out.open("wb") as stdout, log.open("wb") as stderr:
+            files: dict[str, Any] = {"stdin": DEVNULL, "stdout": stdout, "stderr": stderr}
+            child = psutil.Popen(command, env=dict(env), start_new_session=True, **files)
         deadline, rest = time.monotonic() + MOST_SECONDS, b""
         status: int | None = None
         try:
             with out.open("rb") as reader:
                 while status is None and time.monotonic() < deadline:
                     with suppress(psutil.TimeoutExpired):
-                        status = child.wait(SECONDS_BETWEEN_LOOKS)
+                        status = child.wait(0.2)
                     *lines, rest = (rest + reader.read()).split(b"\n")
                     yield from (json.loads(line) for line in lines if line.startswith(b"{"))
         finally:
@@ -108,8 +93,8 @@ def run_child(
             raise ChildError(f"ended with {status}: {last_error(log)}")
 
 
-def findings_of(module: str, job: object, env: Mapping[str, str]) -> Findings:
-    """Run a module in a child, and yield the findings that it tells, and that it failed."""
+def findings_of(module: str, job: object, env: Mapping[str, str]) -> Iterator[Finding]:
+    """Run a module in a child. Yield its findings, and an error if it fails."""
     try:
         for found in run_child(module, job, env):
             yield Finding(**found)
@@ -118,8 +103,8 @@ def findings_of(module: str, job: object, env: Mapping[str, str]) -> Findings:
 
 
 def _kill(child: psutil.Popen) -> None:
-    """End a child and its processes: ranks and engines live in sessions of their own, and others
-    that it left behind in the child's."""
+    """End a child and its processes. Ranks and engines have sessions of their own; processes that
+    lost their parent are in the child's session."""
     with suppress(psutil.NoSuchProcess):
         for process in [*child.children(recursive=True), child]:
             with suppress(psutil.NoSuchProcess):
@@ -142,8 +127,8 @@ def last_error(log: Path) -> str:
 
 @contextmanager
 def standard_output() -> Iterator[TextIO]:
-    """Give the block standard output for itself; ms-swift, vLLM and their processes write to
-    standard error meanwhile."""
+    """Reserve standard output for the block: ms-swift, vLLM and their processes write to standard
+    error meanwhile."""
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(2, 1)
@@ -158,11 +143,9 @@ def standard_output() -> Iterator[TextIO]:
 
 @contextmanager
 def told() -> Iterator[Callable[[Any], None]]:
-    """Give a function that writes a result, a dataclass, for `run_child`."""
+    """Yield the function that writes a result, a dataclass, for `run_child`."""
     with standard_output() as out:
-        yield lambda found: print(
-            json.dumps(asdict(found), ensure_ascii=False), file=out, flush=True
-        )
+        yield lambda found: print(json.dumps(asdict(found)), file=out, flush=True)
 
 
 class Begun(NamedTuple):
@@ -174,50 +157,42 @@ class Begun(NamedTuple):
 
 
 class NotHereError(Exception):
-    """A model or a data set is on a hub, and not on this machine."""
+    """A model, a data set or a device is not on this machine."""
 
 
 def begin(
     source: Source, tell: Tell, *, ranks: int | None = None, servers: Source | None = None
 ) -> Begun | None:
-    """Start a side up to its template and data, and tell each finding; return None where it ended
+    """Start a side up to its template and data, and `tell` each finding; return None if it ended
     before.
 
     Args:
         ranks: training processes over all nodes; None: NPROC_PER_NODE x NNODES, else 1.
-        servers: the settings of a training's servers, where they are known.
+        servers: the settings of a training's servers, if known.
     """
-    found: list[Finding] = []
-
-    def heard(finding: Finding) -> None:
-        found.append(finding)
-        tell(finding)
-
     for name, value in source.env.items():  # the shell wins, as in ms-swift
         os.environ.setdefault(name, value)
     try:
-        with collected(heard), ExitStack() as stack:
+        with collected(tell), ExitStack() as stack:
             stack.enter_context(patch.object(ArgumentParser, "error", _refuse))
             _use_local_hubs(stack)
             if source.side == "rollout":
                 return _begin_rollout(source.argv)
             _take_ranks(ranks)
             _leave_servers(stack, servers)
-            return _begin_training(stack, source.argv, heard)
+            return _begin_training(stack, source.argv, tell)
     except NotHereError as e:
         remedy = f"modelscope download {str(e).partition(' ')[2]} --exclude '*.safetensors'"
         text = "is not on this machine, so template and rows were not looked at. Without weights:"
-        heard(skipped(str(e), text, remedy))
+        tell(skipped(str(e), text, remedy))
     except Exception as e:  # ms-swift's own refusals, and those of a user's plugin
         name, _, text = str(e).removeprefix("--").partition(": ")
         command = f"`{COMMANDS[source.side]}`"
-        reason = " ".join(f"{type(e).__name__}: {e}".split())[:600]
         if isinstance(e, SettingsError):
-            heard(error(name, text) if text else error(command, str(e)))
-        elif any(finding.level == "error" for finding in found):
-            heard(note(command, f"ended here, perhaps because of the errors above ({reason})."))
+            tell(error(name, text) if text else error(command, str(e)))
         else:
-            heard(error(command, f"ends with {reason}"))
+            reason = " ".join(f"{type(e).__name__}: {e}".split())[:600]
+            tell(error(command, f"ends with {reason}"))
     return None
 
 
@@ -237,38 +212,33 @@ def _begin_rollout(argv: Sequence[str]) -> Begun:
 
 def _begin_training(stack: ExitStack, argv: Sequence[str], tell: Tell) -> Begun:
     from swift.arguments.sft_args import SftArguments
-    from swift.cli.utils import try_use_single_device_mode
     from swift.pipelines.train.rlhf import SwiftRLHF
 
     from swift_grpo_ext.command_line import RLHFExtArguments
+    from swift_grpo_ext.upstream.patches import wrapped
 
-    add_version, check = SftArguments._add_version, RLHFExtArguments._check_grpo
-
-    def make_no_folder(self: SftArguments) -> None:
+    def make_no_folder(add_version: Callable[..., None], args: SftArguments) -> None:
         with patch("os.makedirs"):
-            add_version(self)
+            add_version(args)
 
-    def check_local_rows(self: RLHFExtArguments) -> None:
+    def check_local_rows(check: Callable[..., None], args: RLHFExtArguments) -> None:
         try:
-            check(self)
+            check(args)
         except NotHereError as e:  # a data set: the template is still there
             tell(skipped(str(e), "is on a hub, and its rows are not on this machine."))
 
-    stack.enter_context(patch.object(SftArguments, "_add_version", make_no_folder))
-    stack.enter_context(patch.object(RLHFExtArguments, "_check_grpo", check_local_rows))
+    stack.enter_context(wrapped(SftArguments, "_add_version", make_no_folder))
+    stack.enter_context(wrapped(RLHFExtArguments, "_check_grpo", check_local_rows))
 
     class Start(SwiftRLHF):
         def _prepare_model_tokenizer(self) -> None:  # without the weights
             self.model, self.processor = self.args.get_model_processor(load_model=False)
 
-        def run(self) -> Sequence[Dataset | None]:  # and without a file of rows split off
-            with suppress(NotHereError):
-                return self._get_dataset()
-            return ()
-
-    try_use_single_device_mode()
     start = Start([*argv])
-    return Begun(start.args, start.template, start.run())
+    datasets: Sequence[Dataset | None] = ()
+    with suppress(NotHereError):
+        datasets = start._get_dataset()
+    return Begun(start.args, start.template, datasets)
 
 
 def _use_local_hubs(stack: ExitStack) -> None:
@@ -326,29 +296,20 @@ def _leave_servers(stack: ExitStack, servers: Source | None) -> None:
         self.enable_lora, self.use_gym_env = is_apart, has_gym
 
     # `upstream/pins.py` compares the parameters of one.
-    stand_ins = {
-        name: create_autospec(getattr(client, name), return_value=None)
-        for name in ("check_server", "init_communicator", "close_communicator")
-    }
+    names = ("check_server", "init_communicator", "close_communicator")
+    stand_ins = {n: create_autospec(getattr(client, n), return_value=None) for n in names}
     stack.enter_context(patch.multiple(client, get_engine_type=get_engine_type, **stand_ins))
 
 
-# --- up to the trainer ---
-
-
 def with_trainer(
-    given: Sequence[str] | RLHFArguments, use: Callable[[RolloutGRPOTrainer], None]
+    args: list[str] | RLHFArguments, use: Callable[[RolloutGRPOTrainer], None]
 ) -> None:
     """Run `swift rlhf` with its arguments, as words or parsed, and call `use` with the trainer in
     place of training."""
-    from swift.cli.main import parse_yaml_args
     from swift.cli.utils import try_use_single_device_mode
 
     import swift_grpo_ext
 
-    if isinstance(given, Sequence):
-        given = list(given)
-        parse_yaml_args(given)
     try_use_single_device_mode()
     swift_grpo_ext.register()
     from swift.pipelines.train.rlhf import SwiftRLHF
@@ -358,4 +319,4 @@ def with_trainer(
             use(trainer)
             return {}
 
-    UpToTraining(given).main()
+    UpToTraining(args).main()

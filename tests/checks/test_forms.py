@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ import pandas as pd
 import pytest
 from PIL import Image
 from swift.dataset import load_dataset
-from swift.infer_engine.protocol import RequestConfig
 from swift.rl_core.data import GRPOSample
 
 from swift_grpo_ext.checks.rows import RowError, prompt_of, question_of, row_fault
@@ -31,9 +29,6 @@ Rows = list[dict[str, Any]]
 
 TOKENS = 500
 """That the engine takes."""
-
-NUMBERS = itertools.count()
-"""vLLM wants each request to have a name of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -270,9 +265,7 @@ def in_a_round(encoder: BothSides, row: dict[str, Any]) -> None:
     request = named_request(
         sample, lambda samples: [s.to_infer_request() for s in samples], encoder.placeholder_texts
     )
-    [inputs], _ = encoder.engine._batch_encode([request], strict=True)
-    config = encoder.engine._prepare_generation_config(RequestConfig(max_tokens=1))
-    encoder.engine._add_request(inputs, config, f"round {next(NUMBERS)}")
+    encoder.process(request)
 
 
 def wrong(
@@ -303,10 +296,10 @@ def test_forms_that_are_read(encoder: BothSides, folder: Path, url: str, tmp_pat
             assert len(read_row(row).media) == count
             assert encoder.refusal(row) is None
             in_a_round(encoder, row)
-            encoded = encoder.encode(row)
-            assert len(encoded.rollout.starts) == count
+            prompt, fault = encoder.encode(row)
+            assert prompt.num_media == count
             has_video = any(medium.kind == "video" for medium in read_row(row).media)
-            assert bool(encoded.fault) == (IS_BEFORE_0_28 and has_video), encoded.fault
+            assert bool(fault) == (IS_BEFORE_0_28 and has_video), fault
 
     assert wrong(good(folder, url), tmp_path, check) == {}
 

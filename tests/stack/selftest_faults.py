@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from swift.cli.main import parse_yaml_args
 
 from swift_grpo_ext.tools.harness import with_trainer
 from swift_grpo_ext.tools.selftest.command import attempt
@@ -188,6 +189,7 @@ def main(output: Path, argv: list[str]) -> None:
         found["again"] = {"weights": tried("weights")}
         output.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
 
+    parse_yaml_args(argv)
     with_trainer(argv, use)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from swift_grpo_ext.checks.finding import Finding
-from swift_grpo_ext.tools.check.command import about, describe_template
+from swift_grpo_ext.tools.check.command import about
 from swift_grpo_ext.tools.harness import begin
 from swift_grpo_ext.tools.sources import Source
 from tests.stack.processes import started
@@ -34,9 +34,8 @@ def begun(sources: Mapping[str, Source], folder: Path) -> dict[str, list[Finding
 def start(source: Source) -> list[Finding]:
     findings: list[Finding] = []
     begun = begin(source, findings.append)
-    if begun is not None:
-        is_server = source.side == "rollout"
-        findings += [describe_template(begun)] if is_server else about(begun)
+    if begun is not None and source.side == "training":
+        findings += about(begun)
     return findings
 
 

@@ -9,13 +9,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from swift_grpo_ext.checks.finding import Finding
-from swift_grpo_ext.tools.check.command import MODULE, Job
+from swift_grpo_ext.tools.check.command import MODULE
 from swift_grpo_ext.tools.check.glance import check_sources
 from swift_grpo_ext.tools.sources import Source, read_sources, sources_of
 from tests.stack.processes import COMMAND, PLUGIN, started
@@ -223,7 +222,7 @@ def test_a_run_that_starts(assets: Path, folder: Path, tmp_path: Path) -> None:
 
 def said_of(folder: Path, *sources: Source) -> str:
     """Return what the start of a run says, a line each."""
-    job = asdict(Job(sources={source.side: source for source in sources}))
+    job = {"sources": {source.side: source for source in sources}}
     command = [sys.executable, "-m", MODULE, json.dumps(job)]
     (folder / "out").unlink(missing_ok=True)
     with started(command, folder / "log", out=folder / "out") as running:

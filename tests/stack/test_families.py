@@ -267,12 +267,12 @@ def test_shapes(family: Family, model: Path, tmp_path: Path) -> None:
         media = {"images": [image(*one) for one in images], "videos": [video(*v) for v in videos]}
         row = {"messages": [{"role": "user", "content": words}], **media}
         try:
-            found = encoder.encode(row)
+            _, fault = encoder.encode(row)
         except Exception as e:
             wrong[name] = f"{type(e).__name__}: {e}"
             continue
-        if found.fault:
-            wrong[name] = found.fault
+        if fault:
+            wrong[name] = fault
     note(family, "shapes", wrong=sorted(wrong))
     assert wrong.keys() == set(family.shapes_fail), wrong
 

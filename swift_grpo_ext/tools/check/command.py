@@ -2,9 +2,8 @@
 
     python -m swift_grpo_ext.tools.check.command JOB_AS_JSON
 
-is the start of a run: both sides begin, up to their templates and data, and rows are encoded on
-both. Servers begin in a process of their own, which the training's starts once it has rows for
-them.
+starts a run: each side begins, up to its template and data, and rows are encoded on both. Servers
+begin in a process of their own, which the training's process starts once it has rows for them.
 """
 
 from __future__ import annotations
@@ -18,20 +17,17 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift_grpo_ext.checks.finding import Finding, Findings, error, note, ok, warning
+from swift_grpo_ext.checks.finding import Finding, Findings, error, note, ok, skipped, warning
 from swift_grpo_ext.tools.check import machine
 from swift_grpo_ext.tools.check.glance import check_sources, devices_of
-from swift_grpo_ext.tools.harness import Begun, Tell, begin, findings_of, told
+from swift_grpo_ext.tools.harness import Begun, NotHereError, Tell, begin, findings_of, told
 from swift_grpo_ext.tools.sources import Side, Source, sources_of
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from swift.infer_engine.protocol import RolloutInferRequest
 
     from swift_grpo_ext.tools.check.encoding import Ask, EncodedRequests
@@ -39,18 +35,9 @@ if TYPE_CHECKING:
 MODULE = "swift_grpo_ext.tools.check.command"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The work of a process."""
-
-    sources: Mapping[Side, Source]
-    ranks: int | None = None  # training processes over all nodes; None: as ENV says
-    requests: str = ""  # a pickle of requests for servers, which put their prompts in its place
-
-
 def run(options: argparse.Namespace) -> int:
-    """Print each finding as soon as it is known, and a verdict; return 1 where there is an error,
-    else 0."""
+    """Print each finding as soon as it is known, and a verdict. Return 1 if there is an error, else
+    0; raises ValueError if the settings cannot be read."""
     found = list[Finding]()
     for finding in examine(options):
         found.append(finding)
@@ -75,54 +62,51 @@ def verdict(options: argparse.Namespace, found: list[Finding]) -> str:
 
 
 def examine(options: argparse.Namespace) -> Findings:
-    """Yield the findings. Checks that take a second come first, and end it where one fails; the
-    start itself comes last."""
-    sources = dict[Side, Source]()
-    try:
-        sources = sources_of(options)
-        found = [*check_sources(sources, looks_at_files=not options.settings_only)]
-    except ValueError as e:
-        found = [error("Settings", str(e))]
+    """Yield the findings. Checks that take a second come first; an error among them ends the
+    check. The start comes last."""
+    sources = sources_of(options)
+    found = [*check_sources(sources, looks_at_files=not options.settings_only)]
     yield from found
     if options.settings_only or any(finding.level == "error" for finding in found):
         return
-    if not options.quiet:
-        print("loading torch, vLLM, ms-swift: 20 s a side or more ...", file=sys.stderr, flush=True)
+    print("loading torch, vLLM, ms-swift: 20 s a side or more ...", file=sys.stderr, flush=True)
     gpus = options.gpus.split(",") if options.gpus is not None else []
     if options.gpus is None and "CUDA_VISIBLE_DEVICES" not in os.environ:  # which wins over ENV
         gpus = [gpu for source in sources.values() for gpu in devices_of(source)]
     yield from findings_of(machine.__name__, {"gpus": gpus}, os.environ)
     if sources:
-        job = Job(sources=sources, ranks=options.ranks)
-        yield from findings_of(MODULE, asdict(job), os.environ)
+        job = {"sources": sources, "ranks": options.ranks}
+        yield from findings_of(MODULE, job, os.environ)
 
 
 # --- the start of a run ---
 
 
-def begin_run(job: Job, tell: Tell) -> None:
-    """Begin both sides."""
+def begin_run(
+    sources: Mapping[Side, Source], tell: Tell, *, ranks: int | None = None, requests: str = ""
+) -> None:
+    """Begin both sides, or servers alone. `ranks` counts the training processes of all nodes; None:
+    as ENV says. Servers replace `requests`, a file with a pickle, by the requests' prompts."""
     shell = dict(os.environ)  # before a side adds its own
-    training, rollout = job.sources.get("training"), job.sources.get("rollout")
+    training, rollout = sources.get("training"), sources.get("rollout")
     if training is None:
-        if rollout is not None:
-            serve(rollout, job.requests, tell)
+        serve(sources["rollout"], requests, tell)
         return
-    begun = begin(training, tell, ranks=job.ranks, servers=rollout)
-    ask = partial(ask_servers, rollout, shell, tell) if rollout else None
-    datasets: dict[str, Dataset] = {}
+    ask: Ask | None = partial(ask_servers, rollout, shell, tell) if rollout else None
+    begun = begin(training, tell, ranks=ranks, servers=rollout)
+    datasets = list[Any]()
     if begun:
-        try:
-            if begun.args.use_vllm:
-                pairs = zip(("dataset", "val_dataset"), begun.datasets, strict=False)
-                datasets = {name: rows for name, rows in pairs if rows is not None}
-            for finding in chain(about(begun), encode(begun, datasets, ask)):
-                tell(finding)
-        except Exception as e:  # a fault of the check, perhaps: it refuses nothing
-            traceback.print_exc()
-            text = f"the check itself failed ({type(e).__name__}: {e})."
-            tell(warning("A check", text, "Report it, if other lines do not explain it."))
-    if ask and not datasets:
+        for finding in about(begun):
+            tell(finding)
+        if begun.args.use_vllm:
+            datasets = [rows for rows in begun.datasets if rows is not None]
+    if begun and datasets:
+        from swift_grpo_ext.tools.check.encoding import check_encoding, encode_requests, engine_of
+
+        ask = ask or partial(encode_requests, engine_of(begun.args, begun.template))
+        for finding in check_encoding(begun.args, begun.template, datasets, ask):
+            tell(finding)
+    elif ask:
         ask([])
 
 
@@ -135,8 +119,8 @@ def ask_servers(
         path.write_bytes(pickle.dumps(requests))
         # Servers may run already: port 0 is never in use.
         source = source._replace(argv=[*source.argv, "--port", "0"])
-        job = Job(sources={"rollout": source}, requests=file.name)
-        for finding in findings_of(MODULE, asdict(job), shell):
+        job = {"sources": {"rollout": source}, "requests": file.name}
+        for finding in findings_of(MODULE, job, shell):
             tell(finding)
         found: EncodedRequests | list[RolloutInferRequest] = pickle.loads(path.read_bytes())
         return None if isinstance(found, list) else found
@@ -145,24 +129,20 @@ def ask_servers(
 def serve(source: Source, requests: str, tell: Tell) -> None:
     """Begin a server, and have it encode requests."""
     begun = begin(source, tell)
-    if begun is None:
-        return
-    if not requests:
-        tell(describe_template(begun))
-        return
-    from swift_grpo_ext.tools.check.encoding import EngineEncoder
+    asked = pickle.loads(Path(requests).read_bytes()) if requests else []
+    if begun and asked:
+        from swift_grpo_ext.tools.check.encoding import encode_requests, engine_of
 
-    if asked := pickle.loads(Path(requests).read_bytes()):
-        encoded = EngineEncoder(begun.args, begun.template)(asked)
+        encoded = encode_requests(engine_of(begun.args, begun.template), asked)
         Path(requests).write_bytes(pickle.dumps(encoded))
 
 
 def about(begun: Begun) -> Findings:
     """Describe a training's rounds, and what ends a completion."""
-    from swift_grpo_ext.stops.templates import check_stop_settings
+    from swift_grpo_ext.stops.templates import TemplateStops, check_stop_settings
 
     args: Any = begun.args
-    sizes = args.training_args
+    template, sizes = begun.template, args.training_args
     group = getattr(sizes, "num_generations", 1)  # GKD has none
     yield note(
         "num_generations",
@@ -172,39 +152,30 @@ def about(begun: Begun) -> Findings:
         f"{sizes.generation_batch_size // group} prompts of {group}.",
     )
     try:
-        check_stop_settings(args, begun.template)  # as its trainer would
+        check_stop_settings(args, template)  # as its trainer would
     except ValueError as e:
         yield error("template", str(e), "Change --stop_words.")
-    else:
-        yield describe_template(begun)
-
-
-def describe_template(begun: Begun) -> Finding:
-    from swift_grpo_ext.stops.templates import TemplateStops
-
-    template, words = begun.template, getattr(begun.args, "stop_words", ())
+        return
     ends = template.tokenizer.convert_ids_to_tokens(sorted(TemplateStops(template).end_ids))
-    return ok(
+    yield ok(
         "template",
         f"{template.template_meta.template_type}: a turn ends with {' or '.join(ends)}; stop "
-        f"words: {', '.join(map(repr, words)) or 'none'}.",
+        f"words: {', '.join(map(repr, args.stop_words)) or 'none'}.",
     )
 
 
-def encode(begun: Begun, datasets: Mapping[str, Dataset], ask: Ask | None) -> Findings:
-    """Compare some rows as training and vLLM encode them."""
-    if datasets:
-        from swift_grpo_ext.tools.check.encoding import EngineEncoder, check_encoding
-
-        ask = ask or EngineEncoder(begun.args, begun.template)
-        yield from check_encoding(begun.args, begun.template, datasets, ask)
-
-
 def main(text: str) -> None:
-    given = json.loads(text)
-    given["sources"] = {side: Source(*source) for side, source in given["sources"].items()}
+    job = json.loads(text)
+    sources = {side: Source(*source) for side, source in job.pop("sources").items()}
     with told() as tell:
-        begin_run(Job(**given), tell)
+        try:
+            begin_run(sources, tell, **job)
+        except NotHereError as e:
+            tell(skipped("Prompts of a rollout", f"{e}."))
+        except Exception as e:  # a fault of the check, perhaps: it refuses nothing
+            traceback.print_exc()
+            text = f"the check itself failed ({type(e).__name__}: {e})."
+            tell(warning("A check", text, "Report it, if other lines do not explain it."))
         os._exit(0)  # threads of vLLM and torch may hold up an end, or fail in it
 
 

@@ -1,47 +1,46 @@
-"""Rows as training and vLLM encode them, without weights: their media, tokens and positions.
+"""Compare rows as training and vLLM encode them: their tokens, media and positions.
 
-A request passes ms-swift's template and engine, the plugin's additions, and vLLM's own processing,
-as in a run; only the core of the engine, which would load the model, is left out. Arguments and
-template come from the real start; servers encode in a process of their own. So a prompt for which
-`--rollout_mismatch stop` would end a run is found without a GPU.
+A request passes ms-swift's template and engine, the plugin's additions, and vLLM's input processor,
+as in a run. vLLM's core, which would load the weights, is never made. Arguments and template come
+from the real start; servers encode in a process of their own. So a prompt for which
+`--rollout_mismatch stop` would end a run is found before the run.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
-from itertools import count
 from random import Random
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
-from unittest.mock import MagicMock, patch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from swift.infer_engine import vllm_engine
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+from swift.model import get_model_processor
 from swift.rlhf_trainers import GRPOTrainer
 from swift.utils import json_parse_to_dict, remove_response
+from vllm.platforms import current_platform
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.llm_engine import LLMEngine
 
-from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
+from swift_grpo_ext.checks.finding import Finding, Findings, error, note, ok, warning
 from swift_grpo_ext.checks.rows import (
     Row,
     RowError,
     encoding_error,
     encoding_fault,
     name_of,
-    narrow_fault,
     row_fault,
 )
-from swift_grpo_ext.rollout.positions import Positions, position_model, positions_in
+from swift_grpo_ext.rollout.engine import RolloutEngine
+from swift_grpo_ext.rollout.positions import Positions, kept_positions
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import Prompt
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.training.batch import (
-    POSITIONS_REMEDY,
-    first_misplaced,
-    positions_in_training,
-)
+from swift_grpo_ext.tools.harness import NotHereError
+from swift_grpo_ext.training.batch import check_positions
 from swift_grpo_ext.training.encode import REMEDY, check_rollout_prompts, encode_whole
 from swift_grpo_ext.training.group import DisagreementError
 from swift_grpo_ext.upstream.patches import replaced
@@ -50,12 +49,12 @@ from swift_grpo_ext.upstream.placeholders import placeholder_ids, placeholder_te
 if TYPE_CHECKING:
     from swift.arguments import RLHFArguments, RolloutArguments
     from swift.template import Template
-    from vllm.v1.engine import EngineCoreRequest
+    from vllm.config import VllmConfig
 
 NUM_FIRST, NUM_DRAWN = 16, 16
 """Rows that are encoded: the first, and some of the others, drawn by `--data_seed`."""
 
-SHOWN_ROWS = 3  # of those that differ
+SHOWN_ROWS = 3  # with the same fault
 
 PROCESSING = ("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs")
 """Entries of `--vllm_engine_kwargs` that change how vLLM processes a request."""
@@ -64,18 +63,16 @@ PROCESSING = ("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "med
 # --- the rollout's side ---
 
 
-@dataclass(frozen=True)
-class RolloutPrompt:
+class RolloutPrompt(NamedTuple):
     """A prompt as an engine reads it."""
 
     token_ids: list[int]
     positions: Positions | None
-    starts: list[int]  # the first token of each medium
+    num_media: int
     length: int  # in tokens, a medium counting as one
 
 
-@dataclass(frozen=True)
-class EncodedRequests:
+class EncodedRequests(NamedTuple):
     """The prompts that an engine makes of requests."""
 
     prompts: list[RolloutPrompt | str]  # a text says why one cannot be encoded
@@ -87,257 +84,183 @@ Ask = Callable[[list[RolloutInferRequest]], EncodedRequests | None]
 """Has the engine of a run encode requests; None where its start ended before."""
 
 
-class EngineEncoder:
-    """Encodes requests as the engine of a run does, up to vLLM's core."""
+class Frontend(LLMEngine):
+    """vLLM's engine without its core: it processes requests, and generates nothing."""
 
-    def __init__(self, args: RLHFArguments | RolloutArguments, template: Template) -> None:
-        import vllm.platforms
-        from transformers import PreTrainedTokenizerBase
-        from vllm.platforms.cpu import CpuPlatform
-        from vllm.v1.engine.core_client import EngineCoreClient
+    def __init__(self, vllm_config: VllmConfig, *_: Any, **__: Any) -> None:
+        self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
+        self.input_processor = InputProcessor(vllm_config)
 
-        from swift_grpo_ext.rollout.engine import RolloutEngine
+    def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        return self.input_processor.process_inputs(*args, **kwargs, supported_tasks=("generate",))
 
-        platform = vllm.platforms.current_platform
-        if platform.is_unspecified():  # vLLM for GPUs, without one; its modules hold the object
-            platform.__class__ = CpuPlatform
-        self.core = MagicMock()  # a stand-in for vLLM's core, which receives the requests
-        self.core.get_supported_tasks.return_value = ("generate",)
-        # vLLM copies the tokenizer for threads that do not start here: seconds each.
-        uncopied = patch.object(
-            PreTrainedTokenizerBase, "__deepcopy__", lambda self, memo: self, create=True
-        )
-        apart = patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="1")  # the core, as on GPUs
-        kwargs = json_parse_to_dict(args.vllm_engine_kwargs)
-        with patch.object(EngineCoreClient, "make_client", return_value=self.core), uncopied, apart:
-            self.engine = RolloutEngine(
-                args.model_dir,
-                template=copy(template),  # an engine sets another mode
-                torch_dtype=torch.bfloat16,
-                max_model_len=args.vllm_max_model_len,
-                limit_mm_per_prompt=json_parse_to_dict(args.vllm_limit_mm_per_prompt) or None,
-                enforce_eager=True,
-                # vLLM passes on only the names of media that its cache has.
-                engine_kwargs={"mm_processor_cache_gb": 0}
-                | {name: kwargs[name] for name in PROCESSING if name in kwargs},
-            )
-        self._ids = map(str, count())
-        self._position_model = position_model(self.engine.engine.model_config)
 
-    def encode(self, request: RolloutInferRequest) -> RolloutPrompt:
-        """Encode a request; raises what templates and vLLM raise."""
-        [inputs], _ = self.engine._batch_encode([request], strict=True)
-        length = len(inputs["input_ids"])
-        config = self.engine._prepare_generation_config(RequestConfig(max_tokens=1))
-        self.engine._add_request(inputs, config, next(self._ids))
-        added: EngineCoreRequest = self.core.add_request.call_args.args[0]
-        token_ids, features = list(added.prompt_token_ids or ()), added.mm_features or []
-        return RolloutPrompt(
-            token_ids=token_ids,
-            positions=positions_in(self._position_model, token_ids, features),
-            starts=[feature.mm_position.offset for feature in features],
-            length=length,
+def engine_of(args: RLHFArguments | RolloutArguments, template: Template) -> RolloutEngine:
+    """Return the engine of a run, up to vLLM's core."""
+    if current_platform.is_unspecified():
+        raise NotHereError("vLLM is built for accelerators, and this machine has none")
+    kwargs = json_parse_to_dict(args.vllm_engine_kwargs)
+    with replaced(vllm_engine, "LLMEngine", Frontend):
+        return RolloutEngine(
+            args.model_dir,
+            template=copy(template),  # an engine sets another mode
+            torch_dtype=torch.bfloat16,
+            max_model_len=args.vllm_max_model_len,
+            limit_mm_per_prompt=json_parse_to_dict(args.vllm_limit_mm_per_prompt) or None,
+            enforce_eager=True,
+            # vLLM passes on only the names of media that its cache has.
+            engine_kwargs={"mm_processor_cache_gb": 0}
+            | {name: kwargs[name] for name in PROCESSING if name in kwargs},
         )
 
-    def __call__(self, requests: list[RolloutInferRequest]) -> EncodedRequests:
-        prompts: list[RolloutPrompt | str] = []
-        for request in requests:
-            try:
-                prompts.append(self.encode(request))
-            except Exception as e:  # templates, processors and vLLM raise many kinds
-                prompts.append(e.fault if isinstance(e, RowError) else encoding_fault(request, e))
-        return EncodedRequests(
-            prompts,
-            self.engine.template.max_length,
-            int(self.engine.engine.model_config.max_model_len),
-        )
+
+def encode_requests(
+    engine: RolloutEngine, requests: Iterable[RolloutInferRequest]
+) -> EncodedRequests:
+    """Encode requests as `engine_of` a run does."""
+    prompts: list[RolloutPrompt | str] = []
+    for request in requests:
+        try:
+            [inputs], _ = engine._batch_encode([request], strict=True)
+            length = len(inputs["input_ids"])
+            config = engine._prepare_generation_config(RequestConfig(max_tokens=1))
+            made = engine._add_request(inputs, config, "0")
+        except Exception as e:  # templates, processors and vLLM raise many kinds
+            prompts.append(e.fault if isinstance(e, RowError) else encoding_fault(request, e))
+            continue
+        positions = kept_positions.pop("0", None)
+        ids, media = list(made.prompt_token_ids or ()), made.mm_features or ()
+        prompts.append(RolloutPrompt(ids, positions, len(media), length))
+    max_model_len = int(engine.engine.model_config.max_model_len)
+    return EncodedRequests(prompts, engine.template.max_length, max_model_len)
 
 
 # --- the training's side ---
 
 
-@dataclass(frozen=True)
-class EncodedRow:
-    """A row's prompt on both sides."""
+def add_dummy_model(template: Template) -> None:
+    """Give a template a model without weights, which counts positions, where one can be made."""
+    # ms-swift makes the same one without the model's type (4.6, template/base.py, `_get_model`).
+    info = template.model_info
+    with suppress(Exception), torch.device("meta"):  # code of a hub, missing packages
+        template.dummy_model, _ = get_model_processor(
+            info.model_dir, model_type=info.model_type, return_dummy_model=True
+        )
 
-    row: Row
-    rollout: RolloutPrompt
-    fault: str  # how training would see another prompt; "" where it sees the rollout's
+
+def sample_of(template: Template, row: Row) -> RolloutSample:
+    """Return a row as ms-swift's trainer has it before a rollout (`_preprocess_inputs`)."""
+    sample = RolloutSample.from_row({**row, "messages": list(map(dict, row["messages"]))})
+    GRPOTrainer._set_inputs_system(SimpleNamespace(template=template), [sample])
+    remove_response(sample.messages)
+    return sample
 
 
-class TrainingEncoder:
-    """Encodes rows as the training does, and compares them with an engine's prompts."""
-
-    def __init__(self, template: Template) -> None:
-        self.template = template
-        self._placeholders = placeholder_ids(template)
-        self.placeholder_texts = placeholder_texts(template)
-        self.counts_positions = self._has_dummy_model()
-
-    def _has_dummy_model(self) -> bool:
-        """Give the template a model without weights, which counts positions, and return whether
-        there is one for its type. It is ms-swift's own (template/base.py, `_get_model`)."""
-        from swift.model import get_model_processor
-
-        info = self.template.model_info
+def difference(template: Template, row: Row, prompt: RolloutPrompt) -> str:
+    """Return how a training on one completion token would see another prompt than the engine; ""
+    where both see the same."""
+    sample = sample_of(template, row)
+    sample.messages.append({"role": "assistant", "content": ""})
+    sample.response_token_ids = template.tokenizer.encode("a", add_special_tokens=False)[:1]
+    sample.add_eos = False
+    sample.rollout_prompts = [Prompt(prompt.token_ids, prompt.positions)]
+    sample.sample_id = SampleId(phase="train", step=0, number=0, group=0, index=0)
+    placeholders, max_length = placeholder_ids(template), template.max_length
+    with torch.inference_mode(), replaced(template, "max_length", None):
+        sample.encoded = encode_whole(sample, template, max_length)
         try:
-            with torch.device("meta"):
-                self.template.dummy_model, _ = get_model_processor(
-                    info.model_dir, model_type=info.model_type, return_dummy_model=True
-                )
-        except Exception:  # code of a hub, packages that are not there
-            return False
-        return True
-
-    def sample(self, row: Row) -> RolloutSample:
-        """Return a row as ms-swift's trainer has it before a rollout (`_preprocess_inputs`)."""
-        sample = RolloutSample.from_row({**row, "messages": list(map(dict, row["messages"]))})
-        GRPOTrainer._set_inputs_system(SimpleNamespace(template=self.template), [sample])
-        remove_response(sample.messages)
-        return sample
-
-    def compare(self, row: Row, rollout: RolloutPrompt) -> EncodedRow:
-        """Compare an engine's prompt with that of a round, with a completion of one token; raises
-        the exceptions of templates."""
-        sample = self.sample(row)
-        tokenizer = self.template.tokenizer
-        sample.messages.append({"role": "assistant", "content": ""})
-        sample.response_token_ids = tokenizer.encode("a", add_special_tokens=False)[:1]
-        sample.add_eos = False
-        sample.rollout_prompts = [Prompt(rollout.token_ids, rollout.positions)]
-        sample.sample_id = SampleId(phase="train", step=0, number=0, group=0, index=0)
-        max_length = self.template.max_length
-        with torch.inference_mode(), replaced(self.template, "max_length", None):
-            sample.encoded = encode_whole(sample, self.template, max_length)
-            try:
-                check_rollout_prompts(
-                    sample, sample.encoded, self.template, self._placeholders, REMEDY
-                )
-            except DisagreementError as e:
-                # Without the name of the sample.
-                return EncodedRow(row, rollout, str(e).partition(": ")[2])
-            if not self.counts_positions or rollout.positions is None:
-                return EncodedRow(row, rollout, "")
-            [placed] = positions_in_training(
-                [sample], self.template.data_collator([sample.encoded])
-            )
-        misplaced = first_misplaced(rollout.positions, placed)
-        text = f"the same tokens stand at other positions, {misplaced}. {POSITIONS_REMEDY}"
-        return EncodedRow(row, rollout, text if misplaced else "")
+            check_rollout_prompts(sample, sample.encoded, template, placeholders, REMEDY)
+            if prompt.positions is not None and template.dummy_model is not None:
+                batch = template.data_collator([sample.encoded])
+                raises: Any = SimpleNamespace(rollout_mismatch="stop")
+                check_positions([sample], batch, raises)
+        except DisagreementError as e:
+            return str(e).partition(": ")[2]  # without the name of the sample
+    return ""
 
 
 # --- findings ---
 
 
 def check_encoding(
-    args: RLHFArguments, template: Template, datasets: Mapping[str, Sequence[Row]], ask: Ask
+    args: RLHFArguments, template: Template, datasets: Iterable[Sequence[Row]], ask: Ask
 ) -> Findings:
-    """Encode some rows of each data set on both sides, and name those that differ, and those that
-    do not fit."""
-    encoder = TrainingEncoder(template)
-    drawn = {}
-    for setting, rows in datasets.items():
-        rest = range(min(NUM_FIRST, len(rows)), len(rows))
-        numbers = Random(args.data_seed).sample(rest, min(NUM_DRAWN, len(rest)))
-        some = [rows[i] for i in (*range(rest.start), *numbers)]
-        # `check_rows` has named the others.
-        drawn[setting] = [
-            row
-            for row in some
-            if not (row_fault(row, encoder.placeholder_texts) or narrow_fault(template, row))
-        ]
-    every = [row for rows in drawn.values() for row in rows]
-    encoded = ask([encoder.sample(row).to_infer_request() for row in every])
+    """Encode some rows of the data sets on both sides. Name those that differ, cannot be encoded,
+    or do not fit."""
+    placeholders = placeholder_texts(template)
+    # `check_rows` has named the others.
+    rows = [row for row in drawn_rows(datasets, args.data_seed) if not row_fault(row, placeholders)]
+    encoded = ask([sample_of(template, row).to_infer_request() for row in rows])
     if encoded is None:
         return
-    prompts = iter(encoded.prompts)
-    for setting, rows in drawn.items():
-        pairs = [(row, next(prompts)) for row in rows]
-        yield from compare_rows(encoder, pairs, encoded, setting=setting, args=args)
-
-
-def compare_rows(
-    encoder: TrainingEncoder,
-    pairs: Sequence[tuple[Row, RolloutPrompt | str]],
-    encoded: EncodedRequests,
-    *,
-    setting: str,
-    args: RLHFArguments,
-) -> Findings:
-    compared: list[EncodedRow] = []
-    refused: dict[str, list[str]] = {}  # rows that cannot be encoded, by the side that refuses them
-    for row, prompt in pairs:
-        side, reason = "training", encoding_error(encoder.template, row, encoded.max_model_len)
-        if not reason and isinstance(prompt, str):
-            side, reason = "a rollout", prompt
-        elif not reason and isinstance(prompt, RolloutPrompt):
-            try:
-                compared.append(encoder.compare(row, prompt))
-            except Exception as e:  # templates and processors raise many kinds
-                reason = encoding_fault(row, e)
-        if reason:
-            text = f"{name_of(row)} cannot be encoded for {side} ({reason})."
-            refused.setdefault(side, []).append(text)
-    deletes = args.truncation_strategy == "delete"
-    for side, texts in refused.items():
-        text = texts[0] + (f" {len(texts) - 1} more rows fail, too." if len(texts) > 1 else "")
-        if side == "a rollout":
-            yield error(setting, text, "Correct them, or leave them out.")
-        elif deletes:
-            yield warning(
-                setting, f"{text} Others take their place (--truncation_strategy delete)."
-            )
+    add_dummy_model(template)
+    compared: list[tuple[Row, RolloutPrompt]] = []
+    refused, unusable, differing = list[str](), list[str](), list[str]()
+    for row, prompt in zip(rows, encoded.prompts, strict=True):
+        if fault := encoding_error(template, row, encoded.max_model_len):
+            unusable.append(f"{name_of(row)} cannot be encoded for training ({fault}).")
+        elif isinstance(prompt, str):
+            refused.append(f"{name_of(row)} cannot be encoded for a rollout ({prompt}).")
         else:
-            yield error(setting, text, "Correct them, or use --truncation_strategy delete.")
+            compared.append((row, prompt))
+            if found := difference(template, row, prompt):
+                differing.append(f"{name_of(row)}: {found}")
+    yield from first_of(error, refused, "Correct them, or leave them out.")
+    if args.truncation_strategy == "delete":
+        yield from first_of(warning, unusable, "Others take their place.")
+    else:
+        remedy = "Correct them, or use --truncation_strategy delete."
+        yield from first_of(error, unusable, remedy)
+    yield from first_of(error if args.rollout_mismatch == "stop" else warning, differing)
+    if compared and not differing:
+        num_media = sum(prompt.num_media for _, prompt in compared)
+        has_positions = any(prompt.positions is not None for _, prompt in compared)
+        parts = "tokens and positions" if has_positions and template.dummy_model else "tokens"
+        text = f"{len(compared)} rows with {num_media} media are equal in rollout and training"
+        yield ok("dataset", f"{text}, in {parts}.")
     if compared:
-        yield from differences_of(encoder, compared, setting, args)
-        yield from lengths_of(compared, encoded, setting, args)
+        yield from lengths_of(compared, encoded, int(args.max_completion_length))
 
 
-def differences_of(
-    encoder: TrainingEncoder, rows: Sequence[EncodedRow], setting: str, args: RLHFArguments
-) -> Findings:
-    """Name the rows with prompts that differ; or say that none does."""
-    differing = [row for row in rows if row.fault]
-    say = error if args.rollout_mismatch == "stop" else warning
-    for row in differing[:SHOWN_ROWS]:
-        yield say(setting, f"{name_of(row.row)}: {row.fault}")
-    if len(differing) > SHOWN_ROWS:
-        yield say(setting, f"{len(differing) - SHOWN_ROWS} more of {len(rows)} rows differ.")
-    if not differing:
-        num_media = sum(len(row.rollout.starts) for row in rows)
-        with_positions = encoder.counts_positions and rows[0].rollout.positions is not None
-        yield ok(
-            setting,
-            f"{len(rows)} rows with {num_media} media are equal in rollout and training, in "
-            f"tokens{' and positions' * with_positions}.",
-        )
+def drawn_rows(datasets: Iterable[Sequence[Row]], seed: int) -> Iterator[Row]:
+    """Yield the first rows of each data set, and some of its others."""
+    for rows in datasets:
+        rest = range(min(NUM_FIRST, len(rows)), len(rows))
+        numbers = Random(seed).sample(rest, min(NUM_DRAWN, len(rest)))
+        yield from (rows[i] for i in (*range(rest.start), *numbers))
+
+
+def first_of(say: Callable[..., Finding], texts: Sequence[str], remedy: str = "") -> Findings:
+    """Name the first rows with a fault, and count the others."""
+    for text in texts[:SHOWN_ROWS]:
+        yield say("dataset", text, remedy)
+    if len(texts) > SHOWN_ROWS:
+        yield say("dataset", f"{len(texts) - SHOWN_ROWS} more rows have such a fault.")
 
 
 def lengths_of(
-    rows: Sequence[EncodedRow], encoded: EncodedRequests, setting: str, args: RLHFArguments
+    rows: Sequence[tuple[Row, RolloutPrompt]], encoded: EncodedRequests, num_completion: int
 ) -> Findings:
     """Name prompts that are cut, and prompts that leave a completion no room."""
     limit, room = encoded.max_length, encoded.max_model_len
-    cut = [row for row in rows if 0 < (limit or 0) <= row.rollout.length]
+    cut = [row for row, prompt in rows if 0 < (limit or 0) <= prompt.length]
     if cut:
         yield warning(
-            setting,
+            "dataset",
             f"{len(cut)} of {len(rows)} rows are cut to --max_length {limit} at their beginning, "
-            f"where the system prompt and the question stand, the first: {name_of(cut[0].row)}.",
+            f"where the system prompt and the question stand, the first: {name_of(cut[0])}.",
             "Raise it, or have such prompts replaced with --truncation_strategy delete.",
         )
-    lengths = [len(row.rollout.token_ids) for row in rows]
-    num_prompt, num_completion = max(lengths), int(args.max_completion_length)
+    lengths = [len(prompt.token_ids) for _, prompt in rows]
+    num_prompt = max(lengths)
     text = (
         f"prompts have {min(lengths)} to {num_prompt} tokens (--max_length {limit} counts a medium "
         f"as one); with --max_completion_length {num_completion} a sample takes up to "
         f"{num_prompt + num_completion} of {room} (--vllm_max_model_len)."
     )
-    if room - num_prompt < num_completion:
-        longest = rows[lengths.index(num_prompt)]
-        more = f"Completions of {name_of(longest.row)} end after {room - num_prompt} tokens."
-        remedy = "Raise --vllm_max_model_len, or lower --max_length."
-        yield warning(setting, f"{text} {more}", remedy)
-    else:
-        yield note(setting, text)
+    if num_prompt + num_completion <= room:
+        yield note("dataset", text)
+        return
+    longest, _ = rows[lengths.index(num_prompt)]
+    text = f"{text} Completions of {name_of(longest)} end after {room - num_prompt} tokens."
+    yield warning("dataset", text, "Raise --vllm_max_model_len, or lower --max_length.")

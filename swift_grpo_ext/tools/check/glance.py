@@ -1,5 +1,6 @@
-"""Checks that take a fraction of a second, before ms-swift is imported, which takes ten: names of
-flags, files, and whether the files of both sides agree. The start itself judges the rest.
+"""Check a run's settings as they are written: are names and files there, and do both sides agree?
+
+It takes a fraction of a second, since it imports no ms-swift. The start itself judges the rest.
 """
 
 from __future__ import annotations
@@ -7,7 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -39,12 +39,12 @@ SAME_ON_BOTH_SIDES = (
     *("new_special_tokens", "agent_template", "response_prefix"),
 )
 SAME_WHERE_GIVEN: Mapping[str, Side] = {
-    "system": "rollout",  # travels with each request
-    # A training asks its servers (ms-swift 4.6, rlhf_trainers/rollout_mixin.py:421).
+    "system": "rollout",  # else each request brings the training's
+    # Else the server's holds (ms-swift 4.6, rlhf_trainers/rollout_mixin.py:421).
     "multi_turn_scheduler": "training",
     "max_turns": "training",
 }
-"""Settings that a side (the value) takes from the other one where it does not have them."""
+"""Settings that have to be the same if the side that is named here has them."""
 
 SAME_IN_ENV = ("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "FPS")
 """Sizes of images: other values, other prompt ids."""
@@ -70,8 +70,8 @@ def check_sources(sources: Mapping[Side, Source], *, looks_at_files: bool) -> Fi
         algorithm = training.given.get("rlhf_type", ["dpo"])[-1]
         if algorithm not in TYPES:
             yield error("rlhf_type", f"is {algorithm}; expected {' or '.join(TYPES)}.")
-        yield from check_servers(training, rollout)
     if training is not None and rollout is not None:
+        yield from check_places(training, rollout)
         yield from check_agreement(training, rollout)
 
 
@@ -109,7 +109,8 @@ def check_names(side: Side, names: Iterable[str]) -> Findings:
 
 
 def check_files(given: Mapping[str, Sequence[str]]) -> Findings:
-    """Refuse plugins, data sets and models that name a file or a folder that does not exist."""
+    """Refuse plugins, data sets and models that name a file or a folder that does not exist, and
+    files of rows that cannot be read."""
     for plugin in plugins_of(given):
         if not Path(plugin).expanduser().is_file():
             yield error(f"external_plugins {plugin}", absent(plugin, "file"))
@@ -164,22 +165,11 @@ def absent(path: str, kind: str) -> str:
 # --- both sides ---
 
 
-def check_servers(training: Source, rollout: Source | None) -> Findings:
-    """Refuse addresses of the wrong server, at which a training would wait, and a GPU that both
-    sides name."""
-    given = training.given
-    hosts, ports = given.get("vllm_server_host", []), given.get("vllm_server_port", [PORT])
-    addresses = given.get("vllm_server_base_url") or [
-        f"{host}:{port}" for host, port in zip(hosts, ports, strict=False)
-    ]
-    for address, times in Counter(addresses).items():
-        if times > 1:
-            text = f"{address} is given for {times} servers: each has its own."
-            yield error("vllm_server_port", text)
-    if rollout is None:
-        return
+def check_places(training: Source, rollout: Source) -> Findings:
+    """Refuse a server's port that the training does not ask, and a GPU that both sides name."""
+    ports = training.given.get("vllm_server_port", [PORT])
     port = _text(rollout.given.get("port", [PORT]))
-    if hosts and port not in ports:
+    if "vllm_server_host" in training.given and port not in ports:
         yield error(
             "port",
             f"{port} of `swift rollout` is not among vllm_server_port ({', '.join(ports)}) of "
@@ -200,27 +190,24 @@ def check_agreement(training: Source, rollout: Source) -> Findings:
     """Refuse two sides that do not mean the same model, prompts and pixels."""
     pairs: dict[str, tuple[str | None, str | None]] = {}
     for name in (*SAME_ON_BOTH_SIDES, *SAME_WHERE_GIVEN):
-        ours, theirs = (_text(source.given.get(name)) for source in (training, rollout))
-        follows = SAME_WHERE_GIVEN.get(name)
-        if not (follows and (ours if follows == "training" else theirs) is None):
-            pairs[name] = ours, theirs
+        given = {source.side: _text(source.given.get(name)) for source in (training, rollout)}
+        if name in SAME_ON_BOTH_SIDES or given[SAME_WHERE_GIVEN[name]] is not None:
+            pairs[name] = given["training"], given["rollout"]
     for name in SAME_IN_ENV:
         pairs[f"ENV {name}"] = training.env.get(name), rollout.env.get(name)
-    for name, (ours, theirs) in pairs.items():
-        if ours != theirs:
-            shown = ["not set" if value is None else repr(value) for value in (ours, theirs)]
+    for name, values in pairs.items():
+        if values[0] != values[1]:
+            shown = ["not set" if value is None else repr(value) for value in values]
             yield error(
                 name,
                 f"is {shown[0]} of `swift rlhf` and {shown[1]} of `swift rollout`: both sides need "
                 "the same.",
             )
-    ranks = (
-        training.given.get("lora_rank", [LORA_RANK])[-1],
-        rollout.given.get("vllm_max_lora_rank", [MAX_LORA_RANK])[-1],
-    )
-    is_apart = _text(rollout.given.get("vllm_enable_lora")) == "true"
-    if is_apart and all(map(str.isdecimal, ranks)) and int(ranks[0]) > int(ranks[1]):
-        text = f"{ranks[1]} is less than the training's lora_rank {ranks[0]}."
+    rank = training.given.get("lora_rank", [LORA_RANK])[-1]
+    max_rank = rollout.given.get("vllm_max_lora_rank", [MAX_LORA_RANK])[-1]
+    takes_adapters = _text(rollout.given.get("vllm_enable_lora")) == "true"
+    if takes_adapters and f"{rank}{max_rank}".isdecimal() and int(rank) > int(max_rank):
+        text = f"{max_rank} is less than the training's lora_rank {rank}."
         yield error("vllm_max_lora_rank", text)
 
 

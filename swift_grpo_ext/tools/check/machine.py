@@ -1,8 +1,8 @@
-"""The installation and this machine.
+"""Check the installation and this machine.
 
     python -m swift_grpo_ext.tools.check.machine JOB_AS_JSON
 
-checks them in a process of its own: a broken build may end it.
+is a process of its own: a broken build may end it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ SHOWN = ("ms-swift", "torch", "transformers", "trl", "peft", "datasets", "vllm",
 
 GIB = 1024**3
 LEAST_SHARED = GIB // 4  # vLLM's and the data loaders' queues; Docker gives 64 MiB by default
-ENOUGH_SHARED = 8 * GIB  # with GPUs: NCCL's buffers and the workers' batches with images
 
 
 def check_versions() -> Findings:
@@ -38,7 +37,7 @@ def check_versions() -> Findings:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return every distribution's version by its normal name (`ms-swift`, not `ms_swift`)."""
+    """Return the version of each distribution, by its normal name (`ms-swift`, not `ms_swift`)."""
     distributions = importlib.metadata.distributions()
     return {canonicalize_name(d.name): d.version for d in distributions if d.name}
 
@@ -81,14 +80,12 @@ def vllm_build(installed: Mapping[str, str], *, has_gpu: bool) -> Findings:
 
 
 def check_shared_memory() -> Findings:
-    """Check that shared memory is enough for vLLM's queues, NCCL, and data loaders."""
+    """Check that shared memory is enough for vLLM's queues and data loaders."""
     free = shutil.disk_usage("/dev/shm").free
-    text = f"{free / GIB:.1f} GiB are free in /dev/shm."
-    remedy = "Give the container more: docker run --shm-size 16g, or --ipc host."
     if free < LEAST_SHARED:
+        text = f"{free / GIB:.1f} GiB are free in /dev/shm."
+        remedy = "Give the container more: docker run --shm-size 16g, or --ipc host."
         yield error("Shared memory", text, remedy)
-    elif has_accelerator() and free < ENOUGH_SHARED:
-        yield warning("Shared memory", text, remedy)
 
 
 def check_gpus(gpus: Sequence[str]) -> Findings:
@@ -98,21 +95,16 @@ def check_gpus(gpus: Sequence[str]) -> Findings:
     present = torch.accelerator.device_count() if has_accelerator() else 0
     missing = [gpu for gpu in gpus if gpu.isdecimal() and int(gpu) >= present]
     if missing:
-        yield error(
-            "CUDA_VISIBLE_DEVICES",
-            f"names GPUs {', '.join(missing)}, counted from 0; torch sees {present} on this "
-            "machine.",
-            "Without GPUs: swift-grpo-ext init cpu-run --preset cpu_2x6, with a tiny model.",
-        )
+        text = f"names GPUs {', '.join(missing)}, counted from 0; torch sees {present} here."
+        remedy = "Without GPUs: swift-grpo-ext init cpu-run --preset cpu_2x6, with a tiny model."
+        yield error("CUDA_VISIBLE_DEVICES", text, remedy)
 
 
 def main(gpus: Sequence[str]) -> None:
     with told() as tell:
-        for check in (check_versions, check_shared_memory, check_builds):
-            for finding in check():
+        for check in (check_versions(), check_shared_memory(), check_builds(), check_gpus(gpus)):
+            for finding in check:
                 tell(finding)
-        for finding in check_gpus(gpus):
-            tell(finding)
 
 
 if __name__ == "__main__":
