@@ -13,16 +13,17 @@ import os
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
+import torch.distributed as dist
 from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
-from swift.utils import get_dist_setting, get_logger, set_default_ddp_config
+from swift.utils import get_logger, set_default_ddp_config
 from swift.utils.utils import _patch_get_type_hints
 from transformers import HfArgumentParser
 
 from swift_grpo_ext.checks import preflight, rules
 from swift_grpo_ext.checks.finding import SettingsError, did_you_mean, enforce
-from swift_grpo_ext.checks.left_out import Preprocessed, check_left_out, watched
+from swift_grpo_ext.checks.left_out import left_out_rows_named
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.flags import ExtFlags, flag_names
 from swift_grpo_ext.record.log import check_output_dir
@@ -49,22 +50,18 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
         # The last check before the model is loaded: model and data are known by name here.
         super()._check_grpo()
         if self.rlhf_type in TRAINERS:
-            # From the cheapest on: what the data set costs is paid last.
+            # Cheap checks come first; the data set costs most.
             check_stop_settings(self)
             enforce(check_output_dir(self))
             enforce(preflight.check_model(self))
-            with watched(self._check_left_out):
+            with left_out_rows_named():
                 datasets = super().load_dataset()
-            apply(Moment.TRAINING)  # before rows are encoded, as the training will
+            apply(Moment.TRAINING)  # rows are then encoded as in the training
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
 
-    def _check_left_out(self, given: Preprocessed) -> None:
-        is_val = any(name.startswith(given.name) for name in self.val_dataset or ())
-        enforce(check_left_out(given, f"{'val_' * is_val}dataset {given.name}"))
-
     def load_dataset(self) -> tuple[Dataset, Dataset | None]:
-        # `_check_grpo` has loaded it: it is handed over, and not kept.
+        # Hand over the data that `_check_grpo` has loaded, and keep no reference.
         return self.__dict__.pop("_loaded_datasets", None) or super().load_dataset()
 
 
@@ -93,6 +90,9 @@ EXTENDED: dict[type, type] = {
 }
 """ms-swift's classes that are turned into ours. Megatron's and Ray's, which derive from them, stay:
 their trainers are not ours."""
+
+
+OFF = {"logits_shim": "off", "logps_shared_prompt": "false"}  # a flag's text for `False`
 
 
 @repair(
@@ -136,7 +136,7 @@ def _check(args: BaseArguments, given: list[str]) -> None:
                 f"{args.rlhf_type}. Leave the flag out."
             )
         return
-    # Keys come first: `args` holds a mask from here on, whatever is logged of it.
+    # Keys come first: from here on `args` holds a mask in their place, for all logs.
     if isinstance(args, RolloutArguments):
         if "swift.pipelines.infer.rollout" in sys.modules:
             # A script may have called `register()` before it loaded the server.
@@ -144,19 +144,19 @@ def _check(args: BaseArguments, given: list[str]) -> None:
         api_key.take(args)
         vars(args)["_given_port"] = args.port
         vars(args)["watches_weights"] = not has_accelerator() or "rollout_mismatch" in given
+        enforce(preflight.check_server_process(args.port))
     else:
         api_key.check_urls(args)
     if getattr(args, "rlhf_type", None) == "gkd" and args.use_vllm:
         # vLLM asks for a rank in the training process. ms-swift sets it for GRPO alone (4.6,
         # arguments/rlhf_args.py, `_init_grpo`).
         set_default_ddp_config()
-    # ms-swift's port for one process (4.6, utils/torch_utils.py). Another training may hold it.
-    if preflight.is_alone() and os.environ.get("MASTER_PORT") == "29500":
+    # ms-swift's port for one process (4.6, utils/torch_utils.py), which another training may hold.
+    # torchrun, and a script that has made the group, have ports of their own.
+    is_alone = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
+    if is_alone and os.environ.get("MASTER_PORT") == "29500" and not dist.is_initialized():
         os.environ["MASTER_PORT"] = "0"  # any free one
-    enforce(preflight.check_process(args))
     enforce(rules.check_arguments(args, given))
-    if isinstance(args, RLHFArguments):
-        enforce(preflight.check_round(args, max(get_dist_setting()[2], 1)))
     # The environment is set last, and before CUDA or vLLM read it.
     if getattr(args, "full_determinism", False):  # not an argument of servers
         prepare_process()
@@ -194,15 +194,9 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
 
 
 def as_typed(argv: list[str]) -> list[str]:
-    """Undo what YAML 1.1 does to `off` and `false` among the choices of our flags: both arrive as
-    `False`."""
-    choices = {name: get_args(hint) for name, hint in get_type_hints(ExtFlags).items()}
-    typed = list(argv)
-    for place, (flag, value) in enumerate(pairwise(argv), start=1):
-        if value == "False":
-            known = (word for word in ("off", "false") if word in choices.get(_name(flag), ()))
-            typed[place] = next(known, value)
-    return typed
+    """Undo YAML 1.1, which makes `False` of `off` and `false`, for flags that have texts for it."""
+    pairs = pairwise(["", *argv])
+    return [OFF.get(_name(flag), word) if word == "False" else word for flag, word in pairs]
 
 
 def _name(token: str) -> str:

@@ -30,7 +30,6 @@ from swift_grpo_ext.checks.rows import (
     encoding_error,
     encoding_fault,
     name_of,
-    narrow_fault,
     row_fault,
 )
 from swift_grpo_ext.rollout.positions import Positions, position_model, positions_in
@@ -241,11 +240,7 @@ def check_encoding(
         numbers = Random(args.data_seed).sample(rest, min(NUM_DRAWN, len(rest)))
         some = [rows[i] for i in (*range(rest.start), *numbers)]
         # `check_rows` has named the others.
-        drawn[setting] = [
-            row
-            for row in some
-            if not (row_fault(row, encoder.placeholder_texts) or narrow_fault(template, row))
-        ]
+        drawn[setting] = [row for row in some if not row_fault(row, encoder.placeholder_texts)]
     every = [row for rows in drawn.values() for row in rows]
     encoded = ask([encoder.sample(row).to_infer_request() for row in every])
     if encoded is None:
