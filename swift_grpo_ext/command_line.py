@@ -1,9 +1,9 @@
-"""How flags of ours become real flags of `swift rlhf` and `swift rollout`.
+"""Makes our flags real flags of `swift rlhf` and `swift rollout`.
 
 ms-swift imports `--external_plugins` inside `BaseArguments.__post_init__`, after argparse, and
-hands on declared dataclass fields only. `BaseArguments._init_model_kwargs`, the first call after
-the import, therefore turns the object into our subclass of its own class, which has our flags as
-fields, with the values of what ms-swift is parsing: the command line, or a script's list.
+hands on declared dataclass fields only. `BaseArguments._init_model_kwargs` is the first call after
+the import. We have it change the object's class to a subclass with our flags as fields. It takes
+their values from the words that ms-swift is parsing: the command line, or a script's list.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class RolloutExtArguments(ExtFlags, RolloutArguments):
     """`swift rollout`'s arguments with our flags."""
 
     sample_log: Literal["all", "tokens", "none"] = "none"
-    """A training with the plugin records the samples already."""
+    """`none`, since a training with the plugin records the samples."""
 
     watches_weights: ClassVar[bool] = True
-    """The watch looks at weights after each update where this is True. No GPU has run it yet; on
-    GPUs, any given `--rollout_mismatch` asks for it."""
+    """Whether the watch checks weights after each update. No GPU has run it yet; on GPUs it is on
+    where `--rollout_mismatch` is given."""
 
     def _check_device_count(self) -> None:
         # ms-swift calls it once it knows the model; a server has no hook of its own for checks.
@@ -88,8 +88,8 @@ EXTENDED: dict[type, type] = {
     RLHFArguments: RLHFExtArguments,
     RolloutArguments: RolloutExtArguments,
 }
-"""ms-swift's classes that are turned into ours. Megatron's and Ray's, which derive from them, stay:
-their trainers are not ours."""
+"""Our class for each of ms-swift's. Subclasses of Megatron and Ray keep theirs: they have trainers
+of their own."""
 
 
 OFF = {"logits_shim": "off", "logps_shared_prompt": "false"}  # a flag's text for `False`
@@ -103,7 +103,7 @@ OFF = {"logits_shim": "off", "logps_shared_prompt": "false"}  # a flag's text fo
     until="ms-swift imports plugins before it parses arguments",
 )
 def extend_arguments() -> None:
-    """Hang the flags in, for command lines parsed before now and after."""
+    """Add the flags, also to a command line that is being parsed."""
     verify_overrides(*EXTENDED.values())
     original = BaseArguments._init_model_kwargs
 
@@ -126,8 +126,7 @@ def extend_arguments() -> None:
 
 
 def _check(args: BaseArguments, given: list[str]) -> None:
-    """Check the process and the arguments, and prepare the process for them. The model is known by
-    name alone."""
+    """Check the process and the arguments, and prepare the process. The model is a name so far."""
     ours = [name for name in given if name in flag_names()]
     if isinstance(args, RLHFArguments) and args.rlhf_type not in TRAINERS:
         if ours:
@@ -168,11 +167,10 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     that were given, ours and ms-swift's."""
     given, left_over = being_parsed(type(args))
     argv = as_typed(given)
-    # Once more, as fields of our class. Without abbreviations: one of ms-swift's flags could be
-    # taken for ours.
+    # Parse again, with our class. Without abbreviations: one of ms-swift's flags could match ours.
     parser = Parser([EXTENDED[upstream]], allow_abbrev=False)
     values, unknown = parser.parse_known_args(argv)
-    # ms-swift itself takes abbreviations: what is left over here, it would refuse.
+    # ms-swift takes abbreviations, and would refuse the words that are left over here.
     _, unknown = Parser([upstream]).parse_known_args(unknown)
     if unknown and not args.ignore_args_error:
         tokens = [token for token in unknown if token.startswith("--")] or unknown[:1]
@@ -183,8 +181,8 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
             f"Unknown argument {', '.join(named)}; left over: {' '.join(unknown)}. "
             "`swift-grpo-ext flags` lists our flags."
         )
-    left_over[:] = unknown  # in place: ms-swift refuses what its own list holds when it is done
-    if argv or type(args) is upstream:  # else made in Python, with values of our flags
+    left_over[:] = unknown  # in place: at its end, ms-swift refuses the words in its own list
+    if argv or type(args) is upstream:  # else Python has made it, with values of our flags
         args.__class__ = EXTENDED[upstream]
         for name in flag_names():
             setattr(args, name, getattr(values, name))
@@ -205,7 +203,7 @@ def _name(token: str) -> str:
 
 
 class Parser(HfArgumentParser):
-    """Raises instead of printing the usage of five hundred flags; takes JSON as ms-swift does."""
+    """Raises, where argparse would print five hundred flags; takes JSON as ms-swift does."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         with _patch_get_type_hints():  # ms-swift's: JSON for fields that are a dict or a text

@@ -38,7 +38,7 @@ def check_server_process(port: int) -> Findings:
         )
     # ms-swift takes the next free port in silence, where no trainer looks for it (deploy_args.py).
     sockets = psutil.net_connections("tcp")
-    if any(each.laddr.port == port and each.status == psutil.CONN_LISTEN for each in sockets):
+    if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets):
         yield error(
             f"port {port}",
             "is in use on this machine.",

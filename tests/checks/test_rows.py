@@ -135,7 +135,7 @@ def test_a_bad_row_is_named(png: Path, tmp_path: Path) -> None:
     named = rf"{asks}: images\[1\]: '.*bad\.png' is not an image"
     [refused] = said([*data, data[1]])
     assert re.match(rf"error: --dataset: {named}.*\. Correct.*strategy delete", refused)
-    [warned] = said([*data, data[1]], deletes_bad_rows=True)
+    warned, _ = said([*data, data[1]], deletes_bad_rows=True)
     assert re.match(f"warning: --dataset: 2 of 3 rows .* The first: {named}", warned)
 
 
@@ -170,7 +170,11 @@ def test_a_row_is_named_by_its_number_in_its_file(suffix: str, tmp_path: Path) -
 
 
 def test_a_data_set_without_media() -> None:
-    empty: list[dict[str, Any]] = [{}, {"images": None}, {"videos": []}]
+    empties: list[dict[str, Any]] = [{}, {"images": None}, {"videos": []}]
+    empty = [
+        {**columns, "messages": [{"role": "user", "content": str(number)}]}
+        for number, columns in enumerate(empties)
+    ]
     [warned] = said(empty, setting="val_dataset")
     assert warned.startswith("warning: --val_dataset: no row holds `images`")
     assert said(empty, expects_media=False) == []
@@ -181,7 +185,7 @@ def test_marks_without_media() -> None:
     """ms-swift leaves them as text: a row of a misspelt column is trained on without its image."""
     asked = {"messages": [{"role": "user", "content": "<image>Which digit?"}]}
     fine = {**asked, "images": [PICTURE]}
-    [warned] = said([fine, {**asked, "image_path": PICTURE}, asked])
+    warned, _ = said([fine, {**asked, "image_path": PICTURE}, asked])
     assert warned.startswith(
         "warning: --dataset: 2 of 3 rows have marks without media, which stay text. The first: the "
         "row that asks '<image>Which digit?': messages: 1 <image> marks stand for 0 images."
