@@ -165,9 +165,7 @@ def rules_of_determinism(args: RLHFArguments) -> Findings:
     ):
         text = f"does not hold for a resumed run with --{flag}: {reason}."
         is_broken = args.full_determinism and is_set
-        yield from advice(
-            "full_determinism true", is_broken, text, "Leave that flag out, or do not resume."
-        )
+        yield from advice("full_determinism true", is_broken, text, "Leave that flag out.")
 
 
 def rules_of_router_replay(args: RLHFArguments) -> Findings:
