@@ -38,7 +38,8 @@ def check_server_process(port: int) -> Findings:
         )
     # ms-swift takes the next free port in silence, where no trainer looks for it (deploy_args.py).
     sockets = psutil.net_connections("tcp")
-    if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets):
+    listening = (each.laddr for each in sockets if each.status == psutil.CONN_LISTEN)
+    if any(address and address.port == port for address in listening):
         yield error(
             f"port {port}",
             "is in use on this machine.",
