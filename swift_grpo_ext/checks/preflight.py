@@ -105,8 +105,7 @@ def check_rewarded(args: RLHFArguments, dataset: Dataset) -> Findings:
 
 
 def _placeholders(args: RLHFArguments) -> list[str]:
-    """Return the tokens that stand for media inside the model; [] where it is not on this machine,
-    or takes no media."""
+    """Return the tokens that stand for media; [] for a text model, and for one on a hub."""
     if not args.model_meta.is_multimodal or not Path(args.model_dir or "").is_dir():
         return []
     from swift.model import get_processor
