@@ -10,7 +10,7 @@ __all__ = ["__version__", "register"]
 
 
 def register() -> None:
-    """Hang the trainer, the engine, the flags and the callbacks into ms-swift.
+    """Add the trainer, the engine, the flags and the callbacks to ms-swift.
 
     Raises `ImportError` where the installed ms-swift lacks hooks that we extend.
     """

@@ -1,9 +1,9 @@
-"""How flags of ours become real flags of `swift rlhf` and `swift rollout`.
+"""Makes our flags real flags of `swift rlhf` and `swift rollout`.
 
 ms-swift imports `--external_plugins` inside `BaseArguments.__post_init__`, after argparse, and
-hands on declared dataclass fields only. `BaseArguments._init_model_kwargs`, the first call after
-the import, therefore turns the object into our subclass of its own class, which has our flags as
-fields, with the values of what ms-swift is parsing: the command line, or a script's list.
+hands on declared dataclass fields only. `BaseArguments._init_model_kwargs` is the first call after
+the import. We have it change the object's class to a subclass with our flags as fields. It takes
+their values from the words that ms-swift is parsing: the command line, or a script's list.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import os
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
+import torch.distributed as dist
 from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
-from swift.utils import get_dist_setting, get_logger, set_default_ddp_config
+from swift.utils import get_logger, set_default_ddp_config
 from swift.utils.utils import _patch_get_type_hints
 from transformers import HfArgumentParser
 
 from swift_grpo_ext.checks import preflight, rules
 from swift_grpo_ext.checks.finding import SettingsError, did_you_mean, enforce
-from swift_grpo_ext.checks.left_out import Preprocessed, check_left_out, watched
+from swift_grpo_ext.checks.left_out import left_out_rows_named
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.flags import ExtFlags, flag_names
 from swift_grpo_ext.record.log import check_output_dir
@@ -49,22 +50,18 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
         # The last check before the model is loaded: model and data are known by name here.
         super()._check_grpo()
         if self.rlhf_type in TRAINERS:
-            # From the cheapest on: what the data set costs is paid last.
+            # Cheap checks come first; the data set costs most.
             check_stop_settings(self)
             enforce(check_output_dir(self))
             enforce(preflight.check_model(self))
-            with watched(self._check_left_out):
+            with left_out_rows_named():
                 datasets = super().load_dataset()
-            apply(Moment.TRAINING)  # before rows are encoded, as the training will
+            apply(Moment.TRAINING)  # rows are then encoded as in the training
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
 
-    def _check_left_out(self, given: Preprocessed) -> None:
-        is_val = any(name.startswith(given.name) for name in self.val_dataset or ())
-        enforce(check_left_out(given, f"{'val_' * is_val}dataset {given.name}"))
-
     def load_dataset(self) -> tuple[Dataset, Dataset | None]:
-        # `_check_grpo` has loaded it: it is handed over, and not kept.
+        # Hand over the data that `_check_grpo` has loaded, and keep no reference.
         return self.__dict__.pop("_loaded_datasets", None) or super().load_dataset()
 
 
@@ -73,11 +70,11 @@ class RolloutExtArguments(ExtFlags, RolloutArguments):
     """`swift rollout`'s arguments with our flags."""
 
     sample_log: Literal["all", "tokens", "none"] = "none"
-    """A training with the plugin records the samples already."""
+    """`none`, since a training with the plugin records the samples."""
 
     watches_weights: ClassVar[bool] = True
-    """The watch looks at weights after each update where this is True. No GPU has run it yet; on
-    GPUs, any given `--rollout_mismatch` asks for it."""
+    """Whether the watch checks weights after each update. No GPU has run it yet; on GPUs it is on
+    where `--rollout_mismatch` is given."""
 
     def _check_device_count(self) -> None:
         # ms-swift calls it once it knows the model; a server has no hook of its own for checks.
@@ -91,8 +88,11 @@ EXTENDED: dict[type, type] = {
     RLHFArguments: RLHFExtArguments,
     RolloutArguments: RolloutExtArguments,
 }
-"""ms-swift's classes that are turned into ours. Megatron's and Ray's, which derive from them, stay:
-their trainers are not ours."""
+"""Our class for each of ms-swift's. Subclasses of Megatron and Ray keep theirs: they have trainers
+of their own."""
+
+
+OFF = {"logits_shim": "off", "logps_shared_prompt": "false"}  # a flag's text for `False`
 
 
 @repair(
@@ -103,7 +103,7 @@ their trainers are not ours."""
     until="ms-swift imports plugins before it parses arguments",
 )
 def extend_arguments() -> None:
-    """Hang the flags in, for command lines parsed before now and after."""
+    """Add the flags, also to a command line that is being parsed."""
     verify_overrides(*EXTENDED.values())
     original = BaseArguments._init_model_kwargs
 
@@ -126,8 +126,7 @@ def extend_arguments() -> None:
 
 
 def _check(args: BaseArguments, given: list[str]) -> None:
-    """Check the process and the arguments, and prepare the process for them. The model is known by
-    name alone."""
+    """Check the process and the arguments, and prepare the process. The model is a name so far."""
     ours = [name for name in given if name in flag_names()]
     if isinstance(args, RLHFArguments) and args.rlhf_type not in TRAINERS:
         if ours:
@@ -136,7 +135,7 @@ def _check(args: BaseArguments, given: list[str]) -> None:
                 f"{args.rlhf_type}. Leave the flag out."
             )
         return
-    # Keys come first: `args` holds a mask from here on, whatever is logged of it.
+    # Keys come first: from here on `args` holds a mask in their place, for all logs.
     if isinstance(args, RolloutArguments):
         if "swift.pipelines.infer.rollout" in sys.modules:
             # A script may have called `register()` before it loaded the server.
@@ -144,19 +143,19 @@ def _check(args: BaseArguments, given: list[str]) -> None:
         api_key.take(args)
         vars(args)["_given_port"] = args.port
         vars(args)["watches_weights"] = not has_accelerator() or "rollout_mismatch" in given
+        enforce(preflight.check_server_process(args.port))
     else:
         api_key.check_urls(args)
     if getattr(args, "rlhf_type", None) == "gkd" and args.use_vllm:
         # vLLM asks for a rank in the training process. ms-swift sets it for GRPO alone (4.6,
         # arguments/rlhf_args.py, `_init_grpo`).
         set_default_ddp_config()
-    # ms-swift's port for one process (4.6, utils/torch_utils.py). Another training may hold it.
-    if preflight.is_alone() and os.environ.get("MASTER_PORT") == "29500":
+    # ms-swift's port for one process (4.6, utils/torch_utils.py), which another training may hold.
+    # torchrun, and a script that has made the group, have ports of their own.
+    is_alone = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
+    if is_alone and os.environ.get("MASTER_PORT") == "29500" and not dist.is_initialized():
         os.environ["MASTER_PORT"] = "0"  # any free one
-    enforce(preflight.check_process(args))
     enforce(rules.check_arguments(args, given))
-    if isinstance(args, RLHFArguments):
-        enforce(preflight.check_round(args, max(get_dist_setting()[2], 1)))
     # The environment is set last, and before CUDA or vLLM read it.
     if getattr(args, "full_determinism", False):  # not an argument of servers
         prepare_process()
@@ -168,11 +167,10 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     that were given, ours and ms-swift's."""
     given, left_over = being_parsed(type(args))
     argv = as_typed(given)
-    # Once more, as fields of our class. Without abbreviations: one of ms-swift's flags could be
-    # taken for ours.
+    # Parse again, with our class. Without abbreviations: one of ms-swift's flags could match ours.
     parser = Parser([EXTENDED[upstream]], allow_abbrev=False)
     values, unknown = parser.parse_known_args(argv)
-    # ms-swift itself takes abbreviations: what is left over here, it would refuse.
+    # ms-swift takes abbreviations, and would refuse the words that are left over here.
     _, unknown = Parser([upstream]).parse_known_args(unknown)
     if unknown and not args.ignore_args_error:
         tokens = [token for token in unknown if token.startswith("--")] or unknown[:1]
@@ -183,8 +181,8 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
             f"Unknown argument {', '.join(named)}; left over: {' '.join(unknown)}. "
             "`swift-grpo-ext flags` lists our flags."
         )
-    left_over[:] = unknown  # in place: ms-swift refuses what its own list holds when it is done
-    if argv or type(args) is upstream:  # else made in Python, with values of our flags
+    left_over[:] = unknown  # in place: at its end, ms-swift refuses the words in its own list
+    if argv or type(args) is upstream:  # else Python has made it, with values of our flags
         args.__class__ = EXTENDED[upstream]
         for name in flag_names():
             setattr(args, name, getattr(values, name))
@@ -194,15 +192,9 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
 
 
 def as_typed(argv: list[str]) -> list[str]:
-    """Undo what YAML 1.1 does to `off` and `false` among the choices of our flags: both arrive as
-    `False`."""
-    choices = {name: get_args(hint) for name, hint in get_type_hints(ExtFlags).items()}
-    typed = list(argv)
-    for place, (flag, value) in enumerate(pairwise(argv), start=1):
-        if value == "False":
-            known = (word for word in ("off", "false") if word in choices.get(_name(flag), ()))
-            typed[place] = next(known, value)
-    return typed
+    """Undo YAML 1.1, which makes `False` of `off` and `false`, for flags that have texts for it."""
+    pairs = pairwise(["", *argv])
+    return [OFF.get(_name(flag), word) if word == "False" else word for flag, word in pairs]
 
 
 def _name(token: str) -> str:
@@ -211,7 +203,7 @@ def _name(token: str) -> str:
 
 
 class Parser(HfArgumentParser):
-    """Raises instead of printing the usage of five hundred flags; takes JSON as ms-swift does."""
+    """Raises, where argparse would print five hundred flags; takes JSON as ms-swift does."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         with _patch_get_type_hints():  # ms-swift's: JSON for fields that are a dict or a text

@@ -24,7 +24,7 @@ class RolloutGKDConfig(ExtFlags, GKDConfig):
 
     new_special_tokens: list[str] = field(default_factory=list)
 
-    # GRPO's arguments, for what distillation always does.
+    # GRPO's arguments, with the values that always hold in distillation.
     num_generations: ClassVar[int] = 1
     num_iterations: ClassVar[int] = 1
     dynamic_sample: ClassVar[bool] = False

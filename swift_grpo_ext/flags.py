@@ -22,27 +22,27 @@ class ExtFlags:
     rollout_mismatch: Literal["stop", "warn"] = "stop"
     """What to do where rollout and training disagree: training sees another prompt than the rollout
     saw, or an engine does not sample with the trainer's weights. `warn` goes on, for templates that
-    ms-swift writes otherwise for vLLM. `swift rollout` reads it for clients without the plugin:
+    ms-swift writes differently for vLLM. `swift rollout` reads it for clients without the plugin:
     after a weight update that leaves garbage, `stop` draws nothing."""
 
     rollout_timeout: float = 1800.0
     """Seconds that a replica has for an answer before it counts as lost: a round's completions, a
     weight update. A server has 2.5 times as long, and the training 3 times. `swift rollout` reads
-    it too. The lesser value of both sides counts."""
+    it too. The smaller of both sides' values applies."""
 
     tool_timeout: float = 1800.0
     """Seconds that a multi-turn scheduler (its tools, its environment) has between two turns of a
-    conversation; beyond them the run ends and names it. `--rollout_timeout` does not count them.
+    conversation. A slower one ends the run, and is named. `--rollout_timeout` does not count them.
     `swift rollout` reads it for a scheduler of its own."""
 
     sample_log: Literal["all", "tokens", "none"] = "all"
     """What the sample log keeps. `tokens` leaves out log-probabilities. `none` writes neither
-    samples nor scores. `swift rollout` records what it draws where it is given this flag: its
-    default is `none`."""
+    samples nor scores. `swift rollout` records its samples if it is given this flag; its default is
+    `none`."""
 
     sample_log_gb: float = 0.0
-    """Gigabytes that samples and scores may take, of all ranks and sessions together; beyond them
-    the oldest rounds are removed. 0: no bound."""
+    """Gigabytes that samples and scores of all sessions may take together. Beyond them the oldest
+    rounds are removed. 0: no bound."""
 
     stop_token_ids: list[int] = field(default_factory=list)
     """Token ids that end a completion, beside `--stop_words`."""
@@ -55,9 +55,9 @@ class ExtFlags:
     slices where nothing works, `strict` stops there, `off` is ms-swift's own behaviour."""
 
     logps_shared_prompt: Literal["auto", "false"] = "auto"
-    """Read the prompt of a group once in each training pass, images included, with its samples
-    behind it in one row, where that is expected to save a tenth of the pass; results differ by
-    rounding. What cannot be read so is computed as in ms-swift. `false`: for each sample."""
+    """`auto`: each training pass reads a group's prompt once, images included, with its samples
+    behind it in one row, where that is expected to save a tenth of the pass. Results differ by
+    rounding. Other batches are computed as in ms-swift. `false`: once for each sample."""
 
     router_replay_mode: Literal["disabled", "R3"] = "disabled"
     """`R3`: train a mixture of experts on those that the rollout chose for each token. Servers need

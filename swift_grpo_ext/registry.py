@@ -1,4 +1,4 @@
-"""How the plugin enters ms-swift: in its places for plugins, and else by `upstream/patches.py`."""
+"""Registers the plugin with ms-swift: in its registries, and by repairs (`upstream/patches.py`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINING_ARGUMENTS = {
 
 @cache
 def register() -> None:
-    """Let ms-swift use our flags, trainer, engine, server and callback; once in a process."""
+    """Have ms-swift use our flags, trainer, engine, server and callback; once in a process."""
     hide_tracebacks()
     verify(pins.COMMAND_LINE)
 
@@ -38,19 +38,18 @@ def register() -> None:
     verify_overrides(DiversityMonitor)
     if news := untried(tried_packages()):
         swift.utils.get_logger().warning(
-            f"swift-grpo-ext was not tried with {', '.join(news)}. All names that it builds on are "
+            f"swift-grpo-ext was not tried with {', '.join(news)}. All names that it uses exist "
             "there; `swift-grpo-ext selftest` checks its promises on this machine."
         )
     if not has_accelerator():
         from swift_grpo_ext import cpu
 
-        cpu.register()  # before the first moment comes
+        cpu.register()  # before the first repairs
     apply(Moment.REGISTRATION)
-    # By name, which a server never imports.
+    # As names: a server never imports these modules.
     TrainerFactory.TRAINER_MAPPING.update(TRAINERS)
     TrainerFactory.TRAINING_ARGS_MAPPING.update(TRAINING_ARGUMENTS)
     callbacks_map["diversity"] = DiversityMonitor
-    # `swift rollout` loads this module before it imports plugins. A trainer puts the engine in
-    # place itself, when it makes one.
+    # `swift rollout` loads this module before it imports plugins. A trainer sets the engine itself.
     if "swift.pipelines.infer.rollout" in sys.modules:
         apply(Moment.SERVER)

@@ -15,6 +15,3 @@ needs_rates_of_videos = pytest.mark.skipif(
 needs_packed_convolutions = pytest.mark.skipif(
     IS_BEFORE_0_28, reason="vLLM packs no convolution for the CPU"
 )
-needs_adapters_on_cpu = pytest.mark.skipif(
-    IS_BEFORE_0_28, reason="vLLM takes no --vllm_enable_lora without an accelerator"
-)

@@ -1,5 +1,3 @@
-"""What a training or a server refuses before a model is loaded.
-
-A check yields findings (`finding.py`); `enforce` raises the first error, and `swift-grpo-ext check`
-collects them all.
+"""Checks before a model is loaded. A check yields findings (`finding.py`); `enforce` raises the
+first error, and `swift-grpo-ext check` collects them all.
 """

@@ -1,4 +1,4 @@
-"""What a check says, and what `swift` does about it."""
+"""Findings of checks, and how `swift` acts on them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,17 @@ Level = Literal["ok", "note", "skipped", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check.
-
-    An `error` does not run, or trains something else than it says. A `warning` is ignored, wasteful
-    or a likely slip. What is `skipped` was not looked at.
-    """
+    """One result of a check. `error`: the setting does not run, or trains something else than it
+    says. `warning`: it is ignored, wasteful or a likely slip. `skipped`: it was not checked."""
 
     level: Level
-    setting: str  # the flag without dashes, perhaps with its value; or what else was looked at
-    text: str  # what is wrong with it, and what was expected
+    setting: str  # a flag without dashes, perhaps with its value; or another subject
+    text: str  # the fault, and the expected form
     remedy: str = ""
 
     @property
     def sentence(self) -> str:
-        """The whole, with the setting as the flag that was typed."""
+        """Setting, text and remedy, with dashes before a flag."""
         is_flag = self.setting.partition(" ")[0].isidentifier() and self.setting[0].islower()
         dashes = "--" if is_flag else ""
         return f"{dashes}{self.setting}: {self.text} {self.remedy}".rstrip()
@@ -45,19 +42,19 @@ error = partial(Finding, "error")
 
 
 class SettingsError(ValueError):
-    """A mistake of the user's. Uncaught, its text is printed alone."""
+    """A mistake of the user's. Where nothing catches it, its text is printed without traceback."""
 
 
 def hide_tracebacks() -> None:
-    """Print a `SettingsError` that ends the process without its traceback, once on each machine:
-    all ranks have the same settings."""
+    """Print an uncaught `SettingsError` without its traceback, and once on each machine: all ranks
+    have the same settings."""
     show = sys.excepthook
 
     def show_alone(kind: Any, raised: BaseException, trace: Any) -> None:
         if not isinstance(raised, SettingsError):
             show(kind, raised, trace)
         elif os.environ.get("LOCAL_RANK", "0") == "0":
-            # Not `sys.stderr`, to which torch's own hook has led what it prefixes with the rank.
+            # torch's own hook prefixes `sys.stderr` with the rank.
             print(f"error: {raised}", file=sys.__stderr__)
 
     sys.excepthook = show_alone
@@ -68,8 +65,8 @@ _listeners: list[Callable[[Finding], None]] = []
 
 @contextmanager
 def collected(tell: Callable[[Finding], None]) -> Iterator[None]:
-    """Have `enforce` hand each finding to `tell` within the block, and raise none: a start that is
-    only looked at goes on."""
+    """Within the block, `enforce` calls `tell` with each finding and raises nothing: `check` goes
+    on after an error."""
     _listeners.append(tell)
     try:
         yield
@@ -91,6 +88,6 @@ def enforce(findings: Iterable[Finding]) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the nearest known name; "" where none is near."""
+    """Return a question with the nearest known name; "" where none is near."""
     near = difflib.get_close_matches(name, known)
     return f"did you mean {near[0]}?" if near else ""

@@ -2,8 +2,8 @@
 
 ms-swift makes each by `orms[name](args=...)`, and calls it as `function(completions, **columns)`
 after the first rollout (4.6, rl_core/grpo_algorithm.py, `compute_rewards_per_func`). A column that
-no row has, and values of another number or type, are errors. All else that a function raises is a
-warning: rows and completions may be to blame.
+no row has, and values of a wrong number or type, are errors. Anything else that a function raises
+is a warning: the rows or the made-up completions may cause it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import asyncio
 import inspect
 import math
 import signal
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +22,15 @@ import torch
 from transformers import TrainerState
 
 from swift_grpo_ext.checks.finding import Findings, error, skipped, warning
+from swift_grpo_ext.checks.rows import reason_of
 from swift_grpo_ext.upstream.rows import short
 
-MAX_SECONDS = 10  # for the made-up completions: a judge may sit behind a function
+MAX_SECONDS = 10  # for the made-up completions: a function may ask a judge
 COMPLETIONS = ("I do not know.", "", "<think>Let me see.</think><answer>42</answer>")
-"""Any model gives such at times. They are several: ms-swift spreads one value over all samples."""
-
-PACKAGE_OF_REWARD = {"accuracy": "math_verify", "cosine": "math_verify", "toolbench": "rouge"}
-"""Packages that rewards of ms-swift import once the model is loaded."""
+"""Any model writes such texts at times. Several: ms-swift spreads a lone value over all samples."""
 
 FROM_SERVERS = "trajectory_inputs"
-"""A server that leads conversations adds it (4.6, grpo_trainer.py:354); settings may not tell."""
+"""A column that servers with schedulers add (4.6, grpo_trainer.py:354)."""
 
 Row = Mapping[str, Any]
 
@@ -50,49 +45,57 @@ def check_rewards(
     args: object,
     *,
     setting: str,
-    knows_all_columns: bool = True,
     calls: bool = True,
 ) -> Findings:
     """Refuse reward functions that fail with the rows of a data set, for any completion.
 
     Args:
-        names: `rules_of_names` refuses unregistered ones.
-        rows: the first ones, as ms-swift reads them; [] where they are not known.
-        knows_all_columns: False where other data sets, or a scheduler, may add columns.
-        calls: functions are called; else their signatures alone are looked at.
+        rows: the first ones, as ms-swift reads them; [] where a scheduler or a gym adds columns.
+        calls: call the functions; else their signatures alone are checked.
     """
     from swift.rewards import orms
 
     columns = columns_of(rows)
-    for name, made in ((name, orms[name]) for name in names if name in orms):
-        subject, module = f"reward_funcs {name}", PACKAGE_OF_REWARD.get(name)
-        if module and _is_swifts(made) and find_spec(module) is None:
-            text = f"needs the package {module}, which is not installed."
-            yield error(subject, text, f"pip install {module}")
-        elif reason := misfit(made, args=args):
-            text = f"cannot be made as ms-swift does, by orms[{name!r}](args=...): {reason}."
-            yield error(subject, text, "Register a class whose __init__, if any, takes args.")
-        elif problems := [*check_call(subject, made, columns, rows, setting)]:
-            for problem in problems:
-                # A column that is missing here may come from elsewhere.
-                yield problem if knows_all_columns else replace(problem, level="warning")
-        elif columns and calls and not _is_swifts(made) and not _needs_more(made):
+    given = {**columns, "trainer_state": None, FROM_SERVERS: None}
+    for name in (name for name in names if name in orms):  # `rules_of_names` refuses the others
+        made, subject, is_swifts = orms[name], f"reward_funcs {name}", _is_swifts(orms[name])
+        try:
+            # ms-swift's own classes look for packages, and load nothing. A user's may load a model.
+            make = made if is_swifts else inspect.signature(made).bind
+            make(args=args)
+        except Exception as e:
+            text = f"ms-swift cannot make it by orms[{name!r}](args=...): {reason_of(e)}."
+            remedy = "" if is_swifts else "Register a class with an __init__ that takes args."
+            yield error(subject, text, remedy)
+            continue
+        try:
+            if columns and inspect.isclass(made):  # a factory hides its result's signature
+                inspect.signature(made.__call__).bind(None, COMPLETIONS, **given)
+        except TypeError as e:
+            there = ", ".join(rows[0])
+            yield error(
+                subject,
+                f"does not fit ms-swift's call: {e}; --{setting} has the columns {there}.",
+                """Add the column, or rename yours (--columns '{"YOURS": "NAME"}'). For columns """
+                "that the function does not use, add **kwargs to its parameters.",
+            )
+            continue
+        if columns and calls and not is_swifts and not _needs_more(made):
             yield from try_reward(subject, made, columns, args)
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Return what reward functions are given with made-up completions; {} without messages."""
+    """Return the columns that reward functions get with made-up completions; {} where no row has
+    messages."""
     from swift.dataset import RowPreprocessor
     from swift.rl_core.data import GRPOSample
     from swift.utils import remove_response
 
     usable = [row for row in rows if row.get("messages")]
-    # Joined data sets hold None where one of them lacks a column.
-    joined: Row = {name: None for row in usable for name in row}
     made_up = []
-    # By ms-swift's own classes, so that functions see the very columns of a round.
+    # ms-swift's own classes give functions the same columns as a round does.
     for number, text in enumerate(COMPLETIONS if usable else ()):
-        row = {**joined, **usable[number % len(usable)]}
+        row = usable[number % len(usable)]
         sample = GRPOSample.from_row({**row, "messages": [dict(m) for m in row["messages"]]})
         remove_response(sample.messages)
         sample.messages.append({"role": "assistant", "content": text})
@@ -103,48 +106,10 @@ def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
     return columns
 
 
-def misfit(function: Any, *given: object, **named: object) -> str:
-    """Return why a call does not fit a signature; "" where it does, or there is no signature."""
-    try:
-        inspect.signature(function).bind(*given, **named)
-    except TypeError as e:
-        return str(e)
-    except ValueError:  # written in C
-        pass
-    return ""
-
-
-def check_call(
-    subject: str,
-    made: Callable[..., object],
-    columns: Mapping[str, Any],
-    rows: Sequence[Row],
-    setting: str,
-) -> Findings:
-    """Refuse parameters that no column fills, and a function that does not take every column."""
-    if not columns or not inspect.isclass(made):  # a function that makes one tells nothing of it
-        return
-    given = {**columns, "trainer_state": None, FROM_SERVERS: None}
-    # Behind `self` and the completions, which are given by their place.
-    parameters = [*inspect.signature(made.__call__).parameters.values()][2:]
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    missing = [p.name for p in named if p.default is p.empty and p.name not in given]
-    if missing:
-        there = ", ".join({name: 0 for row in rows for name in row})
-        yield error(
-            subject,
-            f"asks for `{'` and `'.join(missing)}`, and --{setting} has the columns {there}.",
-            f"""Add the column, or rename yours: --columns '{{"YOURS": "{missing[0]}"}}'.""",
-        )
-    elif reason := misfit(made.__call__, None, COMPLETIONS, **given):
-        text = f"does not take all that ms-swift passes by name: {reason}."
-        yield error(subject, text, "Add **kwargs to its parameters.")
-
-
 def try_reward(
     subject: str, made: Callable[..., Any], columns: Mapping[str, Sequence[Any]], args: object
 ) -> Findings:
-    """Call a reward function once, and look at the number and the type of its values."""
+    """Call a reward function once, and check the number and the type of its values."""
     given = {"trainer_state": TrainerState(), **columns}
     try:
         with _at_most(MAX_SECONDS):
@@ -154,9 +119,9 @@ def try_reward(
             fault = values_fault(output)
     except TooSlowError:
         text = f"gave no values for {len(COMPLETIONS)} made-up completions within {MAX_SECONDS} s."
-        yield skipped(subject, text, "Their number and type are not known.")
+        yield skipped(subject, text, "Their number and type were not checked.")
     except Exception as e:  # a user's code raises anything
-        # The last line of the file that defines the function, rather than of a library.
+        # Name the last line in the file that defines the function, not one in a library.
         frames = traceback.extract_tb(e.__traceback__)
         file = getattr(inspect.getmodule(made), "__file__", None)
         last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
@@ -164,7 +129,7 @@ def try_reward(
             subject,
             f"raised {type(e).__name__}: {e} ({Path(last.filename).name}, line {last.lineno}) for "
             f"the first rows with the made-up completions {', '.join(map(repr, COMPLETIONS))}.",
-            "In a training it ends the run: have it score whatever a model may write.",
+            "In a training this ends the run: let the function score any text.",
         )
     else:
         if fault:
@@ -173,9 +138,9 @@ def try_reward(
 
 
 def values_fault(output: Any) -> str:
-    """Return what is wrong with the values of a reward function; "" where nothing is."""
+    """Return the fault of a reward function's values, in words; "" where there is none."""
     try:
-        # As ms-swift does: None stands for "not judged", and a tensor is made of the rest.
+        # As in ms-swift: None means "not judged", and a tensor holds the values.
         values = [math.nan if value is None else value for value in output]
         shape = torch.tensor(values, dtype=torch.float32).shape
     except (TypeError, ValueError, RuntimeError):
@@ -189,9 +154,7 @@ def _is_swifts(made: object) -> bool:
 
 def _needs_more(made: Callable[..., object]) -> bool:
     """Return whether a reward may need other ranks, a server's conversations, or a model."""
-    # The `__init__` of ms-swift's `ORM` loads nothing. No signal comes in another thread.
-    is_main = threading.current_thread() is threading.main_thread()
-    if not (is_main and _is_swifts(getattr(made, "__init__", None))):
+    if not _is_swifts(getattr(made, "__init__", None)):  # that of `ORM` loads nothing
         return True
     try:
         source = inspect.getsource(made)
@@ -202,7 +165,7 @@ def _needs_more(made: Callable[..., object]) -> bool:
 
 @contextmanager
 def _at_most(seconds: int) -> Iterator[None]:
-    """Raise `TooSlowError` within the block after so many seconds, in the main thread."""
+    """Raise `TooSlowError` within the block after `seconds`; in the main thread alone."""
 
     def end(*_: object) -> None:
         raise TooSlowError

@@ -1,7 +1,7 @@
-"""Checks of a data set's rows: are the images there, and are they images?
+"""Checks of a data set's rows: do the images exist, and can they be read?
 
 Rows are ms-swift's own, after its column mapping: `messages`, and `images` as `{"bytes", "path"}`.
-Only headers are read, so that tens of thousands of images take seconds.
+Only headers of images are read: tens of thousands take seconds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from swift_grpo_ext.upstream.rows import (
     FILE,
     KINDS,
     Medium,
+    ReadRow,
     RowFormError,
     column_of,
     read_row,
@@ -43,20 +44,17 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-MAX_IMAGES_OPENED = 20_000  # rows of a larger data set that are chosen at random
-MAX_CONTENT = 2**31  # bytes of content in `images` after which no more rows are looked at
-MAX_SEARCHED = 2**26  # bytes of a file that is searched for a row: half a second
-SHOWN_MEDIA = 3  # of those that an error may be about
-NARROW = 200
-"""Times as wide as high, or the other way round: some families refuse a picture beyond it
-(`smart_resize` of Qwen, GLM and others, transformers 5.19), and others take it."""
+MAX_ROWS = 20_000  # of a larger data set, this many rows are checked, drawn at random
+MAX_CONTENT = 2**31  # bytes of images within the rows: the check ends once it has read them
+MAX_SEARCHED = 2**26  # bytes: a larger file is not searched for a row; this one takes 0.5 s
+SHOWN_MEDIA = 3  # media that an error names at most
 
 READERS: Mapping[str, Callable[[IO[str]], Iterable[object]]] = {
     ".jsonl": lambda file: (json.loads(line or "null") for line in map(str.strip, file)),
     ".json": json.load,
     ".csv": csv.DictReader,
 }
-"""Readers that search a file for a row, by the file's suffix."""
+"""Readers of the files that are searched for a row, by suffix."""
 
 ROLES = {"system", "user", "assistant", "tool"}
 EXPECTED = {
@@ -65,8 +63,8 @@ EXPECTED = {
     "audio": "a path, URL, or base64",
 }
 REMEDY = (
-    "Correct the row (paths hold from the working directory, or from ROOT_IMAGE_DIR), or have such "
-    "prompts replaced with --truncation_strategy delete."
+    "Correct the row (paths are relative to the working directory, or to ROOT_IMAGE_DIR), or have "
+    "such prompts replaced with --truncation_strategy delete."
 )
 
 
@@ -76,19 +74,17 @@ def check_rows(
     setting: str,
     expects_media: bool,
     deletes_bad_rows: bool = False,
-    tells_duplicates: bool = False,
-    template: Template | None = None,
+    placeholders: Collection[str] = (),
 ) -> Findings:
-    """Refuse the first row with a fault (`row_fault`, `narrow_fault`), or count them where ms-swift
+    """Refuse the first row with a `row_fault`, or count such rows where ms-swift
     `deletes_bad_rows`. Warn of a data set without media where the model `expects_media`, of marks
-    without media, and of prompts that stand in it twice (docs/promises.md, G4)."""
-    placeholders = placeholder_texts(template) if template else ()
+    without media, and of repeated prompts (docs/promises.md, G4)."""
     numbers: Sequence[int] = range(len(dataset))
-    if len(numbers) > MAX_IMAGES_OPENED:
-        # At random, and the same in each run: a fixed stride would meet one kind of row alone where
-        # kinds alternate.
-        numbers = random.Random(0).sample(numbers, MAX_IMAGES_OPENED)
-    num_rows, num_bytes, has_media = 0, 0, False
+    if len(numbers) > MAX_ROWS:
+        # A fixed stride could meet one kind of row alone where kinds alternate. By the fixed seed,
+        # each run draws the same rows.
+        numbers = random.Random(0).sample(numbers, MAX_ROWS)
+    num_bytes, has_media = 0, False
     bad: list[str] = []
     unmatched: list[str] = []
     hashes: list[str] = []
@@ -97,18 +93,18 @@ def check_rows(
             break
         row = dataset[i]
         media = media_of(row)
-        num_rows += 1
         num_bytes += sum(len(c) for m in media if isinstance(c := source_of(m.value), bytes))
         has_media = has_media or bool(media)
-        if fault := row_fault(row, placeholders) or narrow_fault(template, row):
+        if fault := row_fault(row, placeholders):
             bad.append(fault if bad else f"{name_of(row)}: {fault}.")
             if not deletes_bad_rows:
                 yield error(setting, bad[0], REMEDY)
                 return
-        elif expects_media and (marks := unmatched_marks(row)):
-            unmatched.append(marks if unmatched else f"{name_of(row)}: {marks}.")
-        if tells_duplicates:
-            hashes.append(prompt_hash(prompt_of(row)))
+        # A text may ask about the tag <video>.
+        elif expects_media and (surplus := unmatched_marks(read_row(prompt_of(row)), ["<image>"])):
+            unmatched.append(surplus if unmatched else f"{name_of(row)}: {surplus}.")
+        hashes.append(prompt_hash(prompt_of(row)))
+    num_rows = len(hashes)
     if bad:
         text = f"{len(bad)} of {num_rows} rows cannot be used; training replaces them. The first:"
         yield warning(setting, f"{text} {bad[0]}")
@@ -120,15 +116,15 @@ def check_rows(
         text = "no row holds `images` (or `videos`, `audios`), and the model takes them."
         yield warning(setting, text, "If rows have them, map their column with --columns.")
     if repeated := count_duplicates(hashes):
-        text = f"{repeated} of {num_rows} rows repeat a prompt that stands earlier in the data set"
-        yield warning(setting, f"{text}, media included; each gets noise of its own.")
+        text = f"{repeated} of {num_rows} rows repeat an earlier row's prompt, media included;"
+        yield warning(setting, f"{text} each gets noise of its own.")
 
 
 # --- one row ---
 
 
 def media_of(row: object) -> list[Medium]:
-    """Return a row's media, in whatever form; [] where they have one that ms-swift cannot read."""
+    """Return a row's media; [] where ms-swift cannot read the row."""
     try:
         return read_row(row).media
     except RowFormError:
@@ -136,8 +132,8 @@ def media_of(row: object) -> list[Medium]:
 
 
 def prompt_of(row: Any) -> Any:
-    """Return a row without the answer that it ends with, which rollouts never see; a sample or a
-    request as it is."""
+    """Return a row without the answer at its end, which rollouts never see; samples and requests
+    as they are."""
     if not isinstance(row, Mapping):
         return row
     messages = list(row.get("messages") or ())
@@ -158,7 +154,7 @@ def question_of(row: object) -> str:
 
 
 def name_of(row: object) -> str:
-    """Return how messages name a row: by its place in its file, and by its question."""
+    """Return a row's name in messages: its place in its file, and its question."""
     question, place = question_of(row), place_of(row)
     if not place:
         return f"the row that asks {question!r}"
@@ -166,8 +162,8 @@ def name_of(row: object) -> str:
 
 
 def place_of(row: object) -> str:
-    """Return a row's number, from 1, and its file; "" where it is not found: ms-swift shuffles, and
-    notes each row's file (4.6, dataset/loader.py, `_inject_dataset_routing_tag`)."""
+    """Return a row's number, from 1, and its file; "" where it is not found. ms-swift notes a row's
+    file alone, and shuffles (4.6, dataset/loader.py, `_inject_dataset_routing_tag`)."""
     columns = row if isinstance(row, Mapping) else {**getattr(row, "__dict__", {})}
     columns = {**columns, **(columns.get("extra") or {})}  # a sample's other columns
     path = Path(str(columns.get("dataset", ""))).expanduser()
@@ -179,7 +175,7 @@ def place_of(row: object) -> str:
     with suppress(ValueError), path.open(encoding="utf-8", newline="") as file:
         for number, written in enumerate(READERS[path.suffix](file), 1):
             texts = {*_texts(written)}
-            if prompt <= texts:  # rows that ask the same may show more, or have other answers
+            if prompt <= texts:  # several rows may; the one with the fewest other texts is it
                 found.append((len(texts - known), number))
     return f"row {min(found)[1]} of {path}" if found else ""
 
@@ -195,9 +191,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def row_fault(row: object, placeholders: Collection[str] = ()) -> str | None:
-    """Return what is wrong with a row's prompt, or with a teacher's view of it: field, value, and
-    what was expected; None where nothing is. `encoding_error` finds what headers of images do not
-    show. `placeholders` are the tokens that stand for media inside the model."""
+    """Return the fault of a row's prompt, or of a teacher's view of it: field, value and expected
+    form; None where there is none. `placeholders` are the tokens that stand for media inside the
+    model. `encoding_error` finds faults beyond the headers of images."""
     row = prompt_of(row)
     if fault := _view_fault(row, placeholders):
         return fault
@@ -217,40 +213,21 @@ def _view_fault(row: object, placeholders: Collection[str]) -> str | None:
                 f"{where}: holds {typed[0]!r}, which stands for a medium inside the model; "
                 "expected text, with <image>, <video> or <audio> where a medium is shown"
             )
-    for kind in KINDS:
-        given, marked = read.count(kind)
-        if marked > given and f"<{kind}>" in placeholders:
-            return (
-                f"messages: {marked} <{kind}> marks stand for {given} {kind}s; expected as many, "
-                "since the mark is a token of this model"
-            )
+    if surplus := unmatched_marks(read, placeholders):
+        return f"{surplus}; expected equal numbers, since the mark is a token of this model"
     for medium in read.media:
         if reason := _medium_fault(medium):
             return f"{medium.field}: {reason}"
     return None
 
 
-def unmatched_marks(row: object) -> str:
-    """Return which marks of a row have no medium; "" where all have one."""
-    read = read_row(prompt_of(row))
+def unmatched_marks(read: ReadRow, marks: Collection[str]) -> str:
+    """Return which of some marks are more than the media of their kind, in words; else ""."""
     for kind in KINDS:
         given, marked = read.count(kind)
-        if marked > given and (kind == "image" or given):  # a text may ask about the tag <video>
+        if marked > given and f"<{kind}>" in marks:
             return f"messages: {marked} <{kind}> marks stand for {given} {kind}s"
     return ""
-
-
-def narrow_fault(template: Template | None, row: Row) -> str | None:
-    """Return what the template says of a row with a picture that is `NARROW`; None where it takes
-    the picture, or wants a model to say."""
-    sizes = []
-    for medium in media_of(prompt_of(row)):
-        with suppress(Exception), Image.open(media_content(source_of(medium.value)) or "") as image:
-            sizes.append(image.size)
-    if template is None or not any(max(size) > NARROW * min(size) for size in sizes):
-        return None
-    fault = encoding_error(template, row)
-    return fault if fault and "ratio" in fault else None
 
 
 def _medium_fault(medium: Medium) -> str | None:
@@ -263,38 +240,32 @@ def _medium_fault(medium: Medium) -> str | None:
         return next(filter(None, map(_medium_fault, frames)), None)
     if not isinstance(value, (str, bytes, Image.Image) if is_image else str):
         return f"is {short(medium.value)}; expected {EXPECTED[medium.kind]}"
-    text = value.strip() if isinstance(value, str) else ""
-    if text.startswith("[") and text.endswith("]") and not os.path.exists(text):  # noqa: PTH110
-        return (
-            f"{short(value)} is text that holds a list; expected a list (JSON Lines or Parquet "
-            "have them, CSV has none) or one path"
-        )
     reason = unreadable(value, is_image=is_image)
     return reason and f"{short(medium.value)} {reason}"
 
 
 def unreadable(medium: object, *, is_image: bool = True) -> str | None:
-    """Return why a medium cannot be read; None where it can, or where only fetching it, or the
-    template, would tell."""
+    """Return why a medium cannot be read; None where it can, and for URLs and for the content of
+    videos and audios, which are not read here."""
     try:
         content = media_content(medium)
         if isinstance(content, Path) and not content.is_file():  # a pipe would be waited for
             return "is not a file" if content.exists() else "does not exist"
         if is_image and content is not None:
             Image.open(content).close()  # reads the header, and no pixel
-    except Exception as e:  # PIL's plugins raise whatever they stumble over in a broken header
+    except Exception as e:  # PIL's plugins raise many kinds
         return f"is not an image that can be read ({reason_of(e)})" if is_image else None
     return None
 
 
 def media_content(medium: object) -> Path | IO[bytes] | None:
-    """Return a local file or the content; None for what ms-swift alone reads (URLs, PIL images)."""
+    """Return a local file or the content; None for URLs and PIL images, which ms-swift reads."""
     if isinstance(medium, bytes):
         return io.BytesIO(medium)
     if not isinstance(medium, str) or medium.strip().startswith(("http://", "https://")):
         return None
     medium = medium.strip()
-    # `Path.expanduser` raises where there is no such user, whose name a file may have.
+    # `Path.expanduser` raises for a file such as "~a.png": no user has that name.
     path = os.path.expanduser(medium.removeprefix(FILE))  # noqa: PTH111
     root = os.environ.get("ROOT_IMAGE_DIR")  # ms-swift's own setting, for relative paths
     if root and not os.path.exists(path):  # noqa: PTH110
@@ -323,10 +294,11 @@ class RowError(ValueError):
 def encoding_error(
     template: Template, row: Row, max_tokens: int | None = None, *, strip_response: bool = True
 ) -> str | None:
-    """Return why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it.
+    """Return why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it; None
+    where it can.
 
     Args:
-        max_tokens: that the engine takes, prompt and completion together.
+        max_tokens: the engine's limit for prompt and completion together.
         strip_response: leave out the row's own answer, which a sampled one replaces.
     """
     import torch
@@ -342,8 +314,7 @@ def encoding_error(
     encoded = {}
     for view in filter(None, (teacher_view(prompt), prompt)):
         try:
-            # Without the wrapper that ms-swift has around it, which would try three times: readers
-            # of URLs have their own retries.
+            # ms-swift's wrapper would try three times; readers of URLs have their own retries.
             with torch.inference_mode():
                 encoded = inspect.unwrap(type(template).encode)(template, view)
         except Exception as e:  # templates, processors and readers of media raise many kinds
@@ -352,25 +323,24 @@ def encoding_error(
     num_tokens = 0 if ids is None else int(torch.as_tensor(ids).numel())
     if strip_response and max_tokens is not None and num_tokens >= max_tokens:
         return (
-            f"its prompt has {num_tokens} tokens, those of its media included; expected fewer than "
-            f"the {max_tokens} that the engine takes (--vllm_max_model_len)"
+            f"its prompt has {num_tokens} tokens, media included; expected fewer than the "
+            f"{max_tokens} that the engine takes (--vllm_max_model_len)"
         )
     return None
 
 
 def encoding_fault(row: object, error: Exception) -> str:
-    """Return which of a row's media an error in encoding was about, or else what it says."""
+    """Return which of a row's media caused an error in encoding, or else the error's text."""
     from swift.template import Template
 
-    # An error of a processor names no medium. What our own look finds comes first; then each image
-    # is loaded to its end: a file that was cut in its middle has a whole header.
+    # A processor's error names no medium. Headers are read first; then each image is loaded whole,
+    # as a file that was cut short has a good header.
     if fault := row_fault(row):
         return fault
     media = read_row(prompt_of(row)).media
     for medium in media:
-        source = source_of(medium.value)
-        is_url = isinstance(source, str) and source.strip().startswith("http")
-        if medium.kind == "image" and not is_url:
+        is_local = media_content(source_of(medium.value)) is not None
+        if medium.kind == "image" and is_local:
             try:
                 Template._load_image(medium.value, load_images=True).load()
             except Exception as e:  # PIL's plugins raise many kinds
@@ -384,7 +354,7 @@ def encoding_fault(row: object, error: Exception) -> str:
 
 def reason_of(error: Exception) -> str:
     """Return an error's type and text; the line that raised it where it has no text."""
-    text = re.sub(r" (object )?at 0x[0-9a-fA-F]+", "", str(error))  # where it lies in memory
+    text = re.sub(r" (object )?at 0x[0-9a-fA-F]+", "", str(error))  # addresses in memory
     if not text:
         *_, last = traceback.extract_tb(error.__traceback__)
         text = f"{Path(last.filename).name}, line {last.lineno}: {last.line}"

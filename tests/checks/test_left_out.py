@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from swift.dataset import DATASET_MAPPING, DatasetMeta, RowPreprocessor, load_dataset
 
-from swift_grpo_ext.checks.finding import Finding
-from swift_grpo_ext.checks.left_out import check_left_out, watched
+from swift_grpo_ext.checks.finding import Finding, collected
+from swift_grpo_ext.checks.left_out import left_out_rows_named
 
 BOXES = {"ref": ["a"], "bbox": [[1, 2, 3, 4]]}
 Row = dict[str, Any]
@@ -27,7 +27,7 @@ def loaded(rows: list[Row], path: Path, **options: Any) -> tuple[list[str], int 
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     found: list[Finding] = []
     num_rows = None
-    with watched(lambda each: found.extend(check_left_out(each, "dataset"))):
+    with collected(found.append), left_out_rows_named():
         try:
             data, _ = load_dataset(
                 [str(path)], remove_unused_columns=False, shuffle=True, **options
@@ -51,15 +51,17 @@ def loaded(rows: list[Row], path: Path, **options: Any) -> tuple[list[str], int 
 def test_rows_that_a_training_leaves_out(
     rows: list[Row], expected: str | None, num_proc: int, tmp_path: Path
 ) -> None:
-    found, num_rows = loaded(rows, tmp_path / "rows.jsonl", num_proc=num_proc)
+    path = tmp_path / "rows.jsonl"
+    found, num_rows = loaded(rows, path, num_proc=num_proc)
     assert len(found) == (expected is not None)
     if expected is None:
         assert num_rows == len(rows)
     elif "no row" in expected:
         assert num_rows is None
-        assert found[0].startswith(f"error: --dataset: {expected} {tmp_path}/rows.jsonl (which")
+        assert found[0].startswith(f"error: Data set {path}: {expected} {path} (which")
     else:
-        assert found[0].startswith(f"warning: --dataset: ms-swift leaves out {expected} {tmp_path}")
+        begin = f"warning: Data set {path}: ms-swift leaves out {expected} {path}"
+        assert found[0].startswith(begin)
         assert num_rows == len(rows) - int(expected[0])
 
 
@@ -102,9 +104,12 @@ class Even(RowPreprocessor):
     [
         (
             Renamed,
-            "error: --dataset: no row is left of 3; the first is row 1 of {path}: KeyError: 'q",
+            "error: Data set {path}: no row is left of 3; the first is row 1 of {path}: KeyError:",
         ),
-        (Even, "note: --dataset: ms-swift leaves out 2 of 3 rows; the first is row 1 of {path}: E"),
+        (
+            Even,
+            "note: Data set {path}: ms-swift leaves out 2 of 3 rows; the first is row 1 of {path}:",
+        ),
     ],
 )
 def test_what_a_preprocessor_of_the_users_leaves_out(

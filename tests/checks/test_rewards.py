@@ -20,7 +20,7 @@ from swift_grpo_ext.checks.rewards import check_rewards
 
 ASKS = [{"role": "user", "content": "Which digit?"}, {"role": "assistant", "content": "7"}]
 ROWS: list[dict[str, Any]] = [
-    {"messages": ASKS, "images": [], "answer": "7"},
+    {"messages": ASKS, "images": [], "answer": "7", "level": None},
     {"messages": ASKS, "images": [], "answer": None, "level": 2},
 ]
 
@@ -51,11 +51,6 @@ class Waits(AsyncORM):
 
 class Solution(ORM):
     def __call__(self, completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
-        raise AssertionError
-
-
-class Odd(ORM):
-    def __call__(self, completions: list[str], *, zzz: Any, yyy: Any, **kwargs: Any) -> Any:
         raise AssertionError
 
 
@@ -101,7 +96,8 @@ def told(name: str, made: Any, monkeypatch: pytest.MonkeyPatch, **how: Any) -> s
     return "\n".join(f"{finding.level}: {finding.sentence}" for finding in found)
 
 
-COLUMNS = "and --dataset rows.jsonl has the columns messages, images, answer, level."
+COLUMNS = "--dataset rows.jsonl has the columns messages, images, answer, level."
+MISFIT = "error: --reward_funcs named: does not fit ms-swift's call: "
 
 
 @pytest.mark.parametrize(
@@ -111,17 +107,11 @@ COLUMNS = "and --dataset rows.jsonl has the columns messages, images, answer, le
         (Waits, {}, ""),
         (returns(torch.zeros(3)), {}, ""),
         (returns([None, None, None]), {}, ""),
-        (
-            Solution,
-            {},
-            f"asks for `solution`, {COLUMNS} Add the column, or rename yours: --columns",
-        ),
-        (Odd, {}, f"asks for `zzz` and `yyy`, {COLUMNS}"),
+        (Solution, {}, f"{MISFIT}missing a required argument: 'solution'; {COLUMNS} Add the col"),
         (Solution, {"rows": []}, ""),
-        (Solution, {"knows_all_columns": False}, "warning: --reward_funcs named: asks for `solu"),
-        (Closed, {}, "does not take all that ms-swift passes by name: got an unexpected keyword"),
-        (Plain, {}, "cannot be made as ms-swift does, by orms['named'](args=...): got an unexp"),
-        (lambda completions, **kwargs: [0.0], {}, "(args=...): missing a required argument: 'comp"),
+        (Closed, {}, f"{MISFIT}got an unexpected keyword"),
+        (Plain, {}, "cannot make it by orms['named'](args=...): TypeError: got an unexp"),
+        (lambda completions, **kwargs: [0.0], {}, "TypeError: missing a required argument: 'comp"),
         # Values: one of them would be spread over all samples
         (
             returns([1.0]),
@@ -152,10 +142,14 @@ def test_a_reward_function(
     assert text.count("\n") == 0
 
 
-def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards, "find_spec", {"math_verify": None}.get)
-    [found] = check_rewards(["cosine"], [], None, setting="dataset")
-    assert found.sentence.startswith("--reward_funcs cosine: needs the package math_verify")
+def test_what_rewards_of_ms_swift_need() -> None:
+    """Such as a package. ms-swift says so, once it has loaded the model."""
+    args = SimpleNamespace(soft_cache_length=2, soft_max_length=1)
+    [found] = check_rewards(["soft_overlong"], [], args, setting="dataset")
+    assert found.sentence.startswith(
+        "--reward_funcs soft_overlong: ms-swift cannot make it by orms"
+    )
+    assert "AssertionError: orm.py, line " in found.sentence
 
 
 def test_a_slow_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

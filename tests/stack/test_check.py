@@ -24,6 +24,7 @@ from tests.stack.starts import begun
 pytestmark = pytest.mark.stack
 
 LORA = ("--tuner_type", "lora", "--vllm_enable_lora", "true")
+ADAPTER = "--vllm_enable_lora true: vLLM does not take the adapter"
 URL = "http://me:secret@127.0.0.1:8000"
 SERVED = ("--vllm_mode", "server", "--vllm_server_host", "127.0.0.1", "--vllm_server_port", "8000")
 REWARDS = """
@@ -55,11 +56,8 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "--deepspeed zero3: needs accelerators": ("--deepspeed", "zero3"),
     "--fsdp fsdp2: needs accelerators": ("--fsdp", "fsdp2"),
     "--tuner_type adapter: adds parts": ("--tuner_type", "adapter"),
-    "--tuner_type longlora: needs": ("--tuner_type", "longlora"),
-    "--use_dora true: does not go": (*LORA, "--use_dora", "true"),
-    "--lora_bias all: does not go": (*LORA, "--lora_bias", "all"),
-    "--modules_to_save lm_head: does not go": (*LORA, "--modules_to_save", "lm_head"),
-    "--init_weights pissa: does not go": (*LORA, "--init_weights", "pissa"),
+    f"{ADAPTER}: vLLM does not yet support DoRA": (*LORA, "--use_dora", "true"),
+    f"{ADAPTER}: vLLM only supports modules_to_save": (*LORA, "--modules_to_save", "lm_head"),
     "--resume_from_checkpoint {folder}: is no whole": ("--resume_from_checkpoint", "{folder}"),
     "--router_replay_mode R3: does not go with --torch_compile": (
         *("--router_replay_mode", "R3", "--torch_compile", "true"),
@@ -76,7 +74,6 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "--template qwen2_5_v: is registered": ("--template", "qwen2_5_v"),
     "--model_type qwen9: is registered": ("--model_type", "qwen9"),
     # Rounds
-    "--num_generations 7: generation_batch_size (": ("--num_generations", "7"),
     "--dataset {rows}: 512 rows are fewer": ("--gradient_accumulation_steps", "1000"),
     "--val_dataset: 512 rows make no batch": (
         *("--val_dataset", "{rows}", "--eval_strategy", "steps"),
@@ -87,17 +84,19 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "--stop_token_ids 151936: 151936 is no token": ("--stop_token_ids", "151936"),
     "--new_special_tokens": ("--new_special_tokens", *(f"<new{i}>" for i in range(500))),
     "--vllm_speculative_config": ("--vllm_engine_kwargs", '{{"speculative_config": {{"a": 1}}}}'),
-    "--target_modules all-linear: does not go": ("--tuner_type", "vera"),
     # Rows and rewards
     "--dataset: row 1 of {folder}/missing.jsonl": ("--dataset", "{folder}/missing.jsonl"),
-    "--dataset {folder}/boxes.jsonl: no row is left": ("--dataset", "{folder}/boxes.jsonl"),
-    "--reward_funcs digit_accuracy: asks for `solution`": ("--dataset", "{folder}/renamed.jsonl"),
+    "Data set {folder}/boxes.jsonl: no row is left": ("--dataset", "{folder}/boxes.jsonl"),
+    "--reward_funcs digit_accuracy: does not fit ms-swift's call: missing a required": (
+        *("--dataset", "{folder}/renamed.jsonl"),
+    ),
     "--reward_funcs: is missing": ("-reward_funcs",),  # which is left out
-    "--reward_funcs accuracy: needs the package": ("--reward_funcs", "accuracy"),
+    "--reward_funcs accuracy: ms-swift cannot make it": ("--reward_funcs", "accuracy"),
     "--reward_funcs one: returned": ("--reward_funcs", "one"),
-    "--reward_funcs narrow: does not take all": ("--reward_funcs", "narrow"),
-    "--reward_funcs odd: cannot be made": ("--reward_funcs", "odd"),
+    "--reward_funcs narrow: does not fit ms-swift's call: got": ("--reward_funcs", "narrow"),
+    "--reward_funcs odd: ms-swift cannot make it": ("--reward_funcs", "odd"),
     # ms-swift's own
+    "`swift rlhf`: ends with ValueError: generation_batch_size (": ("--num_generations", "7"),
     "`swift rlhf`: ends with ValueError: num_generations must be": ("--num_generations", "1"),
     "`swift rlhf`: ends with ValueError: GRPO requires": ("--truncation_strategy", "split"),
     "`swift rlhf`: ends with AssertionError: async generate": ("--async_generate", "true"),
@@ -108,7 +107,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "Settings: argument --learning_rate": ("--learning_rate", "fast"),
     "Settings: argument --reward_funcs": ("--reward_funcs",),
 }
-"""What a refusal says, and the arguments that it is for."""
+"""The beginning of a refusal, and the arguments that it is for."""
 
 SERVERS: dict[str, tuple[str, ...]] = {
     "--port {taken}: is in use": ("--port", "{taken}"),
@@ -164,40 +163,27 @@ def taken_port() -> Iterator[int]:
         yield int(taken.getsockname()[1])
 
 
-def unsaid(cases: dict[str, list[Finding]]) -> dict[str, list[str]]:
-    """Return the refusals that are not the first error of their case, with what was said."""
-    wrong = {}
-    for expected, findings in cases.items():
-        errors = [finding.sentence for finding in findings if finding.level == "error"]
-        if not (errors and errors[0].startswith(expected)):
-            wrong[expected] = [f"{finding.level}: {finding.sentence}" for finding in findings]
-    return wrong
-
-
-def test_each_refusal_of_a_training(assets: Path, folder: Path) -> None:
-    names = {"folder": str(folder), "rows": str(folder / "rows.jsonl")}
-    cases = {
-        expected.format(**names): training(assets, folder, *(word.format(**names) for word in argv))
-        for expected, argv in TRAININGS.items()
-    }
-    found = begun({**cases, "": training(assets, folder)}, folder)
-    assert [finding.level for finding in found.pop("")] == ["note", "ok"]  # a training that starts
-    assert unsaid(found) == {}
-    assert not (folder / "run").exists()
-
-
-def test_each_refusal_of_a_server(assets: Path, folder: Path) -> None:
+def test_each_refusal(assets: Path, folder: Path) -> None:
+    """By the first error of each case."""
     with taken_port() as port:
-        cases = {
-            expected.format(taken=port): Source(
-                "rollout",
-                server_argv(assets, "--port", "0", *(word.format(taken=port) for word in argv)),
-                {},
-            )
-            for expected, argv in SERVERS.items()
-        }
+        names = {"folder": str(folder), "rows": str(folder / "rows.jsonl"), "taken": port}
+        cases = {"training ": training(assets, folder)}
+        for expected, argv in TRAININGS.items():
+            words = [word.format(**names) for word in argv]
+            cases[f"training {expected.format(**names)}"] = training(assets, folder, *words)
+        for expected, argv in SERVERS.items():
+            words = server_argv(assets, "--port", "0", *(word.format(**names) for word in argv))
+            cases[f"server {expected.format(**names)}"] = Source("rollout", words, {})
         found = begun(cases, folder)
-    assert unsaid(found) == {}
+    # A training that starts
+    assert [finding.level for finding in found.pop("training ")] == ["note", "ok"]
+    unsaid = {}
+    for case, findings in found.items():
+        errors = [finding.sentence for finding in findings if finding.level == "error"]
+        if not (errors and errors[0].startswith(case.partition(" ")[2])):
+            unsaid[case] = [f"{finding.level}: {finding.sentence}" for finding in findings]
+    assert unsaid == {}
+    assert not (folder / "run").exists()
 
 
 def test_a_run_that_starts(assets: Path, folder: Path, tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ CASES = {
     ),
     "a column of another name": (
         ("--dataset", "{folder}/renamed.jsonl"),
-        r"--reward_funcs digit_accuracy: asks for `solution`, and --dataset has the columns .*"
-        r"Add the column, or rename yours: --columns",
+        r"--reward_funcs digit_accuracy: does not fit ms-swift's call: missing a required argument"
+        r": 'solution'; --dataset has the columns .* Add the column, or rename yours \(--columns",
     ),
     "boxes without a list": (
         ("--dataset", "{folder}/boxes.jsonl"),
-        r"--dataset .*boxes\.jsonl: no row is left of 8; the first is row 1 of .*boxes\.jsonl "
+        r"Data set .*boxes\.jsonl: no row is left of 8; the first is row 1 of .*boxes\.jsonl "
         r"\(which asks '<image>Which .*'\): .* \(objects: .*\[1, 2, 3, 4\].*; expected \{",
     ),
     "unknown flag": (
