@@ -68,7 +68,7 @@ def test_a_group_is_asked_for_once(reference_folder: Path, reference: Samples) -
     assert sum(entry.get("encoded", 0) for entry in work) == len(images_of_rounds)
     log = (reference_folder / "log").read_text(encoding="utf-8")
     assert "--dataset: 2 of 6 rows repeat a prompt" in log
-    assert "prompts of the generation batch stand in it twice" in log
+    assert "prompts of the generation batch are duplicates" in log
 
 
 def test_an_image_is_decoded_once_for_a_group(reference_folder: Path, reference: Samples) -> None:

@@ -10,7 +10,7 @@ import pytest
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.training.gap import (
     Gap,
-    GapJudge,
+    GapCheck,
     Look,
     gap_limit,
     measure_gap,
@@ -75,7 +75,7 @@ def measure(*batches: Any, ranks: Any = None, limit: float = 0.25, **changes: An
         b if isinstance(b, tuple) else ([drawn()] * len(b.completion_mask), b) for b in batches
     ]
     gap = measure_gap(pairs, limit, sampling_shift(args))
-    return GapJudge(args, limit).judge((ranks or RankGroup()).all_gather(gap), step=7)
+    return GapCheck(args, limit).check((ranks or RankGroup()).all_gather(gap), step=7)
 
 
 def test_the_gap_is_that_of_all_ranks(warnings: list[str]) -> None:
@@ -214,11 +214,11 @@ def test_each_engine_is_told_of_once(warnings: list[str]) -> None:
 
 def test_a_healthy_run_does_not_end_late(warnings: list[str]) -> None:
     """Beyond the bound every gap ends the first two rounds; later four bounds, or eight medians."""
-    judge = GapJudge(arguments(rollout_mismatch="stop"), 0.25)
+    judge = GapCheck(arguments(rollout_mismatch="stop"), 0.25)
 
     def round_of(nats: float, **of_round: bool) -> None:
         pairs = [([drawn()], batch_of(nats, count=2**14))]
-        judge.judge([measure_gap(pairs, 0.25, 0.0)], 7, **of_round)
+        judge.check([measure_gap(pairs, 0.25, 0.0)], 7, **of_round)
 
     round_of(0.1)
     round_of(0.1, is_training=False)

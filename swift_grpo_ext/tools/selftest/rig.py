@@ -155,7 +155,7 @@ class Rig:
                 [prompt_hash(sample) for sample in samples[start:end]],
                 make_request=lambda position: samples[start + position].to_infer_request(),
                 make_metadata=partial(settings.metadata, as_arrays=True),
-                sharing=trainer._sharing(is_global_inputs=False),
+                engine_ranks=trainer._engine_ranks(is_global_inputs=False),
                 call_engine=partial(trainer._call_engine, config=config or self.config()),
             )
         return samples, [output for share in ranks.all_gather(outputs) for output in share]
