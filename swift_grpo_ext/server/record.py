@@ -83,7 +83,7 @@ class ServerRecord:
         is_repeatable = config is not None and (
             config.temperature == 0 or (len(requests) == 1 and config.seed is not None)
         )
-        is_watched = not is_repeatable and all(each.is_other_clients for each in metadatas)
+        is_watched = not is_repeatable and all(each.from_other_client for each in metadatas)
         rows = partial(rows_of_call, requests, metadatas, copies, num_updates)
         self._writing = [self._thread.submit(self._write, rows, is_watched)]
 

@@ -193,7 +193,7 @@ def test_all_weights_are_trained(family: Family, model: Path, whole: Path) -> No
     assert len(requests) == 3 * NUM_PROMPTS  # a group is one request
     placeholders = set(configured_placeholders(model)) if family.images else set()
     assert not placeholders.intersection(i for row in rows for i in row.token_ids)
-    line_breaks = "writes other line breaks" in log_of(whole)
+    line_breaks = "Line breaks beside media differ" in log_of(whole)
     found = {"line_breaks": line_breaks, "stopped": len(stopped), "samples": len(rows)}
     note(family, "whole", gap=gap, **found)
 

@@ -164,7 +164,7 @@ def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
     for nats in (0.37, 4.0, 4.0):
         measure((rows, batch_of(nats, *[0.01] * 63)), rollout_mismatch="stop")
     [warning] = warnings
-    assert "the furthest of train round 3.0, group 2, sample 1 (images): 4 nats" in warning
+    assert "explains: train round 3.0, group 2, sample 1 (images): 4 nats" in warning
     with pytest.raises(DisagreementError, match="nan nats"):
         measure((rows, batch_of(NAN, *[0.01] * 63)), rollout_mismatch="stop", top_p=0.5)
 
