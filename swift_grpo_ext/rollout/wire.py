@@ -37,9 +37,9 @@ STATUS_HEADER = "X-Swift-Grpo-Ext-Status"
 # Names a request; its answer has the same name (docs/promises.md, F1).
 MESSAGE_HEADER = "X-Swift-Grpo-Ext-Message"
 
-# Timeouts of server and trainer, as multiples of `--rollout_timeout`, a replica's timeout (F2). In
-# a weight update a replica waits half of it for the others. A request waits half of it in the queue
-# and twice for replicas: one that hangs, and the one that repeats its groups.
+# Timeouts of server and trainer, in units of `--rollout_timeout`, a replica's own timeout (F2). In
+# weight updates a replica waits half a unit for the others. A request may wait half a unit in the
+# queue, one for a replica that hangs, and one for the replica that repeats its groups.
 GROUP_TIMEOUTS = 0.5
 SERVER_TIMEOUTS = 2.5
 TRAINER_TIMEOUTS = 3.0
