@@ -458,7 +458,9 @@ class RolloutTraining(RolloutTrainerMixin):
         # Last: it may end the run.
         gaps = [report.gap for report in reports]
         is_training = self.model.training
-        self._log_later(self._gap_check.check(gaps, self.state.global_step, is_training=is_training))
+        self._log_later(
+            self._gap_check.check(gaps, self.state.global_step, is_training=is_training)
+        )
 
     def needs_old_logps(self, *, has_views: bool = False) -> bool:
         """Return whether a round needs a separate old-policy pass; distillation never skips one."""
