@@ -37,7 +37,7 @@ def serve_split_prompts() -> None:
     def _sample(self: CPUModelRunner, *args: object, **kwargs: object) -> Any:
         generators = self.input_batch.generators
         discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
-        self._hidden = {i: generators.pop(i) for i in discarded.tolist() if i in generators}
+        self._set_aside = {i: generators.pop(i) for i in discarded.tolist() if i in generators}
         return sample(self, *args, **kwargs)
 
     @wraps(bookkeeping_sync)
@@ -45,8 +45,8 @@ def serve_split_prompts() -> None:
         try:  # vLLM rewinds generators here
             return bookkeeping_sync(self, *args, **kwargs)
         finally:
-            self.input_batch.generators.update(self._hidden)
-            self._hidden = {}
+            self.input_batch.generators.update(self._set_aside)
+            self._set_aside = {}
 
     patch(CPUModelRunner, _sample=_sample, _bookkeeping_sync=_bookkeeping_sync)
 

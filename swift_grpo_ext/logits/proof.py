@@ -94,7 +94,7 @@ class SharedPrompt:
         self._proven |= tokens_of_kinds.keys()
         logger.info(
             f"--logps_shared_prompt auto: passes of {type(self._base).__name__} read "
-            f"{packed.predicts_1L.numel()} positions in the place of {predicts_BT.numel()} (the "
+            f"{packed.predicts_1L.numel()} positions instead of {predicts_BT.numel()} (the "
             "first micro-batch)."
         )
         return packed
@@ -140,7 +140,7 @@ class SharedPrompt:
                 problem = f"the first packed pass failed ({type(e).__name__}: {e})"
             # Even after a failure: ranks that share weights make all passes together.
             expected = logps(*plain)
-            with rounded_otherwise(self._base):
+            with rounding_noise(self._base):
                 moved = logps(*plain)
         if found is None:
             return problem
@@ -150,8 +150,8 @@ class SharedPrompt:
             )
             if not gap <= limit + LEAST:  # also for NaN
                 return (
-                    f"log-probabilities of rows of {'+'.join(media) or 'text'} lie {gap:.3g} nats "
-                    f"apart in the mean, and rounding explains {limit:.3g}"
+                    f"log-probabilities of rows of {'+'.join(media) or 'text'} differ by {gap:.3g} "
+                    f"nats in the mean, and rounding explains {limit:.3g}"
                 )
         return ""
 
@@ -179,7 +179,7 @@ def placeholder(config: PretrainedConfig, kind: str) -> int:
 
 
 @contextmanager
-def rounded_otherwise(model: PreTrainedModel, least: float = 0.0) -> Iterator[None]:
+def rounding_noise(model: PreTrainedModel, least: float = 0.0) -> Iterator[None]:
     """Within the block, a model's embeddings and layers round every second number to its neighbour.
     Summing in another order changes less. `least` is the least relative distance of a neighbour."""
 

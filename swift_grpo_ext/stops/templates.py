@@ -88,7 +88,7 @@ def check_stop_settings(args: RLHFArguments, template: Template | None = None) -
             )
         if word in prefix:
             raise SettingsError(
-                f"--stop_words {word!r} stands in {prefix!r}, with which the template begins every "
+                f"--stop_words {word!r} occurs in {prefix!r}, with which the template begins every "
                 "response: each text would hold it from the start. Take another stop string, or "
                 "another --response_prefix or --enable_thinking."
             )

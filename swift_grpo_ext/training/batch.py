@@ -156,7 +156,7 @@ def check_positions(
             if misplaced := first_misplaced(prompt.positions, placed):
                 error = DisagreementError(
                     f"{sample.sample_id}, a row of {kind_of_row(sample)}: the rollout and training "
-                    f"place the same tokens otherwise, {misplaced}. {POSITIONS_REMEDY}"
+                    f"give the same tokens different positions, {misplaced}. {POSITIONS_REMEDY}"
                 )
                 if args.rollout_mismatch == "stop":
                     raise error

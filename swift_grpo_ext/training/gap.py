@@ -38,7 +38,7 @@ NUM_EARLY = 2
 FAR, JUMP = 4.0, 8.0
 MAX_HISTORY = 100
 
-# `proof.rounded_otherwise` measures how far rounding moves log-probabilities. A gap may be
+# `proof.rounding_noise` measures how far rounding moves log-probabilities. A gap may be
 # `ROUNDINGS` times that, and more for few tokens. In 5,000 samples of healthy tokens for each of
 # four models in bfloat16, the largest gap was 0.7 of this bound.
 ROUNDINGS, FEW = 1.5, 256
@@ -73,14 +73,14 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class BoundedGap:
     """The gap of some tokens, and how far rounding moves their training log-probabilities."""
 
     gap: Gap = Gap()
     rounding: Gap = Gap()
 
-    def __add__(self, other: Look) -> Look:
-        return Look(self.gap + other.gap, self.rounding + other.rounding)
+    def __add__(self, other: BoundedGap) -> BoundedGap:
+        return BoundedGap(self.gap + other.gap, self.rounding + other.rounding)
 
     @property
     def bound(self) -> float:
@@ -259,7 +259,7 @@ class GapCheck:
             f"{engine} rows of {kind}: {gap}".lstrip() for (engine, kind), gap in beyond.items()
         )
         text = (
-            f"Step {step}: log-probabilities of the rollout and of training lie further apart than "
+            f"Step {step}: log-probabilities of the rollout and of training differ by more than "
             f"{explained}. {found}. {likely_cause(beyond, known)}"
         )
         if ends and self._args.rollout_mismatch == "stop":
@@ -275,7 +275,7 @@ def likely_cause(beyond: Collection[Source], known: Collection[Source]) -> str:
     engines, kinds = ({source[i] for source in beyond} for i in (0, 1))
     all_engines, all_kinds = ({source[i] for source in known} for i in (0, 1))
     if kinds < all_kinds:
-        return "Other rows agree: such media are read, placed or encoded otherwise on one side."
+        return "Other rows agree: one side reads, places or encodes such media differently."
     if engines < all_engines:
         return (
             "Other engines agree: this one has other weights, or a cache of older ones. Restart "

@@ -151,7 +151,7 @@ def test_text_as_ms_swift_but_for_rounding(
     packed, whole = seen[-1], 5 * max(map(sum, ROWS))
     assert seen == [packed, whole, whole, packed]
     assert packed < whole
-    assert f"Qwen2ForCausalLM read {packed} positions in the place of {whole}" in informed[-1]
+    assert f"Qwen2ForCausalLM read {packed} positions instead of {whole}" in informed[-1]
     assert not warned
 
 

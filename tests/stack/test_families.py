@@ -207,7 +207,7 @@ def test_lora_on_two_ranks(
     samples = samples_of(start(family, model, assets, tmp_path, *argv, ranks=2), tmp_path, ranks=2)
     gap = assert_agrees(family, tmp_path)
     assert first_round(samples) == first_round(rounds.recorded(whole))
-    said = "as they are" if family.reads_prompts_again else "positions in the place of"
+    said = "as they are" if family.reads_prompts_again else "positions instead of"
     assert re.search(rf"\] --logps_shared_prompt.* {said}", log_of(tmp_path))
     note(family, "lora", gap=gap)
 

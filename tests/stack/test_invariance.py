@@ -104,7 +104,7 @@ def test_savings_change_nothing(
     assert_same_training(folder / "saved", folder / "upstream")
     for run in (folder / "saved", reference_folder):
         text = (run / "log").read_text(encoding="utf-8", errors="replace")
-        found = re.search(r"auto: passes of .* read (\d+) positions in the place of (\d+)", text)
+        found = re.search(r"auto: passes of .* read (\d+) positions instead of (\d+)", text)
         assert found is not None
         assert int(found[1]) < 0.7 * int(found[2])
 

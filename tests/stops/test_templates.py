@@ -165,7 +165,7 @@ def test_the_end_of_a_turn_is_one_token(
         (
             ["think"],
             [],
-            r"--stop_words 'think' stands in '<think>\\n\\n'.*Take another stop string",
+            r"--stop_words 'think' occurs in '<think>\\n\\n'.*Take another stop string",
         ),
         ([], [7, 151666], r"--stop_token_ids 7 151666: 151666 is no.* 0 to 151665.*Ask it for"),
         ([], [-1], r"--stop_token_ids -1: -1 is no token"),

@@ -9,9 +9,9 @@ import pytest
 
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.training.gap import (
+    BoundedGap,
     Gap,
     GapCheck,
-    Look,
     gap_limit,
     measure_gap,
     sampling_shift,
@@ -55,7 +55,7 @@ def test_limits(bits: int, temperature: float, limit: float) -> None:
     [(2**20, 0.01, 0.015), (256, 0.01, 0.03), (64, 0.01, 0.075), (2**20, 1e-7, 0.001)],
 )
 def test_rows_have_a_bound_by_their_own_rounding(count: int, rounding: float, bound: float) -> None:
-    half = Look(Gap(0.0, count // 2, 0.0), Gap(rounding * count / 2, count // 2, rounding))
+    half = BoundedGap(Gap(0.0, count // 2, 0.0), Gap(rounding * count / 2, count // 2, rounding))
     assert (half + half).bound == pytest.approx(bound, rel=1e-3)
 
 

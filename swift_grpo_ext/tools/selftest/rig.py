@@ -23,7 +23,7 @@ from swift.utils import remove_response
 
 from swift_grpo_ext.checks.rows import encoding_error, media_of
 from swift_grpo_ext.checks.rows import prompt_of as prompt_of_row
-from swift_grpo_ext.logits.proof import rounded_otherwise
+from swift_grpo_ext.logits.proof import rounding_noise
 from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout.answers import answer_of
@@ -35,7 +35,7 @@ from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.tools.selftest.outcome import NotTriedError
 from swift_grpo_ext.training.batch import collate_groups
 from swift_grpo_ext.training.encode import GroupEncoder, check_rollout_prompts
-from swift_grpo_ext.training.gap import Gap, Look, gaps_between
+from swift_grpo_ext.training.gap import BoundedGap, Gap, gaps_between
 from swift_grpo_ext.training.group import DisagreementError, kind_of_row
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
@@ -227,11 +227,11 @@ class Rig:
     def gap(self, samples: Sequence[RolloutSample]) -> Gap:
         return sum((look.gap for look in self.looks(samples).values()), Gap())
 
-    def looks(self, samples: Sequence[RolloutSample]) -> dict[str, Look]:
+    def looks(self, samples: Sequence[RolloutSample]) -> dict[str, BoundedGap]:
         """Compare log-probabilities of generated samples with those of the trainer's model, and
         with what rounding does to those; for each kind of row. Samples with another prompt in
         training are left out: `prompts` names them."""
-        trainer, looks = self.trainer, defaultdict[str, Look](Look)
+        trainer, looks = self.trainer, defaultdict[str, BoundedGap](BoundedGap)
         # Of the side with fewer bits, which may be the engine.
         bits = min(trainer.number_bits, trainer._engine_bits)
         least = torch.finfo(torch.bfloat16).eps if bits <= 16 else 0.0
@@ -243,7 +243,7 @@ class Rig:
             )
             with torch.no_grad(), checkpointing:  # a collective where weights are sharded
                 logps, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs, batch)
-                with rounded_otherwise(base_model(trainer.model), least):
+                with rounding_noise(base_model(trainer.model), least):
                     rounded, _ = trainer._get_per_token_logps_and_entropies(
                         trainer.model, inputs, batch
                     )
@@ -252,7 +252,7 @@ class Rig:
                 if (rollout := batch.rollout_per_token_logps) is not None:
                     mask = batch.completion_mask.bool()
                     [gap], [rounding] = (gaps_between(x, logps, mask) for x in (rollout, rounded))
-                    looks[kind_of_row(sample)] += Look(gap, rounding)
+                    looks[kind_of_row(sample)] += BoundedGap(gap, rounding)
         return dict(looks)
 
     def update_weights(self) -> None:
