@@ -361,9 +361,9 @@ def base_model(model: nn.Module) -> nn.Module:
 def output_embedding(model: nn.Module) -> nn.Module | None:
     """Return the output embedding of the outermost module that has one, or None."""
     for module in model.modules():
-        name_it = getattr(module, "get_output_embeddings", None)
+        get_head = getattr(module, "get_output_embeddings", None)
         try:
-            head = name_it() if name_it is not None else None
+            head = get_head() if get_head is not None else None
         except (AttributeError, NotImplementedError):
             continue  # a wrapper without a head; an inner model may have one
         if isinstance(head, nn.Module):

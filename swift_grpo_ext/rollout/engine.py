@@ -210,10 +210,10 @@ class RolloutEngine(GRPOVllmEngine):
             raise error  # it names the row already
         named = RowError(request, encoding_fault(request, error))
         # Missing files and unreachable addresses: another machine may have access.
-        is_machines = isinstance(error, OSError) and (
+        is_local = isinstance(error, OSError) and (
             error.errno is not None or isinstance(error, requests.RequestException)
         )
-        if self.serves and not is_machines:
+        if self.serves and not is_local:
             raise RequestError(f"{type(named).__name__}: {named}") from named
         raise named from error
 

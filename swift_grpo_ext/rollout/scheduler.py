@@ -161,12 +161,12 @@ class WatchedScheduler(MultiTurnScheduler):
         except Exception as e:
             metadata = wire.read_metadata(request and request.data_dict)
             where = f"{replace(metadata.sample_id, turn=0)} in " if metadata else ""
-            what = f"raised {type(e).__name__}: {e}"
+            problem = f"raised {type(e).__name__}: {e}"
             is_late = time.monotonic() - began >= self.tool_timeout
             if is_late and isinstance(e, (asyncio.TimeoutError, FutureTimeoutError)):
-                what = f"has not returned for {self.tool_timeout:g} s (--tool_timeout)"
+                problem = f"has not returned for {self.tool_timeout:g} s (--tool_timeout)"
             name = f"--multi_turn_scheduler: {type(self).__name__}.{hook}"
-            raise SchedulerError(f"{where}turn {turn}: {name} {what}") from e
+            raise SchedulerError(f"{where}turn {turn}: {name} {problem}") from e
         finally:
             if request is not None:
                 between_turns(request).tool_seconds += time.monotonic() - began
@@ -175,7 +175,7 @@ class WatchedScheduler(MultiTurnScheduler):
 verify_overrides(WatchedScheduler)
 
 
-def warn_no_room(
+def warn_context_overflow(
     outputs: Sequence[RolloutOutput], max_length: int | None, room: int | None
 ) -> None:
     """Warn once about conversations that ended because their next prompt exceeded `--max_length` or

@@ -98,8 +98,8 @@ class ServedConversation:
                 write_turns(output, turns)
                 last = turns[-1].completion
                 # The trainer adds seed and replica itself (`attach_turns`).
-                is_others = self._first is not None and self._first.from_other_client
-                infos = infos_of(last) if is_others else {STOP_REASON: last.stop_reason}
+                from_other = self._first is not None and self._first.from_other_client
+                infos = infos_of(last) if from_other else {STOP_REASON: last.stop_reason}
                 output.rollout_infos |= infos
         return made
 

@@ -115,12 +115,12 @@ def write_metadata(data_dict: MutableMapping[str, Any], metadata: RequestMetadat
     data_dict[KEY] = {"version": VERSION, **asdict(metadata)}
 
 
-def check_version(message: object, what: str) -> None:
+def check_version(message: object, peer: str) -> None:
     """Raise a `WireError` unless a message has this version of the wire format."""
     version = message.get("version") if isinstance(message, Mapping) else None
     if version != VERSION:
         raise WireError(
-            f"{what} speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
+            f"{peer} speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
             f"{VERSION}: load the same version of the plugin in `swift rlhf` and `swift rollout`."
         )
 

@@ -32,7 +32,7 @@ from swift_grpo_ext.rollout.answers import answer_of
 from swift_grpo_ext.rollout.conversation import Conversations, attach_turns, servers_turns
 from swift_grpo_ext.rollout.generate import RolloutSettings, begin_turn, generate
 from swift_grpo_ext.rollout.sample import RolloutSample
-from swift_grpo_ext.rollout.scheduler import warn_no_room
+from swift_grpo_ext.rollout.scheduler import warn_context_overflow
 from swift_grpo_ext.rollout.wire import Answer, RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
@@ -330,7 +330,7 @@ class RolloutTraining(RolloutTrainerMixin):
     ) -> list[RolloutSample]:
         # Ranks share failures here, as the next NCCL collective would hang on a failed rank. Not in
         # the thread of `--async_generate`, where rank 0 generates for all.
-        meets = self.ranks.size > 1 and not is_global_inputs
+        shares_failures = self.ranks.size > 1 and not is_global_inputs
         began = time.monotonic()
         failure: Exception | None = None
         try:
@@ -338,10 +338,10 @@ class RolloutTraining(RolloutTrainerMixin):
         except Exception as e:
             # The other ranks may wait in a collective of ms-swift (in a conversation, or in its own
             # client), which this rank cannot join: `train` ends the group instead.
-            if not meets or self._is_conversation or not self._settings.generates:
+            if not shares_failures or self._is_conversation or not self._settings.generates:
                 raise
             failure = e
-        if meets:
+        if shares_failures:
             seconds = self.ranks.all_gather_or_raise(time.monotonic() - began, failure)
             self._clock.note_wait(max(seconds) - fmean(seconds))
         return results
@@ -399,7 +399,7 @@ class RolloutTraining(RolloutTrainerMixin):
         for sample, turns in zip(results, turns_of_outputs, strict=True):
             attach_turns(sample, turns, is_conversation=self._is_conversation)
         if self._is_conversation:
-            warn_no_room(outputs, self.template.max_length, self._max_model_len)
+            warn_context_overflow(outputs, self.template.max_length, self._max_model_len)
         self.recorder.record(
             results,
             turns_of_outputs,
@@ -458,9 +458,8 @@ class RolloutTraining(RolloutTrainerMixin):
         # Last: it may end the run.
         gaps = [report.gap for report in reports]
         is_training = self.model.training
-        self._log_later(
-            self._gap_check.check(gaps, self.state.global_step, is_training=is_training)
-        )
+        metrics = self._gap_check.check(gaps, self.state.global_step, is_training=is_training)
+        self._log_later(metrics)
 
     def needs_old_logps(self, *, has_views: bool = False) -> bool:
         """Return whether a round needs a separate old-policy pass; distillation never skips one."""

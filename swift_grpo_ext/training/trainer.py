@@ -142,10 +142,10 @@ class RolloutGRPOTrainer(WholeCheckpoints, RolloutTraining, GRPOTrainer):
             self._last_skipped = grpo_batch
             return None, None
         upstream = super()._get_per_token_logps_and_entropies
-        found = upstream(model, model_inputs, grpo_batch, **kwargs)
+        logps, entropies = upstream(model, model_inputs, grpo_batch, **kwargs)
         if not self._skips_old_pass and grpo_batch.old_per_token_logps is None:
-            grpo_batch.old_per_token_logps = found[0].detach()
-        return found
+            grpo_batch.old_per_token_logps = logps.detach()
+        return logps, entropies
 
     def _get_per_token_logps_and_entropies_single(
         self,
@@ -195,11 +195,11 @@ class RolloutGRPOTrainer(WholeCheckpoints, RolloutTraining, GRPOTrainer):
         # grpo_trainer.py:1558): with two ranks, tokens of odd rows got their neighbours' values.
         is_whole = self.template.padding_free
         surplus = 0 if is_whole else -input_ids.shape[1] % self.template.sequence_parallel_size
-        found = super()._get_logps_via_sp(
+        results = super()._get_logps_via_sp(
             *(model, model_inputs, grpo_batch, logits_to_keep + surplus, input_ids),
             compute_entropy,
         )
-        return tuple(None if of is None else of[:, : of.shape[1] - surplus] for of in found)
+        return tuple(None if t is None else t[:, : t.shape[1] - surplus] for t in results)
 
     # --- how samples scored ---
 

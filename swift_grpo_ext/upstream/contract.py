@@ -147,7 +147,7 @@ def tried_packages() -> dict[str, str]:
 def untried(installed: Mapping[str, str]) -> list[str]:
     """Describe the packages of `installed` in untried releases, each with the nearest tried ones.
     Builds and post-releases count as their release."""
-    news = []
+    untried_releases = []
     for name, text in installed.items():
         known, version = TRIED[name], Version(text)
         release = Version(version.base_version)
@@ -155,5 +155,5 @@ def untried(installed: Mapping[str, str]) -> list[str]:
             continue
         before = [v for v in known if Version(v) <= release][-1:]
         after = [v for v in known if Version(v) > release][:1]
-        news.append(f"{name} {text} (nearest: {' and '.join(before + after)})")
-    return news
+        untried_releases.append(f"{name} {text} (nearest: {' and '.join(before + after)})")
+    return untried_releases

@@ -222,7 +222,7 @@ def compare(sent: Mapping[str, str], report: WeightReport, engine_name: str) -> 
         "did not arrive": [name for name in sent if name not in loaded],
         "have another type or shape": [n for n in sent if loaded.get(n, sent[n]) != sent[n]],
     }
-    wrong = [f"{len(names)} {what} ({shorten(names)})" for what, names in faults.items() if names]
+    wrong = [f"{len(names)} {fault} ({shorten(names)})" for fault, names in faults.items() if names]
     if wrong:
         raise WeightUpdateError(
             f"{engine_name} does not hold the trainer's weights: of {len(sent)} tensors "

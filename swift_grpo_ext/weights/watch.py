@@ -240,9 +240,9 @@ def describe_change(before_BN: torch.Tensor, after_BN: torch.Tensor) -> str:
     wrong_B = ~is_usual_B & (old_B > 0)
     if before_BN.shape[1] < FEWEST_ENTRIES or not wrong_B.any():
         return ""
-    way = ((after_BN - before_BN)[wrong_B].norm() / old_B[wrong_B].norm()).item()
-    what = f"moved by {way:.0%} of its norm" if new_B[wrong_B].any() else "is all zeros"
-    return what + (f" ({int(wrong_B.sum())} of {len(wrong_B)} blocks)" if len(wrong_B) > 1 else "")
+    share = ((after_BN - before_BN)[wrong_B].norm() / old_B[wrong_B].norm()).item()
+    text = f"moved by {share:.0%} of its norm" if new_B[wrong_B].any() else "is all zeros"
+    return text + (f" ({int(wrong_B.sum())} of {len(wrong_B)} blocks)" if len(wrong_B) > 1 else "")
 
 
 def checkpoint_names(folder: Path) -> frozenset[str]:
