@@ -34,7 +34,7 @@ from swift_grpo_ext.rollout.answers import (
 )
 from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, RequestError
 from swift_grpo_ext.rollout.positions import kept_positions
-from swift_grpo_ext.rollout.served import current
+from swift_grpo_ext.rollout.served import current_conversation
 from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
 from swift_grpo_ext.stops.rule import Stops, find_ending
 from swift_grpo_ext.stops.templates import TemplateStops
@@ -157,7 +157,7 @@ class RolloutEngine(GRPOVllmEngine):
         **kwargs: Any,
     ) -> Any:
         infer = partial(self._infer_async, infer_request, request_config, kwargs)
-        conversation = current.get()
+        conversation = current_conversation.get()
         if conversation is not None:
             return await conversation.ask(infer_request, request_config, infer)
         return await infer(wire.read_metadata(column_of(infer_request, "data_dict")))

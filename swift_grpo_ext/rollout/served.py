@@ -46,7 +46,7 @@ _threads = ThreadPoolExecutor(MAX_THREADS, "conversation", initializer=_allow_fi
 _running: set[ServedConversation] = set()
 
 # The conversation that the current task belongs to.
-current: ContextVar[ServedConversation | None] = ContextVar("current", default=None)
+current_conversation: ContextVar[ServedConversation | None] = ContextVar("current", default=None)
 
 
 class ServedConversation:
@@ -106,7 +106,7 @@ class ServedConversation:
     # --- in the conversation's thread ---
 
     def _run(self, run: Coroutine[Any, Any, Any]) -> Any:
-        current.set(self)  # for the tasks of this thread
+        current_conversation.set(self)  # for the tasks of this thread
         # `asyncio.run` would wait for the threads of tools that never return.
         loop = asyncio.new_event_loop()
         try:
