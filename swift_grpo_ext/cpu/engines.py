@@ -115,7 +115,7 @@ def repack_experts() -> None:
     Moment.ENGINE,
     Moment.WORKER,
     symptom="`AuxOutput Connector requires Model Runner V2` with `enable_return_routed_experts`.",
-    upstream="vLLM 0.32: only the V2 runner (v1/worker/gpu/model_runner.py) reads the captured "
+    upstream="vLLM 0.32, v1/worker/gpu/model_runner.py: only this V2 runner reads the captured "
     "experts from its connector; the CPU runner derives from V1.",
     until="CPUs have the V2 runner",
     optional=True,

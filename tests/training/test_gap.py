@@ -142,7 +142,7 @@ def test_rows_of_one_kind_are_named_wherever_they_are() -> None:
     assert first == second
     assert "rank 0 rows of video: 1.5 nats in the mean of 64 tokens" in first
     assert "image" not in first
-    assert "Other rows agree: such media" in first
+    assert "Other rows agree: one side reads" in first
     metrics = measure(*batches)
     assert metrics["rollout_gap/mean"] < 0.25
     kinds = {"rollout_gap/video": 1.5, "rollout_gap/text": 0.005, "rollout_gap/image": 0.005}
