@@ -1,5 +1,5 @@
-"""Collectives of the ranks that share an engine. A request's row, with its images, travels only to
-the ranks that drive the engine, and a sample only to its own rank."""
+"""Collectives for the ranks that share an engine. Requests go only to the ranks that call the
+engine, and each sample goes only to its own rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RolloutError(RuntimeError):
 
 
 class RankGroup:
-    """The ranks that share an engine; here, a process that has one alone."""
+    """The ranks that share an engine; this base class is a single process."""
 
     rank = 0
     size = 1
@@ -36,8 +36,8 @@ class RankGroup:
         return [value]
 
     def all_gather_or_raise(self, value: T, failure: Exception | None) -> list[T]:
-        """Return each rank's value on every rank. Raise this rank's own `failure`, or
-        `RolloutError`, which names the first other rank with one."""
+        """Return each rank's value on every rank. If any rank failed, raise this rank's own
+        `failure`, or a `RolloutError` that names the first rank that failed."""
         text = f"{type(failure).__name__}: {failure}" if failure else ""
         values, texts = zip(*self.all_gather((value, text)), strict=True)
         if failure is not None:
@@ -52,11 +52,11 @@ class RankGroup:
         return self.all_gather(value)
 
     def end(self) -> None:
-        """Leave the other ranks, which raise where they wait for this one; for one that failed."""
+        """Leave the group after a failure, so that ranks waiting for this one raise."""
 
     def scatter(self, values: list[Any] | Exception | None) -> Any:
-        """Return this rank's share of the values that the driving rank holds, one for each rank.
-        Where it holds an exception, it raises that, and the others `RolloutError`."""
+        """Return this rank's value from the list of the driving rank, which has one value a rank.
+        If the list is an exception, the driving rank raises it and the others `RolloutError`."""
         if isinstance(values, Exception):
             raise values
         assert values is not None
@@ -64,7 +64,7 @@ class RankGroup:
 
 
 class TensorParallelGroup(RankGroup):
-    """Ranks that run one engine together: all of them make the same call."""
+    """The ranks of a tensor-parallel engine, which all make the same calls."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -85,7 +85,7 @@ class MainRankGroup(TensorParallelGroup):
         self.drives_engine = self.rank == 0
 
     def end(self) -> None:
-        # gloo closes its connections once no object holds the group: this is the only one.
+        # gloo closes its connections when the last reference to the group is dropped.
         dist.destroy_process_group(self._group)
         self._group = dist.GroupMember.NON_GROUP_MEMBER
 
@@ -108,16 +108,15 @@ class MainRankGroup(TensorParallelGroup):
 
 
 def training_ranks(timeout_seconds: float) -> RankGroup:
-    """Return all training ranks, which exchange Python objects over gloo within `timeout_seconds`
-    (`--ddp_timeout`); every rank calls it. Raise ConnectionError where they do not reach one
-    another."""
+    """Return a gloo group of all training ranks, whose collectives wait `timeout_seconds`
+    (`--ddp_timeout`). Every rank calls it. Raise ConnectionError if the ranks cannot connect."""
     if not dist.is_initialized():
         return RankGroup()
     seconds = min(SECONDS_TO_CONNECT, timeout_seconds)
     timeout = timedelta(seconds=timeout_seconds)
-    # NCCL's watchdog ends a rank that waits through a long rollout (ms-swift issue 10065), and NCCL
-    # would move objects through the GPU. In a thread, which can be left: gloo bounds each of its
-    # tries, and a rank that is not reached notices nothing.
+    # Not NCCL: its watchdog kills a rank that waits through a long rollout (ms-swift issue 10065),
+    # and it would move objects through the GPU. A thread can be abandoned: gloo's timeout is for
+    # one attempt, and a rank that nobody reaches would wait on.
     made = in_thread(partial(dist.new_group, backend="gloo", timeout=timeout))
     try:
         return MainRankGroup(made.result(seconds))

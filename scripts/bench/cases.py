@@ -97,6 +97,6 @@ def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: CallEngine) -> 
         make_metadata=lambda sample_id, count: RequestMetadata(
             sample_id=sample_id, count=count, run_seed=run_seed, as_arrays=True
         ),
-        sharing=RankGroup(),
+        engine_ranks=RankGroup(),
         call_engine=ask,
     )[0]

@@ -1,4 +1,4 @@
-"""This room lets vLLM, ms-swift and gloo work without an accelerator, and is idle with one."""
+"""Patches that make vLLM, ms-swift and gloo work without an accelerator; unused with one."""
 
 from swift_grpo_ext.upstream import patches
 from swift_grpo_ext.upstream.patches import Moment
@@ -13,7 +13,7 @@ MODULES = {  # as in `upstream/patches.py`
 
 
 def register() -> None:
-    """Add the repairs of this room to those that are made at each moment."""
+    """Add the repairs of this package to each moment."""
     for moment, modules in MODULES.items():
         known = patches.MODULES.get(moment, ())
         patches.MODULES[moment] = tuple(dict.fromkeys((*known, *modules)))

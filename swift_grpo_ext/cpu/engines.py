@@ -21,15 +21,14 @@ from swift_grpo_ext.weights.update import plain_name
     symptom="`RuntimeError: CPU Generator does not use offset` ends the engine as soon as "
     "the prompt of a request with a seed does not fit into one step "
     "(`max_num_batched_tokens`).",
-    upstream="vLLM 0.32, v1/worker/gpu_model_runner.py (`_bookkeeping_sync`) takes the noise "
-    "of the thrown-away token back by moving the generator's offset, which CPU generators do "
-    "not have.",
-    until="vLLM takes the noise back on CPU too",
+    upstream="vLLM 0.32, v1/worker/gpu_model_runner.py (`_bookkeeping_sync`) rewinds the "
+    "generator after the discarded token by its offset, which CPU generators do not have.",
+    until="vLLM rewinds generators on CPU too",
     optional=True,
 )
 def serve_split_prompts() -> None:
-    """Put a request's generator aside for a step that reads only a part of its prompt: vLLM draws a
-    token all the same, throws it away, and would move the generator back."""
+    """Hide a request's generator during steps that read only a part of its prompt: vLLM samples and
+    discards a token in them, and would rewind the generator."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeeping_sync = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -38,16 +37,16 @@ def serve_split_prompts() -> None:
     def _sample(self: CPUModelRunner, *args: object, **kwargs: object) -> Any:
         generators = self.input_batch.generators
         discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
-        self._put_aside = {i: generators.pop(i) for i in discarded.tolist() if i in generators}
+        self._set_aside = {i: generators.pop(i) for i in discarded.tolist() if i in generators}
         return sample(self, *args, **kwargs)
 
     @wraps(bookkeeping_sync)
     def _bookkeeping_sync(self: CPUModelRunner, *args: object, **kwargs: object) -> Any:
-        try:  # vLLM moves generators back here
+        try:  # vLLM rewinds generators here
             return bookkeeping_sync(self, *args, **kwargs)
         finally:
-            self.input_batch.generators.update(self._put_aside)
-            self._put_aside = {}
+            self.input_batch.generators.update(self._set_aside)
+            self._set_aside = {}
 
     patch(CPUModelRunner, _sample=_sample, _bookkeeping_sync=_bookkeeping_sync)
 
@@ -55,16 +54,16 @@ def serve_split_prompts() -> None:
 @repair(
     Moment.ENGINE,
     Moment.WORKER,
-    symptom="`create shm in SHMManager failed. errno: 17`, where two runs with colocated "
-    "tensor parallelism start at the same moment, or one after another on the same port: the "
-    "first one's memory stays in /dev/shm once its processes have ended (4 MB a rank).",
-    upstream="vLLM 0.32, v1/worker/cpu_worker.py: the name is what follows the last colon of "
-    "the rendezvous' address, `//` for every colocated engine's `env://`.",
-    until="vLLM's name differs from run to run and does not outlast it",
+    symptom="`create shm in SHMManager failed. errno: 17`, if two runs with colocated tensor "
+    "parallelism start at the same moment, or one after another on the same port: the first "
+    "run's memory stays in /dev/shm after its processes have ended (4 MB a rank).",
+    upstream="vLLM 0.32, v1/worker/cpu_worker.py: the name is the part after the last colon of "
+    "the rendezvous address, which is `//` for every colocated engine (`env://`).",
+    until="vLLM's name is unique to a run and removed at its end",
     optional=True,
 )
 def name_shared_memory_by_run() -> None:
-    """Make the rendezvous' port a part of the name of the ranks' shared memory, and unlink it as
+    """Add the rendezvous port to the name of the ranks' shared memory, and unlink the memory as
     soon as all ranks have mapped it."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -76,7 +75,7 @@ def name_shared_memory_by_run() -> None:
     @wraps(join)
     def _init_cpu_shm(self: _CPUSHMDistributed) -> int:
         memory = Path("/dev/shm", f"{self.group_name.lstrip('/')}_{self.communicator.rank}")
-        memory.unlink(missing_ok=True)  # of a run on this port that was killed before it joined
+        memory.unlink(missing_ok=True)  # left by a run on this port that was killed before joining
         handle = join(self)  # returns after a barrier: all ranks have mapped all memory
         memory.unlink(missing_ok=True)
         return handle
@@ -88,14 +87,14 @@ def name_shared_memory_by_run() -> None:
 @repair(
     Moment.ENGINE,
     Moment.WORKER,
-    symptom="After its first weight update a mixture of experts samples from other weights "
-    "than the trainer's (0.21 nats a token, the tiny Qwen3-VL-MoE), and nothing fails.",
+    symptom="After the first weight update, a mixture of experts silently samples from other "
+    "weights than the trainer's (0.21 nats a token, the tiny Qwen3-VL-MoE).",
     upstream="vLLM 0.32, model_executor/layers/fused_moe/unquantized_fused_moe_method.py "
-    "packs experts for the CPU's kernel when they are loaded first, and never again.",
-    until="vLLM packs the experts that an update brings",
+    "packs experts for the CPU kernel at the first load only.",
+    until="vLLM packs experts again after an update",
     optional=True,
 )
-def pack_experts_anew() -> None:
+def repack_experts() -> None:
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as upstream
 
     setup_kernel = upstream.UnquantizedFusedMoEMethod._setup_kernel
@@ -105,8 +104,8 @@ def pack_experts_anew() -> None:
         is_first = self.moe_kernel is None
         setup_kernel(self, layer, w13, w2)
         if is_first:
-            self._packed = [layer.w13_weight]  # bare, the method would be this parameter's module
-        elif w13 is not self._packed[0]:  # a reload loads into another, and copies into that one
+            self._packed = [layer.w13_weight]  # in a list: torch must not register the parameter
+        elif w13 is not self._packed[0]:  # a reload loads into another tensor, then copies back
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     patch(upstream.UnquantizedFusedMoEMethod, _setup_kernel=_setup_kernel)
@@ -116,13 +115,13 @@ def pack_experts_anew() -> None:
     Moment.ENGINE,
     Moment.WORKER,
     symptom="`AuxOutput Connector requires Model Runner V2` with `enable_return_routed_experts`.",
-    upstream="vLLM 0.32, v1/worker/gpu/model_runner.py alone asks its connector what was "
-    "captured; the runner of CPUs is a child of the first one.",
-    until="CPUs have the second runner",
+    upstream="vLLM 0.32, v1/worker/gpu/model_runner.py: only this V2 runner reads the captured "
+    "experts from its connector; the CPU runner derives from V1.",
+    until="CPUs have the V2 runner",
     optional=True,
 )
 def return_routed_experts() -> None:
-    """Do what the second runner does for its connector, in steps that follow one another."""
+    """Have the CPU runner use the connector as the V2 runner does, without async scheduling."""
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
     from vllm.engine.arg_utils import EngineArgs
@@ -133,7 +132,7 @@ def return_routed_experts() -> None:
     @wraps(create)
     def create_engine_config(self: EngineArgs, *args: object, **kwargs: object) -> VllmConfig:
         if self.enable_return_routed_experts:
-            self.async_scheduling = False  # the next step would begin before experts are read
+            self.async_scheduling = False  # else the next step begins before experts are read
         return create(self, *args, **kwargs)
 
     initialize_kv_cache = CPUModelRunner.initialize_kv_cache
@@ -154,7 +153,7 @@ def return_routed_experts() -> None:
         if self._experts is not None and scheduler_output.total_num_scheduled_tokens:
             batch = self.input_batch
             counts = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
-            self._step = SimpleNamespace(  # the second runner's batch, as its connector reads it
+            self._step = SimpleNamespace(  # the attributes of V2's batch that the connector reads
                 req_ids=list(batch.req_ids),
                 query_start_loc_np=np.cumsum([0, *counts]),
                 num_computed_tokens_np=batch.num_computed_tokens_cpu[: batch.num_reqs].copy(),
@@ -165,14 +164,14 @@ def return_routed_experts() -> None:
     def _sample_tokens(self: CPUModelRunner, *args: object, **kwargs: object) -> Any:
         output = sample_tokens(self, *args, **kwargs)
         pending = self._experts and self._experts.prepare_output(self._step)
-        if pending:  # not on a rank whose output nobody takes
+        if pending:  # None on ranks whose output is not used
             num_sampled = np.array([len(ids) for ids in output.sampled_token_ids])
             pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
             output.aux_output_connector_output = pending.process_output()
         return output
 
     patch(EngineArgs, create_engine_config=create_engine_config)
-    patch(VllmConfig, _verify_aux_output_compatibility=lambda self: None)  # refuses the first
+    patch(VllmConfig, _verify_aux_output_compatibility=lambda self: None)  # it rejects V1
     patch(CPUModelRunner, initialize_kv_cache=_initialize_kv_cache)
     patch(CPUModelRunner, execute_model=_execute_model, sample_tokens=_sample_tokens)
 
@@ -180,14 +179,14 @@ def return_routed_experts() -> None:
 @repair(
     Moment.ENGINE,
     Moment.WORKER,
-    symptom="After the first weight update the gated delta nets of Qwen3.5 keep a shorter "
+    symptom="After the first weight update, the gated delta nets of Qwen3.5 keep a shorter "
     "history for their convolutions (1.07 nats a token, the tiny model), on CPUs with "
     "AVX512-BF16.",
     upstream="ms-swift 4.6, rlhf_trainers/utils.py (`finish_vllm_weight_reload`) has vLLM "
-    "process all layers behind each update; vLLM 0.32, model_executor/layers/utils.py takes "
-    "a convolution's packed weight, which has two dimensions, for a linear layer's, packs it "
-    "again and drops it.",
-    until="vLLM knows what it has packed",
+    "process all layers after each update; vLLM 0.32, model_executor/layers/utils.py treats a "
+    "packed convolution weight, which has two dimensions, as a linear layer's: it packs the "
+    "weight again and drops it.",
+    until="vLLM does not pack a weight twice",
     optional=True,
 )
 def keep_packed_convolutions() -> None:
@@ -197,7 +196,7 @@ def keep_packed_convolutions() -> None:
 
     @wraps(dispatch)
     def dispatch_once(layer: torch.nn.Module, remove_weight: bool) -> None:
-        is_convolution = layer.weight.ndim == 3  # until it is packed: then it has two
+        is_convolution = layer.weight.ndim == 3  # a packed one has two dimensions
         if is_convolution or not getattr(layer, "has_packed_convolution", False):
             dispatch(layer, remove_weight)
             layer.has_packed_convolution = is_convolution and layer.weight.ndim == 2
@@ -215,15 +214,15 @@ def keep_packed_convolutions() -> None:
     until="vLLM's `load_weights` fills packed layers",
 )
 def reload_colocated() -> None:
-    """Have ms-swift's trainer reload the model of its own engine. (A tied head waits for ms-swift's
-    `finish_vllm_weight_reload`.)"""
+    """Have ms-swift's trainer reload its colocated engine's model. (ms-swift's
+    `finish_vllm_weight_reload` processes a tied head later.)"""
     from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
     load = RolloutTrainerMixin._load_state_dict_to_vllm
 
     @wraps(load)
     def _load_state_dict_to_vllm(self: Any, state_dict: dict[str, torch.Tensor]) -> None:
-        if self.vllm_mode != "colocate":  # a server reloads by itself (`receiver.py`)
+        if self.vllm_mode != "colocate":  # `receiver.py` reloads on a server
             load(self, state_dict)
             return
         # In this process: `VLLM_ENABLE_V1_MULTIPROCESSING=0` (`settings.py`).

@@ -1,4 +1,4 @@
-"""Weights travel through gloo where there is no NCCL."""
+"""Sends weights through gloo instead of NCCL."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from swift_grpo_ext.upstream.weight_sync import run_with_timeout
 if TYPE_CHECKING:
     from vllm.distributed.utils import StatelessProcessGroup
 
-DEFAULT_SECONDS = 300.0  # of a group that ms-swift made before plugins were imported; vLLM's own
+DEFAULT_SECONDS = 300.0  # vLLM's default, for groups that ms-swift made before importing plugins
 
 
 class GlooCommunicator:
-    """Broadcasts CPU tensors through gloo, in the place of vLLM's `PyNcclCommunicator`. The store
-    of `group` is the rendezvous; `device` is ignored."""
+    """Broadcasts CPU tensors through gloo; replaces vLLM's `PyNcclCommunicator`. Ranks meet through
+    the store of `group`; `device` is ignored."""
 
     device = torch.device("cpu")
 
     def __init__(self, group: StatelessProcessGroup, device: object = None) -> None:
         self.group = group
         self._gloo: list[ProcessGroupGloo] = []
-        # Its threads end with it, or at exit: one that outlives the interpreter may abort it.
+        # Gloo's threads must end before the interpreter does: they may abort the process.
         weakref.finalize(self, self._gloo.clear)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Send `tensor` from rank `src`; every other rank's is overwritten. The first call connects
-        the ranks: any earlier would block a server that a trainer has still to reach."""
+        """Send `tensor` from rank `src` into the `tensor` of all others. Only the first call
+        connects the ranks: connecting earlier would block a server before its trainer calls."""
         if not self._gloo:
             rank, store = self.group.rank, PrefixStore("swift_grpo_ext/weights", self.group.store)
-            seconds = getattr(self.group, "timeout", DEFAULT_SECONDS)  # of each wait
+            seconds = getattr(self.group, "timeout", DEFAULT_SECONDS)  # for each wait
             bound = datetime.timedelta(seconds=seconds)
             meet = partial(ProcessGroupGloo, store, rank, self.group.world_size, bound)
             self._gloo.append(run_with_timeout(seconds, meet, rank))
@@ -47,18 +47,17 @@ class GlooCommunicator:
 @repair(
     Moment.TRAINER,
     symptom="Weights never reach a server: without an accelerator NCCL cannot load, the "
-    "broadcast sends nothing, and the server waits for ever; `synchronize()` calls "
-    "torch.cuda all the same.",
+    "broadcast sends nothing, and the server waits forever; `synchronize()` calls torch.cuda.",
     upstream="ms-swift 4.6, rlhf_trainers/vllm_client.py.",
     until="ms-swift has a communicator for CPU",
 )
 def send_through_gloo() -> None:
-    """Let ms-swift's client send weights through gloo. It connects before plugins are imported, and
-    has disabled communicators of NCCL by then: their groups serve."""
+    """Have ms-swift's client send weights through gloo. It has connected before plugins are
+    imported: the groups of its disabled NCCL communicators are reused."""
     from swift.rlhf_trainers import vllm_client
 
     def send(communicator: Any, tensors: Iterable[torch.Tensor]) -> None:
-        if not hasattr(communicator, "gloo"):  # the first time, of each server
+        if not hasattr(communicator, "gloo"):  # the first call for this server
             communicator.gloo = GlooCommunicator(communicator.group)
         for tensor in tensors:
             communicator.gloo.broadcast(tensor.detach().contiguous().cpu(), communicator.rank)
@@ -68,7 +67,7 @@ def send_through_gloo() -> None:
 
 @repair(
     Moment.WORKER,
-    symptom="The same in a server's workers: no weights arrive.",
+    symptom="No weights arrive in a server's workers, as NCCL cannot load.",
     upstream="ms-swift 4.6, pipelines/infer/rollout.py.",
     until="ms-swift has a communicator for CPU",
 )

@@ -1,8 +1,7 @@
-"""Weight updates of an engine without an accelerator. vLLM imports this module in every process
-that holds a worker.
+"""vLLM worker extension for CPUs. vLLM imports this module in every worker process.
 
 vLLM's CPU layers pack their weights and drop the originals (vLLM 0.32, model_executor/layers/
-utils.py): a worker collects the tensors, and reloads the model once all have come.
+utils.py). A worker therefore collects all tensors of an update, and then reloads the model.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from swift_grpo_ext import cpu
 from swift_grpo_ext.upstream.patches import Moment, apply, replaced
 from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 
-# A process that vLLM has started has not registered the plugin.
+# vLLM's worker processes have not registered the plugin.
 cpu.register()
 apply(Moment.WORKER)
 
@@ -30,7 +29,7 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """Collect what ms-swift would load."""
+        """Collect the tensors that ms-swift would load."""
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             self.received.extend(weights)
@@ -42,5 +41,5 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
         weights, self.received = self.received, []
         with self.engine_weights.loading():
             self.model_runner.reload_weights(weights_iterator=iter(weights))
-        # It leaves a tied head with the packed weights of before (vLLM 0.32).
+        # `reload_weights` leaves the old packed weights in a tied head (vLLM 0.32).
         super().process_weights_after_loading()

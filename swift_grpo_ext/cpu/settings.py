@@ -1,13 +1,13 @@
-"""Settings without which GRPO does not run, or crawls, where there is no accelerator.
+"""Default settings for GRPO without an accelerator. The user's own settings win.
 
 Symptom: accelerate does not gather over several CPU ranks without `ACCELERATE_USE_CPU` (ms-swift
 fails an assertion); torch.distributed has no default backend; weights do not reach an engine core
 in another process; vLLM takes 0.9 of the machine's memory for its KV cache; ms-swift trains float32
-models under fp16 autocast; glibc gives every large buffer back to the system, and gets it page by
-page again (4.0 s a step instead of 2.5); gloo's threads outlive the interpreter and may abort a
+models under fp16 autocast; glibc returns every large buffer to the system, and faults it in again
+page by page (4.0 s a step instead of 2.5); gloo's threads outlive the interpreter and may abort a
 rank at its end ("terminate called without an active exception", pytorch issue 190489); a torch for
-GPUs brings NCCL, with which vLLM fails ("unhandled cuda error").
-Upstream: ms-swift 4.6, vLLM 0.32 (envs.py). The user's own settings win.
+GPUs includes NCCL, with which vLLM fails ("unhandled cuda error").
+Upstream: ms-swift 4.6, vLLM 0.32 (envs.py).
 Can go when ms-swift makes these choices for CPU runs.
 """
 
@@ -40,7 +40,7 @@ CPU_ENVIRONMENT = {
     "VLLM_NCCL_SO_PATH": "none",
 }
 CPU_TRAINING_ARGUMENTS = {"use_cpu": True, "fp16": False, "bf16": False}
-PRIORITY = 41  # `torch.load` asks for locations in this order; torch's own are 10 to 30
+PRIORITY = 41  # of a location handler in `torch.load`; torch's own have 10 to 30
 
 KEEP_FREED_MEMORY = {
     # glibc's environment variable: (number of the option in mallopt, value)
@@ -51,7 +51,7 @@ KEEP_FREED_MEMORY = {
 
 
 def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
-    """Set what CPU runs need and the user has not set, on `args` and in the environment."""
+    """Set defaults for CPU runs on `args` and in the environment; the user's settings stay."""
     if has_accelerator():
         return
     cpu.register()
@@ -59,16 +59,16 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
     for name, value in CPU_ENVIRONMENT.items():
         if not (sizes_cache and name == KV_CACHE_GIB):  # the variable would win over the setting
             os.environ.setdefault(name, value)
-    # torchrun sets RANK. Without it a backend would have accelerate look for a group.
+    # torchrun sets RANK. Without torchrun, accelerate would wait for a group if given a backend.
     if args.ddp_backend is None and "RANK" in os.environ:
         args.ddp_backend = "gloo"
     for name, setting in CPU_TRAINING_ARGUMENTS.items():
         if hasattr(args, name) and not getattr(args, name) and name not in given:
             setattr(args, name, setting)
-    # Finalizers run in the reverse of their order: vLLM's, which leaves its own groups, are first.
+    # Finalizers run last in, first out: vLLM's, registered later, leaves its own groups first.
     weakref.finalize(sys.modules[__name__], _leave_group)
     if platform.libc_ver()[0] == "glibc":
-        # In this process, and (environment) in those that it starts.
+        # mallopt is for this process, the environment for its children.
         libc = ctypes.CDLL(None)
         for variable, (option, number) in KEEP_FREED_MEMORY.items():
             if variable not in os.environ:
@@ -81,7 +81,7 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
     symptom="`swift rollout` with several replicas finds too few devices.",
     upstream="ms-swift 4.6, arguments/rollout_args.py (`_check_device_count`) counts "
     "accelerators; replicas on CPU share cores and memory.",
-    until="it counts none where there are none",
+    until="`_check_device_count` skips CPU runs",
 )
 def count_no_devices() -> None:
     from swift.arguments import RolloutArguments
@@ -91,7 +91,7 @@ def count_no_devices() -> None:
 
 @repair(
     Moment.TRAINING,
-    symptom="A resumed rank fails, as torch knows no location `cpu:0`.",
+    symptom="A resumed rank fails, because torch has no location `cpu:0`.",
     upstream="transformers 4.57 to 5.16, trainer.py (`_load_optimizer_and_scheduler`).",
     until="transformers before 5.19 is no longer supported",
 )
@@ -104,12 +104,12 @@ def load_onto_ranks() -> None:
 
 
 def _leave_group() -> None:
-    """Leave torch's groups and join gloo's threads. A group joins them when it is deleted, and they
-    may need the GIL: DDP's reducer, in a cycle, would delete it with the GIL held (a deadlock); the
-    last name in Python deletes it without."""
+    """Leave torch's groups and join gloo's threads. A group joins its threads when it is deleted,
+    and they may need the GIL. Garbage-collecting DDP's reducer would delete the group with the GIL
+    held (a deadlock); dropping the last Python reference releases the GIL."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    groups = list(dist.distributed_c10d._world.pg_map)  # none is deleted in the collection
+    groups = list(dist.distributed_c10d._world.pg_map)  # keeps groups alive during the collection
     dist.destroy_process_group()
     gc.collect()
     del groups

@@ -1,8 +1,8 @@
-"""Values of logits, some positions at a time: log-probabilities and entropies of tokens
-(docs/promises.md, L4), or whatever a loss needs.
+"""Computes functions of logits in chunks: log-probabilities and entropies of tokens
+(docs/promises.md, L4), or the terms of a loss.
 
-Letters in names are shapes: B rows, T positions of a row, N chosen positions, n of a chunk and R of
-a block of them, H hidden size, V vocabulary.
+Letters in names are shapes: B rows, T positions of a row, N chosen positions, of which a chunk has
+n and a block R, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-NUM_BLOCKS = 16  # parts of a tensor of logits: forward and backward need one part more
+NUM_BLOCKS = 16  # blocks of a logits tensor; forward and backward need memory for one more
 
 
 class Logps(NamedTuple):
@@ -27,11 +27,11 @@ class Logps(NamedTuple):
 
 
 Outputs = tuple[Tensor | None, ...]
-"""Values of N positions: tensors that begin with N, or with a value for each chunk."""
+"""Outputs for N positions: tensors with leading dimension N, or one value per chunk."""
 
 FromLogits = Callable[..., Outputs]
-"""Takes logits [n, V] and the same n positions of each column, and `overwrite` by name: whether
-gradients may take the memory of the logits."""
+"""Takes logits [n, V], the same n positions of each column, and the keyword `overwrite`: whether
+gradients may reuse the memory of the logits."""
 
 
 def in_chunks(
@@ -43,35 +43,35 @@ def in_chunks(
     chunk_size: int,
     num_chunks: int = 0,
 ) -> Outputs:
-    """Return the outputs of `function` for the logits of hidden states, a chunk at a time, joined.
+    """Return the outputs of `function` for the logits of hidden states, computed in chunks.
 
-    Logits of a chunk are dropped after its forward and made again in its backward: peak memory
-    grows with chunk_size x V and not with N x V.
+    A chunk's logits are dropped after its forward and recomputed in its backward: peak memory grows
+    with chunk_size x V, not with N x V.
 
     Args:
-        head: maps hidden states [n, H] to logits [n, V]. The backward may write over the logits:
-            the head's own backward must not need them.
+        head: maps hidden states [n, H] to logits [n, V]. The backward may overwrite the logits: the
+            head's own backward must not need them.
         columns: tensors [N, ...] for `function`.
-        num_chunks: empty chunks are added up to this number: all ranks must call a shared head
-            equally often, in forward and backward.
+        num_chunks: the least number of chunks, filled up with empty ones: all ranks must call a
+            shared head equally often, in forward and backward.
     """
 
     def chunk(hidden_CH: Tensor, *columns_of_chunk: Tensor) -> Outputs:
         logits_CV = head(hidden_CH)
         if not len(hidden_CH):
-            # Saves a tensor, so that the backward makes this chunk again, as on other ranks, before
-            # it comes to the head.
+            # `exp` saves a tensor for the backward, which makes checkpoint recompute this chunk, as
+            # on other ranks, before the backward reaches the head.
             logits_CV = logits_CV.exp()
         return function(logits_CV, *columns_of_chunk, overwrite=True)
 
-    # An empty tensor splits into one empty part, so that a rank without a token calls the head too.
+    # An empty tensor splits into one empty part: a rank without tokens calls the head too.
     rows = (hidden_NH, *columns)
     parts = list(zip(*(row.split(chunk_size) for row in rows), strict=True))
     parts += [tuple(row[:0] for row in rows)] * (num_chunks - len(parts))
     run: Callable[..., Outputs] = chunk
     if torch.is_grad_enabled():
-        # With ZeRO-3 a frozen weight has no shape any more when checkpoint would compare the
-        # tensors that both forwards saved.
+        # No determinism check: it compares the saved tensors of both forwards, but ZeRO-3 has freed
+        # frozen weights by then.
         run = partial(checkpoint, chunk, use_reentrant=False, determinism_check="none")
     outputs = zip(*(run(*part) for part in parts), strict=True)
     return tuple(None if made[0] is None else torch.cat(made) for made in outputs)
@@ -85,11 +85,11 @@ def token_logps(
     with_entropy: bool = False,
     overwrite: bool = False,
 ) -> Logps:
-    """Compute log-probabilities of tokens, and entropies, from the logits of their positions.
+    """Return log-probabilities of tokens, and entropies, from the logits of their positions.
 
     With x = logits / temperature and p = softmax(x): log p[target] and -sum(p * log p), both
     differentiable, in float32 or wider. With `overwrite` the backward writes gradients over the
-    logits; autograd raises an error where these are needed elsewhere.
+    logits; autograd raises an error if these are needed elsewhere.
     """
     logps_N, entropies_N = _TokenLogps.apply(
         logits_NV, targets_N, temperature, with_entropy, overwrite
@@ -107,8 +107,8 @@ class _TokenLogps(torch.autograd.Function):
         with_entropy: bool,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
-        # Nothing else of the size N x V is kept: the backward makes softmax again from each row's
-        # sum.
+        # The logits are the only tensor [N, V] that is kept: the backward recomputes softmax from
+        # each row's log-sum.
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
         logps_N = logits_NV.new_empty(len(targets_N), dtype=dtype)
         entropies_N = torch.zeros_like(logps_N)
@@ -118,12 +118,12 @@ class _TokenLogps(torch.autograd.Function):
             log_sums_N[rows] = x_RV.logsumexp(-1)
             logps_N[rows] = x_RV.gather(-1, targets_N[rows, None])[:, 0] - log_sums_N[rows]
             if with_entropy:
-                # Not as logsumexp - sum(p x), which loses the digits of a small entropy.
+                # Not `logsumexp - sum(p x)`: cancellation loses the digits of a small entropy.
                 log_p_RV = x_RV - log_sums_N[rows, None]
                 entropies_N[rows] = -log_p_RV.exp().mul_(log_p_RV).sum(-1)
         ctx.save_for_backward(logits_NV, targets_N, log_sums_N, entropies_N)
         ctx.temperature, ctx.overwrite = temperature, overwrite
-        ctx.set_materialize_grads(False)  # an output outside of the loss has the gradient None
+        ctx.set_materialize_grads(False)  # an output that the loss does not use gets None
         return logps_N, entropies_N
 
     @staticmethod
@@ -132,10 +132,10 @@ class _TokenLogps(torch.autograd.Function):
     ) -> tuple[Tensor, None, None, None, None]:
         """d log p[t] / dx = onehot(t) - p; d entropy / dx = -p (log p + entropy)."""
         logits_NV, targets_N, log_sums_N, entropies_N = ctx.saved_tensors
-        if grad_logps_N is None:  # only entropies are in the loss
+        if grad_logps_N is None:  # the loss only uses entropies
             grad_logps_N = torch.zeros_like(log_sums_N)
-        # A block of logits is read before its gradient takes its place. The gradient of 16 bits is
-        # computed in 32, beside the logits, and rounded once.
+        # A block of logits is read before its gradient overwrites it. For 16-bit logits, a block's
+        # gradient is computed in 32 bits, in its own memory, and rounded once.
         grad_NV = logits_NV.detach() if ctx.overwrite else torch.empty_like(logits_NV)
         is_half = grad_NV.dtype != log_sums_N.dtype
         for rows in _blocks(len(targets_N)):
@@ -151,7 +151,7 @@ class _TokenLogps(torch.autograd.Function):
                 grad_RV = log_p_RV.exp_().mul_(surplus_RV).neg_()
             grad_RV.scatter_add_(-1, targets_N[rows, None], grad_R)
             if ctx.temperature != 1:
-                grad_RV.div_(ctx.temperature)  # last, as autograd would: the same bits
+                grad_RV.div_(ctx.temperature)  # last, for the same bits as in autograd
             if is_half:
                 grad_NV[rows] = grad_RV
         return grad_NV, None, None, None, None

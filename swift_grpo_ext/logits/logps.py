@@ -1,7 +1,7 @@
-"""Log-probabilities in the trainer: those of completion positions only, in chunks.
+"""Computes the trainer's log-probabilities at completion positions only, in chunks.
 
-The trainer hands the passes of policy, old policy, reference and local teacher to
-`CompletionLogps`. Sequence parallelism and Liger's fused loss run as in ms-swift, with a warning.
+`CompletionLogps` makes the passes of policy, old policy, reference and local teacher. Sequence
+parallelism and Liger's fused loss run as in ms-swift, with a warning.
 
 Letters in names are shapes: B rows of input ids (one in all with padding-free), T positions of a
 row, K of them from the first completion token of any row on (ms-swift's `logits_to_keep`), N
@@ -34,7 +34,7 @@ logger = get_logger()
 
 @dataclass(frozen=True)
 class CompletionModel:
-    """A model and the positions of its completion tokens, where ms-swift expects the model."""
+    """A model and the positions of its completion tokens; passed through ms-swift as the model."""
 
     model: nn.Module
     shim: LogitsShim
@@ -47,17 +47,17 @@ class CompletionLogps:
     def __init__(self, config: GRPOConfig, template: Template) -> None:
         self._is_strict = config.logits_shim == "strict"
         self._is_padding_free = bool(template.padding_free)
-        # Policy, reference and teacher each find out what works.
+        # One each for policy, reference and teacher, which may differ in what works.
         self._shims = dict[nn.Module, LogitsShim]()
         self._shared_prompts = dict[nn.Module, SharedPrompt]()
-        self.is_off = config.logits_shim == "off"  # logits are ms-swift's
-        self.shares_prompts = not (  # micro-batches may be packed
+        self.is_off = config.logits_shim == "off"  # ms-swift computes the logits
+        self.shares_prompts = not (  # whether micro-batches may be packed
             config.logps_shared_prompt == "false"
             or self.is_off
             or self._is_padding_free
             or config.per_device_train_batch_size == 1
-            or config.router_replay_mode != "disabled"  # its experts are those of whole rows
-            or config.torch_compile  # the packed form would be compiled as well
+            or config.router_replay_mode != "disabled"  # it replays the experts of whole rows
+            or config.torch_compile  # the packed form would be compiled too
         )
         if self.is_off:
             return
@@ -66,21 +66,21 @@ class CompletionLogps:
             self.is_off, self.shares_prompts = True, False
             reason = f"with --sequence_parallel_size {template.sequence_parallel_size}"
         elif config.use_liger_kernel:
-            # ms-swift's `compute_liger_loss` calls the model's body and asks for no logits.
+            # ms-swift's `compute_liger_loss` calls the model's body, which has no logits.
             reason = "on the loss with --use_liger_kernel true"
         if reason:
             logger.warning(f"--logits_shim and --logps_shared_prompt have no effect {reason}.")
 
     def restrict(self, model: nn.Module, grpo_batch: GRPOBatch) -> CompletionModel | nn.Module:
-        """Return the model with a batch's positions; the model alone where ms-swift computes."""
+        """Return the model with a batch's completion positions; the bare model if `is_off`."""
         if self.is_off:
             return model
         mask_BK = grpo_batch.completion_mask
         if self._is_padding_free:
-            # ms-swift has cut its one row at the borders of sequences and right-aligned the pieces
+            # The mask has a right-aligned row for each sequence of the one row of input ids
             # (rlhf_trainers/utils.py, `build_completion_mask_and_seq_lengths`).
-            pieces = zip(mask_BK, grpo_batch.seq_lengths.tolist(), strict=True)
-            mask_BK = torch.cat([row[len(row) - length :] for row, length in pieces])[None]
+            sequences = zip(mask_BK, grpo_batch.seq_lengths.tolist(), strict=True)
+            mask_BK = torch.cat([row[len(row) - length :] for row, length in sequences])[None]
         return CompletionModel(model, self.shim(model), mask_BK)
 
     def shim(self, model: nn.Module) -> LogitsShim:
@@ -99,27 +99,27 @@ class CompletionLogps:
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities [B, K] in nats, 0 where there is no completion token; and
-        entropies [B, K] likewise, or None.
+        """Return log-probabilities [B, K] in nats, and entropies [B, K] or None. Both are 0 where
+        there is no completion token.
 
         Args:
-            model: what `restrict` returned.
+            model: the result of `restrict`.
             inputs: the arguments of its forward, or a micro-batch that may be packed.
             upstream: ms-swift's own computation.
         """
         if not isinstance(model, CompletionModel):
             return upstream(model)
         before = input_ids_BT.shape[1] - model.mask_BK.shape[1]
-        # The logits that predict a token are those of the position before it.
+        # The position before a token predicts it.
         mask_BT = nn.functional.pad(model.mask_BK, (before - 1, 1))
-        # The packed row has the same targets in the same order, so that both forms can share this.
+        # The packed row has the same targets in the same order: this works for both forms.
         targets_N = input_ids_BT[:, before:][model.mask_BK]
         logps = partial(model.shim.logps, targets_N=targets_N, temperature=temperature)
         if self.shares_prompts:
             base = base_model(model.model)
             shared = self._shared_prompts.setdefault(base, SharedPrompt(base))
-            # A proof makes passes that other ranks may not make, and DDP's forward has collectives
-            # of its own (buffers), which would wait for them.
+            # Verification makes additional passes on this rank only. They bypass DDP, whose forward
+            # broadcasts buffers and would wait for the other ranks.
             is_ddp = isinstance(model.model, DistributedDataParallel)
             inner = model.model.module if is_ddp else model.model
             form = shared.form(
@@ -140,15 +140,15 @@ class CompletionLogps:
         return any(shared.has_failed for shared in self._shared_prompts.values())
 
     def end_round(self, sharing_failed: bool) -> None:
-        """Stop sharing prompts where that failed on any rank. All ranks call this once a round: the
-        number of their passes may differ."""
+        """Stop sharing prompts if it failed on any rank. All ranks call this once a round, not once
+        a pass: their numbers of passes may differ."""
         if not sharing_failed or not self.shares_prompts:
             return
         self.shares_prompts = False
-        if not self.sharing_failed:  # a rank where it failed has said so itself, with its figures
+        if not self.sharing_failed:  # a rank where it failed has logged the figures
             logger.warning(
                 "--logps_shared_prompt auto leaves micro-batches as they are from here on: on "
-                "another rank, log-probabilities of one lie further apart than rounding explains."
+                "another rank, packing changed log-probabilities by more than rounding explains."
             )
 
 

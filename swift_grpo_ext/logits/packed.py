@@ -1,9 +1,9 @@
-"""Read the prompt of a group once in a training pass (`--logps_shared_prompt`).
+"""Computes the prompt of a group once in a training pass (`--logps_shared_prompt`).
 
-A micro-batch repeats the prompt of a group in each of its samples' rows. A *packed row* holds each
-prompt once, with its samples behind it, whose positions count on from it, and no padding. Layers
-that mix positions read it by segments (`segments.py`): a sample sees its prompt and itself. The
-sums are those of the micro-batch, in another order (shared-prefix forward: arXiv 2506.05433).
+A micro-batch repeats a group's prompt in the row of each sample. A *packed row* has each prompt
+once, followed by its samples, without padding; each sample's position ids continue the prompt's.
+Layers that mix positions process it by segments (`segments.py`): a sample sees its prompt and
+itself. Results differ only in the order of sums (shared-prefix forward: arXiv 2506.05433).
 
     prompt a b c, samples d e and f g  ->  a b  c d e  c f g
 
@@ -27,25 +27,25 @@ from swift_grpo_ext.logits import segments
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Inputs that count tokens up, from the last of a prompt on by 1.
+# Position inputs, which grow by 1 a token after the prompt.
 POSITIONS = ("position_ids", "text_position_ids")
-# Inputs [G, T] that are 0 at text, and so at tokens of a sample's own.
+# Inputs [G, T] that are 0 for text, and therefore for all tokens of responses.
 PER_TOKEN = ("mm_token_type_ids", "token_type_ids", "image_token_types")
-# Models count positions from these, which a packed row brings along. Templates leave out the rows
-# without media: there may be fewer than G.
+# Inputs only used to compute position ids, which a packed row already has. They may have fewer than
+# G rows: templates leave out rows without media.
 FOR_POSITIONS = ("second_per_grid_ts", "mm_token_type_ids")
 
 
 class UnknownInputError(ValueError):
-    """An input of a model that cannot be packed."""
+    """A model input cannot be packed."""
 
 
 class GroupRows(NamedTuple):
-    """The samples of one prompt in a micro-batch, next to each other."""
+    """The adjacent rows of one prompt's samples in a micro-batch."""
 
-    prompt: int  # tokens of the prompt that all have in common; 0 where there is one sample
-    ids: list[Sequence[int]]  # the whole row of each sample: prompt and response
-    labels: list[Sequence[int]]  # as long as `ids`; -100 marks a token that is not trained on
+    prompt: int  # tokens of the shared prompt; 0 for a single sample
+    ids: list[Sequence[int]]  # each sample's row: prompt and response
+    labels: list[Sequence[int]]  # as long as `ids`; -100 for tokens that are not trained on
 
     @property
     def is_shared(self) -> bool:
@@ -53,19 +53,19 @@ class GroupRows(NamedTuple):
 
     @property
     def num_positions(self) -> tuple[int, list[int]]:
-        """Positions of the prompt in the packed row, and of each sample behind it. A sample begins
-        with the prompt's last token, which predicts its first own one. A group of one sample is all
-        prompt."""
+        """Numbers of positions of the prompt and of each sample in the packed row. The prompt's
+        last token belongs to each sample, as it predicts the sample's first token. A single sample
+        counts as prompt."""
         if not self.is_shared:
             return len(self.ids[0]), []
         return self.prompt - 1, [len(ids) - self.prompt + 1 for ids in self.ids]
 
 
 class SharedPromptInputs(dict[str, Any]):
-    """A micro-batch from which the plain and the packed form are made.
+    """A micro-batch that can be converted to the plain or the packed form.
 
-    Items are what ms-swift's trainer reads, `input_ids` [B, T] and `attention_mask`, and settings
-    of the forward that the trainer adds, such as `use_cache`: both forms get these.
+    Its items are the inputs that ms-swift's trainer reads, `input_ids` [B, T] and `attention_mask`,
+    and the settings of the forward that the trainer adds for both forms, such as `use_cache`.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class SharedPromptInputs(dict[str, Any]):
         """
         Args:
             texts: the items.
-            groups: in the order of the rows. All media of several samples are in the prompt.
-            heads: the inputs of each group's longest sample, as ms-swift collates them.
+            groups: in the order of the rows. Only the prompt may have media in groups of several.
+            heads: ms-swift's collated inputs of each group's longest sample.
             plain: collates all B rows as ms-swift does.
         """
         super().__init__(texts)
@@ -94,39 +94,39 @@ class PackedBatch(NamedTuple):
     """A micro-batch as one packed row."""
 
     inputs: dict[str, Any]  # the arguments of the model's forward
-    predicts_1L: Tensor  # the positions of the wanted logits, in the order of the rows
+    predicts_1L: Tensor  # mask of the wanted logits, in the order of the plain rows
 
 
 def plain_inputs(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a forward over the micro-batch as ms-swift makes it."""
+    """Return the arguments of a forward over ms-swift's own micro-batch."""
     if isinstance(inputs, SharedPromptInputs):
         return inputs.plain() | inputs.settings
     return inputs
 
 
-# --- what is packed ---
+# --- packing ---
 
 
 def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
-    """Return why inputs of an unwrapped model's forward cannot be packed; '' where they can."""
+    """Return why the inputs of an unwrapped model cannot be packed; '' if they can."""
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters):
         return "its forward takes no position_ids"
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
-        # transformers flattens the mask to one number for each position of the batch (5.19,
+        # Its loss needs a mask with one number per position of the batch (transformers 5.19,
         # qwen3_moe and others, `load_balancing_loss_func`).
-        return "--router_aux_loss_coef is computed of a mask of rows"
+        return "the loss of --router_aux_loss_coef needs a mask of plain rows"
     rope = getattr(text, "rope_parameters", None) or {}
     if "mrope_section" in rope and "position_ids" not in inputs:
-        # The model would count them row by row of the batch, which a packed row does not show.
-        return "its positions are made of its images"
+        # The model would compute them for each row of the batch, not for a packed row.
+        return "it computes its position ids from images"
     return segments.reason_against(model)
 
 
 def pack(inputs: SharedPromptInputs, model: PreTrainedModel) -> PackedBatch:
-    """Pack a micro-batch for which `reason_against` names no reason. The unwrapped model's layers
-    read packed rows from here on. Raises `UnknownInputError`.
+    """Pack a micro-batch for which `reason_against` returns ''. Raise `UnknownInputError` if it
+    fails. From then on, layers of the unwrapped model accept packed rows.
     """
     groups = inputs.groups
     if any(group.is_shared and group.prompt < 2 for group in groups):
@@ -138,7 +138,7 @@ def pack(inputs: SharedPromptInputs, model: PreTrainedModel) -> PackedBatch:
     return PackedBatch(packed, layout.predicts_L[None].bool())
 
 
-# --- what it saves ---
+# --- savings ---
 
 
 def longest_row(groups: Sequence[GroupRows]) -> int:
@@ -146,7 +146,7 @@ def longest_row(groups: Sequence[GroupRows]) -> int:
 
 
 def saving(groups: Sequence[GroupRows]) -> float:
-    """Return the share of positions, repeated prompts and padding, that a packed row leaves out."""
+    """Return the share of positions that packing saves: repeated prompts and padding."""
     num_plain = longest_row(groups) * sum(len(group.ids) for group in groups)
     parts = [group.num_positions for group in groups]
     return 1 - sum(prompt + sum(samples) for prompt, samples in parts) / num_plain
@@ -159,16 +159,16 @@ def saving(groups: Sequence[GroupRows]) -> float:
 class Layout:
     """The positions of a packed row."""
 
-    firsts_G: Tensor  # the column at which a group's row of `heads` begins, behind its padding
+    firsts_G: Tensor  # the column of the first token in a group's row of `heads`, after padding
     ids_L: Tensor
-    predicts_L: Tensor  # 1 where the next token of the sample is trained on
-    columns_L: Tensor  # the place in the sample's row
-    ahead_L: Tensor  # how far behind the first own token of the sample; 0 in prompts
+    predicts_L: Tensor  # 1 if the next token of the sample is trained on
+    columns_L: Tensor  # the index in the sample's row
+    ahead_L: Tensor  # the distance from the first token of the response; 0 in prompts
     groups_L: Tensor
-    numbers_L: Tensor  # 0 in a group's prompt, n in its n-th sample; one sample is all prompt
+    numbers_L: Tensor  # 0 in a group's prompt, n in its n-th sample; 0 for a single sample
 
     def inputs(self, heads: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a model's forward, but for its mask."""
+        """Return the arguments of a model's forward, without the attention mask."""
         packed: dict[str, Any] = {"position_ids": self.columns_L[None]}
         shape = heads["input_ids"].shape
         for name, value in heads.items():
@@ -176,7 +176,7 @@ class Layout:
                 continue
             is_per_token = isinstance(value, Tensor) and value.shape[-2:] == shape
             if is_per_token and name in POSITIONS:
-                # A head's first own token counts on from its media, and text counts up by 1.
+                # The head's first response token continues after its media; text adds 1 a token.
                 packed[name] = self.take(value) + self.ahead_L
             elif is_per_token and name in PER_TOKEN:
                 packed[name] = self.take(value)
@@ -187,46 +187,46 @@ class Layout:
         return packed | {"input_ids": self.ids_L[None]}
 
     def take(self, values: Tensor) -> Tensor:
-        """Return [..., 1, L] of the heads' inputs [..., G, T]. A sample's own tokens have the value
-        of the head's first one."""
+        """Return values [..., 1, L] from the heads' inputs [..., G, T]. All response tokens get the
+        value of the head's first response token."""
         columns_L = self.columns_L - self.ahead_L + self.firsts_G[self.groups_L]
         return values[..., self.groups_L, columns_L].unsqueeze(-2)
 
     def attention_mask(
         self, heads: Mapping[str, Any], model: PreTrainedModel
     ) -> Tensor | dict[str, Tensor]:
-        """Return what is given as `attention_mask`."""
+        """Return the `attention_mask` argument (`segments.Segments` has its rows)."""
         kinds_L = torch.zeros_like(self.groups_L)
         name, layers = images_that_look_ahead(model)
         if layers and name in heads:
             if heads[name].shape != heads["input_ids"].shape:
                 raise UnknownInputError(f"{name} does not name the images of each row")
             kinds_L = self.take(heads[name])[0]
-        # 1 is an image and 2 a video in both families; 3, audio, reads as text does.
+        # In both families 1 is an image, 2 a video, and 3 audio, whose attention is causal.
         looks_ahead_L = layers * ((kinds_L == 1) | (kinds_L == 2))
         rows = torch.stack([self.groups_L, self.numbers_L, looks_ahead_L, self.columns_L])
         mask = rows.to(torch.int32)[None, None]
         kinds_of_layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
         if "linear_attention" not in kinds_of_layers:
             return mask
-        # transformers gives gated delta nets no mask where it is a tensor of four dimensions (5.19,
-        # masking_utils.py, `create_recurrent_attention_mask`), and they would run from one sample
-        # into the next. It hands on a dictionary as it is.
+        # transformers drops a mask of four dimensions for gated delta nets (5.19, masking_utils.py,
+        # `create_recurrent_attention_mask`), whose state would leak from one sample into the next.
+        # It passes a dictionary on unchanged.
         return dict.fromkeys(kinds_of_layers, mask)
 
 
 def layout_of(groups: Sequence[GroupRows], heads: Mapping[str, Any]) -> Layout:
-    """Lay the samples of a micro-batch out as one packed row."""
+    """Return the layout of a micro-batch as one packed row."""
     input_ids, attended = heads["input_ids"], heads["attention_mask"]
     if attended.shape != input_ids.shape:
-        raise UnknownInputError("the mask is one of pairs already")
+        raise UnknownInputError(f"attention_mask has the shape {tuple(attended.shape)}")
     parts = []
     for number, group in enumerate(groups):
         prompt, samples = group.num_positions
-        # Each piece: 0 or the sample's number, its row, and where it begins and ends there.
-        pieces = [(0, 0, 0, prompt)]
-        pieces += [(n + 1, n, prompt, prompt + length) for n, length in enumerate(samples)]
-        for n, row, start, stop in pieces:
+        # For each segment: 0 or the sample's number, its row, and its start and stop in the row.
+        segments_of_group = [(0, 0, 0, prompt)]
+        segments_of_group += [(n + 1, n, prompt, prompt + size) for n, size in enumerate(samples)]
+        for n, row, start, stop in segments_of_group:
             columns = np.arange(start, stop)
             ids, labels = np.asarray(group.ids[row]), np.asarray(group.labels[row])
             predicts = np.append(labels[1:] != -100, False)
@@ -238,10 +238,10 @@ def layout_of(groups: Sequence[GroupRows], heads: Mapping[str, Any]) -> Layout:
 
 
 def images_that_look_ahead(model: PreTrainedModel) -> tuple[str, int]:
-    """Return the input that names the positions of images, and the layers in which an image sees
-    all of itself; 0: in none. Both families make their mask in `create_masks_for_vision_model`
-    (transformers 5.19); other models make no mask of these inputs (Gemma 3n)."""
-    classes = {cls.__name__ for cls in type(model).__mro__}  # FSDP2 derives its own
+    """Return the input that marks image positions, and the layers with bidirectional attention
+    within images (0: none). Gemma 3 and 4 have such layers: they build their masks in
+    `create_masks_for_vision_model` (transformers 5.19). Gemma 3n does not use these inputs."""
+    classes = {cls.__name__ for cls in type(model).__mro__}  # FSDP2 uses a derived class
     if "Gemma3ForConditionalGeneration" in classes:
         return "token_type_ids", segments.EVERYWHERE
     text = model.config.get_text_config()

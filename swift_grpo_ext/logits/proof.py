@@ -1,8 +1,8 @@
-"""The proof that packed rows have the log-probabilities of plain ones, made once a kind of row.
+"""Verifies, once for each kind of row, that packed and plain rows have equal log-probabilities.
 
-The first micro-batch that has a kind of row is computed three times: packed, plain, and plain with
-every second number of each layer rounded to its neighbour. Packing may move log-probabilities as
-far as that rounding does, and no further.
+The first micro-batch with a kind of row is computed three times: packed, plain, and plain with
+every second number of each layer rounded to its neighbour. Packing must not move log-probabilities
+further than that rounding does.
 
 Letters in names are shapes: B rows of a micro-batch, T positions of a row, N positions that predict
 a token that is trained on.
@@ -37,30 +37,30 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-WORTH = 0.1  # the share of a pass that packing has to save
-LEAST = 1e-6  # nats by which float32 rounds a log-probability, with any model
-PLACEHOLDERS = ("image", "video", "audio")  # media for which a configuration names a token
+WORTH = 0.1  # the least share of positions that packing must save
+LEAST = 1e-6  # nats; float32 rounds log-probabilities of any model by this much
+PLACEHOLDERS = ("image", "video", "audio")  # media with a placeholder token in configurations
 
 Kind = tuple[tuple[str, ...], bool]
 """A row's media, and whether the longest row of its micro-batch is longer than a window."""
 
 Form = tuple[Mapping[str, Any], Tensor]
-"""The arguments of a model's forward, and the positions of the wanted logits, [B, T] or [1, L]."""
+"""The arguments of a model's forward, and the mask of the wanted logits, [B, T] or [1, L]."""
 
 
 class SharedPrompt:
-    """Packs the micro-batches of one model, and proves each kind of row.
+    """Packs the micro-batches of one model, after verifying each kind of row.
 
-    Each rank proves alone: its number of passes may depend on its own rows (a teacher may have some
-    rows only). Ranks that share the weights make all passes together: all of them pack a
-    micro-batch, or none does, since a packed pass may call a layer more often.
+    Each rank verifies on its own: ranks may make different numbers of passes, as a teacher may have
+    only some of the rows. Ranks that share weights make all passes together. Either all of them
+    pack a micro-batch or none does, because a packed pass may call a layer more often.
     """
 
     def __init__(self, base: PreTrainedModel) -> None:
         self._base = base  # unwrapped
-        self._has_told = False
+        self._has_logged = False  # why a micro-batch was not packed
         self._proven = set[Kind]()
-        self.has_failed = False  # log-probabilities of a micro-batch have differed
+        self.has_failed = False  # packing has changed log-probabilities
 
     def form(
         self,
@@ -69,14 +69,14 @@ class SharedPrompt:
         logps: Callable[[Mapping[str, Any], Tensor], Tensor],
         ranks: ShardRanks,
     ) -> Form:
-        """Return a micro-batch packed, or plain; other arguments of a forward stay as they are.
+        """Return a micro-batch in packed or plain form.
 
         Args:
-            logps: returns log-probabilities [N] of the tokens that either form predicts.
-            ranks: those that share the model's weights.
+            logps: returns the log-probabilities [N] of the predicted tokens, for either form.
+            ranks: the ranks that share the model's weights.
         """
         packed = None if self.has_failed else self._packed(inputs)
-        # `has_failed` is the same on ranks that share weights: all of them ask `ranks`, or none.
+        # `has_failed` is equal on ranks that share weights, so that all or none of them call `all`.
         if self.has_failed or not ranks.all(packed is not None):
             return plain_inputs(inputs), predicts_BT
         assert packed is not None
@@ -89,18 +89,18 @@ class SharedPrompt:
         if not ranks.all(not problem):
             self.has_failed = True
             problem = problem or "on a rank that shares its weights, packed rows differ"
-            logger.warning(self._left_alone(problem))
+            logger.warning(self._not_packed(problem))
             return plain
         self._proven |= tokens_of_kinds.keys()
         logger.info(
             f"--logps_shared_prompt auto: passes of {type(self._base).__name__} read "
-            f"{packed.predicts_1L.numel()} positions in the place of {predicts_BT.numel()} (the "
+            f"{packed.predicts_1L.numel()} positions instead of {predicts_BT.numel()} (the "
             "first micro-batch)."
         )
         return packed
 
     def _packed(self, inputs: Mapping[str, Any]) -> PackedBatch | None:
-        # A micro-batch with nothing to share says nothing of later ones.
+        # Not logged: later micro-batches may share prompts.
         if not (isinstance(inputs, SharedPromptInputs) and any(g.is_shared for g in inputs.groups)):
             return None
         reason = reason_against(self._base, inputs.heads)
@@ -112,12 +112,12 @@ class SharedPrompt:
                 return pack(inputs, self._base)
         except UnknownInputError as e:
             reason = str(e)
-        if not self._has_told:
-            logger.info(self._left_alone(reason))
-        self._has_told = True
+        if not self._has_logged:
+            logger.info(self._not_packed(reason))
+        self._has_logged = True
         return None
 
-    def _left_alone(self, reason: str) -> str:
+    def _not_packed(self, reason: str) -> str:
         name = type(self._base).__name__
         return f"--logps_shared_prompt auto leaves micro-batches of {name} as they are: {reason}."
 
@@ -128,19 +128,19 @@ class SharedPrompt:
         tokens_of_kinds: Mapping[Kind, Tensor],
         logps: Callable[[Mapping[str, Any], Tensor], Tensor],
     ) -> str:
-        """Return for which kind of row both forms lie further apart than rounding explains; ''
-        where none does."""
+        """Describe the first kind of row for which both forms differ more than rounding explains;
+        '' without one."""
         with torch.no_grad():
             found, problem = None, ""
             try:
                 found = logps(*packed)
             except (torch.OutOfMemoryError, torch.distributed.DistError):
                 raise
-            except Exception as e:  # a form that fails never ends a run: the other one is left
+            except Exception as e:  # the run goes on with the plain form
                 problem = f"the first packed pass failed ({type(e).__name__}: {e})"
-            # After a failure too: ranks that share weights make all passes together.
+            # Even after a failure: ranks that share weights make all passes together.
             expected = logps(*plain)
-            with rounded_otherwise(self._base):
+            with rounding_noise(self._base):
                 moved = logps(*plain)
         if found is None:
             return problem
@@ -148,18 +148,17 @@ class SharedPrompt:
             gap, limit = (
                 float((each - expected)[tokens_N].abs().float().mean()) for each in (found, moved)
             )
-            # NaN is not below any bound.
-            if not gap <= limit + LEAST:
+            if not gap <= limit + LEAST:  # also for NaN
                 return (
-                    f"log-probabilities of rows of {'+'.join(media) or 'text'} lie {gap:.3g} nats "
-                    f"apart in the mean, and rounding explains {limit:.3g}"
+                    f"log-probabilities of rows of {'+'.join(media) or 'text'} differ by {gap:.3g} "
+                    f"nats in the mean, and rounding explains {limit:.3g}"
                 )
         return ""
 
 
 def kinds_of_tokens(groups: Sequence[GroupRows], config: PretrainedConfig) -> dict[Kind, Tensor]:
-    """Return which of the N predicted tokens are in each kind of row: packing may be right for text
-    and wrong for images, or right within a window and wrong beyond."""
+    """Return for each kind of row a mask [N] of its predicted tokens. Packing may be right for text
+    but wrong for images, or right within a window but wrong beyond it."""
     window = segments.longest_window(config.get_text_config())
     is_beyond = window is not None and longest_row(groups) > window
     kinds_N = list[Kind]()
@@ -173,16 +172,16 @@ def kinds_of_tokens(groups: Sequence[GroupRows], config: PretrainedConfig) -> di
 
 
 def placeholder(config: PretrainedConfig, kind: str) -> int:
-    """Return the id of a kind of media's token; -1 where a model has none."""
+    """Return the token id of a kind of media; -1 if the model has none."""
     config = getattr(config, "thinker_config", config)  # Qwen-Omni
     names = (f"{kind}_token_id", f"{kind}_token_index")
     return next((i for name in names if (i := getattr(config, name, None)) is not None), -1)
 
 
 @contextmanager
-def rounded_otherwise(model: PreTrainedModel, least: float = 0.0) -> Iterator[None]:
-    """Let a model's embeddings and layers round every second number to its neighbour: sums in
-    another order change less. `least` is the least distance of a neighbour, as a share."""
+def rounding_noise(model: PreTrainedModel, least: float = 0.0) -> Iterator[None]:
+    """Within the block, a model's embeddings and layers round every second number to its neighbour.
+    Summing in another order changes less. `least` is the least relative distance of a neighbour."""
 
     def move(_: nn.Module, __: object, output: Any) -> Any:
         if isinstance(output, tuple):

@@ -1,13 +1,13 @@
-"""Train a mixture of experts on the experts that its rollout chose (`--router_replay_mode R3`).
+"""Makes training use the experts that the rollout chose (`--router_replay_mode R3`).
 
-Rounding lets an engine and a training pass choose other experts for some tokens, so that
-log-probabilities at equal weights differ by more than rounding (docs/support.md). With replay each
-token goes through the experts of the rollout; their weights come from the trainer's own router,
-with its gradient (Rollout Routing Replay: arXiv 2510.11370).
+Rounding makes engine and training choose different experts for some tokens, so that
+log-probabilities at equal weights differ by more than rounding (docs/support.md). With replay, each
+token uses the experts of the rollout. Their weights still come from the trainer's router, with its
+gradient (Rollout Routing Replay: arXiv 2510.11370).
 
-vLLM returns the experts of a sample, and ms-swift puts them into the model's inputs as
-`routed_experts`, which no layer reads. Here the text model gets them among its arguments, and each
-layer takes its own: recomputation for gradient checkpointing calls a layer with them again.
+vLLM returns the experts of a sample, and ms-swift adds them to the model's inputs as
+`routed_experts`, which no layer reads. Here the text model gets them as an argument, and each layer
+takes its own. They are arguments so that gradient checkpointing recomputes a layer with them.
 
 Letters in names are shapes: B rows of a batch, T positions of a row, L layers, K experts of a
 token, S = B x T tokens, E experts.
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from swift.rl_core.data import OnPolicySample
     from swift.template import Template
 
-INPUT = "routed_experts"  # ms-swift's name of the experts among a model's inputs
-NOT_GIVEN = -1  # in the place of a token's experts where the rollout gives none
+INPUT = "routed_experts"  # ms-swift's name for this model input
+NOT_GIVEN = -1  # marks a token without experts from the rollout
 CAPTURES = {"enable_return_routed_experts": True}  # vLLM's setting (`--vllm_engine_kwargs`)
 
 
 class RouterReplay:
-    """Lets the routers of models of one architecture choose the experts among their inputs.
+    """Makes the routers of models of one architecture choose the experts in the inputs.
 
     Raises:
         ValueError: a model has no router that can be replayed.
@@ -46,7 +46,7 @@ class RouterReplay:
     def __init__(self, *models: nn.Module) -> None:
         self._models = [base_model(model) for model in models]
         self._given: Tensor | None = None  # the experts of the running pass
-        self._num_calls = 0  # of routers with experts: none in a pass whose layers do not get them
+        self._num_calls = 0  # replayed router calls; a pass without any did not get the experts
         self._num_equal = self._num_given = 0.0
         for model in self._models:
             routers = routers_of(model)
@@ -63,7 +63,7 @@ class RouterReplay:
                 self._replay(int(name.rpartition(".")[2]), layer, router)
 
     def _replay(self, number: int, layer: nn.Module, router: nn.Module) -> None:
-        """Let a layer's router choose the experts among the layer's arguments."""
+        """Make a layer's router choose the experts in the layer's arguments."""
         experts = list[Tensor]()
 
         def take(_: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
@@ -78,11 +78,11 @@ class RouterReplay:
 
     @contextmanager
     def given(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Let a model's pass within the block replay the experts among its inputs, and yield the
-        other inputs. Raises `RuntimeError` where the model's layers did not get the experts."""
+        """Replay the experts in `inputs` in a pass within the block, and yield the other inputs.
+        Raise `RuntimeError` if the model's layers did not get the experts."""
         others = {name: value for name, value in inputs.items() if name != INPUT}
         base, num_calls = base_model(model), self._num_calls
-        # A teacher has its own routes.
+        # A teacher routes by itself.
         self._given = inputs.get(INPUT) if base in self._models else None
         is_given = self._given is not None
         try:
@@ -91,8 +91,8 @@ class RouterReplay:
             self._given = None
         if is_given and self._num_calls == num_calls:
             raise RuntimeError(
-                f"--router_replay_mode R3: {type(base).__name__} does not hand its layers what its "
-                "text model is given. Leave the flag out."
+                f"--router_replay_mode R3: {type(base).__name__} does not pass `{INPUT}` on to its "
+                "layers. Leave the flag out."
             )
 
     def _give(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,37 +104,37 @@ class RouterReplay:
         """Return a router's output with the given experts [B, T, K]."""
         self._num_calls += 1
         given_SK = given.reshape(own_SK.shape).to(own_SK)
-        is_given_S1 = given_SK[:, :1] != NOT_GIVEN  # all of a token's, or none
+        is_given_S1 = given_SK[:, :1] != NOT_GIVEN  # a token has all its experts, or none
         chosen_SK = torch.where(is_given_S1, given_SK, own_SK)
-        # As the router computes its own weights, with its gradient (`routers_of`).
+        # The same computation as in the router, with its gradient (`routers_of`).
         probs_SK = torch.softmax(logits_SE, dtype=torch.float32, dim=-1).gather(-1, chosen_SK)
         probs_SK = probs_SK / probs_SK.sum(dim=-1, keepdim=True)
         with torch.no_grad():
-            # The order of a token's experts means nothing. Counts stay on the device: to read them
-            # here would wait for it in each layer.
+            # A token's experts have no order. Counts stay on the device: reading them here would
+            # synchronize in each layer.
             equal_SK = (chosen_SK[:, :, None] == own_SK[:, None, :]).any(dim=-1)
             self._num_equal += (equal_SK & is_given_S1).sum()
             self._num_given += is_given_S1.sum() * chosen_SK.shape[-1]
         return logits_SE, probs_SK.to(weights_SK), chosen_SK
 
     def take_counts(self) -> tuple[float, float]:
-        """Return how many replayed choices training would have made too, and how many there were,
-        in this rank's passes since the last call."""
+        """Return how many replayed experts the trainer's router had chosen too, and how many were
+        replayed, in this rank's passes since the last call."""
         counts = float(self._num_equal), float(self._num_given)
         self._num_equal = self._num_given = 0.0
         return counts
 
 
 def replayed_share(counts: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return the metric of all ranks' `take_counts`; none where nothing was replayed."""
+    """Return the metric for the counts of all ranks; {} if nothing was replayed."""
     num_equal, num_given = map(sum, zip(*counts, strict=True))
     return {"router_replay/equal": num_equal / num_given} if num_given else {}
 
 
 def routers_of(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Return each layer that has a router, and the router, by the name of the layer. The
-    `*TopKRouter` classes of transformers 5.19 take the softmax of their logits, and make the
-    probabilities of the chosen experts sum to 1."""
+    """Return each layer with a router, and the router, by the layer's name. The `*TopKRouter`
+    classes of transformers 5.19 take the softmax of their logits, and scale the probabilities of
+    the chosen experts to a sum of 1."""
     found = {}
     for name, layer in model.named_modules():
         router = getattr(getattr(layer, "mlp", None), "gate", None)
@@ -146,7 +146,7 @@ def routers_of(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
 def batch_experts(
     samples: Sequence[OnPolicySample], *, template: Template, device: torch.device, **_: Any
 ) -> Tensor:
-    """Return the experts of a batch's tokens [B, T, L, K], T of the longest sample; with
+    """Return the experts of a batch's tokens: [B, T, L, K], padded to the longest sample; with
     padding-free [1, tokens, L, K].
 
     Raises:
@@ -161,9 +161,9 @@ def batch_experts(
                 "server, start `swift rollout` with --vllm_engine_kwargs "
                 "'{\"enable_return_routed_experts\": true}'."
             )
-        # No model has more than 32,767 experts, and there are L x K of these for each token.
+        # int16 is enough for 32,767 experts, and saves memory: each token has L x K of them.
         experts = torch.as_tensor(sample.routed_experts).to(torch.int16)
-        # vLLM computes nothing for the last token that it samples, and so has no experts for it.
+        # vLLM has no experts for the last sampled token, which it does not compute.
         if len(experts) not in (length - 1, length):
             raise RuntimeError(
                 f"--router_replay_mode R3: {name} has the experts of {len(experts)} tokens, and "
@@ -180,15 +180,15 @@ def batch_experts(
 
 @repair(
     Moment.CALLED,
-    symptom="Where one sample lacks the experts that vLLM returned, a batch's are dropped, in "
-    "silence. With padding on the left, the experts of each token are those of the token before it "
+    symptom="If one sample lacks its experts, those of the whole batch are dropped silently. With "
+    "padding on the left, each token gets the experts of the token before it "
     "(--router_replay_mode R3).",
     upstream="ms-swift 4.6, rlhf_trainers/utils.py (`build_routed_experts_batch`): made for "
     "Megatron.",
     until="ms-swift's own trainer replays experts",
 )
 def batch_routed_experts() -> None:
-    """Have ms-swift make batches with the experts that are replayed."""
+    """Have ms-swift build batches of experts by `batch_experts`."""
     from swift.rlhf_trainers import utils
 
     patch(utils, build_routed_experts_batch=batch_experts)

@@ -1,8 +1,8 @@
 """Keeps ranks that share a model's weights in step.
 
 With ZeRO-3, FSDP and FSDP2 a module's call gathers its weights from all ranks. A rank that calls a
-module more often than the others waits for them forever, in the backward too. The ranks agree here
-on what decides the number of calls: how many chunks, which way, whether to run another forward.
+module more often than the others waits for them forever, in the backward too. Here the ranks agree
+on the number of chunks, the method, and whether to run another forward.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class ShardRanks(NamedTuple):
         if not self.groups:
             return values
         agreed = values.detach().to(self.device, copy=True)  # a copy: reduced in place
-        # A maximum over the rows and then over the columns of a mesh is that over all of it.
+        # Over one mesh dimension after the other, the maximum becomes that over the whole mesh.
         for group in self.groups:
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
         return agreed.to(values.device)
 
     def all(self, holds: bool) -> bool:
-        """Return whether something holds on every rank."""
+        """All-reduce a boolean with AND."""
         return not self.highest(torch.tensor([not holds], dtype=torch.int32))
 
     def most(self, number: int) -> int:
@@ -42,11 +42,11 @@ class ShardRanks(NamedTuple):
 
 
 def shard_ranks(model: nn.Module) -> ShardRanks:
-    """Return the ranks among which DeepSpeed's ZeRO-3, FSDP or FSDP2 has sharded the weights.
+    """Return the ranks that DeepSpeed's ZeRO-3, FSDP or FSDP2 has sharded the weights over.
 
-    FSDP2 leaves some weights whole between passes: ask once, before the first forward.
+    Call it before the first forward: later, FSDP2 leaves some weights whole between passes.
     """
-    # Modules come first, as FSDP's parameters look like any others in its forward.
+    # Check modules first: within FSDP's forward, its parameters look like ordinary ones.
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             if module.sharding_strategy == ShardingStrategy.NO_SHARD:  # as DDP

@@ -1,10 +1,10 @@
-"""Logits of chosen positions, from every decoder model, and log-probabilities of tokens there.
+"""Computes logits of chosen positions, and log-probabilities, for any decoder model.
 
 The model's output embedding (its *head*) gets the hidden states of the wanted positions only, in
 chunks. The first forward shows whether that works, and which function the model applies to logits
-after its head. Where that function is not known, all wanted positions pass the head and the model's
-own code at once. Where a forward does not call the head exactly once, the model's own keyword asks
-for its last positions, or the logits of all positions are sliced, with a warning, or refused.
+after its head. If the function is unknown, all wanted positions go through the head and the model's
+own code at once. If a forward does not call the head exactly once, the model's own keyword selects
+the last positions; without one, the logits of all positions are sliced, with a warning or an error.
 
 Letters in names are shapes: B rows, T positions of a row, N chosen positions, K last positions, H
 hidden size, V vocabulary.
@@ -31,39 +31,39 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-# Newest first: the second is that of code for transformers before 4.49.
+# The second keyword is the one of model code for transformers before 4.49.
 KEYWORDS = ("logits_to_keep", "num_logits_to_keep")
 Transform = Callable[[Tensor], Tensor]
 
 
 class LogitsShim:
-    """Asks one model for the logits of some positions; `strict` forbids to slice those of all.
+    """Computes the logits of some positions of one model; `strict` forbids slicing all logits.
 
-    Methods take the model itself or any wrapping of it (PEFT, DDP), so that the wrapper's own hooks
-    run. Ranks that share its weights (`sharding.py`) call them together; each then goes the same
-    way, and calls the head equally often.
+    Methods take the model itself or a wrapper (PEFT, DDP), so that the wrapper's hooks run. Ranks
+    that share its weights (`sharding.py`) call the methods together. All of them then use the same
+    method, and call the head equally often.
     """
 
     chunk_size = 1024  # the logits of this many positions exist at a time
 
     def __init__(self, model: nn.Module, *, strict: bool = False) -> None:
         base = base_model(model)
-        self._name = type(base).__name__.removeprefix("FSDP")  # FSDP2 renames a model's class
+        self._name = type(base).__name__.removeprefix("FSDP")  # FSDP2 renames the class
         self._config: PretrainedConfig | None = getattr(base, "config", None)
         self._strict = strict
-        # Only a keyword that `forward` names counts: `**kwargs` may swallow one without effect.
+        # `forward` must name the keyword: `**kwargs` may ignore it.
         named = inspect.signature(base.forward).parameters
         self._keyword = next((keyword for keyword in KEYWORDS if keyword in named), None)
         self._head = output_embedding(base)
         self._reason = "" if self._head is not None else "it names no output embedding"
         self._head_works = self._is_out_of_graphs = False
-        self._transform: Transform | None = None  # until a first pass in chunks has shown it
+        self._transform: Transform | None = None  # found by the first pass in chunks
         self._can_chunk = True
         self._ranks = ShardRanks()
 
     def ranks(self, model: nn.Module) -> ShardRanks:
         """Return the ranks that call this shim's methods together."""
-        if not self._ranks.groups:  # once found they stay: FSDP2 may show whole weights later
+        if not self._ranks.groups:  # keep them: FSDP2 may have whole weights later
             self._ranks = shard_ranks(model)
         return self._ranks
 
@@ -77,7 +77,7 @@ class LogitsShim:
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> Logps:
-        """Return log-probabilities of the tokens that positions of the mask predict."""
+        """Return log-probabilities of `targets_N`, which the positions of the mask predict."""
         function = partial(token_logps, temperature=temperature, with_entropy=with_entropy)
         outputs = self.compute(model, inputs, mask_BT, function, [targets_N])
         return Logps(*outputs)
@@ -94,16 +94,16 @@ class LogitsShim:
         true, row by row, and for `columns` [N, ...]. The first output is differentiable.
 
         Raises:
-            RuntimeError: only slicing is left, with `strict`.
+            RuntimeError: slicing is the only option, but `strict` forbids it.
         """
-        # ms-swift leaves `logits_to_keep` in the inputs, which the next pass over them gets too
-        # (4.6, grpo_trainer.py, `_get_logps_via_local_forward`). Here it would cut them twice.
+        # ms-swift leaves `logits_to_keep` in the inputs for the next pass (4.6, grpo_trainer.py,
+        # `_get_logps_via_local_forward`). Here positions would be cut twice.
         inputs = {name: value for name, value in inputs.items() if name not in KEYWORDS}
         if self._can_chunk:
             outputs = self._in_chunks(model, inputs, mask_BT, function, columns)
             if outputs is not None:
                 return outputs
-            self._can_chunk = False  # the reason is one of the model
+            self._can_chunk = False  # the model will not allow it later either
         logits_NV = self.select(model, inputs, mask_BT)
         self._warn(
             f"{self._name} has no log-probabilities in chunks: {self._reason}. The logits of all "
@@ -112,18 +112,18 @@ class LogitsShim:
         return function(logits_NV, *columns, overwrite=False)
 
     def select(self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor) -> Tensor:
-        """Return [N, V], the logits of the positions where `mask_BT` is true, row by row."""
+        """Return the logits [N, V] of the positions where `mask_BT` is true, row by row."""
         found = self._at_head(
             model, inputs, lambda hidden: select_positions(hidden, mask_BT), int(mask_BT.sum())
         )
         if found is not None:
-            return found[0].logits.squeeze(0)  # not [0]: its backward would make a copy
-        # From the first column in which any row wants a position.
+            return found[0].logits.squeeze(0)  # not `[0]`, whose backward copies
+        # Keep the columns from the first wanted position of any row on.
         num_kept = mask_BT.shape[1] - int(mask_BT.any(0).int().argmax())
         keep = {self._keyword: num_kept} if self._keyword else {}
         logits_BKV = model(**inputs, **keep).logits
         if logits_BKV.shape[1] != num_kept:
-            self._keyword = None  # it was swallowed on the way, and is not tried again
+            self._keyword = None  # the model ignored it
             text = (
                 f"{self._name} computes the logits of all positions: it has no keyword that works "
                 f"({' or '.join(KEYWORDS)}), and {self._reason}."
@@ -146,17 +146,16 @@ class LogitsShim:
         function: FromLogits,
         columns: Sequence[Tensor],
     ) -> Outputs | None:
-        """Do as `compute`, within the head's call; return None where that fails."""
+        """Compute outputs in chunks within the call of the head; return None if that fails."""
         head, transform = self._head, self._transform or unchanged
-        # As many as the rank with the most tokens has: each call of a sharded head gathers its
-        # weight from all ranks.
+        # The most of any rank: each call of a sharded head gathers its weight from all ranks.
         num_chunks = self.ranks(model).most(-(-int(mask_BT.sum()) // self.chunk_size))
         outputs: Outputs | None = None
 
         def at_head(hidden_BTH: Tensor) -> Tensor:
             nonlocal outputs
             assert head is not None
-            # Called as a module: the hooks of LoRA, FSDP and `mask_models` run.
+            # Calls the module, so that the hooks of LoRA, FSDP and `mask_models` run.
             outputs = in_chunks(
                 lambda hidden_CH: transform(head(hidden_CH[None]).squeeze(0)),
                 select_positions(hidden_BTH, mask_BT).squeeze(0),
@@ -165,7 +164,7 @@ class LogitsShim:
                 chunk_size=self.chunk_size,
                 num_chunks=num_chunks,
             )
-            # The forward goes on with one position: its logits [1, 1, V] show the transform.
+            # The forward continues with one position, whose logits [1, 1, V] reveal the transform.
             return hidden_BTH[:1, -1:]
 
         found = self._at_head(model, inputs, at_head, 1)
@@ -177,16 +176,16 @@ class LogitsShim:
                 self._config, probe_V, output.logits.detach(), self.ranks(model).highest
             )
             if self._transform is None:
-                self._reason = "what it does to logits after its head is not known"
+                self._reason = "its transform of logits after the head is not known"
                 return None
-            if self._transform is not unchanged:  # `outputs` were computed without it: once more
+            if self._transform is not unchanged:  # compute again: `outputs` lack the transform
                 return self._in_chunks(model, inputs, mask_BT, function, columns)
         assert outputs is not None
         first, *others = outputs
         assert first is not None
         if torch.is_grad_enabled():
-            # Wrappers look for the model's own output in the graph (it has no weight there): DDP
-            # with `find_unused_parameters`, and FSDP's and DeepSpeed's hooks that begin a backward.
+            # Put the model's own output into the graph, as an empty sum: DDP looks for it with
+            # `find_unused_parameters`, and FSDP's and DeepSpeed's backward hooks start from it.
             first = first + output.logits.flatten()[:0].sum()
         return first, *others
 
@@ -197,9 +196,9 @@ class LogitsShim:
         select: Callable[[Tensor], Tensor],
         num_positions: int,
     ) -> tuple[CausalLMOutputWithPast, Tensor] | None:
-        """Return the output for the `num_positions` that `select` leaves of the hidden states, and
-        the head's logits [1, V] at the last of them, after all hooks. None where that fails on any
-        rank: the head is not tried again. `select` may call the head.
+        """Run a forward in which `select` reduces the head's hidden states to `num_positions`.
+        Return the output, and the head's logits [1, V] at the last position, after all hooks. If it
+        fails on any rank, return None and never try the head again. `select` may call the head.
         """
         head = self._head
         if head is None:
@@ -211,17 +210,17 @@ class LogitsShim:
             keep_out_of_graphs(head)
             self._is_out_of_graphs = True
 
-        # 1. Hook the head. Both hooks write to Python objects, which compiled code cannot.
+        # 1. Hook the head. Both hooks modify Python objects, which compiled code cannot.
         shapes, probes, is_selecting = list[torch.Size](), list[Tensor](), False
 
         @torch.compiler.disable
         def choose(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             nonlocal is_selecting
-            if is_selecting:  # `select` calls the head, for a chunk
+            if is_selecting:  # `select` is calling the head for a chunk
                 return None
-            hidden = args[0] if args else torch.empty(0)  # a keyword's are left alone
+            hidden = args[0] if args else torch.empty(0)  # keyword arguments are not supported
             shapes.append(hidden.shape)
-            if len(shapes) > 1 or hidden.ndim != 3:  # the output is given up below
+            if len(shapes) > 1 or hidden.ndim != 3:  # step 3 discards the output
                 return None
             is_selecting = True
             chosen = select(hidden)
@@ -229,13 +228,13 @@ class LogitsShim:
             return chosen, *args[1:]
 
         @torch.compiler.disable
-        def note(_: nn.Module, __: tuple[Any, ...], logits: Tensor) -> None:
+        def record(_: nn.Module, __: tuple[Any, ...], logits: Tensor) -> None:
             probes[:] = [logits.detach().flatten(0, -2)[-1:].clone()]
 
-        # The first comes before all other hooks, which then see chosen positions; the second last.
+        # `choose` runs before all other hooks, so that they see chosen positions; `record` is last.
         handles = [
             head.register_forward_pre_hook(choose, prepend=True),
-            head.register_forward_hook(note),
+            head.register_forward_hook(record),
         ]
 
         # 2. Run the forward.
@@ -245,9 +244,9 @@ class LogitsShim:
         except (torch.OutOfMemoryError, torch.distributed.DistError):
             raise
         except (RuntimeError, ValueError, IndexError) as e:
-            # Missing positions are no cause of what fails before the head, or in it, or after a
-            # forward that worked. It may be a broken collective (gloo's RuntimeError): another
-            # forward would wait for ranks that make none.
+            # The selection is not to blame if the head has worked before, or has not returned yet.
+            # The error may be a broken collective (gloo raises RuntimeError): another forward would
+            # then wait for ranks that make none.
             if self._head_works or not probes:
                 raise
             problem = f"its forward fails on fewer positions ({type(e).__name__}: {e})"
@@ -255,7 +254,7 @@ class LogitsShim:
             for handle in handles:
                 handle.remove()
 
-        # 3. Agree: where one rank has to go another way, all of them do.
+        # 3. Agree: if the head does not work on one rank, no rank uses it.
         if len(shapes) != 1:
             problem = f"a forward calls its output embedding {len(shapes)} times, not once"
         elif len(shapes[0]) != 3:
@@ -275,25 +274,25 @@ class LogitsShim:
 
 
 def keep_out_of_graphs(head: nn.Module) -> None:
-    """Let a compiled model call its head in Python, hooks included."""
-    # Dynamo has no guards on hooks (`skip_nnmodule_hook_guards`): code that was compiled without
-    # them would run where there are some. A hook that stays breaks the graph.
+    """Make a compiled model call its head and the head's hooks in Python."""
+    # Dynamo does not guard on hooks (`skip_nnmodule_hook_guards`): code compiled without hooks
+    # would ignore later ones. A permanent uncompiled hook breaks the graph at the head.
     head.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
-    # Older code has no such break. Dynamo does guard against a `forward` of the module's own
-    # (`guard_to_detect_forward_monkeypatching`): frames that call the head, and no others, are
-    # compiled once more.
+    # Code that is already compiled has no such break. Dynamo guards on a module's own `forward`
+    # (`guard_to_detect_forward_monkeypatching`): setting it recompiles just the frames that call
+    # the head.
     head.forward = head.forward
 
 
 def select_positions(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return [1, N, H]: the positions where `mask_BT` is true, row by row.
+    """Return the positions where `mask_BT` is true, row by row, as [1, N, H].
 
-    A model may put positions before those of its input ids (prompt tuning, image features), or give
-    its last ones only: rows are aligned at their ends.
+    Rows are aligned at their ends: a model may insert positions before those of its input ids
+    (prompt tuning, image features), or return only its last positions.
     """
     surplus = hidden_BTH.shape[1] - mask_BT.shape[1]
-    mask_BT = nn.functional.pad(mask_BT, (surplus, 0))  # cut off, where negative
-    # By indices: a mask of booleans would be turned into them once more in the backward.
+    mask_BT = nn.functional.pad(mask_BT, (surplus, 0))  # a negative surplus crops
+    # By indices: the backward would convert a boolean mask to indices again.
     return hidden_BTH.flatten(0, 1)[mask_BT.flatten().nonzero()[:, 0]][None]
 
 
@@ -305,9 +304,9 @@ def find_transform(
 ) -> Transform | None:
     """Return the transform that turns the head's logits `raw` into the model's `final`, or None.
 
-    Known are `final_logit_softcapping` as in Gemma, `logit_scale` as in Cohere and `logits_scaling`
-    as in Granite. A configuration may name one that its model does not apply (PaliGemma 2).
-    `highest` gives the maximum over ranks, so that all of them find one transform.
+    It tries `final_logit_softcapping` (Gemma), `logit_scale` (Cohere), `logits_scaling` (Granite)
+    and none: a configuration may name one that its model does not apply (PaliGemma 2). `highest`
+    returns the maximum over ranks, so that all of them find the same transform.
     """
     text = None if config is None else config.get_text_config()
     transforms: list[Transform] = []
@@ -319,14 +318,14 @@ def find_transform(
         transforms.append(lambda logits: logits / divisor)
     transforms.append(unchanged)
 
-    # A head of 16 bits may have its logits made 32 bits wide behind it: the coarser type counts.
+    # A model may convert the logits of a 16-bit head to 32 bits: the coarser type counts.
     precision = max(torch.finfo(raw.dtype).eps, torch.finfo(final.dtype).eps)
     raw, final = raw.flatten().float(), final.flatten().float()
-    # A rank with other shapes calls `highest` all the same: the others wait for it there.
+    # Ranks with other shapes call `highest` too: the others wait for them there.
     errors = torch.full((len(transforms),), float("inf"))
     if raw.shape == final.shape:
-        # As a share of each number, or of the median one if that is more: a token that a hook rules
-        # out, by a number as low as can be or minus infinity, counts for no more than others.
+        # Relative to each number, or to the median if that is larger. Errors of masked tokens (at
+        # minus infinity or a very low number) then count no more than others.
         size = torch.maximum(final.abs(), final.abs().median())
         for number, transform in enumerate(transforms):
             computed = transform(raw)
@@ -334,7 +333,7 @@ def find_transform(
             errors[number] = relative.masked_fill(computed == final, 0).max()
     errors = highest(errors)
     best = int(errors.argmin())
-    # Each transform rounds up to three times (division, tanh, product), by half a step each.
+    # A transform rounds up to three times (division, tanh, product), each by up to half a step.
     return transforms[best] if errors[best] <= 4 * precision else None
 
 
@@ -360,13 +359,13 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def output_embedding(model: nn.Module) -> nn.Module | None:
-    """Return the head of the outermost model that names one; None where none does."""
+    """Return the output embedding of the outermost module that has one, or None."""
     for module in model.modules():
-        name_it = getattr(module, "get_output_embeddings", None)
+        get_head = getattr(module, "get_output_embeddings", None)
         try:
-            head = name_it() if name_it is not None else None
+            head = get_head() if get_head is not None else None
         except (AttributeError, NotImplementedError):
-            continue  # a wrapper without a head of its own: one of its models may have one
+            continue  # a wrapper without a head; an inner model may have one
         if isinstance(head, nn.Module):
             return head
     return None

@@ -1,15 +1,15 @@
-"""Refuse files, addresses and sizes of media that a request to `swift rollout` may not name.
+"""Restricts the media files, URLs and image sizes in requests to `swift rollout`.
 
-See docs/promises.md, F5 and F7. `swift deploy` asks `SafeMediaPath` and `SafeUrlFetcher`;
+See docs/promises.md, F5 and F7. `swift deploy` applies `SafeMediaPath` and `SafeUrlFetcher`, but
 `swift rollout` opens any file and fetches from any address (ms-swift 4.6, pipelines/infer).
 
-The server judges the names in a request before a replica gets it. A replica fetches URLs into
-files, so that the loaders of ms-swift, transformers and qwen_vl_utils get no URL. It refuses
-playlists, since ffmpeg fetches the addresses in them without any rule.
-Can go when `swift rollout` asks as `swift deploy` does.
+The server checks the names in a request before a replica gets it. A replica downloads URLs into
+files, so that the loaders of ms-swift, transformers and qwen_vl_utils get no URL. It rejects
+playlists, because ffmpeg would fetch the addresses in them unchecked.
+Can go when `swift rollout` applies the checks of `swift deploy`.
 """
 
-# Names that no file can have raise in pathlib, and are "not there" in os.path:
+# For impossible file names, pathlib raises where os.path returns False:
 # ruff: noqa: PTH110, PTH111
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from swift_grpo_ext.upstream.patches import Moment, patch, repair
 from swift_grpo_ext.upstream.rows import COLUMNS, FILE
 
 LONGEST_PATH = 4096  # Linux's PATH_MAX; a longer string is base64
-PROBED_BYTES = 2**20  # ffmpeg finds out by them what a medium is (libavformat, PROBE_BUF_MAX)
+PROBED_BYTES = 2**20  # ffmpeg detects the format from these (libavformat, PROBE_BUF_MAX)
 URLS = ("http://", "https://")
 
-# ffmpeg knows HLS, lists of files, DASH and SDP by these beginnings.
+# ffmpeg recognizes HLS, file lists, DASH and SDP by these strings.
 _PLAYLIST = re.compile(rb"\A\s*#EXTM3U|\A\s*ffconcat|<MPD|^c=IN IP", re.IGNORECASE | re.MULTILINE)
-# base64, with or without its kind
+# A `data:` URL, or bare base64.
 _CONTENT = re.compile(r"data:.+?;base64,[\s\S]*|([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2,3}={1,2})?")
-# the protocol of a URL, also with options for ffmpeg (`subfile,,start,0,,:`)
+# A URL's protocol, possibly with options for ffmpeg (`subfile,,start,0,,:`).
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30})(?:,[^:]*)?:")
 
 
 def check_media(request: Mapping[str, Any]) -> None:
-    """Judge the names of all media in a request.
+    """Check the names of all media in a request.
 
     Raises:
-        ValueError: for a file outside the directories of `SWIFT_MEDIA_ALLOWED_DIRS` (where set), a
+        ValueError: for a file outside of the directories in `SWIFT_MEDIA_ALLOWED_DIRS` (if set), a
             private address (unless `SWIFT_ALLOW_INTERNAL_URL` is set), or another protocol than
-            http and https. The text begins with the field.
+            http and https. The message begins with the field.
     """
     try:
         prompt = TemplateInputs.from_dict({"messages": [], **request}).chosen
@@ -63,18 +63,18 @@ def check_media(request: Mapping[str, Any]) -> None:
     fields = {"messages": tags} | {kind: getattr(prompt, kind) for kind in COLUMNS}
     for field, media in fields.items():
         try:
-            _each(media, _check_name)
+            _map_texts(media, _check_name)
         except ValueError as e:
             raise ValueError(f"{field}: {e}") from e
 
 
-def _each(media: Any, judge: Callable[[str], str]) -> Any:
-    """Return media with `judge(text)` in the place of each text, however nested."""
+def _map_texts(media: Any, function: Callable[[str], str]) -> Any:
+    """Return media with `function` applied to each text, however nested."""
     if isinstance(media, (list, tuple)):
-        return [_each(item, judge) for item in media]
+        return [_map_texts(item, function) for item in media]
     if isinstance(media, Mapping):
-        return {name: _each(item, judge) for name, item in media.items()}
-    return judge(media.strip()) if isinstance(media, str) else media
+        return {name: _map_texts(item, function) for name, item in media.items()}
+    return function(media.strip()) if isinstance(media, str) else media
 
 
 def _check_name(text: str) -> str:
@@ -83,13 +83,13 @@ def _check_name(text: str) -> str:
         return text
     name = text.removeprefix(FILE)
     home = os.path.expanduser(name)
-    # ms-swift's own reading adds ROOT_IMAGE_DIR and takes `..` away. Others open the name as it is.
+    # ms-swift's loader adds ROOT_IMAGE_DIR and resolves `..`; other loaders open the name itself.
     paths = (name, home, vision_utils._check_path(name) or name)
     files = [path for path in paths if len(path) <= LONGEST_PATH and os.path.exists(path)]
     scheme = _SCHEME.match(name)
     if scheme and scheme[1].lower() != "data" and not files:
         raise ValueError(f"Refusing to read {text[:60]!r}: {scheme[0]} is not supported.")
-    # Also for a file that does not exist: an answer must not tell whether it does.
+    # Also check files that do not exist: an answer must not reveal which files do.
     is_content = len(name) > LONGEST_PATH or _CONTENT.fullmatch(name)
     for file in files or ([] if is_content else [home]):
         SafeMediaPath.check(file)
@@ -98,15 +98,15 @@ def _check_name(text: str) -> str:
 
 @repair(
     Moment.REPLICA,
-    symptom="A URL of a request leads to a private address, or to a file without end.",
+    symptom="A URL in a request redirects to a private address, or to an endless file.",
     upstream="ms-swift 4.6, template/vision_utils.py (`load_file`) follows redirects without a "
     "check, in a replica's process.",
-    until="ms-swift judges each hop and what comes",
+    until="ms-swift checks each redirect and the content",
 )
 def check_redirects() -> None:
-    """Let a replica's templates encode files in the place of URLs, and refuse playlists. Let Pillow
-    refuse a picture by the size in its header."""
-    # Pillow itself refuses from twice its limit on, and warns before.
+    """Have a replica's templates download URLs into files, and reject playlists. Have Pillow reject
+    a picture by the size in its header."""
+    # By default, Pillow only warns up to twice its limit.
     warnings.simplefilter("error", Image.DecompressionBombWarning)
     from swift.infer_engine import InferRequest
 
@@ -114,39 +114,39 @@ def check_redirects() -> None:
 
     @wraps(upstream)
     def encode(self: Template, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        # As ms-swift's own `encode` begins, which tries three times: it would fetch as often.
+        # Parse and download outside of ms-swift's `encode`, which retries three times.
         if isinstance(inputs, InferRequest):
             inputs = asdict(inputs)
         if not isinstance(inputs, TemplateInputs):
             inputs = TemplateInputs.from_dict(inputs)
-        # Encoding reads the media: the files go with the block.
+        # Encoding reads the files into memory, so that they may be deleted after it.
         with TemporaryDirectory(prefix="swift_grpo_ext_") as folder:
             for kind in COLUMNS:
-                judge = partial(_fetched, kind=kind, folder=folder)
-                setattr(inputs.chosen, kind, _each(getattr(inputs.chosen, kind), judge))
+                fetch = partial(_fetched, kind=kind, folder=folder)
+                setattr(inputs.chosen, kind, _map_texts(getattr(inputs.chosen, kind), fetch))
             return upstream(self, inputs, *args, **kwargs)
 
     patch(Template, encode=encode)
 
 
 def _fetched(text: str, kind: str, folder: str) -> str:
-    """Return a medium as it is, or a file in `folder` in the place of a URL.
+    """Return a medium, or for a URL its download in `folder`.
 
     Raises:
-        ValueError: it may not be fetched, or is a playlist.
-        requests.RequestException: nothing came.
+        ValueError: the medium may not be fetched, or is a playlist.
+        requests.RequestException: the download failed.
     """
     from swift.pipelines.infer.deploy import SwiftDeploy
 
     medium, start = text, b""
     if text.startswith(URLS):
         medium = SwiftDeploy._materialize_media(text, kind.removesuffix("s"), folder)
-    with suppress(Exception):  # its loader will say why it cannot be read
+    with suppress(Exception):  # if it cannot be read, its loader will raise
         path = vision_utils._check_path(medium)
-        # Not by `load_file`, which reads a file of any size whole.
+        # Not by `load_file`, which reads the whole file, whatever its size.
         with Path(path).open("rb") if path else vision_utils.load_file(medium) as file:
             start = file.read(PROBED_BYTES)
-    # Playlists are text: behind a zero byte, the same words are pixels.
+    # Playlists are text: a match after a zero byte is binary data.
     if found := _PLAYLIST.search(start.partition(b"\0")[0]):
         raise ValueError(
             f"{text[:60]!r} is a playlist ({found[0].decode().strip()!r}), which names further "

@@ -1,4 +1,4 @@
-"""Makes what a record keeps of a medium: its name, and a small picture where it has no file."""
+"""Makes a record's entry for a medium: its name, and a small picture if it has no file."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from PIL import Image
 
 from swift_grpo_ext.sampling.prompt_hash import content_of
 
-LONGEST_NAME = 2048  # characters; a longer string is a medium's content, not its path or URL
-SIDE = 256  # pixels of a picture's longer side, at most: about 6 KB of WebP for a photograph
+LONGEST_NAME = 2048  # characters; a longer string is content, not a path or URL
+SIDE = 256  # largest side of a picture, in pixels: about 6 KB of WebP for a photograph
 QUALITY = 75
 
 
 class Picture(NamedTuple):
-    """Stands in the record for a medium that a scheduler adds: a crop, a plot."""
+    """A record's entry for a medium, such as a crop or a plot that a scheduler adds."""
 
-    name: str  # its path or URL, or the digest of its content
-    webp: bytes | None = None  # the image; None where it has a file, or is no image
+    name: str  # path or URL, or a digest of the content
+    webp: bytes | None = None  # a small picture; None if the medium has a file, or is no image
 
 
 def picture_of(medium: object) -> Picture:
-    """Return what is kept of a medium. The same pixels have the same name as an image of PIL's, as
-    bytes and as base64."""
+    """Return a medium's entry. Equal pixels get equal names, whether they come as a PIL image,
+    bytes or base64."""
     content = medium.get("bytes") if isinstance(medium, dict) else medium
-    with suppress(OSError, ValueError, Image.DecompressionBombError):  # no image, or a broken one
+    with suppress(OSError, ValueError, Image.DecompressionBombError):  # not a valid image
         if isinstance(content, str):
             text = content.partition(",")[2] if content.startswith("data:") else content
             content = base64.b64decode(text, validate=True)  # raises for a path or URL
         if isinstance(content, bytes):
             content = Image.open(io.BytesIO(content))
         if isinstance(content, Image.Image):
-            # By its pixels, so that a PNG, its base64 and the decoded image are one.
+            # From pixels, so that a PNG, its base64 and the decoded image have one name.
             name = media_name(content.convert("RGB"))
-            small = content.copy()  # `thumbnail` shrinks in place, and this is the scheduler's
+            small = content.copy()  # `thumbnail` works in place; the scheduler owns the image
             small.thumbnail((SIDE, SIDE))
             small.convert("RGB").save(webp := io.BytesIO(), "webp", quality=QUALITY)
             return Picture(name, webp.getvalue())
@@ -45,7 +45,7 @@ def picture_of(medium: object) -> Picture:
 
 
 def media_name(media: object) -> str:
-    """Return a path or URL as it is, a digest of content or pixels, the frames' names of frames."""
+    """Return a path or URL as it is, a digest of content or pixels, or the names of all frames."""
     if isinstance(media, dict):
         media = media.get("path") or media.get("bytes")
     if isinstance(media, str) and len(media) <= LONGEST_NAME:
@@ -57,5 +57,5 @@ def media_name(media: object) -> str:
 
 
 def utf8(text: str) -> str:
-    """Escape what UTF-8 cannot hold: a lone half of a surrogate pair is `\\\\ud83d`."""
+    """Escape lone surrogates, which UTF-8 cannot encode, as in `\\\\ud83d`."""
     return text.encode("utf-8", errors="backslashreplace").decode("utf-8")

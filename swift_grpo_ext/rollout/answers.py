@@ -1,4 +1,4 @@
-"""An engine's answer in ms-swift's form, which trainers and schedulers read, and back."""
+"""Converts an engine's answer to ms-swift's classes, for trainers and schedulers, and back."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class AnsweredResponse(ChatCompletionResponse):
-    """ms-swift's response, and the engine's answer, which holds more."""
+    """ms-swift's response, with the engine's complete answer."""
 
     answer: Answer = field(kw_only=True)
 
 
 def infos_of(completion: Completion) -> dict[str, Any]:
-    """Return what reward functions find of a sample in `rollout_infos`."""
+    """Return the `rollout_infos` that reward functions get for a sample."""
     seed, replica = completion.seed, completion.replica
     return {"seed": seed, "replica": replica, STOP_REASON: completion.stop_reason}
 
 
 def answer_of(output: RolloutOutput) -> Answer:
-    """Return the answer of an output, in a conversation the last turn's."""
+    """Return an output's answer; for a conversation, that of the last turn."""
     response, infos = output.response, output.rollout_infos
     if isinstance(response, AnsweredResponse):
         return response.answer
@@ -96,11 +96,11 @@ def to_rollout_output(answer: Answer) -> RolloutOutput:
 
 
 def fill_scheduler_fields(response: ChatCompletionResponse, template: Template, tools: Any) -> None:
-    """Add log-probabilities and tool calls to our choices, which ms-swift's schedulers read."""
+    """Add the log-probabilities and tool calls that ms-swift's schedulers read."""
     if not isinstance(response, AnsweredResponse):
         return  # ms-swift has added them
     decode = template.tokenizer.decode
-    # `_get_toolcall` reads nothing else of an engine and of inputs.
+    # `_get_toolcall` reads no other attributes.
     engine, inputs = SimpleNamespace(template=template), SimpleNamespace(tools=tools)
     for choice, completion in zip(response.choices, response.answer.completions, strict=False):
         if completion.logprobs is not None:
@@ -111,5 +111,5 @@ def fill_scheduler_fields(response: ChatCompletionResponse, template: Template, 
 
 
 def _as_list(numbers: Numbers | None) -> list[Any]:
-    # ms-swift asks whether there are token ids by their truth (rl_core/data.py); arrays have none.
+    # ms-swift tests the truth value of token ids (rl_core/data.py), which raises for arrays.
     return numbers if isinstance(numbers, list) else [] if numbers is None else numbers.tolist()

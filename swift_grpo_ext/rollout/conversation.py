@@ -1,7 +1,7 @@
-"""Conversations: each turn as the engine saw it, and what a scheduler added between turns.
+"""Records the turns of conversations, with the messages and media that a scheduler added.
 
-ms-swift leads a conversation in the training (rollout/agent_loop.py, `run_multi_turn`) or in
-`swift rollout` (rollout/multi_turn.py, `MultiTurnScheduler.run`). Either side notes each turn:
+ms-swift runs a conversation in the trainer (rollout/agent_loop.py, `run_multi_turn`) or in
+`swift rollout` (rollout/multi_turn.py, `MultiTurnScheduler.run`). Both sides record each turn:
 training compares its own prompt with the engine's, and the record has a row for each turn.
 """
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from swift_grpo_ext.rollout.sample import RolloutSample
 
 
-KEY = f"{wire.KEY}.turns"  # in `rollout_infos` of a server's conversation: its turns
-EMPTY = ("", None)  # contents of the answer that ms-swift leaves for a template to go on from
+KEY = f"{wire.KEY}.turns"  # key of the turns in `rollout_infos` of a server's conversation
+EMPTY = ("", None)  # content of the empty answer that ms-swift appends for a template to continue
 
 
 @dataclass(frozen=True)
@@ -44,28 +44,28 @@ class Turn:
     prompt: Prompt
     completion: Completion
     fingerprint: str  # the hash of the prompt
-    # Added to the prompt since the answer before; the first turn has the whole prompt.
+    # Those added to the prompt since the previous answer; the first turn has the whole prompt.
     messages: list[dict[str, Any]] = field(default_factory=list)
     media: list[Picture] = field(default_factory=list)
     # From the request to the answer. A colocated engine answers all samples of a turn at once.
     engine_seconds: float = 0.0
-    tool_seconds: float = 0.0  # in the scheduler, between the answer before and the request
+    tool_seconds: float = 0.0  # in the scheduler, between the previous answer and the request
 
     @property
     def is_answered(self) -> bool:
-        """False for the turn that ends a conversation since its prompt left no room."""
+        """False for the last turn of a conversation whose prompt left no room for an answer."""
         return len(self.completion.token_ids) > 0
 
 
 @dataclass
 class Conversation:
-    """The turns of one sample, and how much of its prompt they have shown."""
+    """The turns of one sample."""
 
     turns: list[Turn] = field(default_factory=list)
-    _num_known: dict[str, int] = field(default_factory=dict)  # messages and media, by column
+    _num_known: dict[str, int] = field(default_factory=dict)  # recorded values of each column
 
-    def note(self, request: RolloutSample | RolloutInferRequest, turn: Turn) -> None:
-        """Keep a turn, with the messages and media that were added for it to the request."""
+    def record(self, request: RolloutSample | RolloutInferRequest, turn: Turn) -> None:
+        """Append a turn, with the messages and media that the request has gained."""
         held = {name: list(column_of(request, name) or ()) for name in ("messages", *COLUMNS)}
         last = held["messages"][-1]
         if last["role"] == "assistant" and last.get("content") in EMPTY:
@@ -73,7 +73,7 @@ class Conversation:
         added = {}
         for name, values in held.items():
             known = self._num_known.get(name, 0)
-            # With fewer than before, a scheduler rewrote the conversation: all are added.
+            # Fewer than before: the scheduler rewrote the conversation, so that all are new.
             added[name] = values[known:] if known <= len(values) else values
             self._num_known[name] = len(values)
         self._num_known["messages"] += 1  # the answer
@@ -82,7 +82,7 @@ class Conversation:
         else:
             messages = [dict(message) for message in added.pop("messages")]
             contents = [medium for values in added.values() for medium in values]
-            with suppress(RowFormError):  # recorded as it is
+            with suppress(RowFormError):  # record malformed messages as they are
                 read = read_row({"messages": messages})
                 messages = read.messages
                 contents = [*(medium.value for medium in read.media), *contents]
@@ -93,7 +93,7 @@ class Conversation:
 def first_prompt(
     row: RolloutSample | RolloutInferRequest | Mapping[str, Any],
 ) -> tuple[list[dict[str, Any]], list[Picture]]:
-    """Return a row's messages, with marks in place of media in `content`, and all media by name."""
+    """Return a row's messages, with marks for media in `content`, and the names of all media."""
     try:
         read = read_row(row)
         messages, media = read.messages, [medium.value for medium in read.media]
@@ -107,16 +107,16 @@ def first_prompt(
 
 
 def write_turns(output: RolloutOutput, turns: Sequence[Turn]) -> None:
-    """Have an output bring its turns along, as plain JSON values."""
+    """Add turns to an output's `rollout_infos`, as JSON values."""
     output.rollout_infos[KEY] = {
         "version": wire.VERSION,
-        "server": "",  # a server does not know its number; the trainer writes it (`name_server`)
+        "server": "",  # the trainer fills it in (`name_server`): a server does not know its number
         "turns": [
             {
                 "sample_id": asdict(turn.sample_id),
                 "fingerprint": turn.fingerprint,
                 "answer": wire.write_answer(Answer([turn.completion], turn.prompt)),
-                # Schedulers may put any object into messages; an answer is JSON.
+                # Schedulers may put any object into messages, but JSON cannot hold it.
                 "messages": json.loads(json.dumps(turn.messages, default=repr)),
                 "media": [
                     (m.name, m.webp and base64.b64encode(m.webp).decode()) for m in turn.media
@@ -133,8 +133,8 @@ def name_server(output: RolloutOutput, name: str) -> None:
 
 
 def read_turns(output: RolloutOutput, run_seed: int | None) -> list[Turn]:
-    """Take the turns from a server's output (a server without us sends none); raise a `WireError`
-    where they have another version, or are malformed."""
+    """Remove and return the turns of a server's output; [] if the server lacks this plugin. Raise a
+    `WireError` if they have another version, or are malformed."""
     written = output.rollout_infos.pop(KEY, None)
     if written is None:
         return []
@@ -151,19 +151,19 @@ def read_turns(output: RolloutOutput, run_seed: int | None) -> list[Turn]:
     return turns
 
 
-# --- in the training ---
+# --- in the trainer ---
 
-BETWEEN = f"{wire.KEY}_between_turns"  # an attribute of requests, which ms-swift hands to each hook
+BETWEEN = f"{wire.KEY}_between_turns"  # an attribute of requests, which ms-swift passes to hooks
 
 
 @dataclass
 class BetweenTurns:
-    """The state of a request since its last answer, for a scheduler's hooks."""
+    """The state of a request after its last answer."""
 
-    num_messages: int = 0  # the last answer included
-    media: dict[str, list[Any]] = field(default_factory=dict)  # that the engine saw, by column
-    tool_seconds: float = 0.0  # in hooks
-    reported: frozenset[str] = frozenset()  # columns of media that `step` put into `rollout_infos`
+    num_messages: int = 0  # includes the last answer
+    media: dict[str, list[Any]] = field(default_factory=dict)  # by column, as the engine saw it
+    tool_seconds: float = 0.0  # time in hooks
+    reported: frozenset[str] = frozenset()  # media columns that `step` put into `rollout_infos`
 
 
 def between_turns(request: RolloutInferRequest) -> BetweenTurns:
@@ -172,13 +172,13 @@ def between_turns(request: RolloutInferRequest) -> BetweenTurns:
 
 
 class Conversations:
-    """Holds the turns of the round that the training generates, by samples, until `take`."""
+    """Keeps the turns of the trainer's own conversations, until `take` returns them."""
 
     def __init__(self, template: Template, *, has_scheduler: bool) -> None:
         self._template, self._has_scheduler = template, has_scheduler
         self._by_sample = defaultdict[SampleId, Conversation](Conversation)
 
-    def note(
+    def record(
         self,
         samples: Sequence[RolloutSample | RolloutInferRequest],
         outputs: Sequence[RolloutOutput],
@@ -186,22 +186,22 @@ class Conversations:
         fingerprints: Sequence[str],
         seconds: float,
     ) -> None:
-        """Note a turn of each sample, or of each request of a later turn, before a scheduler reads
-        the outputs; `seconds` are the engine's."""
+        """Record a turn of each sample (later turns are requests), before a scheduler reads the
+        outputs. `seconds` is the engine's time."""
         named = zip(samples, outputs, sample_ids, fingerprints, strict=True)
         for sample, output, sample_id, fingerprint in named:
             [completion], prompt = answer_of(output)
             turn = Turn(sample_id, prompt, completion, fingerprint, engine_seconds=seconds)
             if isinstance(sample, RolloutInferRequest):
                 turn = replace(turn, tool_seconds=between_turns(sample).tool_seconds)
-            self._by_sample[replace(sample_id, turn=0)].note(sample, turn)
+            self._by_sample[replace(sample_id, turn=0)].record(sample, turn)
             if self._has_scheduler:
                 fill_scheduler_fields(output.response, self._template, sample.tools)
 
     def take(
         self, samples: Sequence[RolloutSample], outputs: Sequence[RolloutOutput]
     ) -> list[list[Turn]]:
-        """Return the turns behind each output, and forget them."""
+        """Remove and return the turns of each output."""
         pairs = zip(samples, outputs, strict=False)  # --async_generate gives other ranks no outputs
         return [self._by_sample.pop(sample.sample_id).turns for sample, _ in pairs]
 
@@ -209,17 +209,17 @@ class Conversations:
 def servers_turns(
     samples: Sequence[RolloutSample], outputs: Sequence[RolloutOutput], run_seed: int | None
 ) -> list[list[Turn]]:
-    """Return the known turns behind each output of a server that leads conversations; a server
-    without us knows the last alone, and a scheduler may make several outputs of one sample."""
+    """Return the known turns of each output of a server's conversations. A server without this
+    plugin only sends the last turn. A scheduler may return several outputs for one sample."""
     turns_of_outputs = [read_turns(output, run_seed) for output in outputs]
     if len(samples) != len(outputs):
         return turns_of_outputs
     for turns, sample, output in zip(turns_of_outputs, samples, outputs, strict=True):
-        # The server has images by their content, the training by name.
+        # The server's images have no file names; take those of the trainer's row.
         messages, media = first_prompt(sample)
         if turns:
-            is_asked = messages == turns[0].messages  # an environment asks its own
-            fingerprint = sample.prompt_hash if is_asked else turns[0].fingerprint
+            is_own_prompt = messages == turns[0].messages  # else an environment replaced it
+            fingerprint = sample.prompt_hash if is_own_prompt else turns[0].fingerprint
             turns[0] = replace(turns[0], media=media, fingerprint=fingerprint)
         else:
             [completion], prompt = answer_of(output)
@@ -229,8 +229,8 @@ def servers_turns(
 
 
 def attach_turns(sample: RolloutSample, turns: Sequence[Turn], *, is_conversation: bool) -> None:
-    """Give a sample the prompts of its answered turns; in a conversation, also the seed and replica
-    of its last answer, and the stop of its last turn."""
+    """Set the prompts of a sample's answered turns. In a conversation, also set the seed and
+    replica of the last answer, and the stop reason of the last turn."""
     answered = [turn for turn in turns if turn.is_answered]
     sample.rollout_prompts = [turn.prompt for turn in answered]
     if is_conversation and answered:

@@ -1,8 +1,8 @@
-"""Requests over workers until each has its answer (docs/promises.md, F3 and F5). Pure.
+"""Distributes requests over workers, and retries failed ones (docs/promises.md, F3 and F5). Pure.
 
 The trainer's workers are servers, a server's workers are replicas. A worker that fails is not used
-again in this round, and others answer its requests: seeds make their tokens the same (S2). A
-request that was with `MOST_LOST` workers when these were lost goes to no other one.
+again in this round. Others answer its requests, with the same tokens, thanks to seeds (S2). A
+request is not retried after `MOST_LOST` workers died while they had it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKENS_PER_MEDIUM = 1000  # a photograph of 1024 x 1024 pixels has 1,369 in Qwen
 
 
 class WorkerError(RuntimeError):
-    """A worker gave no usable answer, and lives on."""
+    """A worker gave no usable answer, but is alive."""
 
 
 class WorkerLostError(WorkerError):
@@ -31,14 +31,14 @@ class WorkerLostError(WorkerError):
 
 
 class NoWorkerError(WorkerError):
-    """No worker is left; says what became of them."""
+    """No worker is left; the message has the failure of each."""
 
 
 class RequestError(ValueError):
-    """A request is at fault itself: no other worker gets it."""
+    """The request itself is invalid: it is not retried."""
 
 
-# In the reply of a replica that failed: why, and whether the request itself is at fault.
+# Keys in the reply of a failed replica: the reason, and whether the request is invalid.
 FAILURE = "swift_grpo_ext.failure"
 REQUEST_FAULT = "swift_grpo_ext.request_fault"
 
@@ -51,12 +51,12 @@ def dispatch(
 ) -> list[T]:
     """Return the answers to all requests, in their order.
 
-    `workers` returns those that are left, with their relative speeds; it is called before each try.
-    `send` gives a worker requests by their numbers, and runs in a thread of its own.
+    `workers` returns the living workers with their relative speeds, and is called before each
+    attempt. `send` sends a worker the requests with these indices, in a thread of its own.
 
     Raises:
-        NoWorkerError: no worker is left that has not failed.
-        RequestError: `send` raised it, or a request was with too many workers that were lost.
+        NoWorkerError: all workers have failed.
+        RequestError: `send` raised it, or `MOST_LOST` workers died with the same request.
     """
     answers: dict[int, T] = {}
     failures: dict[Worker, WorkerError] = {}
@@ -67,7 +67,7 @@ def dispatch(
             raise NoWorkerError("; ".join(map(str, failures.values())))
         left = [i for i in range(len(costs)) if i not in answers]
         shares = balance([costs[i] for i in left], list(usable.values()))
-        # A try ends with its slowest worker; the next one spreads what has failed.
+        # An attempt ends with its slowest worker; the next attempt has the failed requests.
         with ThreadPoolExecutor(len(usable)) as pool:
             sent = []
             for worker, share in zip(usable, shares, strict=True):
@@ -81,7 +81,7 @@ def dispatch(
                 failures[worker] = e
                 on_failure(worker, e)
                 if isinstance(e, WorkerLostError):
-                    losses.update(numbers)  # any of them may have ended the worker
+                    losses.update(numbers)  # any of these requests may have killed the worker
         suspects = [str(i) for i in sorted(losses) if losses[i] >= MOST_LOST]
         if suspects:
             raise RequestError(
@@ -93,12 +93,12 @@ def dispatch(
 
 
 def balance(costs: Sequence[float], capacities: Sequence[float]) -> list[list[int]]:
-    """Return for each worker the indices of its requests, in their order (G5). `capacities` are the
-    workers' relative speeds; a server's is the number of its replicas.
+    """Return for each worker the sorted indices of its requests (G5). `capacities` are the workers'
+    relative speeds; a server's is the number of its replicas.
 
-    The costliest request comes first, and each goes to the worker that would be done with it
-    soonest: equal workers are done after at most 4/3 of the best possible time (LPT: R. L. Graham,
-    Bounds on multiprocessing timing anomalies, 1969).
+    Requests are assigned by falling cost, each to the worker that would finish it first. Equal
+    workers need at most 4/3 of the optimal time (LPT: R. L. Graham, Bounds on multiprocessing
+    timing anomalies, 1969).
     """
     done_at = [0.0] * len(capacities)
     shares: list[list[int]] = [[] for _ in capacities]
@@ -112,8 +112,8 @@ def balance(costs: Sequence[float], capacities: Sequence[float]) -> list[list[in
 
 
 def estimate_cost(request: Mapping[str, Any], count: int, max_tokens: int) -> float:
-    """Return the tokens of a request: its prompt's, estimated, and those of `count` completions
-    that reach their limit."""
+    """Return the cost of a request in tokens: an estimate of its prompt, plus `count` completions
+    of maximum length."""
     tokens: float = TOKENS_PER_MEDIUM * sum(len(request.get(name) or ()) for name in COLUMNS)
     for message in request.get("messages") or ():
         content = message.get("content")
@@ -123,6 +123,6 @@ def estimate_cost(request: Mapping[str, Any], count: int, max_tokens: int) -> fl
                 tokens += len(text) / CHARACTERS_PER_TOKEN
             elif isinstance(text, int):  # a token of an earlier answer
                 tokens += 1
-            elif part and len(part) > 1:  # else the part stands for a medium in one of the columns
+            elif part and len(part) > 1:  # a medium; `{"type": "image"}` refers to one in a column
                 tokens += TOKENS_PER_MEDIUM
     return tokens + count * max_tokens

@@ -1,8 +1,8 @@
-"""The rollout engine: ms-swift's vLLM engine for GRPO, which reads the metadata of requests.
+"""The rollout engine: ms-swift's vLLM engine for GRPO, plus the metadata of requests.
 
 It replaces `GRPOVllmEngine` in the trainer (colocate) and in `swift rollout` (server), sync and
-async. A request without metadata gets ms-swift's behaviour, as does another client's, with a seed
-of its own by the server's metadata.
+async. A request without metadata behaves as in ms-swift. So does another client's request, except
+for the seed in the metadata that the server adds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from swift_grpo_ext.rollout.answers import (
 )
 from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, RequestError
 from swift_grpo_ext.rollout.positions import kept_positions
-from swift_grpo_ext.rollout.served import leading
+from swift_grpo_ext.rollout.served import current_conversation
 from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
 from swift_grpo_ext.stops.rule import Stops, find_ending
 from swift_grpo_ext.stops.templates import TemplateStops
@@ -59,12 +59,12 @@ UPSTREAM_EXTENSION = "swift.pipelines.infer.rollout.WeightSyncWorkerExtension"
 VERIFIED_EXTENSION = "swift_grpo_ext.weights.receiver.VerifiedWeightSyncWorkerExtension"
 CPU_EXTENSION = "swift_grpo_ext.cpu.receiver.CPUWeightSyncWorkerExtension"
 
-STATE = f"{wire.KEY}.state"  # in an encoded request: its `RequestState`
+STATE = f"{wire.KEY}.state"  # key of the `RequestState` in an encoded request
 
-# vLLM raises these where a prompt is at fault: 0.23 a `ValueError`, 0.32 a class of its own.
+# vLLM rejects an invalid prompt with a `ValueError` (0.23) or with a class of its own (0.32).
 REFUSALS = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
 
-# In the refusal of a prompt that is too long, by vLLM or by ms-swift's template.
+# Matches the error for a prompt that is too long, from vLLM or ms-swift's template.
 TOO_LONG = re.compile(r"max(imum|_| )+model[_ ]len|maximum context length|max_length")
 
 
@@ -73,13 +73,13 @@ verify(pins.ENGINE)  # before a class builds on it
 
 @dataclass
 class RequestState:
-    """A request's facts beside its encoding."""
+    """Data about a request that its encoding does not contain."""
 
     metadata: RequestMetadata | None = None
-    request: object = None  # ms-swift's, an object or a dictionary
-    replica: int | None = None  # generates the request's samples, where the engine has several
-    seed: int | None = None  # the first sample's; None leaves seeds to vLLM
-    stops: Stops | None = None  # None leaves the ends of completions to ms-swift
+    request: object = None  # ms-swift's request, an object or a dictionary
+    replica: int | None = None  # the replica to use; None if the engine has only one
+    seed: int | None = None  # the first sample's seed; None: vLLM chooses
+    stops: Stops | None = None  # None: ms-swift's stops apply
     is_context_overflow: bool = False  # a later turn's prompt leaves no room for an answer
 
     @property
@@ -87,7 +87,7 @@ class RequestState:
         return self.metadata is not None and self.metadata.sample_id.turn > 0
 
     def overflows(self, error: Exception) -> bool:
-        """Return whether this error ends a conversation: its next prompt leaves no room."""
+        """Return whether `error` means that a later turn's prompt leaves no room for an answer."""
         is_refusal = isinstance(error, REFUSALS)
         return self.is_later_turn and is_refusal and TOO_LONG.search(str(error)) is not None
 
@@ -97,8 +97,8 @@ class RolloutEngine(GRPOVllmEngine):
 
     def __init__(self, *args: Any, engine_kwargs: dict[str, Any] | None = None, **kw: Any) -> None:
         engine_kwargs = dict(engine_kwargs or {})
-        # `swift rollout` names a worker that receives weights. A colocated engine has none: its
-        # trainer loads them in the same process.
+        # `swift rollout` sets a worker extension that receives weights. A colocated engine has
+        # none: its trainer loads weights in the same process.
         extension = engine_kwargs.get("worker_extension_cls")
         self.serves = extension is not None
         if extension == UPSTREAM_EXTENSION:
@@ -111,12 +111,12 @@ class RolloutEngine(GRPOVllmEngine):
         if self.serves:
             vllm_repairs.exit_when_engine_dies(self.engine)
         self._template_stops = TemplateStops(self.template)
-        # For finished `SamplingParams`: in vLLM 0.32 `from_optional` clamps a bias to -100.
+        # Set on the `SamplingParams` object: vLLM 0.32's `from_optional` clamps a bias to -100.
         self._placeholder_bias = dict.fromkeys(placeholder_ids(self.template), float("-inf"))
         size = engine_kwargs.get("data_parallel_size", 1) if self.use_async_engine else 1
-        # Samples in each replica (`pinned_to_replica`).
-        self._num_drawing = [0] * size if size > 1 else []
-        if self._num_drawing:
+        # How many samples each replica is generating (`pinned_to_replica`).
+        self._num_running = [0] * size if size > 1 else []
+        if self._num_running:
             vllm_repairs.collect_rpc_from_all_replicas(self.engine)
 
     @property
@@ -126,22 +126,22 @@ class RolloutEngine(GRPOVllmEngine):
     # --- calls ---
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
-        """Return ms-swift's outputs, on a server in the form in which they travel."""
+        """Return ms-swift's outputs; a server's are in wire format."""
         try:
             return self._written_outputs(super().infer(*args, **kwargs))
         except Exception as e:
             return self.failure(e)
 
     async def async_infer(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what `infer` returns, for an async engine."""
+        """Do the same as `infer`, for an async engine."""
         try:
             return self._written_outputs(await super().async_infer(*args, **kwargs))
         except Exception as e:
             return self.failure(e)
 
     def failure(self, error: Exception) -> dict[str, Any]:
-        """Return the reply of a server's replica that has failed (ms-swift's loop would reply
-        None); a colocated engine raises the error."""
+        """Return the error reply of a server's replica, instead of ms-swift's None; a colocated
+        engine raises the error."""
         if not self.serves:
             raise error
         vllm_repairs.exit_if_engine_is_dead(error)
@@ -157,7 +157,7 @@ class RolloutEngine(GRPOVllmEngine):
         **kwargs: Any,
     ) -> Any:
         infer = partial(self._infer_async, infer_request, request_config, kwargs)
-        conversation = leading.get()
+        conversation = current_conversation.get()
         if conversation is not None:
             return await conversation.ask(infer_request, request_config, infer)
         return await infer(wire.read_metadata(column_of(infer_request, "data_dict")))
@@ -177,9 +177,9 @@ class RolloutEngine(GRPOVllmEngine):
             # ms-swift calls this between the encoding and `_add_request`.
             nonlocal is_encoded
             is_encoded = True
-            if self._num_drawing:  # to the replica with the fewest samples now
-                state.replica = self._num_drawing.index(min(self._num_drawing))
-                self._num_drawing[state.replica] += count
+            if self._num_running:  # choose the replica with the fewest samples
+                state.replica = self._num_running.index(min(self._num_running))
+                self._num_running[state.replica] += count
             encoded["inputs"][STATE] = state
             return encoded
 
@@ -193,32 +193,32 @@ class RolloutEngine(GRPOVllmEngine):
             raise
         finally:
             if state.replica is not None:
-                self._num_drawing[state.replica] -= count
+                self._num_running[state.replica] -= count
 
     # --- requests ---
 
     def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
         try:
             super().set_default_max_tokens(request_config, inputs)
-        except ValueError:  # a prompt without room; vLLM refuses it in `_add_request`, with its row
+        except ValueError:  # the prompt is too long; `_add_request` raises, naming the row
             request_config.max_tokens = 1
 
     def _refuse(self, request: object, error: Exception) -> NoReturn:
-        """Raise an error that names a request's row: on a server a `RequestError`, if the request
-        is at fault, and else a `RowError`."""
+        """Raise an error that names the request's row: a `RequestError` on a server, if any replica
+        would fail on the request, else a `RowError`."""
         if isinstance(error, (RowError, RequestError)):
-            raise error  # named already, within
+            raise error  # it names the row already
         named = RowError(request, encoding_fault(request, error))
-        # Another machine may have the file, or reach the address.
-        is_machines = isinstance(error, OSError) and (
+        # Missing files and unreachable addresses: another machine may have access.
+        is_local = isinstance(error, OSError) and (
             error.errno is not None or isinstance(error, requests.RequestException)
         )
-        if self.serves and not is_machines:
+        if self.serves and not is_local:
             raise RequestError(f"{type(named).__name__}: {named}") from named
         raise named from error
 
     def _batch_encode(self, infer_requests: Sequence[Any], strict: bool) -> Any:
-        # `strict=True` would raise the first error without the number of its request.
+        # `strict=True` would raise the first error without naming its request.
         batched_inputs, errors = super()._batch_encode(infer_requests, strict=False)
         states = [
             RequestState(wire.read_metadata(column_of(request, "data_dict")), request)
@@ -240,22 +240,22 @@ class RolloutEngine(GRPOVllmEngine):
         request_id: str,
         adapter_request: AdapterRequest | None = None,
     ) -> Any:
-        # Every path of ms-swift adds its requests here, one at a time, with their parameters.
+        # Every path of ms-swift adds each of its requests here.
         state: RequestState = inputs[STATE]
         metadata = state.metadata
         if metadata is not None:
             seed = metadata.seed_of(0)
             if seed is not None:
                 generation_config.seed = seed
-            if metadata.is_other_clients:
-                state.seed = generation_config.seed  # perhaps the client's own
+            if metadata.from_other_client:
+                state.seed = generation_config.seed  # the client may have set its own
             else:
                 state.seed = seed
                 state.stops = self._set_parameters(generation_config, metadata)
         generation_config.logit_bias = (generation_config.logit_bias or {}) | self._placeholder_bias
         add_video_metadata(inputs)
-        # ms-swift cuts a later turn as it cuts a prompt (4.6, template/base.py, `_truncate`), and
-        # training sees the whole turn. A turn of exactly this length may be cut.
+        # ms-swift truncates later turns like prompts (4.6, template/base.py, `_truncate`), but
+        # training sees the whole turn. A turn of exactly `max_length` may have been truncated.
         longest = self.template.max_length or math.inf
         is_cut = state.is_later_turn and len(inputs["input_ids"]) >= longest
         add = super()._add_request
@@ -268,23 +268,23 @@ class RolloutEngine(GRPOVllmEngine):
                 if not state.overflows(e):
                     self._refuse(state.request, e)
                 if self.use_async_engine:
-                    raise  # to `_infer_async`
-                # ms-swift expects an output of each request: one of one token takes its place.
+                    raise  # `_infer_async` handles it
+                # ms-swift expects an output for each request: generate a single token instead.
                 state.is_context_overflow = True
                 generation_config.max_tokens, generation_config.n = 1, 1
                 token = {"input_ids": [self.template.tokenizer.eos_token_id]}
                 return add(token, generation_config, request_id, adapter_request)
 
     def _set_parameters(self, params: SamplingParams, metadata: RequestMetadata) -> Stops:
-        """Set the parameters of a training's request, and return the stops of its completions."""
+        """Set the sampling parameters of a trainer's request, and return its stops."""
         assert metadata.stop_token_ids is not None
         params.n = metadata.count
-        # Else a request's last output, which ms-swift keeps, has only the sample that ended last
-        # (vLLM 0.32, v1/engine/parallel_sampling.py).
+        # ms-swift keeps a request's last output, which otherwise has only the sample that ended
+        # last (vLLM 0.32, v1/engine/parallel_sampling.py).
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        if metadata.as_arrays:  # nothing reads the texts of these tokens
+        if metadata.as_arrays:  # no caller reads the tokens as texts
             params.flat_logprobs = params.logprobs == 0
-        # ms-swift has set the user's stop words and the template's; one-token words are ids too.
+        # `params.stop` has the user's and the template's stop words; some of them are one token.
         stops = self._template_stops.stops(
             params.stop or (), metadata.stop_token_ids, include=metadata.include_stop_str_in_output
         )
@@ -292,7 +292,7 @@ class RolloutEngine(GRPOVllmEngine):
         params.stop_token_ids = list(dict.fromkeys(ids))
         params.stop = list(stops.strings)
         params.include_stop_str_in_output = stops.include
-        params.detokenize = bool(stops.strings)  # only to find them (T6)
+        params.detokenize = bool(stops.strings)  # only needed to match strings (T6)
         # Stop strings may hold special tokens.
         params.skip_special_tokens = False
         params.spaces_between_special_tokens = False
@@ -309,7 +309,7 @@ class RolloutEngine(GRPOVllmEngine):
     ) -> ChatCompletionResponse:
         state: RequestState = inputs[STATE]
         metadata = state.metadata
-        # Also where nothing reads them: positions that stay push others out.
+        # Pop them in any case: positions that stay would evict those of other requests.
         positions = kept_positions.pop(request_id, None)
         args = (result, inputs, request_config, request_id)
         if metadata is None:
@@ -317,10 +317,10 @@ class RolloutEngine(GRPOVllmEngine):
         if state.is_context_overflow:
             return self._overflow_response(state, request_id)
         template_inputs = inputs["template_inputs"]
-        # First: ms-swift's own response changes the log-probabilities.
+        # Before ms-swift's response, which changes the log-probabilities.
         completions = [self._completion(each, state, template_inputs) for each in result.outputs]
         answer = Answer(completions, Prompt(list(result.prompt_token_ids), positions))
-        if metadata.is_other_clients:
+        if metadata.from_other_client:
             response = super()._create_chat_completion_response(*args)
             for k, choice in enumerate(response.choices):
                 completions[k] = replace(completions[k], text=choice.message.content)
@@ -330,7 +330,7 @@ class RolloutEngine(GRPOVllmEngine):
         return made
 
     def _overflow_response(self, state: RequestState, request_id: str) -> AnsweredResponse:
-        """Return an answer without tokens, as "length": a later turn's prompt leaves no room."""
+        """Return an empty answer with finish reason "length": the prompt leaves no room."""
         metadata = state.metadata
         assert metadata is not None
         completions = [
@@ -350,8 +350,8 @@ class RolloutEngine(GRPOVllmEngine):
     def _completion(
         self, output: CompletionOutput, state: RequestState, template_inputs: StdTemplateInputs
     ) -> Completion:
-        """Return one of vLLM's completions, cut where it ends; another client's stays whole, and
-        has no text yet."""
+        """Return one of vLLM's completions, cut at its stop. Another client's completion is not
+        cut, and its text is added later."""
         token_ids, experts = list(output.token_ids), output.routed_experts
         logprobs = flat_logprobs(output.logprobs, token_ids)
         text, finish_reason, stop_reason = "", output.finish_reason, None
@@ -359,10 +359,10 @@ class RolloutEngine(GRPOVllmEngine):
             decode = self._template_stops.decode
             ending = find_ending(token_ids, decode, stops)
             if ending.reason is None and finish_reason == "stop" and token_ids:
-                # An end that vLLM read from the model's generation_config.json.
+                # vLLM stopped at an end token from the model's generation_config.json.
                 ends = {**stops.tokens, token_ids[-1]: token_ids[-1]}
                 ending = find_ending(token_ids, decode, replace(stops, tokens=ends))
-            # vLLM stops late where the token that completes a stop string ends within a character
+            # vLLM stops one token late if a stop string's last token ends within a character
             # (stops/rule.py).
             surplus = len(token_ids) - ending.num_tokens
             if surplus and experts is not None:
@@ -384,7 +384,7 @@ class RolloutEngine(GRPOVllmEngine):
         )
 
     def _written_outputs(self, outputs: list[RolloutOutput]) -> list[RolloutOutput]:
-        """Add what reward functions find; on a server, turn groups into arrays for the wire."""
+        """Add infos for reward functions; on a server, write groups in wire format."""
         for i, output in enumerate(outputs):
             response = output.response
             if not isinstance(response, AnsweredResponse):
@@ -398,14 +398,14 @@ class RolloutEngine(GRPOVllmEngine):
         return outputs
 
     def _name(self, replica: int | None) -> str:
-        """Return the name of a server's replica; a colocated engine is named by its trainer."""
-        # ms-swift 4.6, pipelines/infer/rollout.py (`llm_worker`) sets a worker process's number.
+        """Return the name of a server's replica; the trainer names a colocated engine."""
+        # ms-swift sets the variable in each worker (4.6, pipelines/infer/rollout.py, `llm_worker`).
         number = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0") if replica is None else replica
         return f"replica {number}" if self.serves else ""
 
 
 def flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> list[float] | None:
-    """Return the sampled tokens' log-probabilities, from vLLM's dictionaries or its flat form."""
+    """Return the sampled tokens' log-probabilities, from vLLM's nested or flat form."""
     if logprobs is None:
         return None
     flat = getattr(logprobs, "logprobs", None)
@@ -421,11 +421,10 @@ verify_overrides(RolloutEngine)
 @repair(
     Moment.SERVER,
     Moment.CALLED,
-    symptom="ms-swift makes its own engine, which has no place for seeds, counts and stops "
-    "of single requests.",
+    symptom="ms-swift's own engine has no seeds, counts and stops of single requests.",
     upstream="ms-swift 4.6, rlhf_trainers/rollout_mixin.py imports `GRPOVllmEngine` by name.",
     until="ms-swift lets a plugin name the engine's class",
 )
 def use_rollout_engine() -> None:
-    """Put `RolloutEngine` where the trainer looks for its engine."""
+    """Replace the engine class that the trainer imports by `RolloutEngine`."""
     patch(swift.infer_engine, GRPOVllmEngine=RolloutEngine)

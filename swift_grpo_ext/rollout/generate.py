@@ -1,7 +1,7 @@
-"""One rollout: samples become requests by groups, and completions return to their samples.
+"""One rollout: turns samples into a request per group, and assigns completions to samples.
 
-Each rank makes the rows of the requests that begin with one of its samples. A row, with its images,
-travels only to a rank that calls an engine, and a sample only to its own rank.
+Each rank makes the requests whose first sample is its own. Requests, with their images, go only to
+ranks that call an engine, and samples only to their own rank.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class RolloutSettings:
-    """The settings of a run's requests, from its flags."""
+    """The settings of a run's requests."""
 
     def __init__(self, args: RolloutGRPOConfig) -> None:
         self._args = args
-        # A seed for each sample and a request for each group; else both are ms-swift's.
+        # Whether we make the requests: one for each group, with a seed for each sample.
         self.generates = bool(args.use_vllm and args.rollout_seed_mode == "sample")
         self.run_seed = args.seed if self.generates else None
 
     def metadata(
         self, sample_id: SampleId, count: int = 1, *, as_arrays: bool = False
     ) -> RequestMetadata:
-        """Return the metadata of a request for `count` samples, the first of them `sample_id`."""
+        """Return the metadata of a request for `count` samples from `sample_id` on."""
         return RequestMetadata(
             sample_id=sample_id,
             count=count,
@@ -49,8 +49,8 @@ class RolloutSettings:
 
 
 def begin_turn(sample: RolloutSample | RolloutInferRequest, scheduler: str | None) -> SampleId:
-    """Return the id of a sample, or of the later turn that a scheduler's request asks for; raise a
-    `ValueError` for a request without metadata."""
+    """Return the id of a sample, or of a scheduler's request for a later turn. Raise `ValueError`
+    for a request without metadata."""
     if not isinstance(sample, RolloutInferRequest):
         return sample.sample_id
     metadata = wire.read_metadata(sample.data_dict)
@@ -61,32 +61,32 @@ def begin_turn(sample: RolloutSample | RolloutInferRequest, scheduler: str | Non
             "the request that it was given, or a copy with the same `data_dict`."
         )
     metadata = metadata.next_turn()
-    # The next turn counts from here: a scheduler passes the request on, or a copy.
+    # Write it back for the turn after: a scheduler returns this request, or a copy of it.
     wire.write_metadata(sample.data_dict, metadata)
     return metadata.sample_id
 
 
 class GroupRequest(NamedTuple):
-    """Samples of one group that follow one another and share a prompt."""
+    """A request for consecutive samples of one group with the same prompt."""
 
     first: SampleId
-    owners: list[tuple[int, int]]  # for each sample a rank, and the sample's position on that rank
+    owners: list[tuple[int, int]]  # each sample's rank, and its position on that rank
 
 
 def plan_requests(
     samples_of_ranks: Sequence[Sequence[tuple[SampleId, str]]],
 ) -> tuple[list[GroupRequest], list[SampleId]]:
     """Return the fewest requests for all ranks' samples, and the groups with several prompts.
-    `samples_of_ranks` has the samples' ids and their prompts' hashes.
+    `samples_of_ranks` has the id and prompt hash of each sample.
 
-    A group that ranks share becomes one request (docs/promises.md, G2). Where prompts of a group
-    differ (a custom sampler's, or a gym's), each of its samples becomes a request of its own (G3).
+    A group that spans ranks becomes one request (docs/promises.md, G2). If prompts of a group
+    differ (by a custom sampler, or a gym), each of its samples becomes its own request (G3).
     """
     prompts = defaultdict[SampleId, set[str]](set)
     for sample_id, prompt in chain.from_iterable(samples_of_ranks):
         prompts[sample_id.group_id].add(prompt)
     requests: list[GroupRequest] = []
-    upcoming = None  # the sample that the last request would go on with
+    upcoming = None  # the next sample that could join the last request
     # Ranks may have samples of several rounds (`training/resampling.py`).
     in_order = sorted(
         (sample_id, rank, position)
@@ -111,36 +111,35 @@ def generate(
     *,
     make_request: Callable[[int], RolloutInferRequest],
     make_metadata: Callable[[SampleId, int], RequestMetadata],
-    sharing: RankGroup,
+    engine_ranks: RankGroup,
     call_engine: CallEngine,
 ) -> tuple[list[RolloutOutput], list[SampleId]]:
-    """Return the outputs of this rank's samples, in their order, and the groups with several
-    prompts. All ranks that share an engine call it together; one rank's failure is raised on each.
+    """Return the outputs of this rank's samples, in order, and the groups with several prompts.
+    All ranks that share an engine call it together; if one fails, all raise.
 
-    `make_request` makes the request of the sample at a position, `make_metadata` a request's
-    metadata from its first sample and their number. `call_engine` answers requests with metadata,
-    on the ranks that drive an engine.
+    `make_request` takes a sample's position. `make_metadata` takes a request's first sample and its
+    number of samples. `call_engine` answers requests with metadata, on ranks that drive an engine.
 
     Raises:
         RolloutError: another rank failed, or a request could not be made.
         ValueError: an engine returned another number of samples than a request has.
     """
-    # The ranks meet at `all_gather`, `gather` and `scatter`. A rank that failed in between gets
-    # there too: others would wait for it for --ddp_timeout (18,000,000 s in ms-swift 4.6).
-    samples_of_ranks = sharing.all_gather(list(zip(sample_ids, prompt_hashes, strict=True)))
-    # Every rank makes the same plan of the same names.
+    # A rank that fails still takes part in all collectives: the others would wait for it for
+    # --ddp_timeout (18,000,000 s in ms-swift 4.6).
+    samples_of_ranks = engine_ranks.all_gather(list(zip(sample_ids, prompt_hashes, strict=True)))
+    # Every rank computes the same plan from the same input.
     requests, uneven = plan_requests(samples_of_ranks)
 
     rows: list[RolloutInferRequest] | str
     try:
         firsts = [request.owners[0] for request in requests]
-        rows = [make_request(position) for rank, position in firsts if rank == sharing.rank]
-    except Exception as e:  # raised by the rank that drives the engine: it waits for these rows
-        rows = f"rank {sharing.rank}: {type(e).__name__}: {e}"
-    rows_of_ranks = sharing.gather(rows)
+        rows = [make_request(position) for rank, position in firsts if rank == engine_ranks.rank]
+    except Exception as e:  # the rank that drives the engine waits for rows, and raises this
+        rows = f"rank {engine_ranks.rank}: {type(e).__name__}: {e}"
+    rows_of_ranks = engine_ranks.gather(rows)
 
     samples: list[list[Answer | None]] | Exception | None = None
-    if sharing.drives_engine:
+    if engine_ranks.drives_engine:
         samples = [[None] * len(rank_samples) for rank_samples in samples_of_ranks]
         try:
             failures = [failure for failure in rows_of_ranks if isinstance(failure, str)]
@@ -162,7 +161,7 @@ def generate(
                 for (rank, position), completion in owned:
                     samples[rank][position] = Answer([completion], answer.prompt)
         except Exception as e:
-            samples = e  # not raised yet: the other ranks wait for their share
-    share = sharing.scatter(samples)
-    # Each rank makes the outputs of its own samples: rank 0 would make a whole round's alone.
+            samples = e  # `scatter` raises it: the other ranks wait for their share
+    share = engine_ranks.scatter(samples)
+    # Each rank builds the outputs of its own samples, to spare rank 0 the work for all.
     return [to_rollout_output(answer) for answer in share], uneven

@@ -1,8 +1,8 @@
-"""Tokens that stand for media are never sampled, and have no probability in training.
+"""Masks media placeholder tokens in training's logits (docs/promises.md, M2).
 
-Training fails, in the model itself, on a sampled `<|image_pad|>` without an image. The rollout
-leaves such tokens out of its softmax; so must training, or log-probabilities at equal weights
-differ by the probability of those tokens (docs/promises.md, M2).
+The model itself fails in training on a sampled `<|image_pad|>` without an image, so the rollout
+excludes such tokens from its softmax. Training has to exclude them too: otherwise log-probabilities
+at equal weights differ by the probability of those tokens.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ logger = get_logger()
 
 
 def lowest_logit(dtype: torch.dtype) -> float:
-    # Finite: division by a temperature of 1e-8 (1/16 in float16) does not overflow, and a
-    # probability of 0 times it is 0 in entropies.
+    # Finite, so that division by a temperature of 1e-8 (1/16 in float16) does not overflow, and
+    # `p * log p` is 0 in entropies.
     return max(torch.finfo(dtype).min / 16, -1e30)
 
 
 def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
-    """Take tokens out of a model's logits [..., vocab]; return the hook's handle, or None where
-    there is no id, or no output embedding."""
+    """Mask tokens in a model's logits [..., vocab]. Return the hook's handle, or None if there are
+    no ids or no output embedding."""
     head = output_embedding(model)
     if not ids or head is None:
         return None
@@ -40,8 +40,8 @@ def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
         module: torch.nn.Module, args: tuple[torch.Tensor, ...], logits: torch.Tensor
     ) -> torch.Tensor:
         lowest = lowest_logit(logits.dtype)
-        # In place, and hidden from autograd: copies of the logits and of their gradient would be
-        # the largest tensors of all. Where p is 0, so is the gradient.
+        # In place and hidden from autograd: copies of the logits and their gradient would be the
+        # largest tensors of all. Autograd need not know: where p is 0, so is the gradient.
         logits.detach().index_fill_(-1, torch.tensor(ids, device=logits.device), lowest)
         return logits
 
@@ -49,8 +49,8 @@ def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
 
 
 def mask_models(trainer: GRPOTrainer, template: Template) -> None:
-    """Take the template's placeholders out of the logits of ms-swift's policy, reference and local
-    teacher, and of Liger's loss, which computes its own logits."""
+    """Mask the template's placeholders in the logits of ms-swift's policy, reference and local
+    teacher, and in Liger's loss, which computes its own logits."""
     ids, policy = placeholder_ids(template), base_model(trainer.model)
     lacks = ["no output embedding"] if output_embedding(policy) is None else []
     if not ids and template.model_meta.is_multimodal:
@@ -58,8 +58,8 @@ def mask_models(trainer: GRPOTrainer, template: Template) -> None:
     if lacks:
         logger.warning(
             f"{type(policy).__name__} (and {type(template).__name__}) names {' and '.join(lacks)}: "
-            "logits stay as in ms-swift, of all positions, and training may fail on a completion "
-            "that holds a placeholder (docs/support.md)."
+            "placeholders are not masked, and training may fail on a completion that holds one "
+            "(docs/support.md)."
         )
     for model in filter(None, (trainer.model, trainer.ref_model, trainer.teacher_model)):
         mask_placeholders(base_model(model), ids)
@@ -68,8 +68,8 @@ def mask_models(trainer: GRPOTrainer, template: Template) -> None:
 
 
 def mask_fused_loss(loss: Callable[..., Any], ids: list[int]) -> Callable[..., Any]:
-    """Return one of Liger's fused losses without these tokens' logits. Such a loss takes the head's
-    `lin_weight` [vocab, H] and `bias` [vocab], and never calls the head."""
+    """Return one of Liger's fused losses with these tokens masked by a bias. The loss takes the
+    head's `lin_weight` [vocab, H] and `bias` [vocab], and never calls the head."""
 
     def without_placeholders(
         *, lin_weight: torch.Tensor, bias: torch.Tensor | None, **kwargs: Any

@@ -1,7 +1,7 @@
-"""Positions of a prompt's tokens in vLLM's model: in time, height and width, with media.
+"""Position ids that vLLM gives to prompts with media: in time, height and width.
 
-Two models may place the same tokens otherwise, in silence: behind a long video transformers 5.19
-went on at a smaller number than vLLM did. Training compares the engine's positions with its own
+vLLM and transformers may silently differ: after a long video, transformers 5.19 continued at a
+smaller position than vLLM. Training compares the engine's positions with its own
 (`training/batch.py`, docs/promises.md, M3).
 """
 
@@ -31,18 +31,18 @@ Positions = NDArray[np.int32]  # [3, tokens]: in time, height and width
 
 
 def position_model(config: ModelConfig) -> Any:
-    """Return a model of vLLM without weights, which counts positions by its configuration; None for
-    one that places tokens in one dimension."""
+    """Return one of vLLM's models without weights, to compute positions; None if the model's
+    positions have one dimension."""
     prunes = getattr(config.multimodal_config, "video_pruning_rate", None)
-    if not config.uses_mrope or prunes:  # pruning places tokens later
+    if not config.uses_mrope or prunes:  # pruning changes positions later
         return None
     from vllm.model_executor.model_loader.utils import get_model_cls
 
     model_class = get_model_cls(config)
     model: Any = model_class.__new__(model_class)
-    nn.Module.__init__(model)  # lets attributes be set
-    # `get_mrope_input_positions` reads the configuration alone (vLLM 0.32, model_executor/models).
-    # Qwen-Omni's model of texts and media is its "thinker".
+    nn.Module.__init__(model)  # needed to set attributes
+    # `get_mrope_input_positions` only reads the configuration (vLLM 0.32, model_executor/models).
+    # Qwen-Omni's model for text and media is its "thinker".
     model.config = getattr(config.hf_config, "thinker_config", config.hf_config)
     return model
 
@@ -50,28 +50,28 @@ def position_model(config: ModelConfig) -> Any:
 def positions_in(
     model: Any, token_ids: Sequence[int], features: Sequence[MultiModalFeatureSpec]
 ) -> Positions | None:
-    """Return the positions of a prompt's tokens; None without a model, and where vLLM's frontend
-    holds only a medium's name, from an earlier request."""
+    """Return the positions of a prompt's tokens. Return None without a model, or if vLLM's frontend
+    has only the hash of a medium that it cached."""
     if model is None or any(feature.data is None for feature in features):
         return None
     counted, _ = model.get_mrope_input_positions(list(token_ids), list(features))
     return np.asarray(counted, dtype=np.int32)
 
 
-# By the requests' ids, until their answers are there; those of aborted requests stay.
+# By request id, until the answer takes them; those of aborted requests stay until evicted.
 kept_positions = LRUCache[str, Positions](maxsize=2**12)
 
 
 @repair(
     Moment.ENGINE,
-    symptom="Rollout and training place the same tokens otherwise, in silence.",
+    symptom="Rollout and training silently use different positions for the same tokens.",
     upstream="vLLM 0.32, v1/engine/input_processor.py (`process_inputs`): no answer has the "
     "positions of its prompt.",
     until="a request's output has its positions",
     optional=True,
 )
 def keep_positions() -> None:
-    """Have vLLM's frontend count the positions of each prompt with media, and keep them."""
+    """Have vLLM's frontend compute and keep the positions of each prompt with media."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     process = InputProcessor.process_inputs
@@ -89,7 +89,7 @@ def keep_positions() -> None:
                 found = positions_in(models[self], request.prompt_token_ids, request.mm_features)
                 if found is not None:
                     kept_positions[request_id] = found
-            except Exception as e:  # of a model that reads more than its configuration
+            except Exception as e:  # the model reads more than its configuration
                 logger.warning_once(
                     "Positions of prompts in rollout and training are not compared: vLLM's model "
                     f"does not count them without its weights ({type(e).__name__}: {e}).",

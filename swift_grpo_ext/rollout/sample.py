@@ -1,6 +1,6 @@
-"""One sample of a round: ms-swift's, with the fields that we add, from its row to its loss.
+"""ms-swift's sample classes with added fields.
 
-ms-swift's trainer makes its samples with `sample_cls` (rlhf_trainers/base_rollout_mixin.py).
+ms-swift's trainer creates its samples as `sample_cls` (rlhf_trainers/base_rollout_mixin.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from swift_grpo_ext.upstream.rows import TEACHER_IMAGES
 
 
 class RolloutFields(OnPolicySample):
-    """Adds fields to ms-swift's sample; one without a value yet raises AttributeError. They are no
-    fields of the dataclass: ms-swift would take columns of these names from reward functions."""
+    """Adds attributes to ms-swift's sample; reading one before it is set raises AttributeError.
+    They are not dataclass fields: ms-swift would withhold columns of these names from rewards."""
 
-    sample_id: SampleId  # from its position in the generation batch; known before the rollout
-    prompt_hash: str  # of its prompt, media included; known before the rollout
-    rollout_prompts: Sequence[Prompt] = ()  # of each turn that was answered, as the engine saw it
+    sample_id: SampleId  # from its position in the generation batch; set before the rollout
+    prompt_hash: str  # includes media; set before the rollout
+    rollout_prompts: Sequence[Prompt] = ()  # one for each answered turn, as the engine saw it
 
     def set_id(self, sample_id: SampleId) -> None:
         """Name the sample; ms-swift's names follow."""
@@ -29,7 +29,7 @@ class RolloutFields(OnPolicySample):
         self.request_id, self.prompt_id = sample_id.request_id, sample_id.prompt_id
 
     def to_teacher_template_dict(self) -> dict[str, Any]:
-        # Under their own name too: errors name a teacher's images by it (`read_row`).
+        # `read_row` names this column in errors about a teacher's images.
         return {**super().to_teacher_template_dict(), TEACHER_IMAGES: self.teacher_images}
 
 

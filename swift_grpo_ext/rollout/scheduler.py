@@ -1,12 +1,12 @@
-"""Users' multi-turn schedulers, watched: an error names scheduler, hook, sample and turn.
+"""Wraps users' multi-turn schedulers, so that errors name scheduler, hook, sample and turn.
 
-`watch` puts a subclass of the user's scheduler into ms-swift's registry. The subclass calls the
-same hooks, and
+`watch` registers a subclass of the user's scheduler with ms-swift. The subclass calls the same
+hooks, and
 
-- raises `SchedulerError` where a hook raises, returns no request, or exceeds `--tool_timeout`;
-- ends a conversation that has no room for another turn with its last answer, as "length": ms-swift
-  would end the run, or go on asking;
-- leads each conversation of a server in a thread of its own (served.py).
+- raises `SchedulerError` if a hook raises, returns no request, or exceeds `--tool_timeout`;
+- ends a conversation without room for another turn after its last answer, as "length": ms-swift
+  would end the run, or keep asking;
+- runs each conversation of a server in a thread of its own (served.py).
 """
 
 from __future__ import annotations
@@ -40,54 +40,54 @@ logger = get_logger()
 
 
 class SchedulerError(RequestError):
-    """A scheduler has failed; names it, its hook, the sample and the turn."""
+    """A scheduler failed; the message names it, its hook, the sample and the turn."""
 
 
 def watch(name: str | None, timeout: float) -> None:
-    """Have ms-swift make a watched scheduler in place of the one registered as `name`; `timeout` is
+    """Replace the scheduler registered as `name` by a watched subclass. `timeout` is
     `--tool_timeout`, in seconds."""
     scheduler = multi_turns.get(name)
     if scheduler is None:
-        return  # the run has none, or ms-swift refuses the name
-    if issubclass(scheduler, WatchedScheduler):  # an earlier training's in this process
+        return  # the run has none, or ms-swift rejects the name
+    if issubclass(scheduler, WatchedScheduler):  # an earlier training in this process registered it
         [scheduler] = scheduler.__bases__[1:]
     members = {"tool_timeout": timeout, "__module__": scheduler.__module__}
     multi_turns[name] = type(scheduler.__name__, (WatchedScheduler, scheduler), members)
 
 
 def is_context_overflow(choice: Choice) -> bool:
-    """Return whether this answer is empty since its prompt left no room for one (engine.py)."""
+    """Return whether the answer is empty because its prompt left no room (engine.py)."""
     return choice.finish_reason == "length" and not choice.token_ids
 
 
 class WatchedScheduler(MultiTurnScheduler):
-    """Stands before a user's class in the order of bases."""
+    """Mixin that goes before a user's scheduler class in the bases."""
 
     tool_timeout: float
-    _num_led = 0  # conversations that a server's scheduler has begun
+    _num_started = 0  # conversations that a server's scheduler has started
 
     # --- on a server ---
 
     async def async_infer(self, infer_requests: list[Any], *args: Any, **kwargs: Any) -> Any:
-        num_led = self._num_led
+        num_before = self._num_started
         try:
             outputs = await super().async_infer(infer_requests, *args, **kwargs)
-            num_led = self._num_led - num_led
-            if num_led < len(infer_requests):
+            num_started = self._num_started - num_before
+            if num_started < len(infer_requests):
                 raise SchedulerError(
                     f"--multi_turn_scheduler: {type(self).__name__}.async_infer called `run` "
-                    f"{num_led} times for {len(infer_requests)} requests. Expected: once for each, "
-                    "since `run` gives seeds and stops to what a conversation asks for."
+                    f"{num_started} times for {len(infer_requests)} requests. Call it once for "
+                    "each: `run` sets the seeds and stops of a conversation's requests."
                 )
         except Exception as e:
-            give_up()  # the outputs of the call's other conversations have no reader
+            give_up()  # nothing will read the outputs of the other conversations
             return self.infer_engine.failure(e)
         return outputs
 
     async def run(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
     ) -> Any:
-        self._num_led += 1
+        self._num_started += 1
         conversation = ServedConversation(infer_request)
         return await conversation.lead(super().run(infer_request, request_config, **kwargs))
 
@@ -102,7 +102,7 @@ class WatchedScheduler(MultiTurnScheduler):
         self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
     ) -> dict[str, Any]:
         if is_context_overflow(response_choice):
-            # No answer follows the messages and media that were added since the last one.
+            # Drop the messages and media added since the last answer: no answer follows them.
             between = between_turns(infer_request)
             del infer_request.messages[between.num_messages :]
             for name, values in between.media.items():
@@ -125,7 +125,7 @@ class WatchedScheduler(MultiTurnScheduler):
         with self._named("check_finished", infer_request, current_turn):
             if self.infer_engine is not None:
                 return in_thread(check).result(self.tool_timeout)
-            # In the training's main thread, where the signals of `math_verify`'s timeouts work.
+            # In the trainer's main thread: `math_verify` implements its timeouts with signals.
             return check()
 
     def get_response_token_data(
@@ -154,19 +154,19 @@ class WatchedScheduler(MultiTurnScheduler):
 
     @contextmanager
     def _named(self, hook: str, request: RolloutInferRequest | None, turn: int) -> Iterator[None]:
-        """Count the seconds of a hook, and raise its error, or its timeout, with its name."""
+        """Time a hook, and turn its error or timeout into a `SchedulerError` that names it."""
         began = time.monotonic()
         try:
             yield
         except Exception as e:
             metadata = wire.read_metadata(request and request.data_dict)
             where = f"{replace(metadata.sample_id, turn=0)} in " if metadata else ""
-            what = f"raised {type(e).__name__}: {e}"
+            problem = f"raised {type(e).__name__}: {e}"
             is_late = time.monotonic() - began >= self.tool_timeout
             if is_late and isinstance(e, (asyncio.TimeoutError, FutureTimeoutError)):
-                what = f"has not returned for {self.tool_timeout:g} s (--tool_timeout)"
+                problem = f"has not returned for {self.tool_timeout:g} s (--tool_timeout)"
             name = f"--multi_turn_scheduler: {type(self).__name__}.{hook}"
-            raise SchedulerError(f"{where}turn {turn}: {name} {what}") from e
+            raise SchedulerError(f"{where}turn {turn}: {name} {problem}") from e
         finally:
             if request is not None:
                 between_turns(request).tool_seconds += time.monotonic() - began
@@ -175,17 +175,17 @@ class WatchedScheduler(MultiTurnScheduler):
 verify_overrides(WatchedScheduler)
 
 
-def warn_no_room(
+def warn_context_overflow(
     outputs: Sequence[RolloutOutput], max_length: int | None, room: int | None
 ) -> None:
-    """Warn once of conversations that ended since the next prompt was longer than `--max_length`,
-    or had no room in the engines (`room`, in tokens)."""
+    """Warn once about conversations that ended because their next prompt exceeded `--max_length` or
+    the engines' length `room`, in tokens."""
     count = sum(is_context_overflow(output.response.choices[0]) for output in outputs)
     if count:
         logger.warning_once(
             f'{count} of {len(outputs)} conversations of a round have ended as "length": the '
-            f"prompt of their next turn is longer than --max_length ({max_length}) or the engine's "
-            f"--vllm_max_model_len ({room}) leaves room for. They are trained on up to their last "
-            "answer, without the tool's messages after it.",
+            f"prompt of their next turn exceeds --max_length ({max_length}) or the engine's "
+            f"--vllm_max_model_len ({room}). They are trained on up to their last answer, without "
+            "the tool's messages after it.",
             hash_id="no_room",
         )

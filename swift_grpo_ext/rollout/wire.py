@@ -1,6 +1,6 @@
-"""Messages between trainer and engine: a request's metadata, and its answer. Pure.
+"""The wire format between trainer and engine: a request's metadata, and its answer. Pure.
 
-The metadata travels in `RolloutInferRequest.data_dict`, which reaches the engine on every path of
+The metadata is in `RolloutInferRequest.data_dict`, which reaches the engine on every path of
 ms-swift (colocated and served, sync and async, through multi-turn schedulers).
 """
 
@@ -22,67 +22,67 @@ from swift_grpo_ext.stops.rule import StopReason
 KEY = "swift_grpo_ext"
 VERSION = 9
 
-# HTTP requests that rest on weights name the start of the server that got these weights.
+# Identifies one start of a server. Requests that need its weights send the id that they expect.
 INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
 
 # The trainer's `--rollout_timeout`, in seconds. For the holder of its lease, the server ends a
 # replica that takes longer than the smaller of both sides' timeouts.
 TIMEOUT_HEADER = "X-Swift-Grpo-Ext-Timeout"
-MIN_TIMEOUT = 1.0  # seconds; a healthy replica that is idle answers in less
+MIN_TIMEOUT = 1.0  # seconds; an idle, healthy replica answers faster
 
-# Asks for an answer that begins at once, since conversations last as long as their tools: blanks,
-# and once it is ready its status, a line break and its content.
+# Requests a streamed answer, as conversations last as long as their tools: blanks, and then the
+# status, a line break and the content.
 STATUS_HEADER = "X-Swift-Grpo-Ext-Status"
 
 # Names a request; its answer has the same name (docs/promises.md, F1).
 MESSAGE_HEADER = "X-Swift-Grpo-Ext-Message"
 
-# How long a server and the trainer wait, in units of `--rollout_timeout`, which bounds a replica
-# (F2). In a weight update a replica waits half a unit for the others. A request has half a unit for
-# its turn, and two for a replica that hangs and the one that serves its groups instead.
+# Timeouts of server and trainer, in units of `--rollout_timeout`, a replica's own timeout (F2). In
+# weight updates a replica waits half a unit for the others. A request may wait half a unit in the
+# queue, one for a replica that hangs, and one for the replica that repeats its groups.
 GROUP_TIMEOUTS = 0.5
 SERVER_TIMEOUTS = 2.5
 TRAINER_TIMEOUTS = 3.0
 
-# Token ids or log-probabilities. Rank 0 keeps a server's arrays: lists of a round's numbers take
-# 10 times the memory, and most of its seconds.
+# Token ids or log-probabilities. Rank 0 keeps a server's arrays: lists would take 10 times the
+# memory, and most of rank 0's time.
 Numbers = list[Any] | NDArray[Any]
 
 
 class WireError(ValueError):
-    """A message of another version, or none of ours at all."""
+    """A message is malformed, or has another version of the wire format."""
 
 
 @dataclass(frozen=True)
 class WeightReport:
-    """An engine's report of its last update; plain values, which travel as JSON."""
+    """An engine's report on its last weight update, as JSON values."""
 
-    loaded: dict[str, str] = field(default_factory=dict)  # tensors' names to `float32 (2, 3)`
-    unfilled: list[str] = field(default_factory=list)  # parameters that the update did not fill
-    adapter_fault: str = ""  # why the engine does not generate with the adapter that it got
-    faults: list[str] | None = None  # the watch's findings; None where nothing is watched
+    loaded: dict[str, str] = field(default_factory=dict)  # tensor name to `float32 (2, 3)`
+    unfilled: list[str] = field(default_factory=list)  # parameters that the update did not load
+    adapter_fault: str = ""  # why the engine does not use the adapter
+    faults: list[str] | None = None  # findings of the weight watch; None if it is off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestMetadata:
-    """What a request asks of the engine beside its prompt."""
+    """A request's settings for the engine."""
 
-    sample_id: SampleId  # the first sample's; the others have the indices that follow
+    sample_id: SampleId  # the first sample; the others have consecutive indices
     count: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE)]  # number of samples: vLLM's `n`
-    run_seed: NonNegativeInt | None  # `--seed`; None leaves the seeds to ms-swift
-    as_arrays: bool  # asks for an answer in arrays; multi-turn schedulers read ms-swift's form
-    # Beside the stop strings of ms-swift's request configuration. A server writes None for a client
-    # that sends no metadata: stops and texts are ms-swift's.
+    run_seed: NonNegativeInt | None  # `--seed`; None: ms-swift chooses the seeds
+    as_arrays: bool  # whether to answer with arrays; multi-turn schedulers need ms-swift's form
+    # In addition to the stop strings of ms-swift's request configuration. A server sets None for a
+    # client that sends no metadata: stops and texts are ms-swift's.
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = ()
-    include_stop_str_in_output: bool = True  # whether texts end with what stopped them, or before
+    include_stop_str_in_output: bool = True  # whether texts include the stop that ended them
 
     @property
-    def is_other_clients(self) -> bool:
-        """True if a server made the metadata, for a client that sends none."""
+    def from_other_client(self) -> bool:
+        """Whether a server made the metadata, for a client that sends none."""
         return self.stop_token_ids is None
 
     def seed_of(self, k: int) -> int | None:
-        """Return the seed of the request's sample k, from 0."""
+        """Return the seed of the request's k-th sample, from 0."""
         return None if self.run_seed is None else sample_seed(self.run_seed, self.sample_id) + k
 
     def next_turn(self) -> RequestMetadata:
@@ -93,19 +93,19 @@ _METADATA = TypeAdapter(RequestMetadata)
 
 
 def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None:
-    """Return the metadata of a request; None where it has none.
+    """Return the metadata of a request, or None.
 
     Raises:
-        WireError: it has another version, or is malformed; names the field and its value.
+        WireError: it has another version, or is malformed.
     """
     wire = (data_dict or {}).get(KEY)
     if wire is None:
         return None
     check_version(wire, "a request")
     try:
-        # As JSON: strict about numbers, pydantic takes no Python list for a tuple.
+        # As JSON: in strict mode, pydantic would reject a Python list for a tuple.
         metadata = _METADATA.validate_json(json.dumps(wire), strict=True)
-        sample_seed(0, metadata.sample_id)  # numbers from which a seed can be made
+        sample_seed(0, metadata.sample_id)  # raises if numbers are out of range
     except (TypeError, ValueError) as e:
         raise WireError(f"A request's {KEY} is malformed ({e}): {wire!r}") from e
     return metadata
@@ -115,37 +115,37 @@ def write_metadata(data_dict: MutableMapping[str, Any], metadata: RequestMetadat
     data_dict[KEY] = {"version": VERSION, **asdict(metadata)}
 
 
-def check_version(message: object, what: str) -> None:
-    """Raise a `WireError` unless a message has our version."""
+def check_version(message: object, peer: str) -> None:
+    """Raise a `WireError` unless a message has this version of the wire format."""
     version = message.get("version") if isinstance(message, Mapping) else None
     if version != VERSION:
         raise WireError(
-            f"{what} speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
+            f"{peer} speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
             f"{VERSION}: load the same version of the plugin in `swift rlhf` and `swift rollout`."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sample as it was generated."""
+    """One generated sample."""
 
     text: str
     token_ids: Numbers
     logprobs: Numbers | None  # of the sampled tokens, in nats, under the sampled distribution
     finish_reason: str | None
-    stop_reason: StopReason = None  # the stop string or token id that ended it, if one did
+    stop_reason: StopReason = None  # the stop string or token id that ended it; None for others
     seed: int | None = None
     replica: str = ""  # the engine that generated it: `rank 0`, `server 1 replica 0`
-    # Each token's experts (`--router_replay_mode R3`): an array, or what ms-swift's
-    # `serialize_ndarray` makes of it for the wire.
+    # Each token's experts (`--router_replay_mode R3`): an array, on the wire serialized by
+    # ms-swift's `serialize_ndarray`.
     routed_experts: Any = None
 
 
 class Prompt(NamedTuple):
-    """A prompt as its engine saw it."""
+    """A prompt as the engine saw it."""
 
     token_ids: list[int]
-    # [3, tokens] in time, height and width; None where the engine counted none (positions.py).
+    # [3, tokens] in time, height and width; None if the engine has none (positions.py).
     positions: NDArray[np.int32] | None = None
 
 
@@ -157,8 +157,8 @@ class Answer(NamedTuple):
 
 
 def write_answer(answer: Answer) -> dict[str, Any]:
-    """Return an answer as plain JSON values. Its samples have log-probabilities of all tokens, or
-    all have none (`engine.flat_logprobs`)."""
+    """Return an answer as JSON values. Either all its samples have log-probabilities, or none has
+    (`engine.flat_logprobs`)."""
     completions, prompt = answer
     logprobs = [p for c in completions for p in (() if c.logprobs is None else c.logprobs)]
     has_logprobs = completions[0].logprobs is not None
@@ -178,11 +178,10 @@ def write_answer(answer: Answer) -> dict[str, Any]:
 
 
 def read_answer(answer: Mapping[str, Any], metadata: RequestMetadata, server: str) -> Answer:
-    """Return an answer, its numbers as arrays.
+    """Return an answer with its numbers as arrays.
 
     Raises:
-        WireError: the answer has another version, is malformed, or its counts disagree (M6);
-            names the server.
+        WireError: the answer has another version, is malformed, or its counts disagree (M6).
     """
     check_version(answer, server)
     try:
@@ -193,7 +192,7 @@ def read_answer(answer: Mapping[str, Any], metadata: RequestMetadata, server: st
         logprobs = None if answer["logprobs"] is None else from_base64(answer["logprobs"], "<f4")
         counts = {len(values) for values in (lengths, texts, reasons, stop_reasons, experts)}
         num_logprobs = len(ids) if logprobs is None else len(logprobs)
-        # Slices of arrays that are too short would be short without an error.
+        # Slicing an array that is too short would not raise.
         is_complete = sum(lengths) == len(ids) == num_logprobs
         if counts != {metadata.count} or min(lengths) < 0 or not is_complete:
             raise ValueError(
@@ -221,7 +220,7 @@ def read_answer(answer: Mapping[str, Any], metadata: RequestMetadata, server: st
 
 
 def to_base64(values: Sequence[float] | Sequence[int] | NDArray[Any], dtype: str) -> str:
-    """Return base64 of numbers' little-endian bytes: 4 bytes, 5.4 characters each."""
+    """Return numbers as base64 of their little-endian bytes; 4 bytes take 5.4 characters."""
     return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode("ascii")
 
 

@@ -77,7 +77,7 @@ class ServerRecord:
         is_repeatable = config is not None and (
             config.temperature == 0 or (len(requests) == 1 and config.seed is not None)
         )
-        is_watched = not is_repeatable and all(each.is_other_clients for each in metadatas)
+        is_watched = not is_repeatable and all(each.from_other_client for each in metadatas)
         # The caller takes the turns out of `rollout_infos`, and so does `read_turns`.
         copies = [o.model_copy(update={"rollout_infos": {**o.rollout_infos}}) for o in outputs]
         call = (requests, metadatas, copies, num_updates)

@@ -1,4 +1,4 @@
-"""The stop rule for ms-swift's templates and answers, the same for every engine."""
+"""Applies the stop rule with ms-swift's templates."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ if TYPE_CHECKING:
     from swift.arguments import RLHFArguments
     from swift.template import StdTemplateInputs, Template
 
-STOP_REASON = "stop_reason"  # key in `rollout_infos`: what stopped a completion
+STOP_REASON = "stop_reason"  # key in `rollout_infos`
 
 
 class TemplateStops:
-    """Stop settings and cuts for one template of ms-swift."""
+    """Makes `Stops` and texts for one of ms-swift's templates."""
 
     def __init__(self, template: Template) -> None:
         self._template = template
         self._tokenizer = tokenizer = template.tokenizer
-        # By their text: the tokenizer's own (eos, pad), and those of `--new_special_tokens`.
+        # By text: the tokenizer's own special tokens (eos, pad) and `--new_special_tokens`.
         named = [str(token) for token in tokenizer.all_special_tokens]
         ids = dict(zip(named, tokenizer.convert_tokens_to_ids(named), strict=True))
         added = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self.special_ids = {**ids, **added}
-        # ms-swift leaves the end of a turn out of texts. An end of several tokens is a stop string
-        # like another, and shows.
+        # ms-swift hides the end of a turn in texts. An end of several tokens is an ordinary stop
+        # string, and is shown.
         suffix = template.template_meta.suffix_stop
         if isinstance(suffix, str):
             special = self.special_ids.get(suffix)
             plain = tokenizer.encode(suffix, add_special_tokens=False)
             suffix = plain if special is None else [special]
         ends = [tokenizer.eos_token_id, *(suffix if suffix and len(suffix) == 1 else ())]
-        self.end_ids = frozenset(i for i in ends if isinstance(i, int))  # without an eos it is None
+        self.end_ids = frozenset(i for i in ends if isinstance(i, int))  # eos may be None
 
     def stops(
         self, words: Sequence[str], token_ids: Sequence[int] = (), *, include: bool = True
     ) -> Stops:
-        """Sort the settings of a request into strings to find in the text, and token ids: a word
-        that is a special token needs no decoding. `words` are the user's, then the template's."""
-        words = list(dict.fromkeys(words))  # a user's may be the template's, too
+        """Return a request's stops. Words that are special tokens become token ids, which need no
+        decoding. `words` has the user's stop words first, and then the template's."""
+        words = list(dict.fromkeys(words))  # a word may be in both
         named = {self.special_ids[word]: word for word in words if word in self.special_ids}
         return Stops(
             strings=tuple(word for word in words if word not in self.special_ids),
             tokens={i: named.get(i, i) for i in (*named, *token_ids, *sorted(self.end_ids))},
-            hidden=self.end_ids,
+            invisible=self.end_ids,
             include=include,
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the tokens' text, special tokens too."""
+        """Return the tokens' text, with special tokens."""
         text = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, spaces_between_special_tokens=False
         )
@@ -60,11 +60,11 @@ class TemplateStops:
     def text(
         self, token_ids: Sequence[int], ending: Ending, template_inputs: StdTemplateInputs | None
     ) -> str:
-        """Return the text that ms-swift's template makes of a completion; a few templates make
-        images, which stay as they are."""
+        """Return a completion's text, decoded by ms-swift's template; a few templates return images
+        instead."""
         visible = list(token_ids[: ending.num_text_tokens])
         if visible and visible[-1] in self.end_ids:
-            # The end of a stop string: the template would leave it out.
+            # This token ends a stop string; the template would drop it.
             prefix = self._template._get_response_prefix(template_inputs) or ""
             text = prefix + self.decode(visible)
         else:
@@ -73,11 +73,11 @@ class TemplateStops:
 
 
 def check_stop_settings(args: RLHFArguments, template: Template | None = None) -> None:
-    """Refuse stop settings that cannot be meant (docs/promises.md, T5): without a template, before
-    a model is loaded, those that are wrong with any.
+    """Reject nonsensical stop settings (docs/promises.md, T5). Without a template, before a model
+    is loaded, only reject those that are wrong with any template.
 
     Raises:
-        SettingsError: names the setting, the value received, what was expected and the remedy.
+        SettingsError: a setting is wrong.
     """
     prefix = "" if template is None else template._get_response_prefix() or ""
     for word in args.stop_words or ():
@@ -88,7 +88,7 @@ def check_stop_settings(args: RLHFArguments, template: Template | None = None) -
             )
         if word in prefix:
             raise SettingsError(
-                f"--stop_words {word!r} stands in {prefix!r}, with which the template begins every "
+                f"--stop_words {word!r} occurs in {prefix!r}, with which the template begins every "
                 "response: each text would hold it from the start. Take another stop string, or "
                 "another --response_prefix or --enable_thinking."
             )

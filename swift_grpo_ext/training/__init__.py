@@ -1,4 +1,4 @@
-"""ms-swift's trainers, extended: `prompts` before a round, `rollouts` in it, `batch` after."""
+"""Extensions of ms-swift's trainers: `prompts` before a round, `rollouts` in it, `batch` after."""
 
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify, verify_overrides

@@ -1,4 +1,4 @@
-"""Micro-batches, and how they agree with what the rollout generated (docs/promises.md, M3, M6)."""
+"""Builds micro-batches and compares them with the rollout (docs/promises.md, M3, M6)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from swift_grpo_ext.ranks import RankGroup
     from swift_grpo_ext.rollout.sample import RolloutGKDSample, RolloutSample
 
-# Attributes from which transformers' layers call functional dropout.
+# Attributes that transformers' layers pass to functional dropout.
 DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "dropout_p")
 
 POSITIONS_REMEDY = (
@@ -44,11 +44,11 @@ POSITIONS_REMEDY = (
 def complete_teacher_views(
     samples: Sequence[RolloutSample | RolloutGKDSample], ranks: RankGroup
 ) -> bool:
-    """Return whether any sample of the round has a `teacher_prompt` or `teacher_images`, and then
-    show a teacher the own prompts of the others; every rank calls it."""
-    # ms-swift 4.6 encodes the views of a whole micro-batch where one sample has a view
-    # (gkd_helpers.py, `encode_gkd_samples`; grpo_trainer.py, `_collate_teacher_opsd_batch`): a
-    # TypeError for the others, and a pass that ranks without a view do not make.
+    """Return whether any sample of the round has a `teacher_prompt` or `teacher_images`. If so,
+    give all other samples their own prompt as the teacher's view. Every rank calls it."""
+    # If one sample has a view, ms-swift 4.6 encodes views for the whole micro-batch
+    # (gkd_helpers.py, `encode_gkd_samples`; grpo_trainer.py, `_collate_teacher_opsd_batch`). It
+    # raises TypeError for samples without one, and ranks without one skip the teacher's pass.
     views = [sample.build_teacher_view() for sample in samples]
     if not any(ranks.all_gather(any(views))):
         return False
@@ -64,21 +64,21 @@ def complete_teacher_views(
 def collate_groups(
     samples: Sequence[RolloutSample], template: Template, *, device: torch.device, **settings: Any
 ) -> tuple[dict[str, Any], GRPOBatch]:
-    """Make a micro-batch of encoded samples, in the place of `collate_to_grpo_micro_batch`: one row
-    of each group is collated with its media, and all rows only where a pass is not packed."""
+    """Return a micro-batch of encoded samples; replaces `collate_to_grpo_micro_batch`. Media are
+    collated for one row of each group; all rows are collated only if a pass is not packed."""
     groups = groups_of(samples)
     if len(groups) == len(samples):
         return collate_to_grpo_micro_batch(list(samples), template, device=device, **settings)
 
     def collated(rows: Sequence[RolloutSample]) -> dict[str, Any]:
-        # Copies: collators take out what they concatenate (4.6, template/base.py, `concat_tensor`).
+        # Copies: collators pop entries from the rows (4.6, template/base.py, `concat_tensor`).
         made = template.data_collator([dict(sample.encoded) for sample in rows])
-        unused = ("labels", "loss_scale")  # a model with labels would compute a loss of its own
+        unused = ("labels", "loss_scale")  # given labels, a model computes its own loss
         inputs = {name: value for name, value in made.items() if name not in unused}
         return dict(to_device(inputs, device))
 
     heads = collated([group.longest for group in groups])
-    # ms-swift makes masks and log-probabilities of the text alone.
+    # ms-swift only needs the texts for its masks and log-probabilities.
     texts: Any = SimpleNamespace(data_collator=partial(pad_texts, template), padding_free=False)
     inputs, batch = collate_to_grpo_micro_batch(list(samples), texts, device=device, **settings)
     rows = [group.rows for group in groups]
@@ -96,7 +96,7 @@ def pad_texts(template: Template, rows: Sequence[Mapping[str, Any]], **_: Any) -
     }
 
 
-# --- what differs between rollout and training is an error ---
+# --- differences between rollout and training ---
 
 
 def check_batches(
@@ -105,25 +105,25 @@ def check_batches(
     ranks: RankGroup,
     fault: str = "",
 ) -> None:
-    """Raise `DisagreementError` on every rank where one trains on other prompts or tokens than its
-    rollouts had (M3, M6); every rank calls it once a round, with its `GroupEncoder.fault`."""
+    """Raise `DisagreementError` on all ranks if any rank trains on other prompts or tokens than its
+    rollouts had (M3, M6). Every rank calls it once a round, with its `GroupEncoder.fault`."""
     try:
         for samples, batch, inputs in micro_batches:
             check_tokens(samples, batch)
             check_positions(samples, inputs, args)
-    except DisagreementError as e:  # not raised yet: the others would wait for this rank
+    except DisagreementError as e:  # raised below: the other ranks wait for this one in a gather
         fault = fault or str(e)
     if faults := [*filter(None, ranks.all_gather(fault))]:
         raise DisagreementError(faults[0])
 
 
 def check_tokens(samples: Sequence[RolloutSample], batch: GRPOBatch) -> None:
-    """Raise `DisagreementError` where a sample lacks a log-probability for a token, or is trained
-    on another number of tokens than were sampled."""
-    # Also with `--rollout_mismatch warn`: nothing says which token has which log-probability.
+    """Raise `DisagreementError` if a sample lacks log-probabilities, or if training has another
+    number of tokens than were sampled."""
+    # Even with `--rollout_mismatch warn`: log-probabilities cannot be assigned to tokens then.
     numbers = [len(logprobs_of(sample)) for sample in samples]
-    # ms-swift drops all log-probabilities of a batch where one sample's count disagrees, and goes
-    # on without importance sampling (4.6, utils.py, `build_rollout_logps`).
+    # If one sample's count differs, ms-swift drops the log-probabilities of the whole batch and
+    # trains without importance sampling (4.6, utils.py, `build_rollout_logps`).
     are_dropped = batch.rollout_per_token_logps is None and all(numbers)
     for sample, mask, number in zip(samples, batch.completion_mask, numbers, strict=True):
         num_tokens, num_trained = len(trained_ids(sample)), int(mask.sum())
@@ -132,7 +132,7 @@ def check_tokens(samples: Sequence[RolloutSample], batch: GRPOBatch) -> None:
                 f"{sample.sample_id}: {num_tokens} sampled tokens and {number} log-probabilities "
                 "came back from the engine."
             )
-        # ms-swift cuts the last off where there is one too many.
+        # ms-swift drops the last log-probability if there is one too many.
         if are_dropped and number not in (num_trained, num_trained + 1):
             raise DisagreementError(
                 f"{sample.sample_id}: {number} tokens were sampled, and {num_trained} would be "
@@ -145,8 +145,8 @@ def check_tokens(samples: Sequence[RolloutSample], batch: GRPOBatch) -> None:
 def check_positions(
     samples: Sequence[RolloutSample], model_inputs: Mapping[str, Any], args: RolloutGRPOConfig
 ) -> None:
-    """Raise `DisagreementError` where training places a prompt's tokens otherwise than the rollout
-    did; warn with `--rollout_mismatch warn`."""
+    """Raise `DisagreementError` if a prompt's position ids differ between rollout and training;
+    only warn with `--rollout_mismatch warn`."""
     if isinstance(model_inputs, SharedPromptInputs):  # one row a group
         samples = [group.longest for group in groups_of(samples)]
         model_inputs = model_inputs.heads
@@ -156,7 +156,7 @@ def check_positions(
             if misplaced := first_misplaced(prompt.positions, placed):
                 error = DisagreementError(
                     f"{sample.sample_id}, a row of {kind_of_row(sample)}: the rollout and training "
-                    f"place the same tokens otherwise, {misplaced}. {POSITIONS_REMEDY}"
+                    f"give the same tokens different positions, {misplaced}. {POSITIONS_REMEDY}"
                 )
                 if args.rollout_mismatch == "stop":
                     raise error
@@ -166,8 +166,8 @@ def check_positions(
 def positions_in_training(
     samples: Sequence[RolloutSample], model_inputs: Mapping[str, Any]
 ) -> list[torch.Tensor | None]:
-    """Return each sample's positions [3, tokens] in time, height and width; None of a model that
-    counts them itself."""
+    """Return each sample's positions [3, tokens] in time, height and width; None if the model
+    counts positions itself."""
     positions = model_inputs.get("position_ids")  # [3, rows, tokens] with M-RoPE
     if positions is None or positions.ndim != 3 or len(positions) != 3:
         return [None] * len(samples)
@@ -183,7 +183,7 @@ def positions_in_training(
 
 
 def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> str:
-    """Say from which token on positions differ; "" where none does or one side's are unknown."""
+    """Describe the first differing position; "" if none differs or one side is unknown."""
     if rollout is None or placed is None or placed.shape[1] < rollout.shape[1]:
         return ""
     differs = (placed[:, : rollout.shape[1]].numpy() != rollout).any(0).nonzero()[0]
@@ -198,13 +198,13 @@ def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> s
 
 
 def switch_off_dropout(model: torch.nn.Module) -> int:
-    """Set every dropout of a model to 0, and return how many there were."""
-    # Dropout draws a mask for each pass: ratios of two passes would differ at equal weights, where
-    # PPO's (arXiv:1707.06347) is 1.
+    """Set every dropout of a model to 0, and return their number."""
+    # Dropout draws another mask in each pass, so that PPO's ratio (arXiv:1707.06347) would not be 1
+    # at equal weights.
     count = 0
     for module in model.modules():
         is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
-        # Attentions and some MLPs call `functional.dropout` with a number of theirs.
+        # Attention and some MLPs call `functional.dropout` with an attribute of their own.
         for name in ("p",) if is_dropout else DROPOUTS:
             value = getattr(module, name, None)
             if isinstance(value, float) and value > 0:

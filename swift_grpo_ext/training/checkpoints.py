@@ -1,12 +1,12 @@
-"""Checkpoints: a resumed run goes on from its weights.
+"""Loads a checkpoint's weights when a run resumes.
 
-Symptom: a resumed run trains on from the base model's weights, with the checkpoint's optimizer and
-step; two warnings about keys are all it says (transformers issue 43701, ms-swift issue 7947).
+Symptom: a resumed run continues from the base model's weights, with the checkpoint's optimizer and
+step. It only logs two warnings about keys (transformers issue 43701, ms-swift issue 7947).
 Upstream: `transformers/trainer.py` 5.19, `_load_from_checkpoint` and `_load_best_model` read files
-without translating names, and not strictly. Qwen2.5-VL has `visual.*` in files, and
+without translating names, and not strictly. Qwen2.5-VL's weights are `visual.*` in files and
 `model.visual.*` in memory.
-Here: files are read as `from_pretrained` reads them, and every parameter must have come. DeepSpeed
-and FSDP keep the names of memory in files of their own, adapters are PEFT's: upstream reads both.
+Here: files are read by `from_pretrained`, and every parameter must be there. Upstream still loads
+adapters, and the files of DeepSpeed and FSDP, which keep the names of memory.
 Can go when: those two methods translate names (transformers pull request 48822 is open).
 """
 
@@ -24,7 +24,7 @@ logger = get_logger()
 
 
 class WholeCheckpoints(Trainer):
-    """A trainer that loads checkpoints of whole models by the names in their files."""
+    """Loads checkpoints of whole models, translating the names in their files."""
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -38,7 +38,7 @@ class WholeCheckpoints(Trainer):
             super()._load_best_model()
 
     def _has_loaded(self, checkpoint: str, model: nn.Module | None = None, note: str = "") -> bool:
-        """Load the checkpoint of a whole model; return False where upstream has to load it."""
+        """Load the checkpoint of a whole model; return False if upstream has to load it."""
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         if is_sharded or not holds_whole_model(checkpoint):
             return False
@@ -48,21 +48,21 @@ class WholeCheckpoints(Trainer):
 
 
 def holds_whole_model(checkpoint: str | Path) -> bool:
-    """Return whether full tuning has saved the checkpoint: adapters have no such file."""
+    """Return whether the checkpoint is of full tuning: adapters have no config.json."""
     return Path(checkpoint, CONFIG_NAME).is_file()
 
 
 def load_whole_model(model: nn.Module, checkpoint: str | Path) -> None:
-    """Load the weights of a checkpoint into `model`; raise ValueError where a parameter is missing
-    or of another shape."""
+    """Load a checkpoint's weights into `model`; raise ValueError if a parameter is missing or has
+    another shape."""
     try:
         model_class: Any = type(model)
-        # On the CPU, which needs the checkpoint's size once more.
+        # Loads onto the CPU: host memory must hold a second copy of the model.
         saved, report = model_class.from_pretrained(checkpoint, output_loading_info=True)
-        # transformers warns of such keys and draws them at random.
+        # transformers only warns about missing keys, and initializes them at random.
         if report["missing_keys"]:
             raise ValueError(f"it has no {', '.join(sorted(report['missing_keys']))}")
-        model.load_state_dict(saved.state_dict())  # strictly: both have the names of memory
+        model.load_state_dict(saved.state_dict())  # strict: both use the names of memory
     except (RuntimeError, ValueError, OSError) as e:
         raise ValueError(
             f"{checkpoint} does not hold the weights of the model that is trained "

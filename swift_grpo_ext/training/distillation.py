@@ -1,6 +1,6 @@
-"""On-policy distillation (GKD): the hooks of `rollouts.py`, a teacher, and the loss.
+"""GKD trainer (on-policy distillation): adds a teacher and the loss to `RolloutTraining`.
 
-ms-swift draws for each round whether the student generates it (`--lmbda`). A group has one sample.
+ms-swift draws for each round whether the student generates it (`--lmbda`). Groups have one sample.
 
 Letters in names are shapes: B rows, T positions of a row, N positions that predict a token of a
 completion, K tokens of a teacher's top, V vocabulary.
@@ -35,7 +35,7 @@ from swift_grpo_ext.upstream.placeholders import placeholder_ids
 if TYPE_CHECKING:
     from swift.template import Template
 
-# Key in a teacher's request: the number of its sample's tokens in training.
+# Key in a teacher's request: how many tokens its sample has in training.
 NUM_TOKENS = f"{wire.KEY}.num_tokens"
 
 
@@ -54,15 +54,15 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     # --- the rollout ---
 
     def _generate_completions(self, samples: list[RolloutGKDSample]) -> list[RolloutGKDSample]:
-        # Not in training, unlike GRPO: the loss compares whole distributions.
+        # Only while generating, unlike GRPO: the loss compares whole distributions.
         masks = None if self.args.use_vllm else mask_placeholders(self.model, self._placeholders)
-        with masks or nullcontext():  # a handle takes its hook away
+        with masks or nullcontext():  # a handle removes its hook at exit
             return super()._generate_completions(samples)
 
     # --- the training batch ---
 
     def _encode(self, sample: RolloutGKDSample, template: Template) -> dict[str, Any]:
-        # A data set's own answers come as text, without a rollout.
+        # Answers from the data set are text: there was no rollout.
         encode = super()._encode if self._data_source == DataSource.STUDENT else encode_sample
         sample.encoded = encode(sample, template)
         return sample.encoded
@@ -87,7 +87,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
             return
         micro_batches = [batch["rollout"] for batch in batch_encoded_inputs]
         self._round = Round(samples, micro_batches, [()] * len(samples))
-        # With the rollout's weights, the loss compares log-probabilities. All ranks agree.
+        # With fresh weights, `compute_loss` measures the gap and ends the round; all ranks agree.
         is_fresh = self.state.global_step == self._last_loaded_step
         if not (self.model.training and is_fresh) or self._computes_upstreams_loss:
             self._end_round()
@@ -101,8 +101,8 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """Return ms-swift's loss, of the logits of completions alone: the mean over positions of
-        the generalized Jensen-Shannon divergence (arXiv:2306.13649)."""
+        """Return ms-swift's loss, computed from the logits of completions only: the mean over
+        positions of the generalized Jensen-Shannon divergence (arXiv:2306.13649)."""
         if self._computes_upstreams_loss:
             return super().compute_loss(model, inputs, return_outputs, **kwargs)
         columns = self._teachers_logits(model, inputs)
@@ -131,7 +131,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         if round_ is not None and logps_N is not None:
             _, both_sides = inputs["rollout"]
             both_sides.old_per_token_logps = scattered(logps_N, both_sides.completion_mask)
-            # Before the last backward of an update, or of the round.
+            # End it before the last backward of an update, or of the round.
             if round_.is_measured or self.accelerator.sync_gradients:
                 self._end_round()
         assert total is not None
@@ -142,7 +142,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         return (loss, None) if return_outputs else loss
 
     def _teachers_logits(self, model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
-        """Return the teacher's logits [N, V]; or its top ones [N, K] and their tokens [N, K]."""
+        """Return the teacher's logits [N, V], or its top logits [N, K] and their tokens [N, K]."""
         forward, mask_BT, _ = predictions(inputs["teacher_model_inputs"])
         if self.use_teacher_api:
             batch = inputs["gkd_batch"]
@@ -155,7 +155,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         ready = nullcontext()
         if not self._is_self_distillation:
             model, ready = self.teacher_model, self.load_teacher_model_context()
-        elif self._teacher_use_disable_adapter:  # the student itself, as it began
+        elif self._teacher_use_disable_adapter:  # the teacher is the student without its adapter
             ready = self.accelerator.unwrap_model(model).disable_adapter()
         plain = disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs)
         with torch.no_grad(), ready, plain:
@@ -165,9 +165,9 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     # --- the gap between rollout and training ---
 
     def _sampled_logps(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        """Return log-probabilities as the rollout has them: placeholders have none."""
+        """Return log-probabilities [N] in the rollout's distribution, which has no placeholders."""
         logps_N = token_logps(logits_NV, targets_N, temperature=self.temperature).logps_N
-        # The logarithm of the sum over the vocabulary is known by now: it is not made again.
+        # Derive the log-sum over the vocabulary from `logps_N`: no second pass over the logits.
         sampled_N = logits_NV.gather(-1, targets_N[:, None]).squeeze(-1)
         total_N = sampled_N.float() / self.temperature - logps_N
         others_NP = logits_NV[:, self._placeholders].float() / self.temperature
@@ -179,7 +179,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     def _build_teacher_requests(self, samples: list[RolloutGKDSample]) -> list[RolloutInferRequest]:
         requests: list[RolloutInferRequest] = super()._build_teacher_requests(samples)
         for sample, request in zip(samples, requests, strict=True):
-            if not sample.teacher_prompt and sample.teacher_images is None:  # else it sees others
+            if not sample.teacher_prompt and sample.teacher_images is None:  # else counts differ
                 request.data_dict[NUM_TOKENS] = torch.as_tensor(sample.encoded["input_ids"]).numel()
         return requests
 
@@ -189,7 +189,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         try:
             parsed = super()._infer_teacher_requests(handle, *args, **kwargs)
             check_teacher(requests, numbers, parsed)
-        except Exception as e:  # the other ranks wait for answers: each raises where it waits
+        except Exception as e:  # the other ranks wait for answers: scatter the error instead
             return [e] * len(requests)
         return parsed
 
@@ -201,8 +201,8 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
 
 
 def predictions(encoded: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Return the arguments of a forward, which positions [B, T] predict a labelled token, and
-    those tokens [N]."""
+    """Return the arguments of a forward, the mask [B, T] of positions that predict a labelled
+    token, and those tokens [N]."""
     labels_BT = encoded["labels"]
     predicted_BT = labels_BT[:, 1:] != -100
     forward = {name: value for name, value in encoded.items() if name != "labels"}
@@ -213,10 +213,10 @@ def predictions(encoded: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor, Ten
 def divergence(
     logits_NV: Tensor, teacher: Sequence[Tensor], beta: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum over positions of the divergence of student and teacher, in nats, and the
-    number of positions, as ms-swift's `gkd_loss` does. `teacher` has logits [N, V], perhaps of
-    another vocabulary; or top ones [N, K] and tokens [N, K]."""
-    if len(teacher) == 2:  # a server may leave positions out, which then do not count
+    """Return the divergence of student and teacher summed over positions, in nats, and the number
+    of positions, like ms-swift's `gkd_loss`. `teacher` is either logits [N, V] (the vocabulary may
+    differ), or top log-probabilities [N, K] and their tokens [N, K]."""
+    if len(teacher) == 2:  # positions that a server left out are infinite, and do not count
         teachers, tokens_NK = teacher
         known_N = ~teachers.isinf().all(-1)
         students, teachers = logits_NV.gather(-1, tokens_NK)[known_N], teachers[known_N]
@@ -227,8 +227,8 @@ def divergence(
 
 
 def completions_of(samples: Sequence[RolloutGKDSample], device: torch.device) -> GRPOBatch:
-    """Return a row for each encoded sample, its trained tokens from the first column on, with the
-    rollout's log-probabilities."""
+    """Return a batch with a row for each encoded sample: a mask of its trained tokens, from the
+    first column on, and the rollout's log-probabilities."""
     labels = [torch.as_tensor(sample.encoded["labels"]).flatten()[1:] for sample in samples]
     trained = [torch.ones(int((own != -100).sum()), dtype=torch.bool) for own in labels]
     mask_BK = nn.utils.rnn.pad_sequence(trained, batch_first=True).to(device)
@@ -244,11 +244,11 @@ def completions_of(samples: Sequence[RolloutGKDSample], device: torch.device) ->
 
 def check_teacher(
     requests: Sequence[RolloutInferRequest],
-    numbers: Sequence[int | None],  # of tokens in training; None where it is not known
+    numbers: Sequence[int | None],  # tokens in training; None where unknown
     parsed: Sequence[tuple[Sequence[Any], Sequence[Any]]],
 ) -> None:
-    """Raise `DisagreementError` where a teacher's server has log-probabilities of another number of
-    tokens than training has: ms-swift would align them with other tokens."""
+    """Raise `DisagreementError` if a teacher's server scored another number of tokens than training
+    has: ms-swift would align its log-probabilities with the wrong tokens."""
     for request, number, (logprobs, _) in zip(requests, numbers, parsed, strict=True):
         num_scored = len(logprobs) + 1  # the first token has none
         if number not in (None, num_scored):

@@ -1,9 +1,9 @@
-"""The prompt of a group is encoded once, and compared with the rollout's (docs/promises.md, M3).
+"""Encodes a group's prompt once and compares it with the rollout's (docs/promises.md, M3).
 
 ms-swift encodes each of the G samples of a group, and reads the same images G times (ms-swift issue
-4413). Here the first sample is encoded whole, as ms-swift does; the others take its prompt and
+4413). Here the first sample is encoded whole, as in ms-swift. The others reuse its prompt and add
 their own token ids. The result equals ms-swift's in all families (`tests/stack/test_encodings.py`).
-Where the shortcut does not hold (docs/support.md), each sample is encoded whole.
+Where the shortcut does not apply (docs/support.md), each sample is encoded whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = get_logger()
 Decode = Callable[[list[int]], str]
 Span = tuple[bool, list[int]]  # whether the tokens are placeholders, and the tokens
 
-SHOWN = 5  # tokens of each side that an error quotes
+SHOWN = 5  # tokens per side quoted in error messages
 
 REMEDY = (
     "Give `swift rollout` the settings of the training: --template, --system, --max_length, "
@@ -50,15 +50,15 @@ REMEDY = (
 )
 
 TURNS_REMEDY = (
-    "Training sees the messages and media that the scheduler leaves: its `step` has to return all "
-    "images of a conversation in `rollout_infos['images']` (videos, audios alike), and to keep "
-    "earlier turns as the engine saw them; --max_length must hold all turns. "
+    "Training uses the messages and media that the scheduler returns: its `step` must return all "
+    "images of a conversation in `rollout_infos['images']` (videos and audios likewise) and must "
+    "not change earlier turns; --max_length must hold all turns. "
     "--rollout_mismatch warn trains all the same."
 )
 
 
 class GroupEncoder:
-    """Encodes the samples of one round, as training sees them."""
+    """Encodes the samples of one round for training."""
 
     def __init__(
         self, template: Template, args: RolloutGRPOConfig, *, is_conversation: bool = False
@@ -68,12 +68,11 @@ class GroupEncoder:
         self._placeholders = {*placeholder_ids(template)}
         self._max_length = template.max_length
         self._prompts: dict[tuple[SampleId, str], GroupPrompt] = {}
-        # Names the first prompt that differs, with `--rollout_mismatch stop`. All ranks agree on it
-        # before one raises.
+        # The first mismatch, with `--rollout_mismatch stop`. `check_batches` raises on all ranks.
         self.fault = ""
 
     def encode(self, sample: RolloutSample) -> EncodedSample:
-        """Return a sample's entries."""
+        """Return the encoded sample."""
         key = sample.sample_id.group_id, sample.prompt_hash
         prompts = rollout_prompts(sample)
         rollout = prompts[0].token_ids if prompts else []
@@ -97,7 +96,7 @@ class GroupEncoder:
         return encoded
 
     def _response(self, sample: RolloutSample) -> tuple[list[int], list[int]] | None:
-        """Return the tokens of a response and their weights; None for a sample to encode whole."""
+        """Return a response's tokens and loss weights; None if it must be encoded whole."""
         turns = sample.response_token_ids or []
         if not turns or self._is_conversation or (isinstance(turns[0], list) and len(turns) > 1):
             return None
@@ -108,8 +107,8 @@ class GroupEncoder:
         return ids, weights
 
     def _response_of_turns(self, encoded: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
-        """Return the tokens of a conversation's turns; None where the row shows media, which may
-        differ where token ids do not."""
+        """Return the tokens of a conversation's turns; None if the row has media, which may differ
+        even if token ids are equal."""
         ids, labels = encoded["input_ids"], encoded.get("labels") or ()
         start = next((i for i, label in enumerate(labels) if label != -100), None)
         if start is None or any(_is_media(i, self._placeholders) for i in ids):
@@ -120,16 +119,16 @@ class GroupEncoder:
 def encode_whole(
     sample: RolloutSample, template: Template, max_length: int | None
 ) -> dict[str, Any]:
-    """Return a sample's entries as ms-swift encodes them, with the text of its rollout.
-    `max_length` is the template's, which ms-swift takes away while it encodes."""
-    # ms-swift labels the end of each turn, for answers that come as text (4.6, template/base.py,
-    # `_add_dynamic_eos`). No policy drew those tokens, and they have no log-probabilities.
+    """Return a sample as ms-swift encodes it, but with the text of its rollout. `max_length` is the
+    template's, which ms-swift unsets while it encodes."""
+    # For answers that are text, ms-swift labels the end of each turn (4.6, template/base.py,
+    # `_add_dynamic_eos`). Those tokens were not sampled, and have no log-probabilities.
     has_ids = bool(sample.response_token_ids)
     adds_eos = replaced(template, "_add_dynamic_eos", lambda *_: None) if has_ids else nullcontext()
     with adds_eos:
         encoded: dict[str, Any] = encode_sample(sample, template)
     encoded.pop("_extra_kwargs", None)
-    # In a conversation each turn saw another prompt, which holds what was sampled before.
+    # In a conversation each turn has another prompt, which includes earlier answers.
     prompts = rollout_prompts(sample)
     rollout = prompts[0].token_ids if len(prompts) == 1 else ()
     was_cut = 0 < (max_length or 0) <= len(rollout)  # a medium counts as one token
@@ -137,8 +136,8 @@ def encode_whole(
     changed = with_text_of(rollout, encoded, placeholders, decode, was_cut=was_cut)
     if changed and not was_cut:
         logger.info_once(
-            "ms-swift's template writes other line breaks beside media for training than for vLLM, "
-            "or vLLM merges them (docs/support.md): training has the rollout's.",
+            "Line breaks beside media differ between training and rollout, by ms-swift's template "
+            "or vLLM (docs/support.md): training uses those of the rollout.",
             hash_id="line_breaks",
         )
     return encoded | changed
@@ -146,8 +145,8 @@ def encode_whole(
 
 def warn_of_mismatch(error: DisagreementError) -> None:
     logger.warning_once(
-        f"{error} Training goes on (--rollout_mismatch warn); its log-probabilities are of its own "
-        "prompt, and rollout_gap says how far they lie apart.",
+        f"{error} Training goes on (--rollout_mismatch warn) with its own prompt; see rollout_gap "
+        "for the difference in log-probabilities.",
         hash_id="rollout_mismatch",
     )
 
@@ -163,51 +162,53 @@ def with_text_of(
     *,
     was_cut: bool,
 ) -> dict[str, Any]:
-    """Return the entries of an encoded sample that change so that it has the rollout's text, with
-    which the policy was asked; none where prompts differ in more than
+    """Return the changed entries that give an encoded sample the text of its rollout. Return {} if
+    the prompts are equal, or differ in more than
 
     - line breaks beside media: a template writes one more for training (ms-swift's InternVL), or an
       engine merges them (vLLM's Gemma3);
-    - the text that ms-swift has cut to `--max_length` for a rollout (`was_cut`; 4.6.0,
+    - text that ms-swift has truncated to `--max_length` for the rollout (`was_cut`; 4.6.0,
       template/base.py, `_truncate`).
     """
     ids, labels = encoded["input_ids"], encoded.get("labels")
-    # Tensors stay; `check_rollout_prompts` judges them.
+    # Ids in a tensor stay as they are; `check_rollout_prompts` compares them.
     if not isinstance(ids, list) or not labels or ids[: len(rollout)] == list(rollout):
         return {}
     num_prompt = next((i for i, label in enumerate(labels) if label != -100), len(labels))
-    ours, theirs = spans_of(rollout, placeholders), spans_of(ids[:num_prompt], placeholders)
-    if len(ours) != len(theirs):
+    rollout_spans = spans_of(rollout, placeholders)
+    train_spans = spans_of(ids[:num_prompt], placeholders)
+    if len(rollout_spans) != len(train_spans):
         return {}
     text_positions = [at for at, i in enumerate(ids[:num_prompt]) if not _is_media(i, placeholders)]
     new_ids: list[int] = []
-    sources: list[int] = []  # for each new token, the one in `ids` that has its other values
-    start = 0  # of the span in `ids`
-    for (is_media, own), (_, other) in zip(ours, theirs, strict=True):
+    sources: list[int] = []  # for each new token, the index in `ids` to take other values from
+    start = 0  # index of the span in `ids`
+    for (is_media, seen), (_, trained) in zip(rollout_spans, train_spans, strict=True):
         if is_media:
-            agree = _same_item(own, other)
-            new_ids += other
-            sources += range(start, start + len(other))
+            agree = _same_item(seen, trained)
+            new_ids += trained
+            sources += range(start, start + len(trained))
         else:
-            # A cut takes tokens from the left.
-            is_cut = was_cut and own == other[max(len(other) - len(own), 0) :]
-            agree = is_cut or (len(ours) > 1 and _line(own, decode) == _line(other, decode))
-            new_ids += own
-            sources += text_positions[:1] * len(own)
+            # Truncation removes tokens on the left.
+            is_cut = was_cut and seen == trained[max(len(trained) - len(seen), 0) :]
+            has_media = len(rollout_spans) > 1
+            agree = is_cut or (has_media and _line(seen, decode) == _line(trained, decode))
+            new_ids += seen
+            sources += text_positions[:1] * len(seen)
         if not agree:
             return {}
-        start += len(other)
+        start += len(trained)
     sources += range(num_prompt, len(ids))
     changed: dict[str, Any] = {"input_ids": [*new_ids, *ids[num_prompt:]]}
     if "length" in encoded:
         changed["length"] = len(sources)
     for name, values in encoded.items():
-        # Pixels and grids of media have another length, and stay.
+        # Entries of another length, such as pixels and grids, stay as they are.
         is_list = isinstance(values, list) and len(values) == len(ids)
         if name == "input_ids" or not (is_list or getattr(values, "shape", None) == (len(ids),)):
             continue
         if len({float(values[at]) for at in text_positions}) > 1:
-            return {}  # such as positions: that of a new token is not known
+            return {}  # values such as positions cannot be inferred for an inserted token
         changed[name] = [values[at] for at in sources] if is_list else values[sources]
     return changed
 
@@ -217,7 +218,7 @@ def _is_media(token_id: int, placeholders: Collection[int]) -> bool:
 
 
 def spans_of(ids: Sequence[int], placeholders: Collection[int]) -> list[Span]:
-    """Return the runs of placeholders and of text, beginning with text."""
+    """Return alternating runs of text and placeholders, beginning with a run of text."""
     runs = groupby(ids, key=lambda i: _is_media(i, placeholders))
     spans = [(is_media, list(run)) for is_media, run in runs]
     return spans if spans and not spans[0][0] else [(False, []), *spans]
@@ -227,12 +228,12 @@ def _line(ids: list[int], decode: Decode) -> str:
     return decode(ids).replace("\n", "")
 
 
-def _same_item(ours: list[int], theirs: list[int]) -> bool:
-    """Return whether two runs of placeholders differ in notation at most."""
-    # InternVL's frames are `<video>` to vLLM and `<IMG_CONTEXT>` to training, as many of them.
-    alike = len(ours) == len(theirs) and len({*ours}) == len({*theirs}) == 1
-    # A negative number stands for a whole item, however many tokens it takes.
-    return ours == theirs or alike or min(theirs) < 0
+def _same_item(seen: list[int], trained: list[int]) -> bool:
+    """Return whether two runs of placeholders stand for the same item."""
+    # InternVL's frames are `<video>` tokens in vLLM, and as many `<IMG_CONTEXT>` in training.
+    alike = len(seen) == len(trained) and len({*seen}) == len({*trained}) == 1
+    # A negative id stands for a whole item, whatever its number of tokens.
+    return seen == trained or alike or min(trained) < 0
 
 
 # --- prompts that differ ---
@@ -245,26 +246,26 @@ def check_rollout_prompts(
     placeholders: Collection[int],
     remedy: str = "",
 ) -> None:
-    """Raise `DisagreementError`, which ends with `remedy`, where an encoded sample does not begin
-    with the prompt that its rollout saw in each turn, as far as that is known."""
+    """Raise `DisagreementError` if an encoded sample does not begin with each known prompt of its
+    rollout's turns. The message ends with `remedy`."""
     training: list[int] = torch.as_tensor(encoded["input_ids"]).flatten().tolist()
     spans, decode = spans_of(training, placeholders), template.tokenizer.decode
     prompts = rollout_prompts(sample)
     for turn, prompt in enumerate(prompts, 1):
         rollout = prompt.token_ids
-        ours = spans_of(rollout, placeholders)
-        agrees = len(spans) >= len(ours)
-        for (is_media, own), (_, other) in zip(ours, spans, strict=False):
+        rollout_spans = spans_of(rollout, placeholders)
+        agrees = len(spans) >= len(rollout_spans)
+        for (is_media, own), (_, other) in zip(rollout_spans, spans, strict=False):
             if is_media:
                 agrees &= _same_item(own, other)
                 continue
-            is_last = own is ours[-1][1]  # in training, completions follow it in the same span
+            is_last = own is rollout_spans[-1][1]  # in training, the completion follows in it
             if own == (other[: len(own)] if is_last else other):
                 continue
-            # Training was given a prompt's line breaks beside media, but not those of later turns.
+            # `with_text_of` has aligned line breaks in the prompts of single turns only.
             line, other_line = _line(own, decode), _line(other, decode)
             starts = other_line.startswith(line) if is_last else other_line == line
-            agrees &= len(prompts) > 1 and len(ours) > 1 and starts
+            agrees &= len(prompts) > 1 and len(rollout_spans) > 1 and starts
         if agrees:
             continue
         pairs = zip(rollout, training, strict=False)

@@ -1,8 +1,8 @@
 """The gap between log-probabilities of rollout and training at equal weights.
 
-The first pass over a round has the weights that generated it. So each token tests whether its
-engine samples from the trainer's weights (M4), and whether both sides see the same row (M5). Each
-engine and each kind of row has its own bound: a fault of one disappears in the mean of a round.
+The first training pass over a round uses the weights that generated it. Each token therefore tests
+whether its engine samples from the trainer's weights (M4), and whether both sides see the same row
+(M5). Engines and kinds of rows are checked one by one: a fault of one would vanish in the mean.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ logger = get_logger()
 
 Source = tuple[str, str]  # an engine's name and a kind of row
 
-SPIKES = 32  # a few tokens may be so many limits apart, in all (`most_explained`)
+SPIKES = 32  # slack for outliers: their summed excess may reach this many limits
 
-# In the first rounds after a start or a resume each gap beyond its bound ends the run. Later one of
-# these does: `FAR` bounds, or `JUMP` times the median of the run's earlier rounds.
+# In the first rounds after a start or a resume, any gap beyond its bound ends the run. Later a gap
+# must also exceed `FAR` bounds, or `JUMP` times the median of the run's earlier rounds.
 NUM_EARLY = 2
 FAR, JUMP = 4.0, 8.0
 MAX_HISTORY = 100
 
-# Rows may lie `ROUNDINGS` times as far apart as rounding every second number of each layer moves
-# them, and further where tokens are few. Of 5,000 samples of healthy tokens that were drawn for
-# each of four models in bfloat16, the furthest lay at 0.7 of this bound.
+# `proof.rounding_noise` measures how far rounding moves log-probabilities. A gap may be
+# `ROUNDINGS` times that, and more for few tokens. In 5,000 samples of healthy tokens for each of
+# four models in bfloat16, the largest gap was 0.7 of this bound.
 ROUNDINGS, FEW = 1.5, 256
 LEAST = 0.001  # nats; kernels approximate exponentials (1.4e-4 nats on the CPU in float32)
 
-# Nats by which `--top_k`, `--min_p` and `--repetition_penalty` may move log-probabilities in the
-# mean: e^-2 = 14% of the distribution are left. One wrong tensor moves them less (0.23 nats where
-# it is transposed, the tiny model), and is not found with such settings.
+# Nats by which `--top_k`, `--min_p` and `--repetition_penalty` may shift the mean: they keep at
+# least e^-2 = 14% of the distribution. With these settings a single wrong tensor goes unnoticed
+# (a transposed one shifts the mean by 0.23 nats in the tiny model).
 CUT_OFF = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The distance, in nats, of two log-probabilities of each of some tokens."""
+    """Absolute differences of tokens' log-probabilities, in nats."""
 
     total: float = 0.0  # sum of absolute differences
     count: int = 0  # of tokens
@@ -68,26 +68,26 @@ class Gap:
         )
 
     def __add__(self, other: Gap) -> Gap:
-        largest = float(np.maximum(self.largest, other.largest))  # NaN where one of them is
+        largest = float(np.maximum(self.largest, other.largest))  # keeps NaN
         return Gap(self.total + other.total, self.count + other.count, largest)
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """The gap of some tokens, and how far rounding moves their log-probabilities in training."""
+class BoundedGap:
+    """The gap of some tokens, and how far rounding moves their training log-probabilities."""
 
     gap: Gap = Gap()
     rounding: Gap = Gap()
 
-    def __add__(self, other: Look) -> Look:
-        return Look(self.gap + other.gap, self.rounding + other.rounding)
+    def __add__(self, other: BoundedGap) -> BoundedGap:
+        return BoundedGap(self.gap + other.gap, self.rounding + other.rounding)
 
     @property
     def bound(self) -> float:
         """The mean gap, in nats, that rounding explains.
 
-        `gap_limit` is one for all models: rows of the tiny Qwen2.5-VL lie 0.002 to 0.008 nats apart
-        in bfloat16, and 0.011 to 0.016 without the height and width of M-RoPE.
+        It is tighter than `gap_limit`, which suits all models: gaps of the tiny Qwen2.5-VL are
+        0.002 to 0.008 nats in bfloat16, and 0.011 to 0.016 without M-RoPE's height and width.
         """
         return max(ROUNDINGS * (1 + FEW / max(self.gap.count, 1)) * self.rounding.mean, LEAST)
 
@@ -95,39 +95,39 @@ class Look:
 def gaps_between(
     rollout_BT: torch.Tensor, training_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> list[Gap]:
-    """Compare log-probabilities of samples, in nats, where `mask_BT` is true."""
-    if not mask_BT.numel():  # `amax` has no value for rows without columns
+    """Return each sample's gap over the tokens where `mask_BT` is true."""
+    if not mask_BT.numel():  # `amax` raises for rows without columns
         return [Gap()] * len(mask_BT)
-    # Filled and not multiplied: padding may hold NaN, which 0 would not take away.
+    # Not multiplied by the mask: padding may hold NaN, and NaN * 0 is NaN.
     difference = (training_BT - rollout_BT).abs().float().masked_fill(~mask_BT, 0)
-    # One stack, so that the device is waited for once.
+    # One stack: a single transfer from the device.
     columns = difference.sum(1), mask_BT.sum(1).float(), difference.amax(1)
     return [Gap(total, int(count), most) for total, count, most in torch.stack(columns, 1).tolist()]
 
 
 def gap_limit(bits: int, temperature: float = 1.0) -> float:
-    """Return the mean gap, in nats, above which something is wrong rather than imprecise; `bits`
-    are those of the less precise side's numbers."""
-    # Large models have logits around 2^4, which bfloat16 (8 bits of mantissa) rounds to steps of
-    # 2^-4: the limit is two steps. 32 bits round to 2^-19 there: the limit is a wide margin for
+    """Return the mean gap, in nats, that imprecision cannot explain. `bits` is the size of the less
+    precise side's numbers."""
+    # Large models have logits around 2^4. bfloat16 (8 bits of mantissa) rounds these to steps of
+    # 2^-4: the limit is two steps. float32 rounds to 2^-19 there: the limit has a wide margin for
     # kernels that sum in other orders. E4M3 (arXiv:2209.05433) keeps 4 bits of mantissa: the limit
     # is 2^4 times that of bfloat16.
     limit = 0.01 if bits > 16 else 0.125 if bits == 16 else 2.0
-    # The temperature divides logits, and their rounding. Above 1 the limit keeps its margin.
+    # The temperature divides logits and their rounding errors; above 1 the limit stays as it is.
     return limit / min(temperature or 1.0, 1.0)
 
 
 def most_explained(limit: float, count: int) -> float:
-    """Return the largest mean gap, in nats, that rounding explains in so many tokens."""
-    # In 16 bits an expert that is chosen otherwise moves a token by whole nats.
+    """Return the largest mean gap, in nats, that rounding explains for `count` tokens."""
+    # In 16 bits, the choice of another expert moves a token by whole nats.
     return limit * (1 + SPIKES / max(count, 1))
 
 
 def sampling_shift(args: RolloutGRPOConfig) -> float:
     """Return the mean gap, in nats, that the sampling settings explain."""
-    # vLLM's log-probabilities are those of the distribution that it samples from: where settings
-    # keep a share p of it, each is larger by -log(p). One token or a grammar may keep any share,
-    # and so may the model's own settings (None). `--async_generate` samples with older weights.
+    # vLLM reports log-probabilities of the distribution that it samples from. Settings that keep a
+    # share p of the distribution add -log(p) to each. The share is unknown for `--top_k 1`, a
+    # grammar or the model's own settings (None). `--async_generate` samples with older weights.
     is_unbounded = (
         args.async_generate
         or args.structured_outputs_regex
@@ -136,7 +136,7 @@ def sampling_shift(args: RolloutGRPOConfig) -> float:
     )
     if is_unbounded:
         return inf
-    # `--top_p` keeps that share or more; how much the others keep depends on the model.
+    # `--top_p` keeps at least that share; what the other settings keep depends on the model.
     shift = -log(args.top_p) if 0 < args.top_p < 1 else 0.0
     if args.top_k > 1 or args.min_p or args.repetition_penalty != 1:
         shift += CUT_OFF
@@ -148,7 +148,7 @@ class RoundGap:
     """The gap of one rank's samples of a round."""
 
     by_source: dict[Source, Gap]
-    # How many times as far as rounding and the settings explain the furthest sample lies.
+    # The largest gap of a sample, divided by the gap that rounding and settings explain.
     excess: float = 0.0
     furthest: str = ""  # the name of that sample, and its gap
 
@@ -161,13 +161,13 @@ def source_of(sample: RolloutSample) -> Source:
 def measure_gap(
     micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]], limit: float, shift: float
 ) -> RoundGap:
-    """Return the gap of this rank's samples; `limit` is that of `gap_limit`, `shift` that of
+    """Return the gap of this rank's samples. `limit` comes from `gap_limit`, `shift` from
     `sampling_shift`."""
     by_source = defaultdict[Source, Gap](Gap)
     worst = (0.0, "")
     for samples, batch in micro_batches:
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
-        # ms-swift has no rollout's with `--use_vllm false`, and none of a batch where one lacks it.
+        # ms-swift gives none with `--use_vllm false`, or if one sample of the batch lacks them.
         if rollout is None or training is None:
             continue
         gaps = gaps_between(rollout, training, batch.completion_mask.bool())
@@ -179,12 +179,12 @@ def measure_gap(
     return RoundGap(dict(by_source), *worst)
 
 
-class GapJudge:
-    """Compares the gap of each engine and each kind of row with what rounding and the sampling
+class GapCheck:
+    """Compares the gap of each engine and each kind of row with the gap that rounding and sampling
     settings explain (M4, M5). All ranks call it with the same values.
 
-    A fault of the start shows in the first rounds. Later a policy may drift: a mixture of experts
-    lies near the limit, and must not end a training of days.
+    A wrong setup shows in the first rounds. Later a policy may drift: a mixture of experts comes
+    close to the limit, and must not end a training of days.
     """
 
     def __init__(self, args: RolloutGRPOConfig, limit: float) -> None:
@@ -196,13 +196,13 @@ class GapJudge:
     def is_early(self) -> bool:
         return self._num_rounds < NUM_EARLY
 
-    def judge(
+    def check(
         self, gaps: Sequence[RoundGap], step: int, *, is_training: bool = True
     ) -> dict[str, float]:
-        """Return the metrics of a round by name. `gaps` are those of all ranks.
+        """Return the metrics of a round by name. `gaps` has one entry for each rank.
 
         Raises:
-            DisagreementError: with `--rollout_mismatch stop`; names engines and rows.
+            DisagreementError: a gap is too large, with `--rollout_mismatch stop`.
         """
         by_source, by_kind = defaultdict[Source, Gap](Gap), defaultdict[str, Gap](Gap)
         for rank_gap in gaps:
@@ -216,7 +216,7 @@ class GapJudge:
             source: most_explained(self._limit, gap.count) + self._shift
             for source, gap in by_source.items()
         }
-        # NaN is not below any bound: `>` would let it pass.
+        # `not <=` also catches NaN, which `>` would let pass.
         beyond = {s: gap for s, gap in by_source.items() if not gap.mean <= bounds[s]}
         furthest = max(gaps, key=lambda rank_gap: rank_gap.excess)
         if beyond:
@@ -227,12 +227,12 @@ class GapJudge:
                 not gap.mean <= min(FAR * bounds[s], JUMP * self._median(s))
                 for s, gap in beyond.items()
             )
-            self._tell(step, explained, beyond, by_source, ends=ends)
+            self._report(step, explained, beyond, by_source, ends=ends)
         elif furthest.excess > 1:
             logger.warning_once(
-                f"Step {step}: log-probabilities of single samples lie further apart between "
-                f"rollout and training than rounding explains, the furthest of {furthest.furthest}."
-                " Its row is seen otherwise on the two sides, or numbers overflow.",
+                f"Step {step}: the log-probabilities of a sample differ more between rollout and "
+                f"training than rounding explains: {furthest.furthest}. Either both sides see "
+                "different rows, or numbers overflow.",
                 hash_id="sample_gap",
             )
         for source, gap in by_source.items():
@@ -246,7 +246,7 @@ class GapJudge:
     def _median(self, source: Source) -> float:
         return median(self._means[source]) if self._means[source] else inf
 
-    def _tell(
+    def _report(
         self,
         step: int,
         explained: str,
@@ -259,7 +259,7 @@ class GapJudge:
             f"{engine} rows of {kind}: {gap}".lstrip() for (engine, kind), gap in beyond.items()
         )
         text = (
-            f"Step {step}: log-probabilities of the rollout and of training lie further apart than "
+            f"Step {step}: log-probabilities of the rollout and of training differ by more than "
             f"{explained}. {found}. {likely_cause(beyond, known)}"
         )
         if ends and self._args.rollout_mismatch == "stop":
@@ -270,12 +270,12 @@ class GapJudge:
 
 
 def likely_cause(beyond: Collection[Source], known: Collection[Source]) -> str:
-    """Say what may be wrong with the engines and rows beyond their bound: the cause lies in what
-    they have in common and no other has."""
+    """Describe the likely cause, by what the sources beyond their bound share and no other source
+    has: an engine, or a kind of row."""
     engines, kinds = ({source[i] for source in beyond} for i in (0, 1))
     all_engines, all_kinds = ({source[i] for source in known} for i in (0, 1))
     if kinds < all_kinds:
-        return "Other rows agree: such media are read, placed or encoded otherwise on one side."
+        return "Other rows agree: one side reads, places or encodes such media differently."
     if engines < all_engines:
         return (
             "Other engines agree: this one has other weights, or a cache of older ones. Restart "

@@ -1,7 +1,7 @@
-"""A group in training: the samples of one prompt, from their encode to the loss.
+"""A group in training: the samples of one prompt, from encoding to the loss.
 
-Until the encode, `SampleId` names a sample's group. The encode gives the samples of a group one
-`GroupPrompt` (`encode.py`), by which `groups_of` finds the groups of a micro-batch.
+Before encoding, `SampleId` identifies a sample's group. Encoding gives the samples of a group one
+`GroupPrompt` (`encode.py`), and `groups_of` finds the groups of a micro-batch by that object.
 """
 
 from __future__ import annotations
@@ -24,50 +24,49 @@ if TYPE_CHECKING:
 
 
 class DisagreementError(RuntimeError):
-    """Rollout and training disagree about a sample: its prompt, positions, tokens or numbers."""
+    """Rollout and training disagree about a sample's prompt, positions, tokens or numbers."""
 
 
 class EncodedSample(dict[str, Any]):
-    """The entries of a sample, as a template's collator takes them."""
+    """An encoded sample, in the form that a template's collator expects."""
 
-    prompt: GroupPrompt | None = None  # of its group; None where the sample shares nothing
+    prompt: GroupPrompt | None = None  # the group's prompt; None if the sample shares nothing
 
 
 @dataclass(frozen=True, eq=False)
 class GroupPrompt:
     """The encoded prompt of a group."""
 
-    # All of a sample's, media too. Values for each token end where the response begins.
+    # An encoded sample with its media; per-token values are cut where the response begins.
     entries: Mapping[str, Any]
     num_tokens: int
-    rollout: Sequence[int]  # the token ids of the prompt in the rollout
+    rollout: Sequence[int]  # the prompt's token ids in the rollout
 
     @classmethod
     def of(
         cls, encoded: Mapping[str, Any], response: Sequence[int], rollout: Sequence[int]
     ) -> GroupPrompt | None:
-        """Return the prompt of a whole encoded row; None where another text follows its response,
-        or where ids are a tensor."""
+        """Return the prompt of a whole encoded row; None if the row does not end with its response,
+        or has its ids as a tensor."""
         ids = encoded["input_ids"]
         num_tokens = len(ids) - len(response)
         if not isinstance(ids, list) or ids[num_tokens:] != list(response):
             return None
         entries = dict(encoded)
         for name in ("input_ids", "labels", "loss_scale", *PER_TOKEN):
-            if has_values(entries.get(name), len(ids)):  # some name the kinds of media alone
+            if has_values(entries.get(name), len(ids)):  # some templates give one value per medium
                 values = entries[name]
                 is_tensor = isinstance(values, torch.Tensor)
                 entries[name] = values[..., :num_tokens] if is_tensor else values[:num_tokens]
         return cls(entries, num_tokens, rollout)
 
     def is_prompt_of(self, encoded: Mapping[str, Any], response: Sequence[int]) -> bool:
-        """Return whether a whole encoded row is this prompt and a response."""
+        """Return whether a whole encoded row consists of this prompt and a response."""
         num_tokens = len(encoded["input_ids"]) - len(response)
         return bool(encoded["input_ids"][:num_tokens] == self.entries["input_ids"])
 
     def with_response(self, ids: Sequence[int], weights: Sequence[float]) -> EncodedSample:
-        """Return the entries of the sample with this response and its tokens' weights in the
-        loss."""
+        """Return the encoded sample with this response; `weights` are its tokens' loss weights."""
         made = EncodedSample(self.entries)
         made.prompt = self
         made["input_ids"] = [*made["input_ids"], *ids]
@@ -91,14 +90,14 @@ class GroupPrompt:
 
 
 def has_values(values: Any, num_tokens: int) -> bool:
-    """Return whether an entry has a value for each of `num_tokens` tokens."""
+    """Return whether an entry has exactly one value per token."""
     if isinstance(values, torch.Tensor):
         return values.shape[-1] == num_tokens
     return values is not None and len(values) == num_tokens
 
 
 class Group(NamedTuple):
-    """Neighbours in a micro-batch with the same prompt."""
+    """Adjacent samples of a micro-batch with the same prompt."""
 
     prompt: GroupPrompt | None
     samples: list[RolloutSample]
@@ -117,7 +116,7 @@ class Group(NamedTuple):
 
 
 def groups_of(samples: Iterable[RolloutSample]) -> list[Group]:
-    """Return the groups of encoded samples, in order; a sample without a prompt is its own."""
+    """Return the groups of encoded samples, in order; one without a prompt is its own group."""
 
     def prompt_of(sample: RolloutSample) -> GroupPrompt | None:
         row = sample.encoded
@@ -135,24 +134,24 @@ def logprobs_of(sample: RolloutSample) -> list[float]:
 
 
 def trained_ids(sample: RolloutSample) -> list[int]:
-    """Return the sampled tokens, without those that an environment put in between."""
+    """Return the sampled tokens, without those that an environment inserted."""
     ids = list(flatten(sample.response_token_ids))
     mask = list(flatten(sample.response_loss_mask))
     return [i for i, is_own in zip(ids, mask, strict=True) if is_own] if mask else ids
 
 
 def flatten(values: Iterable[Any] | None) -> Iterator[Any]:
-    """Yield the values of ms-swift's lists for each turn, and of single turns without lists."""
+    """Yield values from ms-swift's lists, which are nested only where there are several turns."""
     return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
 
 
 def kind_of_row(sample: RolloutSample) -> str:
-    """Return the media of a row in a word: `text`, `image`, `images`, `video`, `image+video` ..."""
+    """Return a row's media in one word: `text`, `image`, `images`, `video`, `image+video` ..."""
     numbers = Counter(medium.kind for medium in media_of(sample))
     kinds = [kind + "s" * (numbers[kind] > 1) for kind in KINDS if numbers[kind]]
     return "+".join(kinds) or "text"
 
 
 def rollout_prompts(sample: RolloutSample) -> list[Prompt]:
-    """Return the prompt of each answered turn, as far as it is known."""
+    """Return the known prompts of answered turns."""
     return [prompt for prompt in sample.rollout_prompts if prompt.token_ids]

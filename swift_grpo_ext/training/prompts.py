@@ -1,7 +1,7 @@
-"""Prompts of a round that cannot be encoded are replaced as whole groups (docs/promises.md, M1).
+"""Replaces prompts that cannot be encoded, as whole groups (docs/promises.md, M1).
 
-ms-swift drops failing samples one by one and appends others at the end, so that later groups hold
-several prompts (`BBB AAAA CCCCC`), and advantages compare samples of different prompts.
+ms-swift drops failing samples one by one and appends others at the end. Later groups then mix
+prompts (`BBB AAAA CCCCC`), and advantages compare samples of different prompts.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ if TYPE_CHECKING:
     from swift_grpo_ext.rollout.sample import RolloutSample
 
 logger = get_logger()
-Row = dict[str, Any]  # of the data set, as ms-swift has mapped it: `messages`, `images` ...
+Row = dict[str, Any]  # a row of the data set after ms-swift's preprocessing: `messages`, `images`
 
-# Rows that are tried in the place of one group, as in ms-swift's `max_resample_rounds`.
+# Candidate rows tried for each failing group, like ms-swift's `max_resample_rounds`.
 MAX_CANDIDATES = 10
-_STREAM = 0x5245504C  # "REPL": keeps this order apart from the samples' seeds
+_STREAM = 0x5245504C  # "REPL": makes this random stream differ from the samples' seeds
 
 
 def replace_failing_prompts(
     rows: Sequence[Row],
     *,
-    others: Sequence[Row],  # the data set from which other prompts come
+    others: Sequence[Row],  # the data set that replacements are taken from
     round_: RoundId,
     first_group: int,  # the number in `round_` of the batch's first group
     group_size: int,
-    seed: int,  # `--seed`, which decides with the round in what order other rows are tried
+    seed: int,  # `--seed`; seed and round determine the order of the candidates
     ranks: RankGroup,
     error_of: Callable[[Row], str | None],  # returns why a row cannot be encoded
 ) -> tuple[list[Row], list[int]]:
-    """Replace groups of a prompt that cannot be encoded; return this rank's rows, and the numbers
-    of all replaced groups in the generation batch. Every rank calls it with its rows, and raises
-    ValueError where no other row can be encoded."""
-    # Branches depend on gathered values alone: every rank makes the same gathers. A group may begin
-    # on one rank and end on the next.
+    """Replace groups whose prompt cannot be encoded. Return this rank's rows, and the numbers of
+    all replaced groups in the generation batch. Every rank calls it with its own rows, and raises
+    ValueError if no candidate can be encoded."""
+    # A group may begin on one rank and end on the next. All branches depend on gathered values, so
+    # that every rank makes the same gathers.
     start = sum(ranks.all_gather(len(rows))[: ranks.rank])
     group_of = [(start + position) // group_size for position in range(len(rows))]
-    # Equal rows of a group are looked at once.
+    # Each distinct row of a group is checked once.
     distinct = dict(zip(zip(group_of, map(prompt_hash, rows), strict=True), rows, strict=True))
     failed_here: dict[int, tuple[str, Row]] = {}
     for (group, _), row in distinct.items():
         if group not in failed_here and (error := error_of(row)):
             failed_here[group] = error, row
-    # The first rank with a row of the group is written last, and counts.
+    # Reversed: of several ranks with rows of a group, the first one's failure is kept.
     by_rank = reversed(ranks.all_gather(failed_here))
     failed = {group: failure for failures in by_rank for group, failure in failures.items()}
     if not failed:
         return list(rows), []
 
     found: dict[int, Row] = {}
-    if ranks.rank == 0:  # for all: a row may fail on one rank alone
-        # Groups go on where the one before stopped, so that two do not get the same row.
+    if ranks.rank == 0:  # decides for all ranks: a row may fail on some ranks only
+        # Each group continues where the last one stopped, so that no two get the same row.
         numbers = cycle(candidate_order(seed, round_, first_group, len(others)))
         for group in sorted(failed):
             for number in islice(numbers, MAX_CANDIDATES):
@@ -88,7 +88,7 @@ def replace_failing_prompts(
             "another prompt takes the place of the whole group (--truncation_strategy delete)."
         )
     pairs = zip(rows, group_of, strict=True)
-    # Copies: ms-swift writes into the messages of each sample.
+    # Copies: ms-swift modifies the messages of each sample in place.
     whole = [copy.deepcopy(found[group]) if group in found else row for row, group in pairs]
     return whole, sorted(failed)
 
@@ -98,25 +98,25 @@ def named_request(
     samples2requests: Callable[[list[Any]], list[RolloutInferRequest]],
     placeholders: Collection[str],
 ) -> RolloutInferRequest:
-    """Return the request of a sample, by ms-swift's `samples2requests`; raise `RowError` where its
-    row shows a fault, which an engine's error would not name."""
-    is_row = not isinstance(sample, RolloutInferRequest)  # but a later turn
+    """Return the request of a sample, made by ms-swift's `samples2requests`. Raise `RowError` if
+    the row is invalid: the engine's own error would not name the row."""
+    is_row = not isinstance(sample, RolloutInferRequest)  # else a later turn
     if is_row and (fault := row_fault(sample, placeholders)):
         raise RowError(sample, fault)
     try:
         return samples2requests([sample])[0]
-    except Exception as e:  # ms-swift's conversion raises dacite's kinds
+    except Exception as e:  # ms-swift's conversion raises dacite's exceptions
         raise RowError(sample, encoding_fault(sample, e)) from e
 
 
 @contextmanager
 def named_rows(template: Template) -> Iterator[None]:
-    """Within the block, raise `RowError`, which names the row, where `template` cannot encode."""
+    """Within the block, turn errors of `template.encode` into a `RowError` that names the row."""
 
     def encode(upstream: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return upstream(inputs, *args, **kwargs)
-        except Exception as e:  # templates, processors and readers of media raise many kinds
+        except Exception as e:  # templates, processors and media loaders raise many kinds
             raise RowError(inputs, encoding_fault(inputs, e)) from e
 
     with wrapped(template, "encode", encode):
@@ -124,7 +124,7 @@ def named_rows(template: Template) -> Iterator[None]:
 
 
 def candidate_order(seed: int, round_: RoundId, first_group: int, num_rows: int) -> list[int]:
-    """Return the numbers of the rows to try in a round; the same after a resume."""
+    """Return the rows to try as replacements, in order; a resumed run gets the same order."""
     is_eval = int(round_.phase == "eval")
     key = (seed, _STREAM, is_eval, round_.step, round_.number, first_group)
     order: list[int] = np.random.default_rng(key).permutation(num_rows).tolist()
@@ -132,22 +132,22 @@ def candidate_order(seed: int, round_: RoundId, first_group: int, num_rows: int)
 
 
 def warn_uneven(uneven: Sequence[SampleId]) -> None:
-    """Warn once of groups whose rows differ (G3)."""
+    """Warn once about groups whose rows differ (G3)."""
     if uneven:
         logger.warning_once(
-            f"{len(uneven)} groups hold rows that differ, the first in {uneven[0]}: each sample is "
-            "a request. Advantages compare the samples of a group; a custom sampler must repeat "
-            "each row --num_generations times.",
+            f"{len(uneven)} groups hold rows that differ, the first in {uneven[0]}: their samples "
+            "are requested one by one, and advantages compare different prompts. A custom sampler "
+            "must repeat each row --num_generations times.",
             hash_id="uneven_groups",
         )
 
 
 def warn_duplicates(hashes_of_ranks: Sequence[Sequence[str]], sample: SampleId) -> None:
-    """Warn once where the generation batch of `sample` holds a prompt twice (G4)."""
+    """Warn once if the generation batch of `sample` has a prompt twice (G4)."""
     hashes = [*chain.from_iterable(hashes_of_ranks)]
     if num_duplicates := count_duplicates(hashes):
         logger.warning_once(
             f"{sample.round}: {num_duplicates} of {len(hashes)} prompts of the generation batch "
-            "stand in it twice, media included. Each is a group of its own, with its own noise.",
+            "are duplicates, media included. Each copy is a group of its own, with its own noise.",
             hash_id="duplicates",
         )

@@ -1,4 +1,4 @@
-"""A training's log has one line of this plugin at its start and one at its end, a failure's too."""
+"""Logs one line at the start of a training and one at its end, also if it fails."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = get_logger()
 
 
 class RunSummary:
-    """Rank 0's two lines, around a training."""
+    """Logs both lines on rank 0."""
 
     def __init__(self, trainer: RolloutTraining, num_dropouts: int) -> None:
         self._trainer = trainer
-        self._num_dropouts = num_dropouts  # that are off
+        self._num_dropouts = num_dropouts  # dropouts that were set to 0
         self._rounds: set[RoundId] = set()
         trainer.score_listeners.append(
             lambda rows: self._rounds.update(row.sample_id.round for row in rows)
@@ -34,11 +34,11 @@ class RunSummary:
     def begin(self) -> None:
         if self._trainer.ranks.rank == 0:
             view = view_command(self._trainer.args.output_dir)
-            states = "; ".join(what_is_on(self._trainer, self._num_dropouts))
+            states = "; ".join(active_features(self._trainer, self._num_dropouts))
             logger.info(f"swift-grpo-ext {__version__}: {states}. Look at it meanwhile: {view}")
 
     def end(self) -> None:
-        # Without a round the training has failed at its start, and its error says all.
+        # Without a round, the training failed at its start, and its error is enough.
         if self._trainer.ranks.rank or not self._rounds:
             return
         logs, args = self._trainer.state.log_history, self._trainer.args
@@ -60,8 +60,8 @@ class RunSummary:
         logger.info(f"Seen by swift-grpo-ext: {'; '.join(found)}.")
 
 
-def what_is_on(trainer: RolloutTraining, num_dropouts: int) -> list[str]:
-    """Return for each mechanism whether it is on."""
+def active_features(trainer: RolloutTraining, num_dropouts: int) -> list[str]:
+    """Describe which of the plugin's features are on."""
     args, shares = trainer.args, trainer.completion_logps.shares_prompts
     is_seeded = args.use_vllm and args.rollout_seed_mode == "sample"
     read = "once a group where that saves time" if shares else "for each sample"

@@ -1,4 +1,4 @@
-"""GRPO: the hooks of `rollouts.py`, and the passes over samples by `CompletionLogps`."""
+"""GRPO trainer: adds `CompletionLogps` and GRPO's own hooks to `RolloutTraining`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
 
     sample_cls = RolloutSample
     encoding_module = grpo_trainer
-    _leaves_out_old_pass = False  # now, while a round's batches are made
-    _begun: GRPOBatch | None = None  # of the last pass of an old policy that was left out
+    _skips_old_pass = False  # only true while a round's batches are made
+    _last_skipped: GRPOBatch | None = None  # the batch whose old-policy pass was skipped last
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,17 +53,17 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
         super()._prepare_scheduler()
 
     def _prefetch(self, dataloader: DataLoader) -> None:
-        """With `--async_generate`, generate what the first training (or eval) batch is made of."""
+        """With `--async_generate`, generate the samples of the first training (or eval) batch."""
         evaluates = self.control.should_evaluate
         if not evaluates:
-            # Each round trains on what was generated from the batch before its own. ms-swift takes
-            # the loader's first batch, which the first round then generates once more.
+            # Each round trains on the samples of the batch before its own. ms-swift prefetches the
+            # loader's first batch, which the first round then generates a second time.
             clock = self._rounds.clock
             batch = clock.batches_at(self.state.global_step)
             self._rounds.begin_training(batch)
             before = clock.generation_batch_before(batch)
             dataloader = [self.rows_of(self._get_train_sampler().batch(*before))]
-        # The mode says which names, seeds and G; ms-swift has not set it yet.
+        # Names, seeds and group size depend on the mode, which ms-swift has not set yet.
         was_training = self.model.training
         self.model.train(not evaluates)
         super()._prefetch(dataloader)
@@ -73,35 +73,35 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
 
     def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
         has_views = complete_teacher_views(samples, self.ranks)
-        self._leaves_out_old_pass = not self.needs_old_logps(has_views=has_views)
-        # Liger's loss, and batches of conversations that are cut anew, read inputs themselves.
+        self._skips_old_pass = not self.needs_old_logps(has_views=has_views)
+        # Liger's loss and `dynamic_num_samples` read the model inputs, which must stay plain.
         reads_inputs = self.use_liger_loss or self.dynamic_num_samples
         shares = self.completion_logps.shares_prompts and not reads_inputs
         name = "collate_to_grpo_micro_batch"
         with replaced(grpo_trainer, name, collate_groups) if shares else nullcontext():
             batches = super()._prepare_batch_inputs(samples)
-        self._leaves_out_old_pass, self._begun = False, None
+        self._skips_old_pass, self._last_skipped = False, None
         grpo_batches = [batch["grpo_batch"] for batch in batches]
         inputs = [batch["model_inputs"] for batch in batches]
         micro_batches = list(zip(self._chunks, grpo_batches, inputs, strict=True))
         check_batches(micro_batches, self.args, self.ranks, self._encoder.fault)
         if getattr(self, "_is_dynamic_self_distillation", False):
-            # ms-swift 4.6 says so of every run without a teacher, and then refuses `--loss_type
-            # real` and `fipo`, and `--off_policy_sequence_mask_delta`.
+            # ms-swift 4.6 sets this flag in every run without a teacher, and then rejects
+            # `--loss_type real` and `fipo`, and `--off_policy_sequence_mask_delta`.
             self._has_teacher = any(b.teacher_per_token_logps is not None for b in grpo_batches)
         return batches
 
-    # --- passes; ms-swift's all go through `_get_per_token_logps_and_entropies_single` (4.6) ---
+    # --- log-prob passes; all call `_get_per_token_logps_and_entropies_single` (4.6) ---
 
     def needs_old_logps(self, *, has_views: bool = False) -> bool:
-        """Return whether a round needs the log-probabilities of its old policy before its loss, the
-        same on all ranks; `has_views`: its teacher sees prompts of its own."""
-        # Where all of a round's passes with gradients precede its first update, the first of them
-        # has the old policy's weights: ms-swift's loss takes None for them (4.6, grpo_trainer.py,
-        # `_compute_loss_and_metrics`).
+        """Return whether a round needs a separate old-policy pass before its loss; all ranks get
+        the same answer. `has_views` is true if the teacher sees prompts of its own."""
+        # If all passes with gradients of a round precede its first update, they have the old
+        # policy's weights. ms-swift's loss then takes None as the old log-probabilities (4.6,
+        # grpo_trainer.py, `_compute_loss_and_metrics`).
         args = self.args
         batches_per_round = args.steps_per_generation * self.template.sequence_parallel_size
-        # ms-swift has multiplied `gradient_accumulation_steps` by that size, too.
+        # ms-swift has multiplied `gradient_accumulation_steps` by `sequence_parallel_size`, too.
         has_several_updates = args.gradient_accumulation_steps % batches_per_round != 0
         return bool(
             (self.model.training and has_several_updates)
@@ -109,22 +109,22 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
             or self._has_teacher_explicit()
             or (self.kl_in_reward and self.beta)
             or self.use_liger_loss
-            # Batches are cut by the number of samples that conversations make.
+            # The number of batches depends on how many samples the conversations made.
             or self.dynamic_num_samples
         )
 
     def _get_per_token_logps_and_entropies(
         self, model: nn.Module, model_inputs: dict[str, Any], grpo_batch: GRPOBatch, **kwargs: Any
     ) -> Any:
-        # ms-swift asks for the old policy's first, and then perhaps for a reference's.
-        if self._leaves_out_old_pass and grpo_batch is not self._begun:
-            self._begun = grpo_batch
+        # For each batch, ms-swift's first call is for the old policy, a second for the reference.
+        if self._skips_old_pass and grpo_batch is not self._last_skipped:
+            self._last_skipped = grpo_batch
             return None, None
         upstream = super()._get_per_token_logps_and_entropies
-        found = upstream(model, model_inputs, grpo_batch, **kwargs)
-        if not self._leaves_out_old_pass and grpo_batch.old_per_token_logps is None:
-            grpo_batch.old_per_token_logps = found[0].detach()
-        return found
+        logps, entropies = upstream(model, model_inputs, grpo_batch, **kwargs)
+        if not self._skips_old_pass and grpo_batch.old_per_token_logps is None:
+            grpo_batch.old_per_token_logps = logps.detach()
+        return logps, entropies
 
     def _get_per_token_logps_and_entropies_single(
         self,
@@ -149,7 +149,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
         compute_entropy: bool = False,
     ) -> Any:
         upstream = super()._get_logps_via_local_forward
-        # ms-swift sets it there, which is called only where we leave the computing to it.
+        # Upstream's method sets it, but is only called where `compute` falls back to it.
         if "use_cache" in self.model_kwarg_keys:
             model_inputs["use_cache"] = False
         return self.completion_logps.compute(
@@ -170,15 +170,15 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
         input_ids: torch.Tensor,
         compute_entropy: bool = False,
     ) -> Any:
-        # ms-swift pads rows to a multiple of the ranks, and then counts from their padded end (4.6,
-        # grpo_trainer.py:1558): two ranks gave tokens of odd rows the values of the next ones.
+        # ms-swift pads rows to a multiple of the ranks, but slices from the padded end (4.6,
+        # grpo_trainer.py:1558): with two ranks, tokens of odd rows got their neighbours' values.
         is_whole = self.template.padding_free
         surplus = 0 if is_whole else -input_ids.shape[1] % self.template.sequence_parallel_size
-        found = super()._get_logps_via_sp(
+        results = super()._get_logps_via_sp(
             *(model, model_inputs, grpo_batch, logits_to_keep + surplus, input_ids),
             compute_entropy,
         )
-        return tuple(None if of is None else of[:, : of.shape[1] - surplus] for of in found)
+        return tuple(None if t is None else t[:, : t.shape[1] - surplus] for t in results)
 
     # --- how samples scored ---
 
@@ -194,7 +194,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
             self._end_round()
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Return ms-swift's loss. The last one of a round ends it, before its backward."""
+        """Return ms-swift's loss. The last loss of a round ends the round, before its backward."""
         loss = super().compute_loss(*args, **kwargs)
         if self._round is not None and self._round.is_measured:
             self._end_round()

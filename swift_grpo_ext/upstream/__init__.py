@@ -1,5 +1,5 @@
-"""All that rests on the inside of ms-swift and vLLM. A leaf: it imports nothing else of ours.
+"""Code that depends on internals of ms-swift and vLLM. A leaf: it imports no other room of ours.
 
-`patches.py` makes each lasting change; its symptom, its place upstream and its end stand beside its
-function. An upstream without the hooks that we build on is refused (`contract.py`).
+`patches.py` applies each lasting change. Beside its function are the symptom, the cause upstream
+and when it can go. `contract.py` rejects an upstream without the hooks that we build on.
 """

@@ -1,4 +1,4 @@
-"""What models compute on, and with: is there an accelerator, and how long are numbers?"""
+"""The accelerator, and the precision of an engine's numbers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def has_accelerator() -> bool:
 
 
 def number_bits(config: VllmConfig) -> int:
-    """Return the size in bits of an engine's numbers; 8 where weights, or keys and values, are
+    """Return the size of an engine's numbers in bits. It is 8 if weights or the KV cache are
     quantized, to 8 bits or fewer."""
     import torch
 
     cache = config.cache_config.cache_dtype
-    # torch has no dtype of the name of a quantized cache ("fp8").
+    # The name of a quantized cache ("fp8") is not a torch dtype.
     has_whole_cache = cache == "auto" or hasattr(torch, cache)
     is_quantized = config.model_config.quantization is not None or not has_whole_cache
     return 8 if is_quantized else 8 * config.model_config.dtype.itemsize

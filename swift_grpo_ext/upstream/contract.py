@@ -1,6 +1,6 @@
-"""The check that upstream has the hooks that we extend: methods that our classes override
-(`verify_overrides`), what `patches.py` replaces (`patch`), and names that are called (`verify`, of
-`pins.py`). A release without one is refused by name. An untried release runs, after a warning.
+"""Checks that upstream has the APIs that we extend: methods that our classes override
+(`verify_overrides`), attributes that `patches.py` replaces (`patch`), and names that we call
+(`verify`, from `pins.py`). A release that lacks one is rejected. Untried releases get a warning.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ PACKAGE = __name__.partition(".")[0]
 
 
 class UnsupportedUpstreamError(ImportError):
-    """An installed ms-swift or vLLM does not have the hooks that we know."""
+    """The installed ms-swift or vLLM lacks an API that we extend."""
 
 
 def mismatch(pin: str) -> str | None:
-    """Say what is wrong with an upstream name (`pins.py` has the form); None where it holds."""
+    """Describe how an upstream API differs from its pin (`pins.py` has the form); None if equal."""
     place, *parameters = pin.split()
     module, _, path = place.partition(":")
     try:
         value: Any = importlib.import_module(module)
         for name in path.split("."):
-            # Bound methods of a class have no `self`: the signature's first name would be missing.
+            # `getattr` would bind classmethods, whose signatures then lack the first parameter.
             get = inspect.getattr_static if inspect.isclass(value) else getattr
             value = get(value, name)
     except (AttributeError, ImportError) as e:
         return f"{place} is missing ({e})"
     if not parameters:
         return None
-    # What a release adds behind the names that we know has a default.
+    # Parameters after the pinned ones have defaults.
     found = [*inspect.signature(_function(value)).parameters]
     if found[: len(parameters)] != parameters:
         return f"{place} takes {tuple(found)}, expected {tuple(parameters)}"
@@ -55,10 +55,10 @@ def _function(value: Any) -> Any:
 
 
 def disagreement(ours: Callable[..., Any], theirs: Callable[..., Any]) -> str | None:
-    """Say why a function of ours cannot be called in the place of upstream's; None where it can.
-    Ours may leave out the last parameters where it takes any others, or they have defaults."""
+    """Describe why our function cannot replace upstream's; None if it can. Ours may lack the last
+    parameters if it takes `*args` or `**kwargs`, or if they have defaults."""
     known, takes_any = _parameters(inspect.signature(theirs))
-    # A function that `wraps` another would show that one's parameters.
+    # By default, `signature` of a function with `@wraps` shows the wrapped one's parameters.
     own, own_takes_any = _parameters(inspect.signature(ours, follow_wrapped=False))
     names = [parameter.name for parameter in known]
     for place, parameter in enumerate(own):
@@ -73,14 +73,14 @@ def disagreement(ours: Callable[..., Any], theirs: Callable[..., Any]) -> str | 
 
 
 def _parameters(signature: inspect.Signature) -> tuple[list[inspect.Parameter], bool]:
-    """Return the parameters that have names, and whether any others are taken."""
+    """Return the named parameters, and whether there are `*args` or `**kwargs`."""
     parameters = signature.parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return named, len(named) < len(parameters)
 
 
 def override_mismatches(cls: type) -> list[str]:
-    """Say what is wrong with the methods by which `cls`, and our bases of it, override upstream."""
+    """Describe each method of `cls` and our bases of it that cannot override upstream's."""
     bases = [c for c in cls.__mro__ if not _is_ours(c) and c is not object]
     wrong = []
     for number, owner in enumerate(cls.__mro__):
@@ -90,7 +90,7 @@ def override_mismatches(cls: type) -> list[str]:
                 continue
             base = next((c for c in bases if name in vars(c)), None)
             if base is None:
-                # A method that calls upstream's own was meant to override it.
+                # A method that calls `super()` under its own name was meant to override.
                 calls_next = _uses(own.__code__, "super", name)
                 has_next = any(name in vars(c) for c in cls.__mro__[number + 1 :])
                 text = "is missing" if calls_next and not has_next else None
@@ -107,23 +107,23 @@ def _is_ours(cls: type) -> bool:
 
 
 def _uses(code: CodeType, *names: str) -> bool:
-    """Return whether a function, or one within it, uses all of these names."""
+    """Return whether a function, or a function nested in it, uses all of these names."""
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
     return {*names} <= {*code.co_names} or any(_uses(each, *names) for each in inner)
 
 
 def verify(pins: Iterable[str]) -> None:
-    """Raise `UnsupportedUpstreamError` unless all of these names are what we know."""
+    """Raise `UnsupportedUpstreamError` unless upstream has all of these APIs."""
     refuse(text for pin in pins if (text := mismatch(pin)))
 
 
 def verify_overrides(*classes: type) -> None:
-    """Raise `UnsupportedUpstreamError` unless upstream has what these classes override."""
+    """Raise `UnsupportedUpstreamError` unless upstream has the methods that classes override."""
     refuse(text for cls in classes for text in override_mismatches(cls))
 
 
 def refuse(wrong: Iterable[str]) -> None:
-    """Raise `UnsupportedUpstreamError` where anything is wrong with upstream's hooks."""
+    """Raise `UnsupportedUpstreamError` if there is any difference."""
     if texts := list(dict.fromkeys(wrong)):
         names = ", ".join(f"{name} {version}" for name, version in tried_packages().items())
         tried = "; ".join(f"{name} {', '.join(known)}" for name, known in TRIED.items())
@@ -136,7 +136,7 @@ def refuse(wrong: Iterable[str]) -> None:
 def tried_packages() -> dict[str, str]:
     """Return the installed versions of the packages that `TRIED` lists."""
     versions: dict[str, str] = {}
-    # No other distribution is read: every process of a training and of a server starts with this.
+    # Reads only these distributions, as every process of a training or server runs this at start.
     for name in TRIED:
         for distribution in (name, f"{name}-cpu"):  # vLLM's build for CPU has this name
             with suppress(importlib.metadata.PackageNotFoundError):
@@ -145,9 +145,9 @@ def tried_packages() -> dict[str, str]:
 
 
 def untried(installed: Mapping[str, str]) -> list[str]:
-    """Name the packages (of `tried_packages`) in untried releases, each with the nearest tried.
+    """Describe the packages of `installed` in untried releases, each with the nearest tried ones.
     Builds and post-releases count as their release."""
-    news = []
+    untried_releases = []
     for name, text in installed.items():
         known, version = TRIED[name], Version(text)
         release = Version(version.base_version)
@@ -155,5 +155,5 @@ def untried(installed: Mapping[str, str]) -> list[str]:
             continue
         before = [v for v in known if Version(v) <= release][-1:]
         after = [v for v in known if Version(v) > release][:1]
-        news.append(f"{name} {text} (nearest: {' and '.join(before + after)})")
-    return news
+        untried_releases.append(f"{name} {text} (nearest: {' and '.join(before + after)})")
+    return untried_releases

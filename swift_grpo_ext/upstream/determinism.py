@@ -1,7 +1,7 @@
-"""`--full_determinism true`: training passes have the same bits in each run.
+"""`--full_determinism true`: makes training passes bitwise reproducible.
 
-transformers' switch acts on the whole process. The sampler of a colocated vLLM engine has sums
-without a deterministic form on CUDA, which raise then: `deterministic(False)` is for the engine.
+transformers' switch applies to the whole process. On CUDA, the sampler of a colocated vLLM engine
+has sums without a deterministic form, which would raise: the engine runs in `deterministic(False)`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-CUBLAS_VALUES = (":4096:8", ":16:8")  # deterministic; the first costs no speed
+CUBLAS_VALUES = (":4096:8", ":16:8")  # the deterministic values; the first costs no speed
 ENVIRONMENT = {
-    "FLASH_ATTENTION_DETERMINISTIC": "1",  # transformers reads it
+    "FLASH_ATTENTION_DETERMINISTIC": "1",  # read by transformers
     "ASCEND_LAUNCH_BLOCKING": "1",
     "HCCL_DETERMINISTIC": "1",
 }
 
 
 def prepare_process() -> None:
-    """Set what libraries read when they start; called before a model is loaded."""
+    """Set the variables that libraries read when they start. Call it before loading a model."""
     os.environ.setdefault(CUBLAS, CUBLAS_VALUES[0])
     os.environ.update(ENVIRONMENT)
     make(leave_the_environment)
@@ -43,16 +43,16 @@ def prepare_process() -> None:
 
 @repair(
     Moment.CALLED,
-    symptom="A run with --full_determinism waits for each kernel, in every process that it "
-    "starts, and cuBLAS has other settings than the user's, perhaps too late.",
+    symptom="With --full_determinism, all processes of a run wait for each kernel, and the user's "
+    "cuBLAS settings are overwritten, possibly too late.",
     upstream="transformers 5.19, trainer_utils.py:154 (`enable_full_determinism`), called in "
-    "trainer.py:420: sets `CUDA_LAUNCH_BLOCKING`, and `CUBLAS_WORKSPACE_CONFIG` once the "
+    "trainer.py:420: sets `CUDA_LAUNCH_BLOCKING`, and sets `CUBLAS_WORKSPACE_CONFIG` after the "
     "model is loaded.",
     until="it leaves `CUDA_LAUNCH_BLOCKING` alone and sets the rest before CUDA is used",
     optional=True,
 )
 def leave_the_environment() -> None:
-    """Have transformers' trainer set seeds and switches, and no variable of the environment."""
+    """Have transformers' trainer set seeds and torch's switches, but no environment variables."""
     from transformers import set_seed, trainer
 
     def enable_full_determinism(seed: int) -> None:
@@ -60,14 +60,14 @@ def leave_the_environment() -> None:
         _switch(on=True)
 
     patch(trainer, enable_full_determinism=enable_full_determinism)
-    # Nothing reads what it has not written: to fill it would only cost time.
+    # Filling uninitialized memory only costs time: no code reads memory before it writes it.
     patch(torch.utils.deterministic, fill_uninitialized_memory=False)
 
 
 def batches_follow_arrival(*, is_async: bool) -> bool:
-    """Return whether an engine's tokens depend on when requests arrive: on an accelerator the last
-    bits of a sum depend on which requests share a step. vLLM 0.32's engine waits for all of them
-    where it has no process of its own (v1/engine/core_client.py)."""
+    """Return whether an engine's tokens depend on when requests arrive. On an accelerator, the last
+    bits of sums depend on the requests that share a step. An in-process engine (vLLM 0.32,
+    v1/engine/core_client.py) only starts when all requests are there."""
     is_invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
     waits_for_all = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" and not is_async
     return has_accelerator() and not is_invariant and not waits_for_all
@@ -75,7 +75,7 @@ def batches_follow_arrival(*, is_async: bool) -> bool:
 
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Use deterministic operations alone in a block, or whichever are fastest."""
+    """Switch deterministic operations on or off within the block."""
     was_on = torch.are_deterministic_algorithms_enabled()
     _switch(on=on)
     try:
@@ -86,25 +86,25 @@ def deterministic(on: bool) -> Iterator[None]:
 
 def _switch(*, on: bool) -> None:
     torch.use_deterministic_algorithms(on)
-    # torch's switch does not reach cuDNN's choice of algorithms, which has two of its own.
+    # cuDNN's choice of algorithms has two switches of its own.
     cudnn.deterministic, cudnn.benchmark = on, False
 
 
 @contextmanager
 def exact_unmerging(model: nn.Module) -> Iterator[None]:
-    """Restore base weights after a block that merges adapters into them and takes them out again.
+    """Restore base weights after a block that merges adapters into them and unmerges them.
 
-    Symptom: with LoRA, base weights are no longer the model's after an update of the engine, so
-    that a resumed run, which loads them again, parts from the one that was not interrupted.
+    Symptom: with LoRA, an update of the engine changes base weights slightly. A resumed run, which
+    loads the original ones, diverges from the uninterrupted run.
     Upstream: ms-swift 4.6, rlhf_trainers/rollout_mixin.py (`_move_full_model_to_vllm` and
-    `_move_adapter_to_vllm`) has PEFT add adapters and subtract them, which rounds both. Can go when
+    `_move_adapter_to_vllm`) has PEFT add adapters and subtract them; both steps round. Can go when
     base weights are left alone, or copied back.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
     weights = [weight for layer in layers for weight in layer.get_base_layer().parameters()]
-    # In the host's memory: a colocated engine has most of an accelerator's.
+    # In host memory: a colocated engine occupies most of the accelerator's.
     originals = [weight.data.to("cpu", copy=True) for weight in weights]
     try:
         yield
@@ -114,20 +114,20 @@ def exact_unmerging(model: nn.Module) -> Iterator[None]:
 
 
 def sum_gradients_one_by_one(accelerator: Any) -> None:
-    """Have data-parallel ranks sum each parameter's gradient alone, in every backward pass;
-    accelerate's `accelerator` has not prepared the model yet.
+    """Make data-parallel ranks sum each parameter's gradient on its own, in every backward pass.
+    Call it before accelerate's `accelerator` prepares the model.
 
-    Symptom: with three ranks or more, the first gradients after a start are rounded otherwise than
-    later ones, so that a resumed run parts from the one that was not interrupted.
-    Upstream: torch 2.13, nn/parallel/distributed.py: gradients are summed over ranks as one piece
-    at first, and in pieces of 25 MB from the second backward pass on. The place of a gradient in
-    its piece decides the order of ranks in the sum. Can go when the pieces stay.
+    Symptom: with three or more ranks, the first gradients after a start round differently from
+    later ones, so that a resumed run diverges from the uninterrupted run.
+    Upstream: torch 2.13, nn/parallel/distributed.py: the first backward pass sums all gradients in
+    one bucket, later passes in buckets of 25 MB. The offset of a gradient in its bucket determines
+    the order of ranks in its sum. Can go when the buckets stay the same.
     """
     from accelerate.utils import DistributedDataParallelKwargs
 
     class SumsOneByOne(DistributedDataParallelKwargs):
         def register_comm_hook(self, model: DistributedDataParallel) -> None:
-            # Without annotations: torch refuses those that are text, as this module's are.
+            # A lambda has no annotations: torch rejects this module's, which are strings.
             hook = lambda group, bucket: _sum_one_by_one(group, bucket)  # noqa: E731
             model.register_comm_hook(model.process_group, hook)
 
@@ -138,7 +138,7 @@ def sum_gradients_one_by_one(accelerator: Any) -> None:
 def _sum_one_by_one(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
     size, works = group.size(), []
     for gradient in bucket.gradients():
-        gradient.div_(size)  # before the sum, as torch's own way
+        gradient.div_(size)  # before the sum, like torch
         works.append(distributed.all_reduce(gradient, group=group, async_op=True))
     futures = torch.futures.collect_all([work.get_future() for work in works])
     return futures.then(lambda _: bucket.buffer())

@@ -1,4 +1,4 @@
-"""Videos and answers in the form that vLLM and a teacher's server take (images: upright.py)."""
+"""Converts videos for vLLM, and answers for a teacher's server (`upright.py` has images)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DEFAULT_FPS = 2.0  # qwen_vl_utils' (vision_process.FPS)
 
 
 def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
-    """Give each decoded video of an encoded request its metadata, unless it has some.
+    """Add metadata to each decoded video of an encoded request that lacks it.
 
     Symptom: `ValueError: Video metadata is required but not found in mm input` at the first video,
     with Qwen2.5-VL and others; with metadata, `Field 'fps' expected float, got list`.
-    Upstream: vLLM 0.32 asks for it (qwen2_5_vl.py, `video_needs_metadata=True`); ms-swift 4.6 gives
-    it for Qwen3-VL only (template/templates/qwen.py, `replace_tag`), and the frames per second of
-    each video as a list, where transformers 5.19 takes one number, or reads metadata. Can go when
-    ms-swift gives it for each model that asks.
+    Upstream: vLLM 0.32 requires metadata (qwen2_5_vl.py, `video_needs_metadata=True`). ms-swift 4.6
+    only adds it for Qwen3-VL (template/templates/qwen.py, `replace_tag`). It passes the videos'
+    frames per second as a list; transformers 5.19 takes one number, or reads metadata. Can go when
+    ms-swift adds metadata for each model that requires it.
 
     ms-swift's template has put sampled `videos` [frames, ...] into `inputs`, and their frames per
     second into `mm_processor_kwargs["fps"]`.
@@ -36,7 +36,7 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
     for i, video in enumerate(videos):
         if isinstance(video, list) and len(video) == 1 and isinstance(video[0], tuple):
             [videos[i]] = video  # nested by ms-swift's base template
-        if not hasattr(video, "shape"):  # it has its metadata, as Qwen3-VL's has
+        if not hasattr(video, "shape"):  # it has metadata already (Qwen3-VL)
             continue
         num_frames, fps = len(video), float(rates[i]) if i < len(rates) else DEFAULT_FPS
         metadata = {
@@ -55,11 +55,11 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
     symptom="`No module named 'swift.vision_utils'` at the first video, with InternVL and "
     "others whose template leaves videos to the base class.",
     upstream="ms-swift 4.6, template/base.py (`replace_tag`); the module is "
-    "template/vision_utils.py, and reads other frames there than training does.",
-    until="ms-swift finds its own module, and reads alike",
+    "template/vision_utils.py, whose `load_vllm_video` reads other frames than training does.",
+    until="ms-swift imports its own module, and reads the same frames",
 )
 def supply_video_loader() -> None:
-    """Let ms-swift's base template find what loads videos for vLLM."""
+    """Provide the module from which ms-swift's base template loads videos for vLLM."""
     name = "swift.vision_utils"
     if name not in sys.modules and find_spec(name) is None:
         module = ModuleType(name)
@@ -68,8 +68,8 @@ def supply_video_loader() -> None:
 
 
 def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
-    """Return all frames [frames, height, width, 3] of a video, read as for training, and its
-    metadata. ms-swift checks and reads a URL, with `num_frames` at most."""
+    """Return all frames [frames, height, width, 3] of a video, as training reads them, and its
+    metadata. ms-swift checks and reads URLs, with at most `num_frames`."""
     from swift.template import vision_utils
 
     if path.strip().startswith("http"):
@@ -80,7 +80,7 @@ def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
 
 
 def answers_for_servers(requests: Sequence[RolloutInferRequest]) -> Sequence[RolloutInferRequest]:
-    """Turn answers that are token ids into what a teacher's server lets pass, in place."""
+    """Convert answers that are token ids, in place, to a form that a teacher's server accepts."""
     for message in (m for request in requests for m in request.messages):
         content = message["content"]
         if isinstance(content, list) and content and isinstance(content[0], int):

@@ -1,4 +1,4 @@
-"""Local variables of ms-swift's running calls, where nothing else has their values."""
+"""Reads local variables of running ms-swift frames, where no API has their values."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from transformers import HfArgumentParser
 
 
 def being_parsed(kind: type) -> tuple[list[str], list[str]]:
-    """Return what is being parsed into arguments of that class (the command line, a script's list,
-    or Ray's) while ms-swift imports plugins, and ms-swift's own list of the unknown rest; nothing
-    where Python makes the arguments."""
+    """Return the arguments that are being parsed into `kind` (from the command line, a script or
+    Ray) while ms-swift imports plugins, and ms-swift's own list of unknown arguments. Both are
+    empty if Python code creates `kind`."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is HfArgumentParser.parse_args_into_dataclasses.__code__:

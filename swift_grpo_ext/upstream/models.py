@@ -1,4 +1,4 @@
-"""Repairs of what ms-swift gives to models of transformers: forwards, batches, encoded rows."""
+"""Repairs of forwards, batches and encoded rows that ms-swift passes to transformers' models."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 @repair(
     Moment.TRAINING,
     symptom="`'tuple' object has no attribute 'to'` at the first image of Gemma 4 in training, "
-    "`num_frames_per_video is required` at the first video. Where images look both ways "
-    "(`use_bidirectional_attention: vision`), they do so in all layers, and not in those with "
-    "windows only, as in vLLM.",
+    "`num_frames_per_video is required` at the first video. Bidirectional attention within images "
+    "(`use_bidirectional_attention: vision`) applies to all layers; in vLLM, only to those with "
+    "windows.",
     upstream="ms-swift 4.6, model/models/gemma.py (`_patch_gemma4_forward`) was written "
     "against transformers 5.6; 5.19 (models/gemma4 and gemma4_unified) splits features by "
     "image and by video, and makes masks in `create_masks_for_vision_model`.",
-    until="ms-swift does so, or leaves the forward to transformers",
+    until="ms-swift supports 5.19, or leaves the forward to transformers",
     optional=True,
 )
 def repair_gemma4() -> None:
-    """Give ms-swift's forward of Gemma 4 all features as one tensor, and transformers' masks."""
+    """Give ms-swift's forward of Gemma 4 its features as one tensor, and transformers' masks."""
     from swift.model.models import gemma
 
     patch_forward = gemma._patch_gemma4_forward
@@ -49,7 +49,7 @@ def repair_gemma4() -> None:
                 return plain(config=config, **kwargs)
             return with_windows(config=config.get_text_config(), **kwargs)
 
-        # ms-swift's forward keeps the function that it finds meanwhile.
+        # ms-swift's forward captures the function while it is patched.
         with replaced(modeling, "create_masks_for_generate", create_masks):
             patch_forward(model, *args, **kwargs)
         for name in ("get_image_features", "get_video_features"):
@@ -64,7 +64,7 @@ def joined_features(
 ) -> BaseModelOutputWithPooling:
     """Return the features of images, or of videos, as one tensor."""
     if "num_frames_per_video" in inspect.signature(get_features).parameters:
-        kwargs.setdefault("num_frames_per_video", torch.tensor([len(args[0])]))  # as of one video
+        kwargs.setdefault("num_frames_per_video", torch.tensor([len(args[0])]))  # as one video
     outputs = get_features(*args, **kwargs)
     if isinstance(outputs.pooler_output, tuple):
         outputs.pooler_output = torch.cat(outputs.pooler_output)
@@ -73,15 +73,15 @@ def joined_features(
 
 @repair(
     Moment.TRAINING,
-    symptom="Rollout and training of GLM-OCR lie 0.2 nats apart (a tiny one): training counts "
-    "the positions of an image's tokens up, as those of words.",
-    upstream="ms-swift 4.6, template/templates/glm.py: `GLMOCRTemplate` hands embeddings to "
-    "the model, which cannot make positions of them; `GLM4VTemplate`'s collator makes them.",
-    until="`GLMOCRTemplate` makes them too",
+    symptom="Log-probabilities of rollout and training differ by 0.2 nats for GLM-OCR (a tiny "
+    "one): training gives image tokens the positions of text.",
+    upstream="ms-swift 4.6, template/templates/glm.py: `GLMOCRTemplate` passes embeddings to "
+    "the model, which cannot compute positions from them; `GLM4VTemplate`'s collator does.",
+    until="`GLMOCRTemplate` computes positions too",
     optional=True,
 )
 def place_glm_ocr_images() -> None:
-    """Give batches of GLM-OCR the positions of their images, in time, height and width."""
+    """Add the positions of images in time, height and width to batches of GLM-OCR."""
     from swift.template.templates.glm import GLM4vPackingTemplateMixin, GLMOCRTemplate
 
     collate = GLMOCRTemplate._data_collator
@@ -91,27 +91,27 @@ def place_glm_ocr_images() -> None:
         collated: dict[str, Any] = collate(self, batch, **kwargs)
         if self.is_training:
             made = GLM4vPackingTemplateMixin._get_position_ids(self, collated)
-            collated["position_ids"] = made["position_ids"][1:]  # behind those of the text
+            collated["position_ids"] = made["position_ids"][1:]  # the first row is for text
         return collated
 
-    # It asks the model where the images are.
+    # `_get_position_ids` needs the model.
     patch(GLMOCRTemplate, _data_collator=_data_collator, use_model=True)
 
 
 @repair(
     Moment.TRAINING,
-    symptom="Behind a video with more frames than patches on its longer side, training of "
-    "Qwen2-VL and Qwen2.5-VL has other positions than vLLM, in silence (0.024 nats in the mean, "
+    symptom="After a video with more frames than patches on its longer side, Qwen2-VL and "
+    "Qwen2.5-VL silently get other positions in training than in vLLM (0.024 nats in the mean, "
     "0.58 at most, 6 frames of the tiny model).",
-    upstream="transformers 5.3 to 5.19, models/qwen2_vl and qwen2_5_vl (`get_rope_index`) go "
-    "on at the larger of height and width; 4.57, vLLM 0.32 and Qwen's own code at the "
+    upstream="transformers 5.3 to 5.19, models/qwen2_vl and qwen2_5_vl (`get_rope_index`) "
+    "continue at the larger of height and width; 4.57, vLLM 0.32 and Qwen's own code at the "
     "maximum of all three. 5.12 also rounds a video's seconds down before it multiplies them "
     "(transformers 48669).",
-    until="transformers does as vLLM does",
+    until="transformers continues at the maximum",
     optional=True,
 )
 def place_what_follows_videos() -> None:
-    """Let positions of Qwen2-VL and Qwen2.5-VL go on behind the largest of a video, in time too."""
+    """Make positions of Qwen2-VL and Qwen2.5-VL continue after a video's largest one, as vLLM."""
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
     from transformers.models.qwen2_vl import modeling_qwen2_vl
 
@@ -129,9 +129,9 @@ def get_rope_index(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions in time, height and width [3, batch, tokens], 0 for padding, and the next
-    position less the number of tokens [batch, 1] (arXiv:2409.12191, section 2.1). Arguments are
-    those of transformers' method."""
+    """Return positions in time, height and width [3, batch, tokens], 0 for padding; and the next
+    position minus the number of tokens [batch, 1] (arXiv:2409.12191, section 2.1). Takes the
+    arguments of transformers' method."""
     config = model.config.vision_config
     merge, rate = config.spatial_merge_size, getattr(config, "tokens_per_second", 1)
     grids = {1: iter(_listed(image_grid_thw)), 2: iter(_listed(video_grid_thw))}
@@ -147,7 +147,7 @@ def get_rope_index(
                 block = torch.arange(num_tokens).expand(3, -1)
             else:
                 t, h, w = next(grids[kind])
-                times = torch.arange(t, dtype=torch.float64)  # in which vLLM multiplies too
+                times = torch.arange(t, dtype=torch.float64)  # as in vLLM
                 if kind == 2:
                     times = times * rate * next(seconds, 1.0)
                 axes = times.long(), torch.arange(h // merge), torch.arange(w // merge)
@@ -167,13 +167,13 @@ def _listed(values: torch.Tensor | Sequence[Any] | None) -> list[Any]:
     Moment.TRAINING,
     symptom="Rows of several videos end training of InternVL and Intern-S1: `stack expects each "
     "tensor to be equal size`, or `Number of elements of source < number of ones in mask`.",
-    upstream="ms-swift 4.6, template/templates/internvl.py:246: one array holds all videos "
-    "of a row, and of each but the first a frame is left out (`start` is one too far).",
-    until="the template takes videos one by one, as vLLM does",
+    upstream="ms-swift 4.6, template/templates/internvl.py:246: one array holds all videos of "
+    "a row, and all but the first lose a frame (`start` is too large by one).",
+    until="the template processes videos one by one, as vLLM does",
     optional=True,
 )
 def join_internvl_videos() -> None:
-    """Let ms-swift's template of InternVL, and Intern-S1, encode rows of several videos."""
+    """Make ms-swift's template of InternVL and Intern-S1 encode rows of several videos."""
     from swift.template.templates.internvl import InternvlhfTemplate
 
     encode = InternvlhfTemplate._encode
@@ -186,7 +186,7 @@ def join_internvl_videos() -> None:
 
 
 def encode_videos(template: InternvlhfTemplate, inputs: StdTemplateInputs) -> dict[str, Any]:
-    """Encode a row as `InternvlhfTemplate` does, but video by video."""
+    """Encode a row like `InternvlhfTemplate`, but video by video."""
     from swift.template.templates.internvl import InternvlTemplate
     from swift.template.vision_utils import load_video_hf
 
@@ -194,9 +194,9 @@ def encode_videos(template: InternvlhfTemplate, inputs: StdTemplateInputs) -> di
     if images := inputs.images:
         made = processor.image_processor(images=images, crop_to_patches=True, return_tensors="pt")
         tiles_of_images = made["pixel_values"].split([int(n) for n in made["num_patches"]])
-    # ms-swift's template has these two ids where an image or a video stands.
+    # ms-swift's template marks an image by -100 and a video by -200.
     media = {-100: iter(tiles_of_images), -200: iter(load_video_hf(inputs.videos)[0])}
-    # As `InternvlhfTemplate` does: past `InternvlTemplate`, whose images have another form.
+    # Skip `InternvlTemplate`, as `InternvlhfTemplate` does: its images have another form.
     encoded: dict[str, Any] = super(InternvlTemplate, template)._encode(inputs)
     ids = encoded["input_ids"]
     places = [i for i, token_id in enumerate(ids) if token_id in media]
@@ -207,7 +207,7 @@ def encode_videos(template: InternvlhfTemplate, inputs: StdTemplateInputs) -> di
         if ids[place] == -200:
             made = processor.video_processor(videos=[tiles], return_tensors="pt")
             [tiles] = made["pixel_values_videos"]
-            # Each frame is one tile, with its number in front.
+            # Each frame is one tile, preceded by its number.
             text = "".join(f"Frame{n + 1}: <img>{context}</img>\n" for n in range(len(tiles)))
         else:
             text = context * len(tiles)

@@ -1,9 +1,9 @@
-"""The one way to change ms-swift, vLLM, transformers or torch.
+"""Patches ms-swift, vLLM, transformers and torch; no other module may.
 
-`@repair` marks each function that changes something for the rest of a process, by `patch`, and
-`apply(moment)` makes the repairs of a moment, once. `replaced` and `wrapped` change something for a
-block. `tests/upstream/test_patches.py` finds what goes around them. `registry.py` fills the places
-that ms-swift has for plugins.
+`@repair` registers a function that patches something, by `patch`, for the rest of a process.
+`apply(moment)` runs the repairs of a moment once. `replaced` and `wrapped` patch something for a
+block. `tests/upstream/test_patches.py` fails on any other monkeypatch. `registry.py` uses
+ms-swift's own plugin registries.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ T = TypeVar("T", bound=Callable[..., object])
 
 
 class Moment(Enum):
-    """When repairs are made."""
+    """The points in time at which repairs are applied."""
 
     REGISTRATION = "ms-swift has imported the plugin"
     TRAINING = "a training's arguments are complete, and no model is loaded yet"
-    TRAINER = "a trainer is about to be made; it may be connected to servers"
-    ENGINE = "a process is about to make an engine"
-    REPLICA = "the same, of a server's replica"
-    WORKER = "a process holds a worker of an engine, and perhaps no engine"
-    SERVER = "`swift rollout` is loaded, and has made no server yet"
-    CALLED = "the module that has the object, or the setting, calls the function itself"
+    TRAINER = "a trainer is about to be created; it may be connected to servers"
+    ENGINE = "a process is about to create an engine"
+    REPLICA = "a server's replica is about to create its engine"
+    WORKER = "a process has an engine's worker, and possibly no engine"
+    SERVER = "`swift rollout` is loaded, and has not created a server"
+    CALLED = "another module calls the function, when it has the object or setting"
 
 
 MODULES: dict[Moment, tuple[str, ...]] = {
@@ -43,8 +43,8 @@ MODULES: dict[Moment, tuple[str, ...]] = {
     Moment.REPLICA: ("media.paths",),
     Moment.SERVER: ("rollout.engine", "server.replicas", "server.routes"),
 }
-"""The modules of `swift_grpo_ext` that hold a moment's repairs. They are imported when it comes, as
-they import what they change."""
+"""The modules of `swift_grpo_ext` with a moment's repairs. They are imported at that moment, since
+they import the code that they patch."""
 
 
 @dataclass(frozen=True)
@@ -52,41 +52,41 @@ class Repair:
     """One lasting change of upstream."""
 
     function: Callable[..., object]
-    moments: tuple[Moment, ...]  # it is made at the first of them that comes
-    symptom: str  # what goes wrong without it
+    moments: tuple[Moment, ...]  # it is applied at the first of these
+    symptom: str  # the problem without it
     upstream: str  # release and file of the cause
     until: str  # the end of a sentence that begins with "Can go when"
-    optional: bool  # a release that lacks what it changes is left as it is
+    optional: bool  # skip it, with a warning, if a release lacks the patched code
 
 
-REPAIRS: list[Repair] = []  # of the modules that were imported so far
+REPAIRS: list[Repair] = []  # of all modules imported so far
 
 
 def repair(
     *moments: Moment, symptom: str, upstream: str, until: str, optional: bool = False
 ) -> Callable[[T], T]:
-    """List a function that changes upstream (`Repair` has the arguments)."""
+    """Register a function that patches upstream; `Repair` documents the arguments."""
 
-    def note(function: T) -> T:
+    def register(function: T) -> T:
         REPAIRS.append(Repair(function, moments, symptom, upstream, until, optional))
         return function
 
-    return note
+    return register
 
 
 def apply(moment: Moment) -> None:
-    """Make the repairs of a moment that were not made yet, in their order."""
+    """Apply the repairs of a moment that were not applied yet, in order."""
     for name in MODULES.get(moment, ()):
         module = import_module(f"swift_grpo_ext.{name}").__name__
-        # Others may be imported too, as those for CPU on a machine with a GPU.
+        # `REPAIRS` may have others, such as those for CPU on a machine with a GPU.
         for each in [each for each in REPAIRS if each.function.__module__ == module]:
             if moment in each.moments:
                 make(each.function)
 
 
-@cache  # once in a process, whichever moment comes first
+@cache  # once in a process, at the first of its moments
 def make(function: Callable[[], object]) -> bool:
-    """Make one repair; False where it is optional and upstream lacks what it changes."""
+    """Apply one repair. Return False if it is optional and upstream lacks the patched code."""
     [each] = [each for each in REPAIRS if each.function is function]
     try:
         function()
@@ -101,8 +101,8 @@ def make(function: Callable[[], object]) -> bool:
 
 
 def patch(owner: object, **values: object) -> None:
-    """Replace attributes of an upstream module, class or object for the rest of this process; raise
-    `UnsupportedUpstreamError` where it has none of the name, or one with other parameters."""
+    """Replace attributes of an upstream module, class or object for the rest of this process. Raise
+    `UnsupportedUpstreamError` if an attribute is missing or has other parameters."""
     refuse(text for name, value in values.items() if (text := _misfit(owner, name, value)))
     for name, value in values.items():
         setattr(owner, name, value)
@@ -114,7 +114,7 @@ def _misfit(owner: object, name: str, value: object) -> str | None:
         return f"{label} is missing"
     old = getattr(owner, name)
     new = value.__func__ if isinstance(value, staticmethod) else value
-    # A class is replaced by its like, and the parameters of some builtins cannot be read.
+    # Classes are not compared, and some builtins have no signature.
     if inspect.isclass(old) or inspect.isclass(new) or not (callable(old) and callable(new)):
         return None
     text = disagreement(new, old)
@@ -123,16 +123,16 @@ def _misfit(owner: object, name: str, value: object) -> str | None:
 
 _ABSENT = object()
 _replacements: dict[tuple[int, str], dict[object, object]] = {}
-"""Values by the owner's id and the attribute's name: the owner's own, then that of each block. An
-owner lives as long as its blocks."""
+"""By owner id and attribute name: the original value, followed by the value of each open block.
+Blocks keep their owner alive."""
 
-_lock = threading.RLock()  # a block that is garbage-collected may end within another's beginning
+_lock = threading.RLock()  # reentrant: garbage collection may end a block while another begins
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Let an attribute of an upstream module, class or object be `value` within the block. Blocks
-    may overlap, and end in any order, in any thread: the one that began last counts."""
+    """Set an attribute of an upstream module, class or object to `value` within the block. Blocks
+    may overlap, and end in any order and thread: the last one that was opened counts."""
     key, block = (id(owner), name), object()
     with _lock:
         held = _replacements.setdefault(key, {None: vars(owner).get(name, _ABSENT)})
@@ -145,7 +145,7 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
             del held[block]
             last = next(reversed(held.values()))
             if last is _ABSENT:
-                delattr(owner, name)  # the class's own is seen again
+                delattr(owner, name)  # uncovers the attribute of the class
             else:
                 setattr(owner, name, last)
             if len(held) == 1:
@@ -154,10 +154,10 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def wrapped(owner: Any, name: str, wrap: Callable[..., Any]) -> Iterator[None]:
-    """Let `owner.NAME(...)` be `wrap(original, ...)` within the block."""
+    """Make `owner.NAME(...)` call `wrap(original, ...)` within the block."""
     original = getattr(owner, name)
 
-    # A function, not an object: a copied or printed owner must not meet a live hook.
+    # A plain function: copying or printing the owner must not copy or print a hook object.
     @wraps(original)
     def replacement(*args: object, **kwargs: object) -> Any:
         return wrap(original, *args, **kwargs)

@@ -1,5 +1,5 @@
-"""Names of ms-swift and vLLM that we only call, or change for a block: `module:name`, and its first
-parameters where these matter. `contract.py` says what else is verified.
+"""APIs of ms-swift and vLLM that we call, or change within a block: `module:name`, followed by the
+first parameters if these matter. `contract.py` lists the other checks.
 
 Each table is verified once: `COMMAND_LINE` in `register()`, `TRAINER` before the trainer is made,
 `ENGINE` when the rollout engine is imported, `SERVER` when `swift rollout` gets our routes.

@@ -1,9 +1,9 @@
-"""The media of a row, whatever their form, by ms-swift's own reading of it.
+"""Reads the messages and media of a row in any form that ms-swift accepts.
 
-ms-swift takes media in columns (`images`, or what its preprocessors rename to it), in parts of
-`content` (the OpenAI form), and as `<img>PATH</img>` in texts (4.6, template/template_inputs.py,
-`remove_messages_media`; template/base.py, `_replace_image_tags`). A row may have a second view, the
-teacher's, which is read in the same way.
+ms-swift takes media from columns (`images`, or a column that its preprocessors rename to it), from
+parts of `content` (the OpenAI form), and from `<img>PATH</img>` in texts (4.6,
+template/template_inputs.py, `remove_messages_media`; template/base.py, `_replace_image_tags`). A
+teacher may have a second view of a row, which is read in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXPECTED_PARTS = (
 
 
 class RowFormError(ValueError):
-    """A row has a form that ms-swift does not read; names field, value and expected form."""
+    """ms-swift cannot read the row; the message names field, value and expected form."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Medium:
 
 @dataclass(frozen=True)
 class ReadRow:
-    """A row's prompt in the one form that templates encode: texts with marks (`<image>`), and media
-    in the order of `KINDS`, those of a kind in the order of their marks."""
+    """A row's prompt in the form that templates encode: texts with marks (`<image>`), and media
+    sorted by `KINDS`, and within a kind in the order of their marks."""
 
     messages: list[dict[str, Any]]
     media: list[Medium] = field(default_factory=list)
@@ -51,21 +51,21 @@ class ReadRow:
         return [medium for medium in self.media if medium.kind == kind]
 
     def count(self, kind: str) -> tuple[int, int]:
-        """Return how many media of a kind there are, and how many marks for them."""
+        """Return the numbers of media and of marks of a kind."""
         marks = sum(text.count(f"<{kind}>") for _, text in self.texts())
         return len(self.shown_as(kind)), marks
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield each message's text with the field's name; not the token ids of answers."""
+        """Yield the field name and text of each message, except answers that are token ids."""
         for number, message in enumerate(self.messages):
             if isinstance(content := message.get("content"), str):
                 yield f"messages[{number}].content", content
 
 
 def read_row(row: object) -> ReadRow:
-    """Return the messages and media of a data set's row, or of an object with its columns as
-    attributes (a sample, a request), as ms-swift's template reads them. Raises `RowFormError` where
-    ms-swift would raise."""
+    """Return the messages and media of a row as ms-swift's template reads them. `row` is a row of
+    the data set, or an object with its columns as attributes (a sample, a request). Raise
+    `RowFormError` where ms-swift would raise."""
     given = column_of(row, "messages") or ()
     are_messages = isinstance(given, (list, tuple)) and all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in given
@@ -79,14 +79,14 @@ def read_row(row: object) -> ReadRow:
     if with_parts := [message for message in messages if _parts_of(message)]:
         from swift.template.template_inputs import StdTemplateInputs
 
-        StdTemplateInputs.remove_messages_media(with_parts)  # in place: marks stand there now
+        StdTemplateInputs.remove_messages_media(with_parts)  # replaces parts by marks, in place
     read = ReadRow(messages)
     for kind, name in zip(KINDS, COLUMNS, strict=True):
         parts = [medium for medium in in_parts if medium.kind == kind]
         value = column_of(row, name)
         is_teachers = value is not None and value is column_of(row, TEACHER_IMAGES)
         place = TEACHER_IMAGES if is_teachers else name
-        column = [] if value is None else [Medium(kind, place, value)]  # one, as it is
+        column = [] if value is None else [Medium(kind, place, value)]  # a single medium
         if isinstance(value, (list, tuple)):
             column = [Medium(kind, f"{place}[{n}]", item) for n, item in enumerate(value)]
         if parts and column:
@@ -96,7 +96,7 @@ def read_row(row: object) -> ReadRow:
                 "those of the column)"
             )
         read.media.extend(parts or column)
-    # ms-swift looks for these where a row has no images.
+    # ms-swift only looks for `<img>` if a row has no images.
     if not read.shown_as("image") and any("<img>" in text for _, text in read.texts()):
         from swift.template import Template
 
@@ -107,8 +107,8 @@ def read_row(row: object) -> ReadRow:
 
 
 def teacher_view(row: object) -> dict[str, Any] | None:
-    """Return a row as a teacher sees it, with `teacher_images` too, by which `read_row` knows its
-    images; None where the teacher sees what the policy does."""
+    """Return the teacher's view of a row, or None if the teacher sees the policy's prompt. The view
+    has `teacher_images`, so that `read_row` recognizes the teacher's images."""
     if all(column_of(row, name) is None for name in TEACHER_COLUMNS):
         return None
     from swift.rl_core.data import OnPolicySample
@@ -125,8 +125,8 @@ def column_of(row: object, name: str) -> Any:
 
 
 def _parts_of(message: Mapping[str, Any]) -> list[Any]:
-    """Return the parts of a message's content; [] for a text, the token ids of an answer, and a
-    tool's list, which ms-swift writes as JSON."""
+    """Return the parts of a message's content. Return [] for text, for an answer's token ids, and
+    for a tool's list, which ms-swift writes as JSON."""
     content = message.get("content")
     is_tools = message.get("role") in ("tool", "tool_response", "tool_call")
     if not isinstance(content, list) or is_tools or (content and isinstance(content[0], int)):
@@ -168,7 +168,7 @@ def _in_parts(number: int, message: Mapping[str, Any]) -> Iterator[Medium]:
 
 
 def source_of(value: Any) -> Any:
-    """Return the content or the path in a dictionary of ms-swift's preprocessors, or the value."""
+    """Unwrap a `{"bytes", "path"}` dictionary of ms-swift's preprocessors; keep other values."""
     if isinstance(value, Mapping) and value and set(value) <= {"bytes", "path"}:
         content = value.get("bytes")
         return value.get("path") if content is None or content == b"" else content
@@ -181,14 +181,14 @@ def source_of(value: Any) -> Any:
 @repair(
     Moment.TRAINING,
     Moment.ENGINE,
-    symptom="`UnidentifiedImageError` in the first rollout, of a row with `file:///1.png`.",
-    upstream="ms-swift 4.6, template/vision_utils.py (`load_file`) takes it for base64. All "
+    symptom="A row with `file:///1.png` raises `UnidentifiedImageError` in the first rollout.",
+    upstream="ms-swift 4.6, template/vision_utils.py (`load_file`) treats the URL as base64. All "
     "media of all templates pass through `StdTemplateInputs` (template/template_inputs.py), "
     "in training and in the engines.",
-    until="`load_file` reads it",
+    until="`load_file` accepts such URLs",
 )
 def read_file_urls() -> None:
-    """Let ms-swift read `file:///1.png` as the path that it is, as qwen_vl_utils does of videos."""
+    """Make ms-swift read `file:///1.png` as a path, as qwen_vl_utils does for videos."""
     from swift.template.template_inputs import StdTemplateInputs
 
     upstream = StdTemplateInputs.__post_init__
@@ -204,7 +204,7 @@ def read_file_urls() -> None:
 
 
 def _path_of(medium: Any) -> Any:
-    """Return the path of a file's URL; other media as they are."""
+    """Return the path of a `file://` URL; keep other media."""
     if isinstance(medium, dict) and isinstance(medium.get("path"), str):
         return {**medium, "path": _path_of(medium["path"])}
     if isinstance(medium, list):  # the frames of a video
@@ -213,13 +213,13 @@ def _path_of(medium: Any) -> Any:
     return medium.strip().removeprefix(FILE) if is_url else medium
 
 
-# --- values in messages ---
+# --- values in error messages ---
 
-LONGEST_SHOWN = 255  # characters of the longest file name; a longer string is content
+LONGEST_SHOWN = 255  # the longest file name, in characters; a longer string is content
 
 
 def short(value: object) -> str:
-    """Return a value as a message shows it: names whole, content by its beginning and size."""
+    """Return a value for error messages: names in full, content by its beginning and size."""
     if isinstance(value, (bytes, bytearray)):
         return f"<{len(value)} bytes>"
     if isinstance(value, Mapping) and value and set(value) <= {"bytes", "path"}:

@@ -1,4 +1,4 @@
-"""Work that may never end, in a thread for which the process does not wait."""
+"""Runs work that may never end in a thread that does not block the process's exit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Start `work` in a thread that ends with the process, unlike a `ThreadPoolExecutor`'s."""
+    """Start `work` in a daemon thread; a `ThreadPoolExecutor` would block exit until it returns."""
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Repairs of vLLM's engines: a server's replica, and an async engine with several replicas."""
+"""Repairs of vLLM's engines in a server, and of async engines with several replicas."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-SECONDS_TO_CLOSE = 1.0  # for a worker that is closing its engine to end
+SECONDS_TO_CLOSE = 1.0  # grace time for a worker that is shutting down its engine
 
 
 def exit_when_engine_dies(engine: AsyncLLM | LLMEngine) -> None:
-    """Have this process end when a process of its engine does.
+    """Exit this process when one of its engine's processes ends.
 
-    Symptom: after `VLLM::EngineCore` was killed (for its memory, or by CUDA), the worker above it
-    lives on and answers `/health`, and a weight update waits for it without end.
-    Upstream: vLLM 0.32, v1/engine/core_client.py: the next request fails, if one comes;
+    Symptom: after `VLLM::EngineCore` was killed (out of memory, or by CUDA), its worker stays alive
+    and answers `/health`, and a weight update waits for it forever.
+    Upstream: vLLM 0.32, v1/engine/core_client.py only fails the next request, if one comes;
     ms-swift 4.6, pipelines/infer/rollout.py, watches its workers, not their engines. Can go when a
     worker ends with its engine.
     """
-    resources = getattr(engine.engine_core, "resources", None)  # none where it has no processes
+    resources = getattr(engine.engine_core, "resources", None)  # None for an in-process engine
     manager = getattr(resources, "engine_manager", None)
     sentinels = [process.sentinel for process in getattr(manager, "processes", ())]
 
@@ -42,14 +42,14 @@ def exit_when_engine_dies(engine: AsyncLLM | LLMEngine) -> None:
         connection.wait(sentinels)  # returns when one of them has ended
         time.sleep(SECONDS_TO_CLOSE)
         logger.error("A process of vLLM's engine has ended: this replica ends with it.")
-        os._exit(1)  # `sys.exit` would end this thread alone
+        os._exit(1)  # `sys.exit` would only end this thread
 
     if sentinels:
         threading.Thread(target=end, daemon=True).start()
 
 
 def exit_if_engine_is_dead(error: Exception) -> None:
-    """End this process where an engine's process has ended: the replica must not answer."""
+    """Exit this process if its engine's process has ended: the replica must not answer."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     if isinstance(error, EngineDeadError):
@@ -59,14 +59,14 @@ def exit_if_engine_is_dead(error: Exception) -> None:
 
 @repair(
     Moment.CALLED,
-    symptom="With --vllm_data_parallel_size above 1, weights that did not arrive at another "
-    "replica than the first go unnoticed.",
+    symptom="With --vllm_data_parallel_size above 1, missing weights are only noticed at the "
+    "first replica.",
     upstream="vLLM 0.32, v1/engine/core_client.py: `DPLBAsyncMPClient.call_utility_async` "
     "gathers all answers and returns the first.",
-    until="`collective_rpc` answers for all",
+    until="`collective_rpc` returns the answers of all replicas",
 )
 def collect_rpc_from_all_replicas(engine: AsyncLLM) -> None:
-    """Have an async engine answer calls to its workers for all its replicas."""
+    """Make an async engine's `collective_rpc` return the answers of all its replicas."""
     core = engine.engine_core
 
     async def collective_rpc(
@@ -84,13 +84,13 @@ def collect_rpc_from_all_replicas(engine: AsyncLLM) -> None:
 
 @contextmanager
 def pinned_to_replica(engine: AsyncLLM, replica: int | None) -> Iterator[None]:
-    """Give an async engine's requests in the block to one of its replicas; None leaves them to
-    vLLM. The block must not `await`: another request would slip in.
+    """Send an async engine's requests in the block to one of its replicas; with None, vLLM chooses.
+    The block must not `await`, as other requests would then be pinned too.
 
-    Symptom: vLLM spreads a group over its replicas, each of which encodes its images, and no answer
-    names the replica that drew it.
+    Symptom: vLLM spreads a group over its replicas, which all encode its images, and no answer
+    names its replica.
     Upstream: ms-swift 4.6, infer_engine/vllm_engine.py: `VllmEngine._add_request` calls
-    `AsyncLLM.generate` without its `data_parallel_rank`. Can go when it takes a rank.
+    `AsyncLLM.generate` without a `data_parallel_rank`. Can go when it takes a rank.
     """
     if replica is None:
         yield

@@ -1,4 +1,4 @@
-"""Bounds for the waits of the group that brings weights from a trainer to `swift rollout`."""
+"""Timeouts for the process group that sends weights from a trainer to `swift rollout`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from swift.utils import get_logger
 from swift_grpo_ext.upstream.patches import Moment, patch, repair, replaced
 from swift_grpo_ext.upstream.threads import in_thread
 
-BARRIER_SECONDS = 30.0  # vLLM's own bound of a barrier, which notices a killed replica
-MARGIN = 1.1  # a wait that has lasted this many times its bound is given up from outside
+BARRIER_SECONDS = 30.0  # vLLM's default timeout of a barrier, which detects a killed replica
+MARGIN = 1.1  # `run_with_timeout` gives up after this many times the timeout
 
 T = TypeVar("T")
 
@@ -24,11 +24,10 @@ logger = get_logger()
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T], rank: int) -> T:
-    """Return what `work` returns; raise `TimeoutError` where it takes longer.
+    """Return the result of `work`; raise `TimeoutError` if it takes longer.
 
-    Members of torch's `TCPStore` wait without end for a host, rank 0, that has stopped. The host
-    itself keeps the store's own bounds: a thread that it left behind would hold the port that the
-    next group wants.
+    Members of torch's `TCPStore` wait forever for a host (rank 0) that has stopped. The host relies
+    on the store's own timeouts: an abandoned thread would keep the port that the next group needs.
     """
     if rank == 0:
         return work()
@@ -36,30 +35,30 @@ def run_with_timeout(seconds: float, work: Callable[[], T], rank: int) -> T:
     try:
         return outcome.result(MARGIN * seconds)
     except FutureTimeoutError as e:
-        if outcome.done():  # `work` itself raised it: it has its own text
+        if outcome.done():  # `work` itself raised it
             raise
         raise TimeoutError(f"the weights' group has not answered for {seconds:g} s") from e
 
 
 @repair(
     Moment.CALLED,
-    symptom="With a host of the weights' group that has stopped, all others wait without end.",
-    upstream="vLLM 0.32, distributed/utils.py (`StatelessProcessGroup`): creating one waits 300 s, "
-    "a barrier 30 s, and its store keeps no bound but its own host's; ms-swift 4.6 gives none.",
-    until="each wait of the group has the bound that it is given",
+    symptom="If the host of the weights' group has stopped, all others wait forever.",
+    upstream="vLLM 0.32, distributed/utils.py (`StatelessProcessGroup`): creating one waits 300 s "
+    "and a barrier 30 s, but only the host keeps to it; ms-swift 4.6 passes no timeout.",
+    until="each wait of the group keeps to its timeout",
 )
 @contextmanager
 def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
-    """Bound the wait of ms-swift's `module` for the other members of a weight group."""
+    """Limit how long ms-swift's `module` waits for the other members of a weight group."""
     upstream = module.StatelessProcessGroup
-    seconds = max(int(timeout), 1)  # the store takes whole
+    seconds = max(int(timeout), 1)  # the store takes whole seconds
     barrier_seconds = min(timeout, BARRIER_SECONDS)
 
     def create(*args: Any, **kwargs: Any) -> Any:
         rank = kwargs.get("rank", 0)
         make = partial(upstream.create, *args, **kwargs, store_timeout=seconds)
         group = run_with_timeout(seconds, make, rank)
-        group.timeout = timeout  # gloo bounds its waits by it
+        group.timeout = timeout  # read by `cpu/gloo.py`
         barrier = partial(group.barrier, timeout=barrier_seconds)
         patch(group, barrier=partial(run_with_timeout, barrier_seconds, barrier, rank))
         return group
@@ -70,10 +69,10 @@ def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
 
 @contextmanager
 def bounded_broadcasts(communicators: Sequence[Any], timeout: float) -> Iterator[None]:
-    """Give communicators that bound their waits `timeout` seconds.
+    """Set the timeout of communicators, in seconds, if they have one.
 
-    NCCL has no bound: a broadcast to a rank that has ended waits for ever, unless another thread
-    aborts the communicator, which no GPU has run for us. The wait is logged.
+    NCCL has none: a broadcast to a dead rank waits forever, unless another thread aborts the
+    communicator, which we could not test on GPUs. Such a wait is logged as an error.
     """
     for communicator in communicators:
         if group := getattr(communicator, "group", None):

@@ -1,17 +1,17 @@
-"""Weights in the layout of checkpoints, which vLLM loads.
+"""Converts weights to the checkpoint layout that vLLM loads.
 
-`checkpoint_layout`: Qwen3-VL-MoE dies at the first weight update with a bare `AssertionError`, or,
-where twice the experts' width is the hidden size, goes on with wrong weights. transformers (5.19,
-`conversion_mapping.py`) keeps experts transposed against their checkpoints, vLLM transposes what it
-loads, and ms-swift (4.6.0, `rlhf_trainers/utils.py::revert_runtime_names_to_checkpoint`) undoes
-renamings only. AdaLoRA dies there too: its `ranknum` lacks the prefix by which ms-swift leaves
-adapters out (4.6.0, `rollout_mixin.py::_process_state_dict_for_vllm`).
+`checkpoint_layout`: Qwen3-VL-MoE dies at the first weight update with a bare `AssertionError`; if
+twice the experts' width is the hidden size, it silently gets wrong weights. transformers (5.19,
+`conversion_mapping.py`) transposes the experts of a checkpoint, and so does vLLM when it loads, but
+ms-swift (4.6.0, `rlhf_trainers/utils.py::revert_runtime_names_to_checkpoint`) only reverts names.
+AdaLoRA dies there too: its `ranknum` lacks the prefix by which ms-swift filters adapters (4.6.0,
+`rollout_mixin.py::_process_state_dict_for_vllm`).
 
-`checkpoint_buffers`: GLM-4.5V, or another model whose router has a bias of its own, stops at its
-first weight update. The bias is a buffer in transformers and a parameter in vLLM, and ms-swift
-(4.6.0, `rollout_mixin.py::_collect_state_dict_for_vllm`) sends parameters.
+`checkpoint_buffers`: GLM-4.5V, or another model whose router has its own bias, fails at its first
+weight update. The bias is a buffer in transformers and a parameter in vLLM, and ms-swift (4.6.0,
+`rollout_mixin.py::_collect_state_dict_for_vllm`) only sends parameters.
 
-Both can go when ms-swift sends what a checkpoint has.
+Both can go when ms-swift sends the tensors of a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ StateDict = dict[str, torch.Tensor]
 
 
 def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
-    """Return the tensors as the checkpoint of a model, wrapped or not, has them. Those transposed
-    are views: copies of the experts of a model with 30B parameters would take 57 GB."""
+    """Return a model's tensors in the layout of its checkpoint; the model may be wrapped.
+    Transposed tensors are views: copies of a 30B model's experts would take 57 GB."""
     state_dict = {name: t for name, t in state_dict.items() if ".ranknum." not in name}
     base = base_model(model)
     if not isinstance(base, transformers.PreTrainedModel):
@@ -42,7 +42,7 @@ def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
         conversions = get_model_conversion_mapping(base)
     transposed = dict(state_dict)
     for conversion in conversions or ():
-        # Others merge or split tensors, which vLLM takes in the runtime's layout.
+        # Other conversions merge or split tensors; vLLM accepts the runtime layout for those.
         if not isinstance(conversion, WeightConverter) or len(conversion.operations) != 1:
             continue
         [operation] = conversion.operations
@@ -55,11 +55,11 @@ def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
 
 
 def checkpoint_buffers(model: nn.Module) -> StateDict:
-    """Return tensors of the model's checkpoint that are no parameters, by their names there."""
+    """Return the tensors of a model's checkpoint that are not parameters, by checkpoint name."""
     from swift.rlhf_trainers.utils import revert_runtime_names_to_checkpoint
 
     base = base_model(model)
-    # GPTQ and AWQ pack a layer into buffers, which no training changes.
+    # GPTQ and AWQ pack a layer into buffers, which training does not change.
     if getattr(base, "is_quantized", False):
         return {}
     modules = dict(base.named_modules())

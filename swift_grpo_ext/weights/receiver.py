@@ -1,10 +1,10 @@
-"""Weight updates at a server's end: each worker loads and records them. vLLM imports this module in
-every process that holds a worker, perhaps without the rest of the plugin.
+"""vLLM worker extension of a server, which loads and records weight updates. vLLM imports this
+module in every worker process, possibly without registering the plugin.
 
-Symptom: a failed update is only logged; a new group has a hole where a replica has ended; a worker
-waits up to 5 minutes for a trainer that does not come. Upstream: ms-swift 4.6,
-pipelines/infer/rollout.py, takes a replica's number at its start for its rank, and bounds no wait.
-Can go when ms-swift reports failed updates, numbers the living replicas, and bounds their waits.
+Symptom: a failed update is only logged; ranks are missing from a new group after a replica died; a
+worker waits up to 5 minutes for a trainer that does not come. Upstream: ms-swift 4.6,
+pipelines/infer/rollout.py, derives ranks from the replicas' start numbers, and sets no timeouts.
+Can go when ms-swift reports failed updates, numbers living replicas, and has such timeouts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPLICA_NUMBER = "SWIFT_ROLLOUT_DP_RANK"
 
 
 class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
-    """ms-swift's worker extension, which records the weights that it has loaded."""
+    """ms-swift's worker extension, recording the weights that it loads."""
 
     @cached_property
     def engine_weights(self) -> EngineWeights:
@@ -39,7 +39,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         return number_bits(self.vllm_config)
 
     def read_weight_report(self) -> dict[str, Any]:
-        """Return the report of the last update (`WeightReport`), as plain values."""
+        """Return the report of the last update, a `WeightReport` as a dictionary."""
         return asdict(self.engine_weights.report())
 
     def join_group(
@@ -51,12 +51,12 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         timeout: float,
         watches: bool,
     ) -> None:
-        """Join the trainer's group; each of its waits lasts `timeout` seconds at most. `replica` is
-        this one's number among the living ones; None where one engine numbers its replicas itself.
+        """Join the trainer's group, in which each wait takes at most `timeout` seconds. `replica`
+        is this replica's index among the living ones; None if the engine numbers them itself.
         """
         if watches:
             self.engine_weights.begin_watch()
-        # ms-swift's extension reads the number there; the engine does too, and keeps its own.
+        # ms-swift's extension reads this variable. Restore it: the engine's names use it too.
         name = os.environ.get(REPLICA_NUMBER, "0")
         os.environ[REPLICA_NUMBER] = name if replica is None else str(replica)
         try:
@@ -67,10 +67,10 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
     def close_communicator(self) -> None:
         super().close_communicator()
-        gc.collect()  # a new group may want the store's port
+        gc.collect()  # frees the store's port for a new group
 
     def _loading(self) -> AbstractContextManager[None]:
-        return self.engine_weights.loading()  # cpu/receiver.py collects first
+        return self.engine_weights.loading()  # overridden in cpu/receiver.py
 
     def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         with self._loading():

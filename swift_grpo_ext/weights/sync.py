@@ -1,14 +1,14 @@
-"""One weight update at the trainer's end: sent, and verified on every engine.
+"""Sends a weight update from the trainer, and verifies that every engine has it.
 
-    WeightSync.update(move)             all ranks, together
-        servers.reconnect()             rank 0 makes the group again where a replica has come back
-        move(group_recreated)           ms-swift gathers weights, and calls with what it has
+    WeightSync.update(move)             on all ranks
+        servers.reconnect()             rank 0 recreates the group if a replica has restarted
+        move(group_recreated)           ms-swift gathers weights, and then calls one of
             load_colocated() or send()              whole weights, at once or in parts
-            load_adapter() or send_adapter()        an adapter that lies apart from them
-        check(engine_name, report)      of every engine, against what was sent
+            load_adapter() or send_adapter()        an unmerged adapter
+        _check(engine_name, report)     compares each engine's report with the sent tensors
 
-Each engine (`receiver.py`, or the colocated one) reports what it has loaded and what its watch has
-found (`update.py`). The log-probability gap (`training/gap.py`) tests whether engines use it.
+Each engine (`receiver.py`, or the colocated one) reports its loaded tensors and the findings of its
+watch (`update.py`). The log-prob gap (`training/gap.py`) tests whether engines use the weights.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ REMEDY = (
 )
 
 Load = Callable[[StateDict], None]
-"""ms-swift's own way of giving tensors to its engine, or engines."""
+"""ms-swift's function that loads tensors into its engine, or sends them to servers."""
 
 
 class WeightSync:
-    """Makes and verifies the weight updates of one training (docs/promises.md, M4).
+    """Makes and verifies the weight updates of a training (docs/promises.md, M4).
 
-    `servers` is None on ranks that do not send, and with colocated engines. Training goes on where
-    a watch finds a fault and `mismatch` (`--rollout_mismatch`) is "warn".
+    `servers` is None on ranks that do not send, and with colocated engines. If `mismatch`
+    (`--rollout_mismatch`) is "warn", training goes on after a watch has found a fault.
     """
 
     def __init__(
@@ -66,33 +66,32 @@ class WeightSync:
         self._ranks = ranks
         self._servers = servers
         self._mismatch = mismatch
-        self._engine: EngineWeights | None = None  # the colocated one's, from its first weights on
+        self._engine: EngineWeights | None = None  # the colocated engine's; set by the first update
         self._sent: Shapes = {}
-        self._failure: Exception | None = None  # this rank's first one in this update
+        self._failure: Exception | None = None  # this rank's first failure in this update
 
     def update(self, move: Callable[[bool], None]) -> None:
-        """Make one update, on every rank. An update that cannot be sent is made once more, with the
-        replicas that are left.
+        """Make one update, on every rank. If sending fails, retry once with the remaining replicas.
 
         Args:
             move: ms-swift's update, which calls `load_colocated`, `send` or their counterparts for
-                adapters. Its argument is true where replicas may have no weights yet.
+                adapters. Its argument is true if replicas may have no weights yet.
 
         Raises:
-            WeightUpdateError: an engine that this rank feeds holds other weights.
+            WeightUpdateError: an engine that this rank updates has other weights.
             RolloutError: the update failed on another rank.
         """
         for is_last in (False, True):
             self._sent, self._failure = {}, None
             recreated = False
-            with self._noted():
-                if self._servers is not None:  # on rank 0 alone
+            with self._kept_failure():
+                if self._servers is not None:  # on rank 0 only
                     recreated = self._servers.reconnect(again=is_last)
-            # To gather weights, the other ranks would wait for one that failed.
+            # Raise on all ranks: gathering weights would hang if one rank failed.
             recreated = any(self._ranks.all_gather_or_raise(recreated, self._failure))
-            with self._noted():
+            with self._kept_failure():
                 move(recreated)
-                # A failure that `send` has kept says more than the tensors that it left out.
+                # A failure that `send` kept explains more than a list of missing tensors.
                 if self._failure is None:
                     self._check_engines()
             if is_last:
@@ -126,8 +125,8 @@ class WeightSync:
             logger.warning(f"{text}Training goes on (--rollout_mismatch warn).")
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Keep a failure until all ranks meet, and log it: a launcher may end this rank before."""
+    def _kept_failure(self) -> Iterator[None]:
+        """Keep a failure for the next collective. Log it now: a launcher may kill this rank."""
         try:
             yield
         except Exception as e:
@@ -136,26 +135,26 @@ class WeightSync:
                 f"The weight update failed on rank {self._ranks.rank}: {type(e).__name__}: {e}"
             )
 
-    # --- what ms-swift's update calls ---
+    # --- called by ms-swift's update ---
 
     def load_colocated(self, state_dict: StateDict, engine: GRPOVllmEngine, load: Load) -> None:
-        """Give tensors to this process's engine."""
+        """Load tensors into this process's engine."""
         self._sent |= shapes_of(state_dict.items())
         with self._weights_of(engine).loading():
             load(state_dict)
 
     def send(self, state_dict: StateDict, load: Load) -> None:
-        """Send tensors to the servers, and note their shapes. After a failure rank 0 gathers with
-        the others, and sends nothing."""
+        """Send tensors to the servers, and record their shapes. After a failure, rank 0 still takes
+        part in gathering, but sends nothing."""
         if self._ranks.rank > 0:
-            load(state_dict)  # rank 0 sends them
+            load(state_dict)  # sends nothing: only rank 0 does
         elif self._failure is None:
-            with self._noted(), self._servers.bounded() if self._servers else nullcontext():
+            with self._kept_failure(), self._servers.bounded() if self._servers else nullcontext():
                 self._sent |= shapes_of(state_dict.items())
                 load(state_dict)
 
     def load_adapter(self, engine: GRPOVllmEngine, move: Callable[[], None]) -> None:
-        """Give an adapter to this process's engine by `move`, which gathers it before."""
+        """Load an adapter into this process's engine; `move` gathers and loads it."""
         with self._weights_of(engine).adapter():
             move()
 
@@ -163,27 +162,27 @@ class WeightSync:
         if self._engine is None:
             worker = engine.inner_model_executor.driver_worker.worker
             self._engine = EngineWeights(worker.model_runner)
-            if not has_accelerator():  # no GPU has run it for a colocated engine
+            if not has_accelerator():  # untested on GPUs for a colocated engine
                 self._engine.begin_watch()
         return self._engine
 
     def send_adapter(self, client: VLLMClient, move: Callable[[], None]) -> None:
-        """Send an adapter to the servers by `move`, which gathers it and calls ms-swift's client on
-        rank 0."""
+        """Send an adapter to the servers; `move` gathers it, and calls ms-swift's client on rank
+        0."""
         if self._ranks.rank > 0:
             move()
             return
         send, send_parts = client.update_adapter_flattened_param, client.update_adapter_param
 
-        def send_noted(config: LoraConfig, metadatas: list[Any], flattened: Tensor) -> None:
+        def send_recorded(config: LoraConfig, metadatas: list[Any], flattened: Tensor) -> None:
             bucket = FlattenedTensorBucket(flattened_tensor=flattened, metadata=metadatas)
             self.send(bucket.reconstruct_tensors(), lambda _: send(config, metadatas, flattened))
 
-        def send_parts_noted(config: LoraConfig, tensors: StateDict) -> None:
+        def send_parts_recorded(config: LoraConfig, tensors: StateDict) -> None:
             self.send(tensors, partial(send_parts, config))
 
         with (
-            replaced(client, "update_adapter_flattened_param", send_noted),
-            replaced(client, "update_adapter_param", send_parts_noted),
+            replaced(client, "update_adapter_flattened_param", send_recorded),
+            replaced(client, "update_adapter_param", send_parts_recorded),
         ):
             move()

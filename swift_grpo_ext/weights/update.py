@@ -1,19 +1,19 @@
-"""An engine's last weight update: what arrived, and what the engine made of it.
+"""Records an engine's last weight update: the tensors that arrived, and those that it loaded.
 
     weights = EngineWeights(model_runner)
-        weights.begin_watch()               before the first update, if a watch is wanted
+        weights.begin_watch()               optional, before the first update
         with weights.loading(): ...         whole weights, in any number of parts
-        weights.end(is_whole=True)          once all parts have come
-        with weights.adapter(): ...         an adapter over them, or alone
-        weights.report()                    for the trainer, or for the server
+        weights.end(is_whole=True)          after the last part
+        with weights.adapter(): ...         an adapter, with or without new base weights
+        weights.report()                    for the trainer or the server
 
 Each worker of a server (`receiver.py`) and a trainer with a colocated engine (`sync.py`) has one.
 
-Symptom: with `--vllm_enable_lora` rollouts come from the base model, or from the adapter before,
-and nothing fails. Upstream: a server logs that vLLM refused an adapter (`--lora_rank 64` where the
-server allows 16, DoRA), and answers 200 (ms-swift 4.6, pipelines/infer/rollout.py, `llm_worker`);
-vLLM ignores parts that none of its layers takes, such as a vision tower's (vLLM 0.32,
-lora/model_manager.py, `activate_adapter`).
+Symptom: with `--vllm_enable_lora`, rollouts come from the base model or from an older adapter, and
+nothing fails. Upstream: a server only logs that vLLM rejected an adapter (DoRA, or `--lora_rank 64`
+where the server allows 16), and answers 200 (ms-swift 4.6, pipelines/infer/rollout.py,
+`llm_worker`). vLLM ignores parts of an adapter for which it has no layer, such as a vision tower's
+(vLLM 0.32, lora/model_manager.py, `activate_adapter`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ logger = get_logger()
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Shapes = dict[str, str]
-"""By each tensor's name its type and shape, such as `float32 (2, 3)`."""
+"""Maps a tensor's name to its type and shape, such as `float32 (2, 3)`."""
 
 MOST_NAMED = 5
 MERGED = "or leave out --vllm_enable_lora on both sides: adapters are then merged into the weights."
 
 
 class WeightUpdateError(RuntimeError):
-    """An engine does not hold the weights of the trainer."""
+    """An engine does not have the trainer's weights."""
 
 
 @dataclass
@@ -56,37 +56,37 @@ class Update:
     """The state of one update of an engine."""
 
     loaded: Shapes = field(default_factory=dict)
-    filled: set[str] | None = field(default_factory=set)  # parameters; None: the model names none
-    unfilled: list[str] = field(default_factory=list)
+    filled: set[str] | None = field(default_factory=set)  # parameters; None if unknown
+    unfilled: list[str] = field(default_factory=list)  # parameters that were not loaded
     has_ended: bool = False
     has_adapter: bool = False
-    adapter_fault: str = ""  # why vLLM does not generate with the adapter
-    watched_faults: tuple[str, ...] = ()  # found by the watch in the adapter
+    adapter_fault: str = ""  # why vLLM does not use the adapter
+    watched_faults: tuple[str, ...] = ()  # the watch's findings about the adapter
 
 
 class EngineWeights:
-    """The weight updates of one worker's engine, by vLLM's model runner."""
+    """Records the weight updates of one worker's model runner."""
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner: Any = runner
-        self._update: Update | None = None  # the last one, until another begins
+        self._update: Update | None = None  # the current or last update
         self._watch: WeightWatch | None = None
-        self._base_faults: tuple[str, ...] = ()  # found by the watch in the last whole weights
+        self._base_faults: tuple[str, ...] = ()  # the watch's findings about the last whole weights
 
     def begin_watch(self) -> None:
-        """Look at what each update makes of the weights, from the first one on."""
+        """Start the watch over weights; has no effect after the first update."""
         from swift_grpo_ext.weights.watch import WeightWatch  # needs vLLM, unlike a trainer
 
         if self._watch is None and self._update is None:
             runner = self._runner
-            with self._looking():
+            with self._watching():
                 is_random = runner.load_config.load_format == "dummy"
                 self._watch = WeightWatch(runner.model, runner.model_config, is_random=is_random)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Record what the model's `load_weights` takes in the block."""
-        # An update arrives in many calls; the first one after the end of the last begins another.
+        """Record the tensors that the model's `load_weights` loads in the block."""
+        # An update takes many calls; the first call after `end` begins another update.
         if self._update is None or self._update.has_ended:
             self._update = Update()
         update = self._update
@@ -94,16 +94,16 @@ class EngineWeights:
         def load_weights(
             load: Callable[[Weights], set[str] | None], weights: Weights
         ) -> set[str] | None:
-            held = list(weights)  # an iterator is read once
+            held = list(weights)  # an iterator can be read only once
             if self._watch is not None:
-                with self._looking():
-                    self._watch.note_arrived(held)
+                with self._watching():
+                    self._watch.record_arrived(held)
             filled = load(held)
             if filled is None or update.filled is None:
                 update.filled = None
             else:
                 update.filled |= filled
-            if filled is None or filled:  # tensors with which a model fills nothing are lost
+            if filled is None or filled:  # else the model has ignored the tensors
                 update.loaded |= shapes_of(held)
             return filled
 
@@ -111,30 +111,30 @@ class EngineWeights:
             yield
 
     def end(self, *, is_whole: bool) -> None:
-        """Judge the update, once all of it has come: `is_whole` where the client has said so, which
-        some never do."""
+        """Check the update after its last part. `is_whole` is true if the client announced the end,
+        which some clients never do."""
         update, runner = self._update, self._runner
         if update is None or (update.has_ended and not is_whole):
             return
         update.has_ended = True
-        # As vLLM itself does when it loads from disk; a quantized model has parameters of its own.
+        # The same check as in vLLM's loader; a quantized model has additional parameters.
         if is_whole and update.filled is not None and runner.model_config.quantization is None:
             names = {plain_name(name) for name, _ in runner.model.named_parameters()}
             update.unfilled = sorted(names - {plain_name(name) for name in update.filled})
         if self._watch is not None:
-            with self._looking():
+            with self._watching():
                 self._base_faults = self._watch.check_weights(runner.model, update.unfilled)
 
     @contextmanager
     def adapter(self) -> Iterator[None]:
-        """Record an adapter; raise `WeightUpdateError` where the engine does not use all of it."""
-        # The first adapter and the base before it are one update; each later one is another.
+        """Record an adapter; raise `WeightUpdateError` if the engine does not use all of it."""
+        # The first adapter belongs to the update of its base; each later one is an own update.
         self.end(is_whole=False)
         if self._update is None or self._update.has_adapter:
             self._update = Update(filled=None, has_ended=True)
         update = self._update
         update.has_adapter = True
-        manager = getattr(self._runner, "lora_manager", None)  # none where adapters are off
+        manager = getattr(self._runner, "lora_manager", None)  # None if adapters are off
         add = partial(add_whole_adapter, manager, update)
         try:
             with wrapped(manager, "add_adapter", add) if manager else nullcontext():
@@ -143,7 +143,7 @@ class EngineWeights:
             update.adapter_fault = str(e)
             raise
         if self._watch is not None and manager is not None:
-            with self._looking():
+            with self._watching():
                 held = manager._adapter_manager.get_adapter(VLLM_LORA_INT_ID)
                 update.watched_faults = self._watch.check_adapter(held.loras)
 
@@ -157,8 +157,8 @@ class EngineWeights:
         return WeightReport(update.loaded, update.unfilled, update.adapter_fault, faults)
 
     @contextmanager
-    def _looking(self) -> Iterator[None]:
-        """End the watch, and not the run, where the watch itself fails."""
+    def _watching(self) -> Iterator[None]:
+        """Switch the watch off if it raises: its own bugs must not end the run."""
         try:
             yield
         except Exception:
@@ -169,8 +169,8 @@ class EngineWeights:
 def add_whole_adapter(
     manager: Any, update: Update, add: Callable[..., bool], request: TensorLoRARequest
 ) -> bool:
-    """Add an adapter by the `add` of vLLM's LoRA manager, and note it in `update`."""
-    # A copy: on CPU vLLM scales matrices in place, which may be the trainer's own memory.
+    """Add an adapter with `add` of vLLM's LoRA manager, and record it in `update`."""
+    # A copy: on CPU, vLLM scales matrices in place, possibly in the trainer's own memory.
     request.lora_tensors = {
         name: tensor.detach().clone() if tensor.device.type == "cpu" else tensor
         for name, tensor in request.lora_tensors.items()
@@ -185,20 +185,19 @@ def add_whole_adapter(
         ) from e
     layers = manager._adapter_manager
     loras = layers.get_adapter(request.lora_int_id).loras
-    # `base_layer`: the first of two matrices of experts that lie in one tensor.
+    # `base_layer` names the first of two expert matrices in one tensor.
     ignored = sorted(n for n in loras if n.removesuffix(".base_layer") not in layers.modules)
     if ignored:
         raise WeightUpdateError(
-            "vLLM has no place for parts of the adapter: it ignores those of "
-            f"{len(ignored)} modules ({first_names(ignored)}). Train none there (--freeze_vit "
-            "true and --freeze_aligner true for the tower of a model that sees, "
-            f"--target_modules for others), {MERGED}"
+            f"vLLM ignores the adapter's parts for {len(ignored)} modules ({shorten(ignored)}). "
+            "Train no adapters there (--freeze_vit true and --freeze_aligner true for a vision "
+            f"tower, --target_modules for others), {MERGED}"
         )
     return added
 
 
 def shapes_of(tensors: Weights) -> Shapes:
-    """Return type and shape of each tensor by its plain name."""
+    """Return the type and shape of each tensor, by its plain name."""
     return {
         plain_name(name): f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
         for name, tensor in tensors
@@ -207,12 +206,12 @@ def shapes_of(tensors: Weights) -> Shapes:
 
 def plain_name(name: str) -> str:
     """Return a weight's name without `base_layer`, which ms-swift adds or drops with
-    `--vllm_enable_lora`. An adapter's name keeps it: it tells two matrices of experts apart."""
+    `--vllm_enable_lora`. Adapters keep it: it distinguishes two matrices of experts."""
     return name if ".lora_" in name else name.replace(".base_layer.", ".")
 
 
 def compare(sent: Mapping[str, str], report: WeightReport, engine_name: str) -> None:
-    """Raise `WeightUpdateError`, naming tensors, where an engine has other tensors than `sent`."""
+    """Raise `WeightUpdateError` if an engine's tensors differ from those that were `sent`."""
     if report.adapter_fault:
         raise WeightUpdateError(
             f"{engine_name} does not generate with the trainer's adapter. {report.adapter_fault}"
@@ -223,9 +222,7 @@ def compare(sent: Mapping[str, str], report: WeightReport, engine_name: str) -> 
         "did not arrive": [name for name in sent if name not in loaded],
         "have another type or shape": [n for n in sent if loaded.get(n, sent[n]) != sent[n]],
     }
-    wrong = [
-        f"{len(names)} {what} ({first_names(names)})" for what, names in faults.items() if names
-    ]
+    wrong = [f"{len(names)} {fault} ({shorten(names)})" for fault, names in faults.items() if names]
     if wrong:
         raise WeightUpdateError(
             f"{engine_name} does not hold the trainer's weights: of {len(sent)} tensors "
@@ -234,6 +231,6 @@ def compare(sent: Mapping[str, str], report: WeightReport, engine_name: str) -> 
         )
 
 
-def first_names(names: Sequence[str]) -> str:
-    """Spell the first names of a list that may be long."""
+def shorten(names: Sequence[str]) -> str:
+    """Join names, and leave out all but the first few."""
     return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")

@@ -110,7 +110,7 @@ def test_what_a_row_of_each_group_says_of_all_tokens() -> None:
     assert found["pixel_values"] is heads["pixel_values"]
     with pytest.raises(UnknownInputError, match=r"the input bias \(2, 7\) is not known"):
         layout_of(groups, heads).inputs({**heads, "bias": torch.zeros(2, 7)})
-    with pytest.raises(UnknownInputError, match="one of pairs"):
+    with pytest.raises(UnknownInputError, match="attention_mask has the shape"):
         layout_of(groups, {**heads, "attention_mask": torch.ones(2, 1, 7, 7)})
 
 
@@ -151,7 +151,7 @@ def test_text_as_ms_swift_but_for_rounding(
     packed, whole = seen[-1], 5 * max(map(sum, ROWS))
     assert seen == [packed, whole, whole, packed]
     assert packed < whole
-    assert f"Qwen2ForCausalLM read {packed} positions in the place of {whole}" in informed[-1]
+    assert f"Qwen2ForCausalLM read {packed} positions instead of {whole}" in informed[-1]
     assert not warned
 
 
@@ -194,7 +194,7 @@ def test_images_as_ms_swift_but_for_rounding(name: str, side: str, warned: list[
         ("Qwen2", {"_attn_implementation": "flex_attention"}, {}, "--attn_impl flex_attention is"),
         ("Qwen2", {"layer_types": ["chunked_attention"]}, {}, "(chunked_attention)"),
         ("Qwen2", {"output_router_logits": True}, {}, "--router_aux_loss_coef"),
-        ("Qwen2.5-VL", {}, {}, "made of its images"),
+        ("Qwen2.5-VL", {}, {}, "position ids from images"),
         ("Qwen2.5-VL", {}, {"position_ids": 0}, ""),
         ("soft-capped (Gemma2)", {}, {}, ""),
         ("remote code", {}, {}, "takes no position_ids"),

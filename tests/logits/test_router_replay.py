@@ -149,7 +149,7 @@ def test_other_models_get_no_experts() -> None:
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has no router .* Leave the flag out"):
         RouterReplay(model, Qwen3ForCausalLM(Qwen3Config(**SIZES)))
     with (
-        pytest.raises(RuntimeError, match=r"Qwen3MoeForCausalLM does not hand its layers"),
+        pytest.raises(RuntimeError, match=r"Qwen3MoeForCausalLM does not pass `routed_experts`"),
         replay.given(model, {"routed_experts": some_experts(1, ids[1])}),
     ):
         model.get_input_embeddings()(ids[0])  # a pass that asks no layer

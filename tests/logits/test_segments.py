@@ -156,9 +156,9 @@ def test_states_go_on_under_ms_swifts_own_forward(monkeypatch: pytest.MonkeyPatc
 
 def test_a_state_without_its_gradient_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities would be right, and the prompt would learn less than it should."""
-    own = segments.States.update_recurrent_state
+    own = segments.DeltaNetCache.update_recurrent_state
     monkeypatch.setattr(
-        segments.States,
+        segments.DeltaNetCache,
         "update_recurrent_state",
         lambda self, states, *args, **kwargs: own(self, states.detach(), *args, **kwargs),
     )
@@ -223,7 +223,7 @@ def test_a_window_that_attention_is_not_told_of(monkeypatch: pytest.MonkeyPatch)
         "sdpa",
         lambda *args, sliding_window, **kwargs: own(*args, **kwargs),
     )
-    with pytest.raises(ValueError, match="does not tell its implementa"):
+    with pytest.raises(ValueError, match="passes no window to its implementation"):
         model(**batch.inputs)
 
 
@@ -244,14 +244,14 @@ def test_a_mask_that_was_copied_says_the_same() -> None:
         assert torch.equal(model(**batch.inputs).logits, expected)
 
 
-def test_pieces_compute_at_most_twice_what_is_seen() -> None:
+def test_blocks_compute_at_most_twice_what_is_seen() -> None:
     """Blocks of samples, (start, stop), behind a prompt of 10: they share a call while they are no
     longer than it."""
     sizes = [10, 4, 4, 4, 12, 1, 1]
     numbers = torch.arange(7).repeat_interleave(torch.tensor(sizes))
     mask = torch.zeros(1, 1, 4, len(numbers), dtype=torch.int32)
     mask[0, 0, 1] = numbers
-    pieces = segments.Segments.of(mask).pieces
-    assert [(piece.start, piece.stop) for piece in pieces] == [
+    blocks = segments.Segments.of(mask).blocks
+    assert [(block.start, block.stop) for block in blocks] == [
         (0, 10), (10, 18), (18, 22), (22, 34), (34, 36),
     ]  # fmt: skip

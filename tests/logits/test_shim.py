@@ -100,7 +100,7 @@ def test_log_probabilities(name: str, chunk_size: int, warned: list[str]) -> Non
     with counted_positions(model) as counts:
         assert_close(values_and_gradients(model, ours), expected)
     if name == "remote code, squashed":
-        assert "has no log-probabilities in chunks: what it does to logits" in warned.pop()
+        assert "has no log-probabilities in chunks: its transform of logits" in warned.pop()
         assert counts == [11]
         return
     # 11 positions, one more that the model goes on with, and once more for the backward.

@@ -98,7 +98,7 @@ def noted(sample: Any, out: RolloutOutput, sample_id: SampleId, prompt: str) -> 
     [completion], seen = answer_of(out)
     turn = Turn(sample_id=sample_id, prompt=seen, completion=completion, fingerprint=prompt)
     conversation = Conversation()
-    conversation.note(sample, turn)
+    conversation.record(sample, turn)
     return conversation.turns
 
 

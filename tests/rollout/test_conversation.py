@@ -65,7 +65,7 @@ def note(conversation: Conversation, asked: RolloutInferRequest, answer: Answer 
         engine_seconds=1.0,
         tool_seconds=2.0,
     )
-    conversation.note(asked, turn)
+    conversation.record(asked, turn)
 
 
 def test_a_turn_holds_what_the_engine_saw_and_gave() -> None:

@@ -85,7 +85,7 @@ def generate_samples(
         make_metadata=lambda first, count: RequestMetadata(
             sample_id=first, count=count, run_seed=RUN_SEED, as_arrays=True
         ),
-        sharing=sharing,
+        engine_ranks=sharing,
         call_engine=call_engine,
     )
     return [output.response.choices[0].message.content for output in outputs], uneven

@@ -27,7 +27,7 @@ from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
 from swift_grpo_ext.rollout import scheduler, wire
 from swift_grpo_ext.rollout.conversation import between_turns
-from swift_grpo_ext.rollout.scheduler import SchedulerError, warn_no_room, watch
+from swift_grpo_ext.rollout.scheduler import SchedulerError, warn_context_overflow, watch
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 
@@ -178,9 +178,9 @@ def test_a_conversation_without_room_ends_with_its_last_answer(side: str) -> Non
 def test_conversations_without_room_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(scheduler.logger, "warning_once", lambda text, **_: told.append(text))
-    warn_no_room([RolloutOutput(response=answer(5))], 256, 512)
+    warn_context_overflow([RolloutOutput(response=answer(5))], 256, 512)
     assert told == []
-    warn_no_room([RolloutOutput(response=one) for one in (answer(5), NO_ROOM)], 256, 512)
+    warn_context_overflow([RolloutOutput(response=one) for one in (answer(5), NO_ROOM)], 256, 512)
     assert "1 of 2 conversations" in told[0]
     assert "--max_length (256) or the engine's --vllm_max_model_len (512)" in told[0]
 

@@ -355,7 +355,7 @@ class Training:
             make_metadata=lambda sample_id, count: RequestMetadata(
                 sample_id=sample_id, count=count, run_seed=42, as_arrays=True
             ),
-            sharing=ranks,
+            engine_ranks=ranks,
             call_engine=call_engine,
         )
         return [output.response.choices[0].token_ids for output in outputs]

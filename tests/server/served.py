@@ -134,7 +134,7 @@ class Replica:
     def _outputs(self, requests: list[dict[str, Any]], fault: str) -> Any:
         metadatas = [wire.read_metadata(r.get("data_dict")) for r in requests]
         # Another client's have names of the server's making.
-        metadatas = [m if m and not m.is_other_clients else None for m in metadatas]
+        metadatas = [m if m and not m.from_other_client else None for m in metadatas]
         groups = [-1 if metadata is None else metadata.sample_id.group for metadata in metadatas]
         self.groups += groups
         self.requests += requests

@@ -70,7 +70,7 @@ def test_a_call_is_a_round_and_its_equal_prompts_are_a_group() -> None:
 
 def test_stops_and_texts_are_left_to_ms_swift() -> None:
     [told] = served(Deployed(Replica()), asked("a"))
-    assert told.is_other_clients
+    assert told.from_other_client
     assert not told.as_arrays
 
 

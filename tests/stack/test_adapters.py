@@ -43,7 +43,7 @@ REFUSED = {
     ),
     "tower": (
         ("--freeze_vit", "false"),
-        "it ignores those of 10 modules (visual.blocks.0.attn.proj, ",
+        "vLLM ignores the adapter's parts for 10 modules (visual.blocks.0.attn.proj, ",
         "--freeze_vit true",
     ),
 }

@@ -193,7 +193,7 @@ def test_all_weights_are_trained(family: Family, model: Path, whole: Path) -> No
     assert len(requests) == 3 * NUM_PROMPTS  # a group is one request
     placeholders = set(configured_placeholders(model)) if family.images else set()
     assert not placeholders.intersection(i for row in rows for i in row.token_ids)
-    line_breaks = "writes other line breaks" in log_of(whole)
+    line_breaks = "Line breaks beside media differ" in log_of(whole)
     found = {"line_breaks": line_breaks, "stopped": len(stopped), "samples": len(rows)}
     note(family, "whole", gap=gap, **found)
 
@@ -207,7 +207,7 @@ def test_lora_on_two_ranks(
     samples = samples_of(start(family, model, assets, tmp_path, *argv, ranks=2), tmp_path, ranks=2)
     gap = assert_agrees(family, tmp_path)
     assert first_round(samples) == first_round(rounds.recorded(whole))
-    said = "as they are" if family.reads_prompts_again else "positions in the place of"
+    said = "as they are" if family.reads_prompts_again else "positions instead of"
     assert re.search(rf"\] --logps_shared_prompt.* {said}", log_of(tmp_path))
     note(family, "lora", gap=gap)
 

@@ -68,7 +68,7 @@ def test_a_group_is_asked_for_once(reference_folder: Path, reference: Samples) -
     assert sum(entry.get("encoded", 0) for entry in work) == len(images_of_rounds)
     log = (reference_folder / "log").read_text(encoding="utf-8")
     assert "--dataset: 2 of 6 rows repeat a prompt" in log
-    assert "prompts of the generation batch stand in it twice" in log
+    assert "prompts of the generation batch are duplicates" in log
 
 
 def test_an_image_is_decoded_once_for_a_group(reference_folder: Path, reference: Samples) -> None:
@@ -104,7 +104,7 @@ def test_savings_change_nothing(
     assert_same_training(folder / "saved", folder / "upstream")
     for run in (folder / "saved", reference_folder):
         text = (run / "log").read_text(encoding="utf-8", errors="replace")
-        found = re.search(r"auto: passes of .* read (\d+) positions in the place of (\d+)", text)
+        found = re.search(r"auto: passes of .* read (\d+) positions instead of (\d+)", text)
         assert found is not None
         assert int(found[1]) < 0.7 * int(found[2])
 

@@ -35,7 +35,7 @@ def test_trainings_are_equal(name: str, assets: Path, tmp_path: Path) -> None:
         finished = rounds.run_training(assets, rows, folder, *argv, *more, preset=preset)
         assert finished.returncode == 0, finished.cause
         logged[way] = rounds.logged_steps(folder / "run")
-        found = re.search(r"read (\d+) positions in the place of (\d+)", finished.output)
+        found = re.search(r"read (\d+) positions instead of (\d+)", finished.output)
         assert (found is None) == (way == "plain")
         assert found is None or int(found[1]) < 0.9 * int(found[2])
     for ours, theirs in zip(logged["once"], logged["plain"], strict=True):

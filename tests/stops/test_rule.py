@@ -44,7 +44,7 @@ stop_settings = st.builds(
     tokens=st.lists(st.integers(0, len(PIECES) - 1), max_size=2).map(
         lambda ids: {i: str(i) if i == SPECIAL else i for i in ids}
     ),
-    hidden=st.sampled_from([frozenset(), frozenset({EOS})]),
+    invisible=st.sampled_from([frozenset(), frozenset({EOS})]),
     include=st.booleans(),
 )
 
@@ -59,10 +59,10 @@ def by_brute_force(token_ids: list[int], stops: Stops) -> tuple[int, str, object
                     return num_tokens, text[: end if stops.include else end - len(string)], string
         last = token_ids[num_tokens - 1]
         if last in stops.tokens:
-            if stops.include and last not in stops.hidden:
+            if stops.include and last not in stops.invisible:
                 return num_tokens, text, stops.tokens[last]
             before = decode(token_ids[: num_tokens - 1])
-            shown = before if last in stops.hidden else before.rstrip("\ufffd")
+            shown = before if last in stops.invisible else before.rstrip("\ufffd")
             return num_tokens, shown, stops.tokens[last]
     return len(token_ids), decode(token_ids), None
 
@@ -115,7 +115,7 @@ def test_stop_strings(
 
 def test_stop_tokens() -> None:
     a, tokens = ids_of("a")[0], {SPECIAL: "<|tool|>", EOS: EOS}
-    stops = Stops(strings=("</a>",), tokens=tokens, hidden=frozenset({EOS}))
+    stops = Stops(strings=("</a>",), tokens=tokens, invisible=frozenset({EOS}))
     called, ended = ids_of("</", "<|tool|>"), ids_of("</", "<|end|>", "<|end|>")
     assert find_ending(called, decode, stops) == Ending(2, 2, reason="<|tool|>")
     # The template's own end of a turn never shows; another where it is asked for.
@@ -132,7 +132,7 @@ def test_nothing_is_decoded_to_find_stop_tokens() -> None:
     def refuse(_: Sequence[int]) -> str:
         raise AssertionError("decoded")
 
-    stops = Stops(tokens={5: 5, EOS: EOS}, hidden=frozenset({EOS}))
+    stops = Stops(tokens={5: 5, EOS: EOS}, invisible=frozenset({EOS}))
     assert find_ending([7, 5, 8], refuse, stops) == Ending(2, 2, reason=5)
     assert find_ending([7, EOS], refuse, stops) == Ending(2, 1, reason=EOS)
     assert find_ending([7, 8], refuse, stops) == Ending(2, 2)

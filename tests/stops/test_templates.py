@@ -131,7 +131,7 @@ def test_special_tokens_are_known_by_their_ids(template: Any) -> None:
     settings = stops.stops([NEW_TOKEN, "</a>", "</tool_call>", "</a>"], [7, 151665])
     tokens = {151665: NEW_TOKEN, 7: 7, END_OF_TURN: END_OF_TURN}
     assert settings == Stops(
-        strings=("</a>", "</tool_call>"), tokens=tokens, hidden=frozenset({END_OF_TURN})
+        strings=("</a>", "</tool_call>"), tokens=tokens, invisible=frozenset({END_OF_TURN})
     )
     assert list(settings.tokens) == list(tokens)
     assert not stops.stops([], include=False).include
@@ -165,7 +165,7 @@ def test_the_end_of_a_turn_is_one_token(
         (
             ["think"],
             [],
-            r"--stop_words 'think' stands in '<think>\\n\\n'.*Take another stop string",
+            r"--stop_words 'think' occurs in '<think>\\n\\n'.*Take another stop string",
         ),
         ([], [7, 151666], r"--stop_token_ids 7 151666: 151666 is no.* 0 to 151665.*Ask it for"),
         ([], [-1], r"--stop_token_ids -1: -1 is no token"),

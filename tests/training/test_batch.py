@@ -136,7 +136,7 @@ def test_positions_are_compared(how: str, warnings: list[str]) -> None:
     with pytest.raises(DisagreementError, match=message):
         check(placed(ROLLOUT, other, ROLLOUT, padding=3))
     check(placed(ROLLOUT, other, ROLLOUT, padding=3), rollout_mismatch="warn")
-    assert "otherwise, from token 4" in warnings[-1]
+    assert "different positions, from token 4" in warnings[-1]
 
 
 # --- dropout ---

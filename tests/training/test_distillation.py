@@ -32,7 +32,7 @@ from swift_grpo_ext.rollout.sample import RolloutGKDSample
 from swift_grpo_ext.training import RolloutGKDTrainer
 from swift_grpo_ext.training.batch import complete_teacher_views
 from swift_grpo_ext.training.distillation import check_teacher, completions_of, divergence
-from swift_grpo_ext.training.gap import GapJudge
+from swift_grpo_ext.training.gap import GapCheck
 from swift_grpo_ext.training.group import DisagreementError
 from swift_grpo_ext.training.prompts import named_rows
 from swift_grpo_ext.training.rollouts import Round
@@ -189,7 +189,7 @@ def test_ranks_measure_together_where_a_teacher_says_less_on_one() -> None:
         trainer._placeholders, trainer.ranks = [], ranks
         trainer.state, trainer._last_loaded_step = SimpleNamespace(global_step=4), 4
         trainer.accelerator.sync_gradients, trainer.gap_limit = True, 100.0
-        trainer._gap_judge = GapJudge(trainer.args, trainer.gap_limit)
+        trainer._gap_check = GapCheck(trainer.args, trainer.gap_limit)
         metrics[ranks.rank] = defaultdict(list)
         trainer._metrics = {"train": metrics[ranks.rank]}
         gkd_batch = GKDBatch(data_source=DataSource.STUDENT)

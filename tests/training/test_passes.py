@@ -65,13 +65,13 @@ def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", compute)
     host = Host()
     batches = [SimpleNamespace(old_per_token_logps=None) for _ in range(2)]
-    host._leaves_out_old_pass = True
+    host._skips_old_pass = True
     for batch in batches:
         assert host._get_per_token_logps_and_entropies("policy", {}, batch)[0] is None
         assert host._get_per_token_logps_and_entropies("reference", {}, batch)[0] is LOGPS
         assert batch.old_per_token_logps is None
     assert made == ["reference"] * 2
-    host._leaves_out_old_pass = False
+    host._skips_old_pass = False
     for _ in range(2):
         assert host._get_per_token_logps_and_entropies("policy", {}, batches[0])[0] is LOGPS
         old = batches[0].old_per_token_logps

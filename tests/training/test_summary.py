@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swift_grpo_ext.training import summary
-from swift_grpo_ext.training.summary import RunSummary, what_is_on
+from swift_grpo_ext.training.summary import RunSummary, active_features
 from swift_grpo_ext.version import __version__
 from tests.record.rows import ROW, sample_id
 
@@ -37,10 +37,10 @@ def trainer_of(
 
 
 def on(*, dropouts: int = 0, **changes: Any) -> str:
-    return "; ".join(what_is_on(trainer_of(**changes), dropouts))
+    return "; ".join(active_features(trainer_of(**changes), dropouts))
 
 
-def test_what_is_on() -> None:
+def test_active_features() -> None:
     assert on() == (
         "a seed for each sample; training reads prompts once a group where that saves time; the "
         "rollout gap is held to a limit; diversity is watched; samples are recorded"

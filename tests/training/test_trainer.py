@@ -215,7 +215,7 @@ def names(rounds: list[list[tuple[str, RequestMetadata]]]) -> list[list[str]]:
 
 def test_an_engine_that_does_not_sample_with_its_weights_is_named(whole: Trained) -> None:
     """This one makes its log-probabilities up."""
-    told, *_ = [text for text in whole.warnings if "lie further apart than" in str(text)]
+    told, *_ = [text for text in whole.warnings if "differ by more than" in str(text)]
     assert told.startswith("Step 0: log-probabilities of the rollout and of training")
     assert "rank 0 rows of text: " in told
     assert "do not see the same weights" in told

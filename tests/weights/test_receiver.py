@@ -240,7 +240,7 @@ def test_an_adapter_is_recorded_with_the_update_that_it_is_of(method: str, worke
         (Manager("no"), f"vLLM refuses the adapter: no Give .* plain LoRA, {MERGED}"),
         (
             Manager(held=tuple("qedcba")),
-            rf"those of 5 modules \(a, b, c, d, e\).* others\), {MERGED}",
+            rf"parts for 5 modules \(a, b, c, d, e\).* others\), {MERGED}",
         ),
         (Manager(held=tuple("abcdef")), r"6 modules \(a, b, c, d, e, \.\.\.\)"),
         (None, "LoRA is not enabled"),
@@ -269,7 +269,7 @@ class Watch:
     def __init__(self, *faults: str) -> None:
         self.faults, self.fails = faults, False
 
-    def note_arrived(self, weights: Any) -> None:
+    def record_arrived(self, weights: Any) -> None:
         if self.fails:
             raise IndexError("Dimension out of range")
 

@@ -295,5 +295,5 @@ def test_a_colocated_engine_has_to_use_the_adapter_that_it_is_given() -> None:
     engine.inner_model_executor = engine.driver_worker = engine.worker = engine
     request = SimpleNamespace(lora_tensors={"q": torch.ones(2)}, lora_int_id=111)
     weights = WeightSync(RankGroup(), None)
-    with pytest.raises(WeightUpdateError, match=r"ignores those of 1 modules \(q\)"):
+    with pytest.raises(WeightUpdateError, match=r"ignores the adapter's parts for 1 modules \(q\)"):
         weights.update(lambda _: weights.load_adapter(engine, lambda: manager.add_adapter(request)))

@@ -119,7 +119,7 @@ def test_a_quantized_layer_that_is_given_raw_weights() -> None:
         assert watch.check_weights(model, ()) == ()
     model.layer.packed.data = weight.char()  # its numbers as they come
     [fault] = watch.check_weights(model, ())
-    assert fault == "weights are not what an update makes of them: layer is all zeros"
+    assert fault == "weights changed implausibly: layer is all zeros"
     model.layer.load(weight)
     model.layer.scale = torch.tensor(1.0)  # nobody has quantized it anew
     [fault] = watch.check_weights(model, ())
@@ -136,7 +136,7 @@ def test_weights_that_stay_though_others_arrive() -> None:
     weight = model.weight.detach().clone()
 
     def update(arrived: torch.Tensor, held: torch.Tensor) -> tuple[str, ...]:
-        watch.note_arrived([("weight", arrived)])
+        watch.record_arrived([("weight", arrived)])
         model.weight.data = held.clone()
         return watch.check_weights(model, ())
 
@@ -144,7 +144,7 @@ def test_weights_that_stay_though_others_arrive() -> None:
     moved = weight + 1e-3 * drawn(5, 64, 64)
     for _ in range(2):
         assert update(moved, weight) == (
-            "all weights are those of before, though 1 others arrived (stale): weight",
+            "no weight changed, though 1 changed tensors arrived (stale): weight",
         )
     assert update(weight, weight) == ()
     assert update(moved, moved) == ()
@@ -178,9 +178,9 @@ def test_tensors_of_all_shapes_are_looked_at(shape: tuple[int, ...], dtype: torc
     watch = WeightWatch(model, CONFIG)
     for value in (1.0, float("nan")):
         model.extra.data = torch.full(shape, value).to(dtype)
-        watch.note_arrived([("weight", model.weight), ("extra", tensor), ("model.extra", tensor)])
+        watch.record_arrived([("weight", model.weight), ("extra", tensor), ("model.extra", tensor)])
         is_seen = value != 1 and tensor.numel() and dtype in (torch.float32, torch.bfloat16)
-        told = "weights are not what an update makes of them: extra holds NaN or infinity"
+        told = "weights changed implausibly: extra holds NaN or infinity"
         assert watch.check_weights(model, ()) == ((told,) if is_seen else ())
 
 
@@ -190,7 +190,7 @@ def test_random_weights_are_no_base_to_judge_by() -> None:
     watch = WeightWatch(model, CONFIG, is_random=True)
 
     def update(weight: torch.Tensor) -> tuple[str, ...]:
-        watch.note_arrived([("weight", weight)])
+        watch.record_arrived([("weight", weight)])
         model.weight.data = weight.clone()
         return watch.check_weights(model, ())
 

@@ -16,14 +16,14 @@ from swift.trainers import disable_gradient_checkpointing
 
 from swift_grpo_ext.checks.finding import SettingsError
 from swift_grpo_ext.checks.rows import encoding_error, media_of
-from swift_grpo_ext.logits.proof import rounded_otherwise
+from swift_grpo_ext.logits.proof import rounding_noise
 from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.tools.selftest.outcome import NotTriedError
-from swift_grpo_ext.training.gap import Look, gaps_between
+from swift_grpo_ext.training.gap import BoundedGap, gaps_between
 from swift_grpo_ext.training.group import DisagreementError, kind_of_row
 from swift_grpo_ext.upstream.patches import replaced
 
@@ -185,20 +185,20 @@ class Rig:
             values, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs, batch)
         return values
 
-    def looks(self, samples: Sequence[RolloutSample]) -> dict[str, Look]:
+    def looks(self, samples: Sequence[RolloutSample]) -> dict[str, BoundedGap]:
         """Return for each kind of row how far log-probabilities of rollout and trainer lie apart,
         and how far rounding moves the trainer's. Samples about which both sides disagree are left
         out: the check `prompts` names them."""
-        trainer, looks = self.trainer, defaultdict[str, Look](Look)
+        trainer, looks = self.trainer, defaultdict[str, BoundedGap](Look)
         bits = min(trainer.number_bits, trainer._engine_bits)  # the less precise side's
         least = torch.finfo(torch.bfloat16).eps if bits <= 16 else 0.0
         for sample in samples:
             with suppress(DisagreementError):
                 inputs, batch = self.encode([sample], mismatch="stop")
                 training, mask = self.logps(inputs, batch), batch.completion_mask.bool()
-                with rounded_otherwise(base_model(trainer.model), least):
+                with rounding_noise(base_model(trainer.model), least):
                     rounded = self.logps(inputs, batch)
                 [gap] = gaps_between(batch.rollout_per_token_logps, training, mask)
                 [rounding] = gaps_between(rounded, training, mask)
-                looks[kind_of_row(sample)] += Look(gap, rounding)
+                looks[kind_of_row(sample)] += BoundedGap(gap, rounding)
         return dict(looks)
