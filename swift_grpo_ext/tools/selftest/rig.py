@@ -189,7 +189,7 @@ class Rig:
         """Return for each kind of row how far log-probabilities of rollout and trainer lie apart,
         and how far rounding moves the trainer's. Samples about which both sides disagree are left
         out: the check `prompts` names them."""
-        trainer, looks = self.trainer, defaultdict[str, BoundedGap](Look)
+        trainer, looks = self.trainer, defaultdict[str, BoundedGap](BoundedGap)
         bits = min(trainer.number_bits, trainer._engine_bits)  # the less precise side's
         least = torch.finfo(torch.bfloat16).eps if bits <= 16 else 0.0
         for sample in samples:
