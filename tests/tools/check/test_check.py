@@ -91,7 +91,7 @@ def test_settings_for_another_machine(capfd: pytest.CaptureFixture[str]) -> None
     preset = str(ROOT / "examples/presets/colocate_8gpu.yaml")
     assert main(["check", "--settings-only", preset]) == 0
     assert capfd.readouterr().out == (
-        "Ready (warnings: 0). Not looked at: names and values, this machine, files, plugins, "
+        "Ready (warnings: 0). Not looked at: values, this machine, files, plugins, "
         "rewards, model, data; weights, and the memory that they need.\n"
     )
     assert main(["check", "--settings-only", "none.yaml"]) == 1

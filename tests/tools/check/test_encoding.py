@@ -98,7 +98,7 @@ def test_positions_behind_long_videos(
     first, second, *_ = sides.said(rows)
     for text, number in ((first, 1), (second, 2)):
         assert text.startswith(f"error: row {number} of {path} (which asks '<video>")
-        assert "): the rollout and training place the same tokens otherwise, from token " in text
+        assert "give the same tokens different positions, from token " in text
         assert "in time, height and width). vLLM's model and transformers' count" in text
 
 
