@@ -30,6 +30,8 @@ if [ "${BASE_PYTHON:-}" ] || ! is_tried "$present"; then
   [ "$version" ] || fail "expected Python 3.10, 3.11 or 3.12 with its venv module${BASE_PYTHON:+ as BASE_PYTHON}. Install one, or name one:
 BASE_PYTHON=/path/to/python3.12 bash scripts/setup.sh"
 fi
+# Not that of an environment, which may be removed below.
+interpreter=$("$interpreter" -c 'import sys; print(sys._base_executable)')
 list=scripts/requirements-cpu-$version.txt
 [ -f "$list" ] || list=scripts/requirements-cpu.txt
 
