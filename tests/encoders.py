@@ -57,7 +57,7 @@ class BothSides:
         [prompt] = self.ask([sample_of(self.template, row).to_infer_request()]).prompts
         if isinstance(prompt, str):
             raise ValueError(prompt)
-        return prompt, difference(self.template, row, prompt)
+        return prompt, difference(self.template, sample_of(self.template, row), prompt)
 
     def said(self, rows: list[Row]) -> list[str]:
         found = check_encoding(self.args, self.template, [rows], self.ask)

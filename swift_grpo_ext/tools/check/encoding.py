@@ -8,13 +8,16 @@ from the real start; servers encode in a process of their own. So a prompt for w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from random import Random
+from statistics import fmean
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
 import torch
 from swift.infer_engine import vllm_engine
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
@@ -156,10 +159,9 @@ def sample_of(template: Template, row: Row) -> RolloutSample:
     return sample
 
 
-def difference(template: Template, row: Row, prompt: RolloutPrompt) -> str:
+def difference(template: Template, sample: RolloutSample, prompt: RolloutPrompt) -> str:
     """Return how a training on one completion token would see another prompt than the engine; ""
-    where both see the same."""
-    sample = sample_of(template, row)
+    where both see the same. The sample is encoded in place."""
     sample.messages.append({"role": "assistant", "content": ""})
     sample.response_token_ids = template.tokenizer.encode("a", add_special_tokens=False)[:1]
     sample.add_eos = False
@@ -195,7 +197,7 @@ def check_encoding(
         return
     add_dummy_model(template)
     compared: list[tuple[Row, RolloutPrompt]] = []
-    refused, unusable, differing = list[str](), list[str](), list[str]()
+    refused, unusable, differing, num_bytes = list[str](), list[str](), list[str](), list[int]()
     for row, prompt in zip(rows, encoded.prompts, strict=True):
         if fault := encoding_error(template, row, encoded.max_model_len):
             unusable.append(f"{name_of(row)} cannot be encoded for training ({fault}).")
@@ -203,8 +205,10 @@ def check_encoding(
             refused.append(f"{name_of(row)} cannot be encoded for a rollout ({prompt}).")
         else:
             compared.append((row, prompt))
-            if found := difference(template, row, prompt):
+            sample = sample_of(template, row)
+            if found := difference(template, sample, prompt):
                 differing.append(f"{name_of(row)}: {found}")
+            num_bytes.append(media_bytes(sample.encoded))
     yield from first_of(error, refused, "Correct them, or leave them out.")
     if args.truncation_strategy == "delete":
         yield from first_of(warning, unusable, "Others take their place.")
@@ -220,6 +224,7 @@ def check_encoding(
         yield ok("dataset", f"{text}, in {parts}.")
     if compared:
         yield from lengths_of(compared, encoded, int(args.max_completion_length))
+        yield from memory_of(args, num_bytes)
 
 
 def drawn_rows(datasets: Iterable[Sequence[Row]], seed: int) -> Iterator[Row]:
@@ -264,3 +269,25 @@ def lengths_of(
     longest, _ = rows[lengths.index(num_prompt)]
     text = f"{text} Completions of {name_of(longest)} end after {room - num_prompt} tokens."
     yield warning("dataset", text, "Raise --vllm_max_model_len, or lower --max_length.")
+
+
+def media_bytes(encoded: Mapping[str, Any]) -> int:
+    """Return the bytes of an encoded row's tensors; its tokens are lists."""
+    return sum(value.nbytes for value in encoded.values() if isinstance(value, torch.Tensor))
+
+
+def memory_of(args: RLHFArguments, num_bytes: Sequence[int]) -> Findings:
+    """Warn of rounds whose media do not fit into this machine's free memory; `num_bytes` are those
+    of some rows."""
+    sizes: Any = args.training_args
+    num_prompts = sizes.generation_batch_size // getattr(sizes, "num_generations", 1)
+    needed = fmean(num_bytes) * num_prompts / int(os.environ.get("NNODES") or 1)
+    free = psutil.virtual_memory().available
+    if needed > free:
+        yield warning(
+            "per_device_train_batch_size",
+            f"the media of a round take about {needed / 1e9:.0f} GB on each machine once they are "
+            f"decoded ({fmean(num_bytes) / 1e6:.1f} MB for each of {num_prompts} prompts), and "
+            f"{free / 1e9:.0f} GB are free.",
+            "Lower MAX_PIXELS, or the prompts of a round (also --steps_per_generation).",
+        )

@@ -94,7 +94,7 @@ def test_settings_for_another_machine(capfd: pytest.CaptureFixture[str]) -> None
         "Ready (warnings: 0). Not looked at: values, this machine, files, plugins, "
         "rewards, model, data; weights, and the memory that they need.\n"
     )
-    assert main(["check", "--settings-only", "none.yaml"]) == 1
+    assert main(["check", "--settings-only", "none.yaml"]) == 2
     assert capfd.readouterr().err == "swift-grpo-ext check: none.yaml: there is no such file.\n"
 
 

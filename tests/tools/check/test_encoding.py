@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from PIL import Image
 from swift.dataset import load_dataset
 
-from swift_grpo_ext.tools.check.encoding import sample_of
+from swift_grpo_ext.tools.check import encoding
+from swift_grpo_ext.tools.check.encoding import difference, sample_of
 from tests.encoders import BothSides
 from tests.releases import needs_rates_of_videos
 from tests.stack import rounds
@@ -59,7 +61,13 @@ def test_rows_that_are_right(settings: dict[str, Any], image: str, tmp_path: Pat
         ("Here:\n<image>\n and <image>?", {"images": [image] * 2}),
         *(("Which digit?", {}) for _ in range(38)),  # 16 in all, and 16 of the others
     )
-    assert BothSides(**settings).said(rows) == [
+    sides = BothSides(**settings)
+    sample = sample_of(sides.template, rows[0])
+    assert not difference(sides.template, sample, sides.encode(rows[0])[0])
+    # 8 x 8 patches of 14 x 14 pixels in float32, two frames of three colours; little else.
+    pixels = 8 * 8 * 14 * 14 * 2 * 3 * 4
+    assert pixels < encoding.media_bytes(sample.encoded) < 1.01 * pixels
+    assert sides.said(rows) == [
         "ok: 32 rows with 3 media are equal in rollout and training, in tokens and positions.",
         "note: prompts have 22 to 61 tokens (--max_length 64 counts a medium as one); with "
         "--max_completion_length 100 a sample takes up to 161 of 256 (--vllm_max_model_len).",
@@ -209,3 +217,17 @@ def test_videos_and_images_of_unequal_sizes(image: str, tmp_path: Path) -> None:
         of_vllm, of_training = seen(encoder, row)
         assert len(of_training) == num_tiles
         assert torch.equal(of_vllm, of_training.to(of_vllm.dtype))
+
+
+def test_media_that_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10,240 samples in groups of 8, on four machines: 320 prompts each, of 1.5 GB in the mean."""
+    sizes = SimpleNamespace(generation_batch_size=10_240, num_generations=8)
+    args: Any = SimpleNamespace(training_args=sizes)
+    monkeypatch.setenv("NNODES", "4")
+    num_bytes = [10**9, 2 * 10**9]
+    monkeypatch.setattr(encoding.psutil, "virtual_memory", lambda: SimpleNamespace(available=4e11))
+    [finding] = encoding.memory_of(args, num_bytes)
+    assert "the media of a round take about 480 GB on each machine" in finding.sentence
+    assert "(1500.0 MB for each of 1280 prompts), and 400 GB are free" in finding.sentence
+    monkeypatch.setattr(encoding.psutil, "virtual_memory", lambda: SimpleNamespace(available=5e11))
+    assert not [*encoding.memory_of(args, num_bytes)]
