@@ -29,6 +29,7 @@ OF_ENGINES = {
 OF_TRAININGS = {
     **{"data_seed": 42, "truncation_strategy": "left", "rollout_mismatch": "stop"},
     "max_completion_length": 512,
+    "training_args": SimpleNamespace(generation_batch_size=64, num_generations=8),
 }
 
 
