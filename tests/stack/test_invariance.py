@@ -67,7 +67,7 @@ def test_a_group_is_asked_for_once(reference_folder: Path, reference: Samples) -
     images_of_rounds = {(sample["step"], tuple(sample["images"])) for sample in reference.values()}
     assert sum(entry.get("encoded", 0) for entry in work) == len(images_of_rounds)
     log = (reference_folder / "log").read_text(encoding="utf-8")
-    assert "--dataset: 2 of 6 rows repeat a prompt" in log
+    assert "--dataset: 2 of 6 rows repeat an earlier row's prompt" in log
     assert "prompts of the generation batch are duplicates" in log
 
 
