@@ -57,7 +57,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "--fsdp fsdp2: needs accelerators": ("--fsdp", "fsdp2"),
     "--tuner_type adapter: adds parts": ("--tuner_type", "adapter"),
     f"{ADAPTER}: vLLM does not yet support DoRA": (*LORA, "--use_dora", "true"),
-    f"{ADAPTER}: vLLM only supports modules_to_save": (*LORA, "--modules_to_save", "lm_head"),
+    f"{ADAPTER}: vLLM only supports modules_to_save": (*LORA, "--modules_to_save", "merger"),
     "--resume_from_checkpoint {folder}: is no whole": ("--resume_from_checkpoint", "{folder}"),
     "--router_replay_mode R3: does not go with --torch_compile": (
         *("--router_replay_mode", "R3", "--torch_compile", "true"),
