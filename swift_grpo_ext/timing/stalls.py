@@ -71,15 +71,18 @@ class StallReports:
             now = (self._part and self._part(), list(_waits))
             is_idle = self._part is None and not _waits
             seen, num_alike = now, 0 if is_idle or now != seen else num_alike + 1
+            is_due = num_alike > 0 and num_alike % LOOKS == 0
             try:
                 self._publish(json.dumps([number, *self._state()]))
                 # Two looks before the report: each rank that runs has published one in between.
                 if num_alike % LOOKS == LOOKS - 2:
                     before = self._read()
-                elif num_alike and num_alike % LOOKS == 0:
+                elif is_due:
                     self._report(before, self._read())
             except Exception as e:  # the store has ended, with its machine
-                _print([f"{_name([self._rank])}: {_describe(*self._state())}; no store: {e}"])
+                if is_due:
+                    own = _describe(*self._state())
+                    _print([f"{_name([self._rank])}: {own}; no store: {e}"])
 
     def _state(self) -> tuple[float, str, list[str]]:
         """Return the minutes since the part began, where it is, and what the process waits for."""

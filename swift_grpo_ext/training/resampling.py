@@ -20,7 +20,6 @@ from swift.rlhf_trainers.utils import get_even_process_data
 from swift.utils import get_logger
 
 from swift_grpo_ext.rollout.sample import RolloutSample
-from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.sampler import EpochSampler
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.sampling.waves import Waves
@@ -40,7 +39,7 @@ class Scored(NamedTuple):
 class DynamicSampling(RolloutTraining, GRPOTrainer):
     """Adds `--dynamic_sample` to the rollouts of GRPO."""
 
-    # Of the last wave, on this rank.
+    # The last wave on this rank took these.
     _generating_seconds = 0.0
     _scoring_seconds = 0.0
 
@@ -89,11 +88,7 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
         if self.template.truncation_strategy == "raise":
             rows = self.replace_failing(rows, round_, first)
         samples: list[RolloutSample] = self.to_samples(rows)
-        start = len(samples) * self.ranks.rank
-        positions = range(start, start + len(samples))
-        names = sample_ids_at(round_, positions, self.num_generations, first_group=first)
-        for sample, name in zip(samples, names, strict=True):
-            sample.set_id(name)
+        self._set_ids(samples, len(samples) * self.ranks.rank, round_, first)
         return samples
 
     def _timed(self, samples: list[RolloutSample]) -> list[RolloutSample]:

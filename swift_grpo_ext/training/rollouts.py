@@ -264,12 +264,17 @@ class RolloutTraining(RolloutTrainerMixin):
         sizes = self.ranks.all_gather(len(samples))
         num_groups = sum(sizes) // self._group_size
         round_, first_group = self._rounds.take_batch(num_groups, training=self.model.training)
-        start = sum(sizes[: self.ranks.rank])
+        self._set_ids(samples, sum(sizes[: self.ranks.rank]), round_, first_group)
+        return samples
+
+    def _set_ids(
+        self, samples: list[RolloutSample], start: int, round_: RoundId, first_group: int
+    ) -> None:
+        """Name samples at the positions from `start` on, over all ranks' samples."""
         positions = range(start, start + len(samples))
         sample_ids = sample_ids_at(round_, positions, self._group_size, first_group=first_group)
         for sample, sample_id in zip(samples, sample_ids, strict=True):
             sample.set_id(sample_id)
-        return samples
 
     def _generate_completions(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         with deterministic(False) if self.args.full_determinism else nullcontext():
