@@ -9,23 +9,18 @@ NUM_WAVES = 8  # over which the share of kept groups is measured
 
 
 class Waves:
-    """Chooses the sizes of waves, so that one is expected to leave a full batch.
-
-    The choice costs or saves time alone: kept are the first groups with unequal rewards, by round
-    and number, whatever was drawn at once.
-    """
+    """Chooses the sizes of waves, so that one is expected to leave a full batch. Sizes only change
+    how long a step takes: the first groups with unequal rewards, by round and number, are kept."""
 
     def __init__(self, batch: int, unit: int, *, draws_ahead: bool) -> None:
-        """Take the groups of a generation batch, and a number of which waves are multiples.
-        `draws_ahead`: whether waves may have another size than ms-swift's, which is the batch."""
+        """`batch` is the number of groups in a generation batch. Waves are multiples of `unit`.
+        Without `draws_ahead` they have ms-swift's size, which is the batch."""
         self._batch, self._unit, self._draws_ahead = batch, unit, draws_ahead
         self._counts = deque[tuple[int, int]](maxlen=NUM_WAVES)  # kept and drawn of each wave
-        self._scoring = 0.0  # share of a wave's time
 
-    def note(self, kept: int, drawn: int, generating: float, scoring: float) -> None:
-        """Note how many groups of a wave had unequal rewards, and its seconds."""
+    def note(self, kept: int, drawn: int) -> None:
+        """Note how many groups of a wave had unequal rewards."""
         self._counts.append((kept, drawn))
-        self._scoring = scoring / ((generating + scoring) or 1.0)
 
     def first(self) -> int:
         """Return how many groups to draw beside a batch of training."""
@@ -43,10 +38,8 @@ class Waves:
         if not kept:
             return math.inf
         share = kept / drawn
-        # One standard deviation more makes one wave enough in five of six cases. It is not worth
-        # its scores where these take the time.
-        spread = math.sqrt(missing * (1 - share)) / share
-        return missing / share + (1 - self._scoring) * spread
+        # One standard deviation more makes one wave enough in five of six cases.
+        return missing / share + math.sqrt(missing * (1 - share)) / share
 
     def _limited(self, count: float) -> int:
         return math.ceil(min(count, self._batch) / self._unit) * self._unit

@@ -19,29 +19,27 @@ def test_waves_are_bounded_and_fit_the_ranks(
     """A first wave has at most twice the batch, and a further one adds something."""
     waves = Waves(12, unit, draws_ahead=True)
     for kept, drawn in counts:
-        waves.note(kept, drawn, 1.0, 0.5)
+        waves.note(kept, drawn)
     for size, least in ((waves.first(), 0), (waves.further(missing) if counts else 12, 1)):
         assert least <= size <= 12
         assert size % unit == 0
 
 
 def test_a_wave_is_expected_to_leave_a_full_batch() -> None:
-    """Half of the groups are kept: twice as many are drawn, where a wave costs more than scores."""
+    """Half of the groups are kept: twice as many are drawn, and one standard deviation more."""
     waves = Waves(64, 1, draws_ahead=True)
     assert waves.first() == 0, "nothing is known yet"
-    waves.note(32, 64, generating=0.0, scoring=1.0)
+    waves.note(32, 64)
     assert waves.first() == 64
-    assert waves.further(8) == 16
-    waves.note(32, 64, generating=1.0, scoring=0.0)
     assert waves.further(8) == 16 + math.sqrt(8 * 0.5) / 0.5
     for _ in range(8):
-        waves.note(64, 64, generating=1.0, scoring=0.0)
+        waves.note(64, 64)
     assert waves.first() == 0, "all are kept"
 
 
 def test_one_standard_deviation_suffices_in_five_of_six_waves() -> None:
     waves, share, size = Waves(64, 1, draws_ahead=True), 0.8, 80
-    waves.note(64, size, generating=1.0, scoring=0.0)
+    waves.note(64, size)
     drawn = 64 + waves.first()
     enough = sum(
         math.comb(drawn, k) * share**k * (1 - share) ** (drawn - k) for k in range(64, drawn + 1)
@@ -51,5 +49,5 @@ def test_one_standard_deviation_suffices_in_five_of_six_waves() -> None:
 
 def test_engine_mode_draws_as_ms_swift_does() -> None:
     waves = Waves(12, 1, draws_ahead=False)
-    waves.note(3, 12, 1.0, 1.0)
+    waves.note(3, 12)
     assert (waves.first(), waves.further(1)) == (0, 12)
