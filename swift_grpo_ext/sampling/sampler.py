@@ -21,31 +21,29 @@ class EpochSampler(Sampler[int]):
     iteration asks `epoch` for its epoch, from 0."""
 
     def __init__(self, upstream: RepeatSampler, epoch: Callable[[], int]) -> None:
-        self._num_rows = upstream.num_samples
-        self._group_size = upstream.mini_repeat_count
-        self._prompts = upstream.batch_size
-        # The loader yields a round's rows for each training batch that it serves.
-        self._repeats = upstream.repeat_count
-        self._seed = (upstream.seed or 0) if upstream.shuffle else None
-        self._epoch = epoch
+        self._upstream, self._epoch = upstream, epoch
         # Generation batches of an epoch; rows that do not fill one are left out.
-        self.num_batches: int = self._num_rows // self._prompts
+        self.num_batches: int = upstream.num_samples // upstream.batch_size
 
     def __len__(self) -> int:
-        return self.num_batches * self._prompts * self._group_size * self._repeats
+        return len(self._upstream)
 
     def __iter__(self) -> Iterator[int]:
-        for prompts in self._batches(self._epoch()):
-            yield from prompts.repeat_interleave(self._group_size).tolist() * self._repeats
+        for rows in self._batches(self._epoch()).tolist():
+            # The loader yields a round's rows for each training batch that it serves.
+            yield from rows * self._upstream.repeat_count
 
     def batch(self, epoch: int, batch: int) -> list[int]:
         """Return the indices of one generation batch's rows, each repeated for its group."""
-        return list(self._batches(epoch)[batch].repeat_interleave(self._group_size).tolist())
+        return list(self._batches(epoch)[batch].tolist())
 
     def _batches(self, epoch: int) -> torch.Tensor:
-        order = torch.arange(self._num_rows)
-        if self._seed is not None:
-            generator = torch.Generator().manual_seed(self._seed)
+        """Return the indices of an epoch's rows [generation batches, samples]."""
+        upstream = self._upstream
+        order = torch.arange(upstream.num_samples)
+        if upstream.shuffle:
+            generator = torch.Generator().manual_seed(upstream.seed or 0)
             for _ in range(epoch + 1):  # the epochs before draw from the same generator
-                order = torch.randperm(self._num_rows, generator=generator)
-        return order[: self.num_batches * self._prompts].view(self.num_batches, self._prompts)
+                order = torch.randperm(upstream.num_samples, generator=generator)
+        prompts = order[: self.num_batches * upstream.batch_size].view(-1, upstream.batch_size)
+        return prompts.repeat_interleave(upstream.mini_repeat_count, dim=1)
