@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, log
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from swift_grpo_ext.config import RolloutGRPOConfig
     from swift_grpo_ext.rollout.sample import RolloutSample
+    from swift_grpo_ext.sampling.seeding import SampleId
 
 logger = get_logger()
 
@@ -117,12 +118,6 @@ def gap_limit(bits: int, temperature: float = 1.0) -> float:
     return limit / min(temperature or 1.0, 1.0)
 
 
-def most_explained(limit: float, count: int) -> float:
-    """Return the largest mean gap, in nats, that rounding explains for `count` tokens."""
-    # In 16 bits, the choice of another expert moves a token by whole nats.
-    return limit * (1 + SPIKES / max(count, 1))
-
-
 def sampling_shift(args: RolloutGRPOConfig) -> float:
     """Return the mean gap, in nats, that the sampling settings explain."""
     # vLLM reports log-probabilities of the distribution that it samples from. Settings that keep a
@@ -143,28 +138,19 @@ def sampling_shift(args: RolloutGRPOConfig) -> float:
     return shift
 
 
-@dataclass(frozen=True, slots=True)
-class RoundGap:
-    """The gap of one rank's samples of a round."""
+class SampleGap(NamedTuple):
+    """The gap of one sample."""
 
-    by_source: dict[Source, Gap]
-    # The largest gap of a sample, divided by the gap that rounding and settings explain.
-    excess: float = 0.0
-    furthest: str = ""  # the name of that sample, and its gap
-
-
-def source_of(sample: RolloutSample) -> Source:
-    engine = str((sample.rollout_infos or {}).get("replica", ""))
-    return engine, kind_of_row(sample)
+    name: SampleId
+    source: Source
+    gap: Gap
 
 
 def measure_gap(
-    micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]], limit: float, shift: float
-) -> RoundGap:
-    """Return the gap of this rank's samples. `limit` comes from `gap_limit`, `shift` from
-    `sampling_shift`."""
-    by_source = defaultdict[Source, Gap](Gap)
-    worst = (0.0, "")
+    micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]],
+) -> list[SampleGap]:
+    """Return the gaps of this rank's samples."""
+    measured = []
     for samples, batch in micro_batches:
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
         # ms-swift gives none with `--use_vllm false`, or if one sample of the batch lacks them.
@@ -172,11 +158,9 @@ def measure_gap(
             continue
         gaps = gaps_between(rollout, training, batch.completion_mask.bool())
         for sample, gap in zip(samples, gaps, strict=True):
-            source = source_of(sample)
-            by_source[source] += gap
-            excess = gap.mean / (most_explained(limit, gap.count) + shift)
-            worst = max(worst, (excess, f"{sample.sample_id} ({source[1]}): {gap}"))
-    return RoundGap(dict(by_source), *worst)
+            engine = str((sample.rollout_infos or {}).get("replica", ""))
+            measured.append(SampleGap(sample.sample_id, (engine, kind_of_row(sample)), gap))
+    return measured
 
 
 class GapCheck:
@@ -192,46 +176,30 @@ class GapCheck:
         self._num_rounds = 0  # of training, since the start or a resume
         self._means = defaultdict[Source, deque[float]](lambda: deque(maxlen=MAX_HISTORY))
 
-    @property
-    def is_early(self) -> bool:
-        return self._num_rounds < NUM_EARLY
-
     def check(
-        self, gaps: Sequence[RoundGap], step: int, *, is_training: bool = True
+        self, gaps: Sequence[SampleGap], step: int, *, is_training: bool = True
     ) -> dict[str, float]:
-        """Return the metrics of a round by name. `gaps` has one entry for each rank.
+        """Return the metrics of a round by name. `gaps` has the samples of all ranks.
 
         Raises:
             DisagreementError: a gap is too large, with `--rollout_mismatch stop`.
         """
         by_source, by_kind = defaultdict[Source, Gap](Gap), defaultdict[str, Gap](Gap)
-        for rank_gap in gaps:
-            for (engine, kind), gap in rank_gap.by_source.items():
-                by_source[engine, kind] += gap
-                by_kind[kind] += gap
+        for _, (engine, kind), gap in gaps:
+            by_source[engine, kind] += gap
+            by_kind[kind] += gap
         whole = sum(by_kind.values(), Gap())
         if not whole.count:
             return {}
-        bounds = {
-            source: most_explained(self._limit, gap.count) + self._shift
-            for source, gap in by_source.items()
-        }
         # `not <=` also catches NaN, which `>` would let pass.
-        beyond = {s: gap for s, gap in by_source.items() if not gap.mean <= bounds[s]}
-        furthest = max(gaps, key=lambda rank_gap: rank_gap.excess)
+        beyond = {s: gap for s, gap in by_source.items() if not gap.mean <= self._bound(gap)}
         if beyond:
-            shift = self._shift
-            settings = f", and the {shift:.3g} of the sampling settings" if 0 < shift < inf else ""
-            explained = f"the {self._limit:g} nats in the mean that rounding explains{settings}"
-            ends = self.is_early or any(
-                not gap.mean <= min(FAR * bounds[s], JUMP * self._median(s))
-                for s, gap in beyond.items()
-            )
-            self._report(step, explained, beyond, by_source, ends=ends)
-        elif furthest.excess > 1:
+            self._report(step, beyond, by_source)
+        elif outliers := [each for each in gaps if each.gap.mean > self._bound(each.gap)]:
+            name, (_, kind), gap = max(outliers, key=lambda each: each.gap.mean)
             logger.warning_once(
                 f"Step {step}: the log-probabilities of a sample differ more between rollout and "
-                f"training than rounding explains: {furthest.furthest}. Either both sides see "
+                f"training than rounding explains: {name} ({kind}): {gap}. Either both sides see "
                 "different rows, or numbers overflow.",
                 hash_id="sample_gap",
             )
@@ -243,24 +211,28 @@ class GapCheck:
             metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in by_kind.items()}
         return metrics
 
+    def _bound(self, gap: Gap) -> float:
+        """Return the mean gap, in nats, that rounding and sampling settings explain."""
+        # In 16 bits, the choice of another expert moves a token by whole nats.
+        return self._limit * (1 + SPIKES / max(gap.count, 1)) + self._shift
+
     def _median(self, source: Source) -> float:
         return median(self._means[source]) if self._means[source] else inf
 
-    def _report(
-        self,
-        step: int,
-        explained: str,
-        beyond: Mapping[Source, Gap],
-        known: Collection[Source],
-        *,
-        ends: bool,
-    ) -> None:
+    def _report(self, step: int, beyond: Mapping[Source, Gap], known: Collection[Source]) -> None:
+        shift = self._shift
+        settings = f", and the {shift:.3g} of the sampling settings" if 0 < shift < inf else ""
         found = "; ".join(
             f"{engine} rows of {kind}: {gap}".lstrip() for (engine, kind), gap in beyond.items()
         )
         text = (
             f"Step {step}: log-probabilities of the rollout and of training differ by more than "
-            f"{explained}. {found}. {likely_cause(beyond, known)}"
+            f"the {self._limit:g} nats in the mean that rounding explains{settings}. {found}. "
+            f"{likely_cause(beyond, known)}"
+        )
+        ends = self._num_rounds < NUM_EARLY or any(
+            not gap.mean <= min(FAR * self._bound(gap), JUMP * self._median(s))
+            for s, gap in beyond.items()
         )
         if ends and self._args.rollout_mismatch == "stop":
             raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")

@@ -43,7 +43,7 @@ from swift_grpo_ext.timing.stalls import StallReports
 from swift_grpo_ext.timing.step_clock import StepClock
 from swift_grpo_ext.training.batch import switch_off_dropout
 from swift_grpo_ext.training.encode import GroupEncoder
-from swift_grpo_ext.training.gap import GapCheck, gap_limit, measure_gap, sampling_shift
+from swift_grpo_ext.training.gap import GapCheck, gap_limit, measure_gap
 from swift_grpo_ext.training.prompts import (
     named_request,
     named_rows,
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
     from swift_grpo_ext.record.tables import Fate
     from swift_grpo_ext.server.client import RolloutServers
-    from swift_grpo_ext.training.gap import RoundGap
+    from swift_grpo_ext.training.gap import SampleGap
 
 logger = get_logger()
 
@@ -94,7 +94,7 @@ class Round:
 class RoundReport(NamedTuple):
     """Observations of one rank in a round."""
 
-    gap: RoundGap
+    gaps: list[SampleGap]
     prompt_hashes: list[str]  # one for each group whose first sample is on this rank
     scores: list[RewardRow]  # of this rank's samples
     sharing_failed: bool  # a packed pass has changed log-probabilities (`logits/proof.py`)
@@ -453,7 +453,7 @@ class RolloutTraining(RolloutTrainerMixin):
         extras = training_scores(samples, micro_batches)
         reports = self.ranks.all_gather(
             RoundReport(
-                gap=measure_gap(micro_batches, self.gap_limit, sampling_shift(self.args)),
+                gaps=measure_gap(micro_batches),
                 prompt_hashes=[s.prompt_hash for s in samples if s.sample_id.index == 0],
                 scores=self._rewards.record(samples, round_.values, fate=fate, extras=extras),
                 sharing_failed=self.completion_logps.sharing_failed,
@@ -470,7 +470,7 @@ class RolloutTraining(RolloutTrainerMixin):
         for listener in self.score_listeners:
             listener(scores)
         # Last: it may end the run.
-        gaps = [report.gap for report in reports]
+        gaps = [gap for report in reports for gap in report.gaps]
         is_training = self.model.training
         metrics = self._gap_check.check(gaps, self.state.global_step, is_training=is_training)
         self._log_later(metrics)
