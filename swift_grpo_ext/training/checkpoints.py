@@ -33,17 +33,16 @@ class WholeCheckpoints(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        note = f", the best ({self.state.best_metric})"
-        if not self._has_loaded(self.state.best_model_checkpoint, note=note):
+        if not self._has_loaded(self.state.best_model_checkpoint):
             super()._load_best_model()
 
-    def _has_loaded(self, checkpoint: str, model: nn.Module | None = None, note: str = "") -> bool:
+    def _has_loaded(self, checkpoint: str, model: nn.Module | None = None) -> bool:
         """Load the checkpoint of a whole model; return False if upstream has to load it."""
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         if is_sharded or not holds_whole_model(checkpoint):
             return False
         load_whole_model(self.model if model is None else model, checkpoint)
-        logger.info(f"The weights of {checkpoint} are loaded{note}.")
+        logger.info(f"The weights of {checkpoint} are loaded.")
         return True
 
 

@@ -81,7 +81,7 @@ class GroupEncoder:
             return known.with_response(*response)
         encoded = EncodedSample(encode_whole(sample, self._template, self._max_length))
         try:
-            check_rollout_prompts(sample, encoded, self._template, self._placeholders, REMEDY)
+            check_rollout_prompts(sample, encoded, self._template, self._placeholders)
         except DisagreementError as e:
             if self._args.rollout_mismatch == "stop":
                 self.fault = self.fault or str(e)
@@ -89,10 +89,9 @@ class GroupEncoder:
                 warn_of_mismatch(e)
         if self._is_conversation:
             response = self._response_of_turns(encoded)
-        if response and known is None:
-            known = GroupPrompt.of(encoded, response[0], rollout)
-        if known and response and known.is_prompt_of(encoded, response[0]):
-            encoded.prompt = self._prompts[key] = known
+        prompt = GroupPrompt.of(encoded, response[0], rollout) if response else None
+        if prompt and (not known or prompt.entries["input_ids"] == known.entries["input_ids"]):
+            encoded.prompt = self._prompts[key] = known or prompt
         return encoded
 
     def _response(self, sample: RolloutSample) -> tuple[list[int], list[int]] | None:
@@ -244,10 +243,9 @@ def check_rollout_prompts(
     encoded: Mapping[str, Any],
     template: Template,
     placeholders: Collection[int],
-    remedy: str = "",
 ) -> None:
     """Raise `DisagreementError` if an encoded sample does not begin with each known prompt of its
-    rollout's turns. The message ends with `remedy`."""
+    rollout's turns."""
     training: list[int] = torch.as_tensor(encoded["input_ids"]).flatten().tolist()
     spans, decode = spans_of(training, placeholders), template.tokenizer.decode
     prompts = rollout_prompts(sample)
@@ -273,10 +271,9 @@ def check_rollout_prompts(
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
         seen, trained = (ids[first : first + SHOWN] for ids in (rollout, training))
         words = [repr(decode([i for i in ids if i >= 0])) for ids in (seen, trained)]
-        where = f" in turn {turn}" if len(prompts) > 1 else ""
-        advice = TURNS_REMEDY if remedy and where else remedy
+        where, remedy = (f" in turn {turn}", TURNS_REMEDY) if len(prompts) > 1 else ("", REMEDY)
         raise DisagreementError(
             f"{sample.sample_id}{where}: the rollout saw a prompt of {len(rollout)} tokens that "
             f"training does not begin with; they differ from token {first} on ({seen} against "
-            f"{trained}, {words[0]} against {words[1]}). {advice}"
+            f"{trained}, {words[0]} against {words[1]}). {remedy}"
         )

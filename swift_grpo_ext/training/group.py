@@ -60,11 +60,6 @@ class GroupPrompt:
                 entries[name] = values[..., :num_tokens] if is_tensor else values[:num_tokens]
         return cls(entries, num_tokens, rollout)
 
-    def is_prompt_of(self, encoded: Mapping[str, Any], response: Sequence[int]) -> bool:
-        """Return whether a whole encoded row consists of this prompt and a response."""
-        num_tokens = len(encoded["input_ids"]) - len(response)
-        return bool(encoded["input_ids"][:num_tokens] == self.entries["input_ids"])
-
     def with_response(self, ids: Sequence[int], weights: Sequence[float]) -> EncodedSample:
         """Return the encoded sample with this response; `weights` are its tokens' loss weights."""
         made = EncodedSample(self.entries)

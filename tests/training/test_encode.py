@@ -271,9 +271,9 @@ def test_notation_is_no_difference(rollout: list[int], training: list[int]) -> N
 )
 def test_other_prompts_are_named(rollout: list[int], training: list[int], first: int) -> None:
     drawn = sample(rollout_prompts=prompts(rollout), encoded={"input_ids": training})
-    message = rf"group 2, sample 1: .* of {len(rollout)} tokens .* from token {first} on.*Do this"
+    message = rf"group 2, sample 1: .* of {len(rollout)} tokens .* from token {first} on.* Give"
     with pytest.raises(DisagreementError, match=message):
-        check_rollout_prompts(drawn, drawn.encoded, template(), {PAD, SOFT}, "Do this.")
+        check_rollout_prompts(drawn, drawn.encoded, template(), {PAD, SOFT})
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_each_turn_of_a_conversation(
         return
     message = rf"sample 1 in turn {turn}: .* from token {first} on.*`rollout_infos\['images'\]`"
     with pytest.raises(DisagreementError, match=message):
-        check_rollout_prompts(talk, talk.encoded, template(), {PAD, SOFT}, "Do this.")
+        check_rollout_prompts(talk, talk.encoded, template(), {PAD, SOFT})
 
 
 # --- prompts that are made equal (M3) ---

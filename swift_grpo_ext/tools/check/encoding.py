@@ -44,7 +44,7 @@ from swift_grpo_ext.rollout.wire import Prompt
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.tools.harness import NotHereError
 from swift_grpo_ext.training.batch import check_positions
-from swift_grpo_ext.training.encode import REMEDY, check_rollout_prompts, encode_whole
+from swift_grpo_ext.training.encode import check_rollout_prompts, encode_whole
 from swift_grpo_ext.training.group import DisagreementError
 from swift_grpo_ext.upstream.patches import replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_ids, placeholder_texts
@@ -171,7 +171,7 @@ def difference(template: Template, sample: RolloutSample, prompt: RolloutPrompt)
     with torch.inference_mode(), replaced(template, "max_length", None):
         sample.encoded = encode_whole(sample, template, max_length)
         try:
-            check_rollout_prompts(sample, sample.encoded, template, placeholders, REMEDY)
+            check_rollout_prompts(sample, sample.encoded, template, placeholders)
             if prompt.positions is not None and template.dummy_model is not None:
                 batch = template.data_collator([sample.encoded])
                 raises: Any = SimpleNamespace(rollout_mismatch="stop")
