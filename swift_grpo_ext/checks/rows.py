@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 from PIL import Image
 
 from swift_grpo_ext.checks.finding import Findings, error, warning
-from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.upstream.placeholders import MARKS, placeholder_texts
 from swift_grpo_ext.upstream.rows import (
     COLUMNS,
@@ -115,7 +115,7 @@ def check_rows(
     if expects_media and not has_media and not bad:
         text = "no row holds `images` (or `videos`, `audios`), and the model takes them."
         yield warning(setting, text, "If rows have them, map their column with --columns.")
-    if repeated := count_duplicates(hashes):
+    if repeated := len(hashes) - len({*hashes}):
         text = f"{repeated} of {num_rows} rows repeat an earlier row's prompt, media included;"
         yield warning(setting, f"{text} each gets noise of its own.")
 

@@ -7,8 +7,6 @@ duplicates (G4).
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -85,8 +83,3 @@ def content_of(value: Any) -> bytes:
     form = [getattr(value, name, None) for name in ("mode", "size", "shape", "dtype")]
     palette = value.getpalette() if hasattr(value, "getpalette") else None
     return repr((*form, palette)).encode() + bytes(value.tobytes())
-
-
-def count_duplicates(hashes: Iterable[str]) -> int:
-    """Return how many prompts repeat an earlier one."""
-    return sum(count - 1 for count in Counter(hashes).values())

@@ -18,7 +18,7 @@ from swift.utils import get_logger
 
 from swift_grpo_ext.checks.rows import RowError, encoding_fault, name_of, row_fault
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.upstream.patches import wrapped
 
@@ -145,7 +145,7 @@ def warn_uneven(uneven: Sequence[SampleId]) -> None:
 def warn_duplicates(hashes_of_ranks: Sequence[Sequence[str]], sample: SampleId) -> None:
     """Warn once if the generation batch of `sample` has a prompt twice (G4)."""
     hashes = [*chain.from_iterable(hashes_of_ranks)]
-    if num_duplicates := count_duplicates(hashes):
+    if num_duplicates := len(hashes) - len({*hashes}):
         logger.warning_once(
             f"{sample.round}: {num_duplicates} of {len(hashes)} prompts of the generation batch "
             "are duplicates, media included. Each copy is a group of its own, with its own noise.",
