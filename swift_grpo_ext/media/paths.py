@@ -46,13 +46,9 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30})(?:,[^:]*)?:")
 
 
 def check_media(request: Mapping[str, Any]) -> None:
-    """Check the names of all media in a request.
-
-    Raises:
-        ValueError: for a file outside of the directories in `SWIFT_MEDIA_ALLOWED_DIRS` (if set), a
-            private address (unless `SWIFT_ALLOW_INTERNAL_URL` is set), or another protocol than
-            http and https. The message begins with the field.
-    """
+    """Raise a `ValueError`, which begins with the field, if a request names a file outside of the
+    directories in `SWIFT_MEDIA_ALLOWED_DIRS` (if set), a private address (unless
+    `SWIFT_ALLOW_INTERNAL_URL` is set), or another protocol than http and https."""
     try:
         prompt = TemplateInputs.from_dict({"messages": [], **request}).chosen
     except Exception as e:
@@ -130,12 +126,8 @@ def check_redirects() -> None:
 
 
 def _fetched(text: str, kind: str, folder: str) -> str:
-    """Return a medium, or for a URL its download in `folder`.
-
-    Raises:
-        ValueError: the medium may not be fetched, or is a playlist.
-        requests.RequestException: the download failed.
-    """
+    """Return a medium, or for a URL its download in `folder`. Raise a `ValueError` for a medium
+    that may not be fetched, or is a playlist; `requests` raises if a download fails."""
     from swift.pipelines.infer.deploy import SwiftDeploy
 
     medium, start = text, b""

@@ -11,7 +11,6 @@ import base64
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 
 KEY = f"{wire.KEY}.turns"  # key of the turns in `rollout_infos` of a server's conversation
-EMPTY = ("", None)  # content of the empty answer that ms-swift appends for a template to continue
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,8 @@ class Conversation:
         """Append a turn, with the messages and media that the request has gained."""
         held = {name: list(column_of(request, name) or ()) for name in ("messages", *COLUMNS)}
         last = held["messages"][-1]
-        if last["role"] == "assistant" and last.get("content") in EMPTY:
+        # ms-swift appends an empty answer for a template to continue.
+        if last["role"] == "assistant" and last.get("content") in ("", None):
             held["messages"].pop()
         added = {}
         for name, values in held.items():
@@ -77,16 +76,11 @@ class Conversation:
             added[name] = values[known:] if known <= len(values) else values
             self._num_known[name] = len(values)
         self._num_known["messages"] += 1  # the answer
-        if not self.turns:
-            messages, media = first_prompt(request)
-        else:
-            messages = [dict(message) for message in added.pop("messages")]
-            contents = [medium for values in added.values() for medium in values]
-            with suppress(RowFormError):  # record malformed messages as they are
-                read = read_row({"messages": messages})
-                messages = read.messages
-                contents = [*(medium.value for medium in read.media), *contents]
+        if self.turns:
+            messages, contents = _prompt_of(added)
             media = [picture_of(medium) for medium in contents]
+        else:
+            messages, media = first_prompt(request)
         self.turns.append(replace(turn, messages=messages, media=media))
 
 
@@ -94,13 +88,17 @@ def first_prompt(
     row: RolloutSample | RolloutInferRequest | Mapping[str, Any],
 ) -> tuple[list[dict[str, Any]], list[Picture]]:
     """Return a row's messages, with marks for media in `content`, and the names of all media."""
+    messages, media = _prompt_of(row)
+    return messages, [Picture(media_name(medium)) for medium in media]
+
+
+def _prompt_of(row: object) -> tuple[list[dict[str, Any]], list[Any]]:
     try:
         read = read_row(row)
-        messages, media = read.messages, [medium.value for medium in read.media]
-    except RowFormError:  # a scheduler's own request
+        return read.messages, [medium.value for medium in read.media]
+    except RowFormError:  # a scheduler's own request: record its messages as they are
         messages = [dict(message) for message in column_of(row, "messages")]
-        media = [m for column in COLUMNS for m in column_of(row, column) or ()]
-    return messages, [Picture(media_name(medium)) for medium in media]
+        return messages, [m for column in COLUMNS for m in column_of(row, column) or ()]
 
 
 # --- from a server's scheduler to the trainer ---

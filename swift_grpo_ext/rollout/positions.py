@@ -7,7 +7,6 @@ smaller position than vLLM. Training compares the engine's positions with its ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -22,7 +21,6 @@ from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -45,17 +43,6 @@ def position_model(config: ModelConfig) -> Any:
     # Qwen-Omni's model for text and media is its "thinker".
     model.config = getattr(config.hf_config, "thinker_config", config.hf_config)
     return model
-
-
-def positions_in(
-    model: Any, token_ids: Sequence[int], features: Sequence[MultiModalFeatureSpec]
-) -> Positions | None:
-    """Return the positions of a prompt's tokens. Return None without a model, or if vLLM's frontend
-    has only the hash of a medium that it cached."""
-    if model is None or any(feature.data is None for feature in features):
-        return None
-    counted, _ = model.get_mrope_input_positions(list(token_ids), list(features))
-    return np.asarray(counted, dtype=np.int32)
 
 
 # By request id, until the answer takes them; those of aborted requests stay until evicted.
@@ -82,13 +69,16 @@ def keep_positions() -> None:
         self: InputProcessor, request_id: str, *args: Any, **kwargs: Any
     ) -> EngineCoreRequest:
         request = process(self, request_id, *args, **kwargs)
-        if request.mm_features and request.prompt_token_ids:
+        token_ids, features = request.prompt_token_ids, request.mm_features
+        if token_ids and features:
             try:
                 if self not in models:
                     models[self] = position_model(self.model_config)
-                found = positions_in(models[self], request.prompt_token_ids, request.mm_features)
-                if found is not None:
-                    kept_positions[request_id] = found
+                model = models[self]
+                # vLLM's frontend has only the hash of a medium that it cached.
+                if model is not None and all(feature.data is not None for feature in features):
+                    counted, _ = model.get_mrope_input_positions(list(token_ids), list(features))
+                    kept_positions[request_id] = np.asarray(counted, dtype=np.int32)
             except Exception as e:  # the model reads more than its configuration
                 logger.warning_once(
                     "Positions of prompts in rollout and training are not compared: vLLM's model "

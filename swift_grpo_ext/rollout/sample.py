@@ -23,11 +23,6 @@ class RolloutFields(OnPolicySample):
     prompt_hash: str  # includes media; set before the rollout
     rollout_prompts: Sequence[Prompt] = ()  # one for each answered turn, as the engine saw it
 
-    def set_id(self, sample_id: SampleId) -> None:
-        """Name the sample; ms-swift's names follow."""
-        self.sample_id = sample_id
-        self.request_id, self.prompt_id = sample_id.request_id, sample_id.prompt_id
-
     def to_teacher_template_dict(self) -> dict[str, Any]:
         # `read_row` names this column in errors about a teacher's images.
         return {**super().to_teacher_template_dict(), TEACHER_IMAGES: self.teacher_images}

@@ -72,12 +72,10 @@ class WatchedScheduler(MultiTurnScheduler):
         num_before = self._num_started
         try:
             outputs = await super().async_infer(infer_requests, *args, **kwargs)
-            num_started = self._num_started - num_before
-            if num_started < len(infer_requests):
+            if self._num_started < num_before + len(infer_requests):
                 raise SchedulerError(
-                    f"--multi_turn_scheduler: {type(self).__name__}.async_infer called `run` "
-                    f"{num_started} times for {len(infer_requests)} requests. Call it once for "
-                    "each: `run` sets the seeds and stops of a conversation's requests."
+                    f"--multi_turn_scheduler: {type(self).__name__}.async_infer has not called "
+                    "`run` for each request: `run` sets the seeds and stops of a conversation."
                 )
         except Exception as e:
             give_up()  # nothing will read the outputs of the other conversations

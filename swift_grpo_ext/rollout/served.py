@@ -23,7 +23,6 @@ from swift_grpo_ext.rollout.answers import AnsweredResponse, infos_of
 from swift_grpo_ext.rollout.conversation import Conversation, Turn, write_turns
 from swift_grpo_ext.rollout.dispatch import RequestError
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
-from swift_grpo_ext.stops.templates import STOP_REASON
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import (
@@ -96,11 +95,7 @@ class ServedConversation:
             turns = [t for t, r in recorded if len(outputs) == 1 or r is output.response]
             if turns:
                 write_turns(output, turns)
-                last = turns[-1].completion
-                # The trainer adds seed and replica itself (`attach_turns`).
-                from_other = self._first is not None and self._first.from_other_client
-                infos = infos_of(last) if from_other else {STOP_REASON: last.stop_reason}
-                output.rollout_infos |= infos
+                output.rollout_infos |= infos_of(turns[-1].completion)
         return made
 
     # --- in the conversation's thread ---
@@ -129,8 +124,7 @@ class ServedConversation:
         if is_ours and config is not None and (config.n or 1) > 1:
             raise RequestError(
                 f"--multi_turn_scheduler: its `run` asked for n={config.n} completions in one "
-                "request: their seeds would be those of other samples. Expected: one request "
-                "each, with n=1; requests side by side are served together."
+                "request; expected n=1, and several requests: they are served side by side."
             )
         if self not in _running:
             raise RequestError("the conversation has ended")

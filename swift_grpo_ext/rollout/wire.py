@@ -93,11 +93,8 @@ _METADATA = TypeAdapter(RequestMetadata)
 
 
 def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None:
-    """Return the metadata of a request, or None.
-
-    Raises:
-        WireError: it has another version, or is malformed.
-    """
+    """Return the metadata of a request, or None. Raise a `WireError` if it has another version, or
+    is malformed."""
     wire = (data_dict or {}).get(KEY)
     if wire is None:
         return None
@@ -178,11 +175,8 @@ def write_answer(answer: Answer) -> dict[str, Any]:
 
 
 def read_answer(answer: Mapping[str, Any], metadata: RequestMetadata, server: str) -> Answer:
-    """Return an answer with its numbers as arrays.
-
-    Raises:
-        WireError: the answer has another version, is malformed, or its counts disagree (M6).
-    """
+    """Return an answer with its numbers as arrays. Raise a `WireError` if it has another version,
+    is malformed, or its counts disagree (M6)."""
     check_version(answer, server)
     try:
         lengths, texts, reasons = answer["lengths"], answer["texts"], answer["finish_reasons"]

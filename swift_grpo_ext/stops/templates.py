@@ -22,10 +22,9 @@ class TemplateStops:
         self._template = template
         self._tokenizer = tokenizer = template.tokenizer
         # By text: the tokenizer's own special tokens (eos, pad) and `--new_special_tokens`.
-        named = [str(token) for token in tokenizer.all_special_tokens]
-        ids = dict(zip(named, tokenizer.convert_tokens_to_ids(named), strict=True))
+        own = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
         added = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-        self.special_ids = {**ids, **added}
+        self.special_ids = {**dict(own), **added}
         # ms-swift hides the end of a turn in texts. An end of several tokens is an ordinary stop
         # string, and is shown.
         suffix = template.template_meta.suffix_stop
@@ -73,12 +72,8 @@ class TemplateStops:
 
 
 def check_stop_settings(args: RLHFArguments, template: Template | None = None) -> None:
-    """Reject nonsensical stop settings (docs/promises.md, T5). Without a template, before a model
-    is loaded, only reject those that are wrong with any template.
-
-    Raises:
-        SettingsError: a setting is wrong.
-    """
+    """Raise `SettingsError` for nonsensical stop settings (docs/promises.md, T5). Without a
+    template, before a model is loaded, only reject those that are wrong with any template."""
     prefix = "" if template is None else template._get_response_prefix() or ""
     for word in args.stop_words or ():
         if word == "":

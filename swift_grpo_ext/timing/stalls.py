@@ -25,7 +25,6 @@ MINUTES = 10.0
 """Without progress before a report, and between reports. A rollout that takes longer gets one."""
 
 LOOKS = 10  # within `MINUTES`
-MOST_WAITS = 3  # of a process, the oldest
 
 OURS = ("swift", "swift_grpo_ext")
 LIBRARIES = (sysconfig.get_path("stdlib"), "/site-packages/", "/dist-packages/", "<")
@@ -55,7 +54,8 @@ class StallReports:
         self._thread = threading.get_ident()
         self._ended = threading.Event()
         # A clone: another thread's wait for a key would hold the store.
-        self._store = dist.distributed_c10d._get_default_store().clone() if size > 1 else None
+        store = dist.distributed_c10d._get_default_store().clone() if size > 1 else dist.HashStore()
+        self._store = dist.PrefixStore("swift_grpo_ext/stalls", store)
 
     def __enter__(self) -> None:
         threading.Thread(target=self._look, daemon=True).start()
@@ -65,15 +65,13 @@ class StallReports:
 
     def _look(self) -> None:
         seen, num_alike, before = None, 0, []
-        for number in range(sys.maxsize):
-            if self._ended.wait(60 * MINUTES / LOOKS):
-                return
+        while not self._ended.wait(60 * MINUTES / LOOKS):
             now = (self._part and self._part(), list(_waits))
             is_idle = self._part is None and not _waits
             seen, num_alike = now, 0 if is_idle or now != seen else num_alike + 1
             is_due = num_alike > 0 and num_alike % LOOKS == 0
             try:
-                self._publish(json.dumps([number, *self._state()]))
+                self._store.set(str(self._rank), json.dumps([perf_counter(), self._state()]))
                 # Two looks before the report: each rank that runs has published one in between.
                 if num_alike % LOOKS == LOOKS - 2:
                     before = self._read()
@@ -81,62 +79,41 @@ class StallReports:
                     self._report(before, self._read())
             except Exception as e:  # the store has ended, with its machine
                 if is_due:
-                    own = _describe(*self._state())
-                    _print([f"{_name([self._rank])}: {own}; no store: {e}"])
+                    _print([f"{_name([self._rank])}: {self._state()}; no store: {e}"])
 
-    def _state(self) -> tuple[float, str, list[str]]:
-        """Return the minutes since the part began, where it is, and what the process waits for."""
-        now = perf_counter()
-        waits = sorted(_waits.values())
-        texts = [f"{what} ({(now - since) / 60:.0f} min)" for since, what in waits[:MOST_WAITS]]
-        if len(waits) > MOST_WAITS:
-            texts.append(f"{len(waits) - MOST_WAITS} more")
-        if self._part is None:
-            return 0.0, "", texts
-        part, since = self._part()
-        return (now - since) / 60, f"`{part}`, at {_lines_of(self._thread)}", texts
+    def _state(self) -> str:
+        """Describe where the main thread is, and what the process waits for."""
+        now, texts = perf_counter(), []
+        if self._part is not None:
+            part, since = self._part()
+            place = _lines_of(self._thread)
+            texts.append(f"{(now - since) / 60:.0f} min in `{part}`, at {place}")
+        for since, what in sorted(_waits.values()):
+            texts.append(f"waits for {what} ({(now - since) / 60:.0f} min)")
+        return "; ".join(texts)
 
     # --- between ranks ---
 
-    def _publish(self, text: str) -> None:
-        if self._store is not None:
-            self._store.set(_key(self._rank), text)
-
     def _read(self) -> list[Any]:
-        """Return the last look of each rank; None where it has published none."""
-        if self._store is None:
-            return [[0, *self._state()]]
-        keys = map(_key, range(self._size))
+        """Return the time and text of each rank's last look; None where it has published none."""
+        keys = map(str, range(self._size))
         return [json.loads(self._store.get(k)) if self._store.check([k]) else None for k in keys]
 
     def _report(self, before: list[Any], after: list[Any]) -> None:
-        answers = {
-            rank: state
-            for rank, state in enumerate(after)
-            if state and (state != before[rank] or self._size == 1)
-        }
-        if self._rank != min(answers, default=self._rank):
+        texts = {rank: look[1] for rank, look in enumerate(after) if look and look != before[rank]}
+        if self._rank != min(texts, default=self._rank):
             return
         alike: dict[str, list[int]] = {}
-        for rank, (_, minutes, place, waits) in answers.items():
-            alike.setdefault(_describe(minutes, place, waits), []).append(rank)
+        for rank, text in texts.items():
+            alike.setdefault(text, []).append(rank)
         lines = [f"{_name(ranks)}: {text}" for text, ranks in alike.items()]
-        if silent := [rank for rank in range(self._size) if rank not in answers]:
+        if silent := [rank for rank in range(self._size) if rank not in texts]:
             lines.append(f"{_name(silent)}: no answer; stopped, or on a machine that is lost")
         _print(lines)
 
 
-def _key(rank: int) -> str:
-    return f"swift_grpo_ext/stalls/{rank}"
-
-
 def _name(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _describe(minutes: float, place: str, waits: Sequence[str]) -> str:
-    parts = [f"{minutes:.0f} min in {place}"] if place else []
-    return "; ".join(parts + [f"waits for {text}" for text in waits])
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -274,7 +274,8 @@ class RolloutTraining(RolloutTrainerMixin):
         positions = range(start, start + len(samples))
         sample_ids = sample_ids_at(round_, positions, self._group_size, first_group=first_group)
         for sample, sample_id in zip(samples, sample_ids, strict=True):
-            sample.set_id(sample_id)
+            sample.sample_id = sample_id
+            sample.request_id, sample.prompt_id = sample_id.request_id, sample_id.prompt_id
 
     def _generate_completions(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         with deterministic(False) if self.args.full_determinism else nullcontext():

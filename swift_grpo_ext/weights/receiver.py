@@ -84,17 +84,13 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         super().process_weights_after_loading()
         self.engine_weights.end(is_whole=True)
 
-    def update_adapter_flattened_param(
-        self, peft_config: dict[str, Any], metadatas: list[dict[str, Any]]
-    ) -> None:
+    def update_adapter_flattened_param(self, *args: Any, **kwargs: Any) -> None:
         with self.engine_weights.adapter():
-            super().update_adapter_flattened_param(peft_config, metadatas)
+            super().update_adapter_flattened_param(*args, **kwargs)
 
-    def update_adapter_param(
-        self, peft_config: dict[str, Any], lora_tensors_metadata: list[dict[str, Any]]
-    ) -> None:
+    def update_adapter_param(self, *args: Any, **kwargs: Any) -> None:
         with self.engine_weights.adapter():
-            super().update_adapter_param(peft_config, lora_tensors_metadata)
+            super().update_adapter_param(*args, **kwargs)
 
 
 verify_overrides(VerifiedWeightSyncWorkerExtension)

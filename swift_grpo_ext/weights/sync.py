@@ -15,18 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from peft import LoraConfig
 from swift.rlhf_trainers.utils import FlattenedTensorBucket
 from swift.utils import get_logger
-from torch import Tensor
 
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.rollout.wire import WeightReport
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.patches import replaced
+from swift_grpo_ext.upstream.patches import wrapped
 from swift_grpo_ext.weights.layout import StateDict
 from swift_grpo_ext.weights.update import (
     EngineWeights,
@@ -73,13 +71,10 @@ class WeightSync:
     def update(self, move: Callable[[bool], None]) -> None:
         """Make one update, on every rank. If sending fails, retry once with the remaining replicas.
 
-        Args:
-            move: ms-swift's update, which calls `load_colocated`, `send` or their counterparts for
-                adapters. Its argument is true if replicas may have no weights yet.
-
-        Raises:
-            WeightUpdateError: an engine that this rank updates has other weights.
-            RolloutError: the update failed on another rank.
+        `move` is ms-swift's update, which calls `load_colocated`, `send` or their counterparts for
+        adapters. Its argument is true if replicas may have no weights yet. Raise a
+        `WeightUpdateError` if an engine that this rank updates has other weights, and a
+        `RolloutError` if the update failed on another rank.
         """
         for is_last in (False, True):
             self._sent, self._failure = {}, None
@@ -172,17 +167,16 @@ class WeightSync:
         if self._ranks.rank > 0:
             move()
             return
-        send, send_parts = client.update_adapter_flattened_param, client.update_adapter_param
 
-        def send_recorded(config: LoraConfig, metadatas: list[Any], flattened: Tensor) -> None:
-            bucket = FlattenedTensorBucket(flattened_tensor=flattened, metadata=metadatas)
-            self.send(bucket.reconstruct_tensors(), lambda _: send(config, metadatas, flattened))
-
-        def send_parts_recorded(config: LoraConfig, tensors: StateDict) -> None:
-            self.send(tensors, partial(send_parts, config))
+        def record(send: Callable[..., None], config: LoraConfig, *parts: Any) -> None:
+            tensors = parts[0]  # by name; of a flattened adapter, its metadata and one tensor
+            if len(parts) > 1:
+                bucket = FlattenedTensorBucket(metadata=parts[0], flattened_tensor=parts[1])
+                tensors = bucket.reconstruct_tensors()
+            self.send(tensors, lambda _: send(config, *parts))
 
         with (
-            replaced(client, "update_adapter_flattened_param", send_recorded),
-            replaced(client, "update_adapter_param", send_parts_recorded),
+            wrapped(client, "update_adapter_flattened_param", record),
+            wrapped(client, "update_adapter_param", record),
         ):
             move()

@@ -1,10 +1,5 @@
 """Detects failed weight updates inside an engine, without the client's help (C2).
 
-    watch = WeightWatch(model, config)          before the first update
-        watch.record_arrived(weights)           for each part of an update
-        watch.check_weights(model, unfilled)    returns the faults of the model
-        watch.check_adapter(loras)              returns the faults of the base below an adapter
-
 Every layer multiplies four fixed random vectors with its own kernel, so that packed, quantized and
 sharded weights are checked in the form that is used. Entries of the products form a sketch of the
 matrix: the cosine of two sketches approximates that of their matrices within 1/sqrt(n). An update

@@ -441,7 +441,7 @@ def test_a_scheduler_that_leads_without_run_is_refused(make: Any) -> None:
     engine = make(RecordingVllm(["a."]), serves=True, use_async=True)
     reply = served(Alone, engine, [request(None)])
     assert reply[REQUEST_FAULT]
-    assert "Alone.async_infer called `run` 0 times for 1 requests" in reply[FAILURE]
+    assert "Alone.async_infer has not called `run` for each request" in reply[FAILURE]
 
 
 @pytest.mark.parametrize(("is_engines", "named"), [(True, False), (False, True)])

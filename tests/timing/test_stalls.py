@@ -10,8 +10,8 @@ import pytest
 from swift_grpo_ext.timing import stalls
 from swift_grpo_ext.timing.stalls import StallReports, waiting
 
-BEFORE = [[7, 9.4, "`loss`, at a", []], [7, 9.1, "`rewards`, at b", []], None, [3, 2.0, "", []]]
-AFTER = [[9, 10.4, "`loss`, at a", []], [9, 10.1, "`rewards`, at b", ["a judge (5 min)"]], None]
+BEFORE = [[7, "9 min in `loss`, at a"], [7, "9 min in `rewards`, at b"], None, [3, "2 min"]]
+AFTER = [[9, "10 min in `loss`, at a"], [9, "10 min in `rewards`, at b; waits for c"], None]
 
 
 def test_ranks_that_do_the_same_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,7 +23,7 @@ def test_ranks_that_do_the_same_share_a_line(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.splitlines()[1:] == [
         "No part of the step has ended for 10 minutes.",
         "  ranks 0, 4: 10 min in `loss`, at a",
-        "  rank 1: 10 min in `rewards`, at b; waits for a judge (5 min)",
+        "  rank 1: 10 min in `rewards`, at b; waits for c",
         "  ranks 2, 3, 5: no answer; stopped, or on a machine that is lost",
     ]
     reports._rank = 1  # rank 0 answers, and prints
