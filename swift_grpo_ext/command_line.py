@@ -95,15 +95,15 @@ of their own."""
 OFF = {"logits_shim": "off", "logps_shared_prompt": "false"}  # a flag's text for `False`
 
 
-@repair(
-    Moment.REGISTRATION,
-    symptom="ms-swift refuses a plugin's flags as left-over arguments.",
-    upstream="ms-swift 4.6, arguments/base_args/base_args.py and pipelines/base.py: plugins "
-    "are imported once arguments are parsed.",
-    until="ms-swift imports plugins before it parses arguments",
-)
+@repair(Moment.REGISTRATION)
 def extend_arguments() -> None:
-    """Add the flags, also to a command line that is being parsed."""
+    """Add the flags, also to a command line that is being parsed.
+
+    Symptom: ms-swift refuses a plugin's flags as left-over arguments.
+    Upstream: ms-swift 4.6, arguments/base_args/base_args.py and pipelines/base.py: plugins are
+    imported once arguments are parsed. Can go when ms-swift imports plugins before it parses
+    arguments.
+    """
     verify_overrides(*EXTENDED.values())
     original = BaseArguments._init_model_kwargs
 

@@ -50,16 +50,16 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
         videos[i] = (video, metadata)
 
 
-@repair(
-    Moment.ENGINE,
-    symptom="`No module named 'swift.vision_utils'` at the first video, with InternVL and "
-    "others whose template leaves videos to the base class.",
-    upstream="ms-swift 4.6, template/base.py (`replace_tag`); the module is "
-    "template/vision_utils.py, whose `load_vllm_video` reads other frames than training does.",
-    until="ms-swift imports its own module, and reads the same frames",
-)
+@repair(Moment.ENGINE)
 def supply_video_loader() -> None:
-    """Provide the module from which ms-swift's base template loads videos for vLLM."""
+    """Provide the module from which ms-swift's base template loads videos for vLLM.
+
+    Symptom: `No module named 'swift.vision_utils'` at the first video, with InternVL and others
+    whose template leaves videos to the base class.
+    Upstream: ms-swift 4.6, template/base.py (`replace_tag`); the module is
+    template/vision_utils.py, whose `load_vllm_video` reads other frames than training does. Can go
+    when ms-swift imports its own module, and reads the same frames.
+    """
     name = "swift.vision_utils"
     if name not in sys.modules and find_spec(name) is None:
         module = ModuleType(name)

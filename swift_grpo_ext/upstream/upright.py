@@ -26,20 +26,17 @@ def apply_exif_orientation(image: Image.Image) -> Image.Image:
         return image
 
 
-@repair(
-    Moment.TRAINING,
-    Moment.ENGINE,
-    symptom="The rollout sees a photograph upright, and training sees it rotated: "
-    "log-probabilities differ by 0.08 to 1.2 nats (tiny models), and for a square photograph "
-    "even the token ids agree.",
-    upstream="ms-swift 4.6, template/vision_utils.py (`load_image`) ignores the EXIF "
-    "orientation, in training and with its other engines; vLLM 0.32 applies it, twice "
-    "(multimodal/parse.py:773 and, for uncached images, "
-    "multimodal/processing/processor.py:1382, `normalize_image`).",
-    until="ms-swift's `load_image` applies the EXIF orientation",
-)
+@repair(Moment.TRAINING, Moment.ENGINE)
 def load_upright() -> None:
-    """Have ms-swift's templates load images upright and without EXIF, which vLLM then keeps."""
+    """Have ms-swift's templates load images upright and without EXIF, which vLLM then keeps.
+
+    Symptom: the rollout sees a photograph upright, and training sees it rotated: log-probabilities
+    differ by 0.08 to 1.2 nats (tiny models), and for a square photograph even the token ids agree.
+    Upstream: ms-swift 4.6, template/vision_utils.py (`load_image`) ignores the EXIF orientation, in
+    training and with its other engines; vLLM 0.32 applies it, twice (multimodal/parse.py:773 and,
+    for uncached images, multimodal/processing/processor.py:1382, `normalize_image`). Can go when
+    ms-swift's `load_image` applies the EXIF orientation.
+    """
     from swift.template import base, vision_utils
 
     load = vision_utils.load_image
