@@ -9,6 +9,7 @@ their values from the words that ms-swift is parsing: the command line, or a scr
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify_overrides
 from swift_grpo_ext.upstream.determinism import prepare_process
-from swift_grpo_ext.upstream.local_names import being_parsed
 from swift_grpo_ext.upstream.patches import Moment, apply, patch, repair
 
 if TYPE_CHECKING:
@@ -189,6 +189,21 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     by_option = {option: a.dest for a in parser._actions for option in a.option_strings}
     options = (token.partition("=")[0] for token in argv)
     return [by_option[option] for option in options if option in by_option]
+
+
+def being_parsed(kind: type) -> tuple[list[str], list[str]]:
+    """Return the arguments that are being parsed into `kind` (from the command line, a script or
+    Ray) while ms-swift imports plugins, and ms-swift's own list of unknown arguments. Both are
+    empty if Python code creates `kind`."""
+    frame = inspect.currentframe()
+    while frame is not None:  # no API has these local variables
+        if frame.f_code is HfArgumentParser.parse_args_into_dataclasses.__code__:
+            names = frame.f_locals
+            if kind in names["self"].dataclass_types:
+                argv = sys.argv[1:] if names["args"] is None else names["args"]
+                return list(argv), names["remaining_args"]
+        frame = frame.f_back
+    return [], []
 
 
 def as_typed(argv: list[str]) -> list[str]:

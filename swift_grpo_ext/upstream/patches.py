@@ -38,8 +38,8 @@ class Moment(Enum):
 
 MODULES: dict[Moment, tuple[str, ...]] = {
     Moment.REGISTRATION: ("command_line",),
-    Moment.TRAINING: ("upstream.models", "upstream.upright", "upstream.rows"),
-    Moment.ENGINE: ("upstream.upright", "upstream.rows", "upstream.encoding", "rollout.positions"),
+    Moment.TRAINING: ("upstream.models", "upstream.encoding", "upstream.rows"),
+    Moment.ENGINE: ("upstream.encoding", "upstream.rows", "rollout.positions"),
     Moment.REPLICA: ("media.paths",),
     Moment.SERVER: ("rollout.engine", "server.replicas", "server.routes"),
 }
