@@ -9,9 +9,9 @@ their values from the words that ms-swift is parsing: the command line, or a scr
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
+import traceback
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
@@ -195,14 +195,12 @@ def being_parsed(kind: type) -> tuple[list[str], list[str]]:
     """Return the arguments that are being parsed into `kind` (from the command line, a script or
     Ray) while ms-swift imports plugins, and ms-swift's own list of unknown arguments. Both are
     empty if Python code creates `kind`."""
-    frame = inspect.currentframe()
-    while frame is not None:  # no API has these local variables
+    for frame, _ in traceback.walk_stack(None):  # no API has these local variables
         if frame.f_code is HfArgumentParser.parse_args_into_dataclasses.__code__:
             names = frame.f_locals
             if kind in names["self"].dataclass_types:
                 argv = sys.argv[1:] if names["args"] is None else names["args"]
                 return list(argv), names["remaining_args"]
-        frame = frame.f_back
     return [], []
 
 
