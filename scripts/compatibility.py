@@ -117,8 +117,7 @@ if not wrong:
     try:
         import swift_grpo_ext.training
         for moment in patches.Moment:
-            if moment is not moment.CALLED:
-                patches.apply(moment)
+            patches.apply(moment)
     except contract.UnsupportedUpstreamError as e:
         wrong.append(str(e))
     missing = [

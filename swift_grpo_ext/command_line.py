@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import traceback
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
@@ -33,7 +34,6 @@ from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify_overrides
 from swift_grpo_ext.upstream.determinism import prepare_process
-from swift_grpo_ext.upstream.local_names import being_parsed
 from swift_grpo_ext.upstream.patches import Moment, apply, patch, repair
 
 if TYPE_CHECKING:
@@ -95,15 +95,15 @@ of their own."""
 OFF = {"logits_shim": "off", "logps_shared_prompt": "false"}  # a flag's text for `False`
 
 
-@repair(
-    Moment.REGISTRATION,
-    symptom="ms-swift refuses a plugin's flags as left-over arguments.",
-    upstream="ms-swift 4.6, arguments/base_args/base_args.py and pipelines/base.py: plugins "
-    "are imported once arguments are parsed.",
-    until="ms-swift imports plugins before it parses arguments",
-)
+@repair(Moment.REGISTRATION)
 def extend_arguments() -> None:
-    """Add the flags, also to a command line that is being parsed."""
+    """Add the flags, also to a command line that is being parsed.
+
+    Symptom: ms-swift refuses a plugin's flags as left-over arguments.
+    Upstream: ms-swift 4.6, arguments/base_args/base_args.py and pipelines/base.py: plugins are
+    imported once arguments are parsed. Can go when ms-swift imports plugins before it parses
+    arguments.
+    """
     verify_overrides(*EXTENDED.values())
     original = BaseArguments._init_model_kwargs
 
@@ -189,6 +189,19 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     by_option = {option: a.dest for a in parser._actions for option in a.option_strings}
     options = (token.partition("=")[0] for token in argv)
     return [by_option[option] for option in options if option in by_option]
+
+
+def being_parsed(kind: type) -> tuple[list[str], list[str]]:
+    """Return the arguments that are being parsed into `kind` (from the command line, a script or
+    Ray) while ms-swift imports plugins, and ms-swift's own list of unknown arguments. Both are
+    empty if Python code creates `kind`."""
+    for frame, _ in traceback.walk_stack(None):  # no API has these local variables
+        if frame.f_code is HfArgumentParser.parse_args_into_dataclasses.__code__:
+            names = frame.f_locals
+            if kind in names["self"].dataclass_types:
+                argv = sys.argv[1:] if names["args"] is None else names["args"]
+                return list(argv), names["remaining_args"]
+    return [], []
 
 
 def as_typed(argv: list[str]) -> list[str]:

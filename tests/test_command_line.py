@@ -21,7 +21,6 @@ import swift_grpo_ext
 from swift_grpo_ext import command_line
 from swift_grpo_ext.checks import rules
 from swift_grpo_ext.flags import flag_names
-from swift_grpo_ext.upstream.local_names import being_parsed
 
 PLUGIN = Path(__file__).resolve().parents[1] / "plugins/grpo_ext.py"
 KINDS = pytest.mark.parametrize("registered", [False, True], ids=["by flag", "register() first"])
@@ -40,7 +39,7 @@ def parsed(
 
         def stop(args: Any, given: list[str]) -> None:
             """End where settings are checked, which needs a model and data."""
-            assert being_parsed(RLHFArguments)[1] == []  # nothing for ms-swift
+            assert command_line.being_parsed(RLHFArguments)[1] == []  # nothing for ms-swift
             found.update({name: getattr(args, name) for name in MEANT}, given=given)
             found.update({name: os.environ.get(name) for name in names})
             raise InterruptedError

@@ -17,7 +17,7 @@ from tiny_vlm.families import draw, make_config, numbering, sized
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from swift_grpo_ext.logits.packed import GroupRows, PackedBatch, SharedPromptInputs, pack
+from swift_grpo_ext.logits.packed import Form, GroupRows, SharedPromptInputs, pack
 from swift_grpo_ext.logits.shim import LogitsShim
 
 FLASH = {
@@ -99,7 +99,7 @@ def positions_of(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 def plain(model: Any, batch: Batch, chunk_size: int = LogitsShim.chunk_size) -> Tensor:
     """Return log-probabilities [N] of the batch as it is."""
-    return _logps(model, batch, PackedBatch(batch.inputs, batch.predicts_BT), chunk_size)
+    return _logps(model, batch, (batch.inputs, batch.predicts_BT), chunk_size)
 
 
 def once(model: Any, batch: Batch, chunk_size: int = LogitsShim.chunk_size) -> Tensor:
@@ -107,7 +107,7 @@ def once(model: Any, batch: Batch, chunk_size: int = LogitsShim.chunk_size) -> T
     return _logps(model, batch, packed(model, batch), chunk_size)
 
 
-def packed(model: Any, batch: Batch) -> PackedBatch:
+def packed(model: Any, batch: Batch) -> Form:
     """Return a batch in which each group's prompt stands once."""
     return pack(shared(batch), model)
 
@@ -131,7 +131,7 @@ def shared(batch: Batch) -> SharedPromptInputs:
     return SharedPromptInputs(batch.inputs, groups, of_heads, lambda: batch.inputs)
 
 
-def _logps(model: Any, batch: Batch, given: PackedBatch, chunk_size: int) -> Tensor:
+def _logps(model: Any, batch: Batch, given: Form, chunk_size: int) -> Tensor:
     shim = _shim_of(model)
     shim.chunk_size = chunk_size
     return shim.logps(model, *given, batch.targets_N).logps_N

@@ -99,7 +99,7 @@ def run_point(
     reason = reason_against(model, group.inputs)
     if options.device == "cpu" and not reason:
         # Up to 72 numbers of the width for each position and layer, as measured (gated delta nets).
-        largest = max(part.predicts_BT.numel(), packed(model, group).predicts_1L.numel())
+        largest = max(part.predicts_BT.numel(), packed(model, group)[1].numel())
         needed = largest * text.num_hidden_layers * 80 * text.hidden_size * 4
         if needed > (free := psutil.virtual_memory().available):
             reason = f"{needed / 2**30:.0f} GiB needed, {free / 2**30:.0f} free"

@@ -15,20 +15,17 @@ from swift_grpo_ext.upstream.patches import Moment, patch, repair
 from swift_grpo_ext.weights.update import plain_name
 
 
-@repair(
-    Moment.ENGINE,
-    Moment.WORKER,
-    symptom="`RuntimeError: CPU Generator does not use offset` ends the engine as soon as "
-    "the prompt of a request with a seed does not fit into one step "
-    "(`max_num_batched_tokens`).",
-    upstream="vLLM 0.32, v1/worker/gpu_model_runner.py (`_bookkeeping_sync`) rewinds the "
-    "generator after the discarded token by its offset, which CPU generators do not have.",
-    until="vLLM rewinds generators on CPU too",
-    optional=True,
-)
+@repair(Moment.ENGINE, Moment.WORKER, optional=True)
 def serve_split_prompts() -> None:
     """Hide a request's generator during steps that read only a part of its prompt: vLLM samples and
-    discards a token in them, and would rewind the generator."""
+    discards a token in them, and would rewind the generator.
+
+    Symptom: `RuntimeError: CPU Generator does not use offset` ends the engine as soon as the prompt
+    of a request with a seed does not fit into one step (`max_num_batched_tokens`).
+    Upstream: vLLM 0.32, v1/worker/gpu_model_runner.py (`_bookkeeping_sync`) rewinds the generator
+    after the discarded token by its offset, which CPU generators do not have. Can go when vLLM
+    rewinds generators on CPU too.
+    """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeeping_sync = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -51,20 +48,18 @@ def serve_split_prompts() -> None:
     patch(CPUModelRunner, _sample=_sample, _bookkeeping_sync=_bookkeeping_sync)
 
 
-@repair(
-    Moment.ENGINE,
-    Moment.WORKER,
-    symptom="`create shm in SHMManager failed. errno: 17`, if two runs with colocated tensor "
-    "parallelism start at the same moment, or one after another on the same port: the first "
-    "run's memory stays in /dev/shm after its processes have ended (4 MB a rank).",
-    upstream="vLLM 0.32, v1/worker/cpu_worker.py: the name is the part after the last colon of "
-    "the rendezvous address, which is `//` for every colocated engine (`env://`).",
-    until="vLLM's name is unique to a run and removed at its end",
-    optional=True,
-)
+@repair(Moment.ENGINE, Moment.WORKER, optional=True)
 def name_shared_memory_by_run() -> None:
     """Add the rendezvous port to the name of the ranks' shared memory, and unlink the memory as
-    soon as all ranks have mapped it."""
+    soon as all ranks have mapped it.
+
+    Symptom: `create shm in SHMManager failed. errno: 17`, if two runs with colocated tensor
+    parallelism start at the same moment, or one after another on the same port: the first run's
+    memory stays in /dev/shm after its processes have ended (4 MB a rank).
+    Upstream: vLLM 0.32, v1/worker/cpu_worker.py: the name is the part after the last colon of the
+    rendezvous address, which is `//` for every colocated engine (`env://`). Can go when vLLM's name
+    is unique to a run and removed at its end.
+    """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     make_name, join = _CPUSHMDistributed.make_group_name, _CPUSHMDistributed._init_cpu_shm
@@ -84,17 +79,14 @@ def name_shared_memory_by_run() -> None:
     patch(_CPUSHMDistributed, _init_cpu_shm=_init_cpu_shm)
 
 
-@repair(
-    Moment.ENGINE,
-    Moment.WORKER,
-    symptom="After the first weight update, a mixture of experts silently samples from other "
-    "weights than the trainer's (0.21 nats a token, the tiny Qwen3-VL-MoE).",
-    upstream="vLLM 0.32, model_executor/layers/fused_moe/unquantized_fused_moe_method.py "
-    "packs experts for the CPU kernel at the first load only.",
-    until="vLLM packs experts again after an update",
-    optional=True,
-)
+@repair(Moment.ENGINE, Moment.WORKER, optional=True)
 def repack_experts() -> None:
+    """Symptom: after the first weight update, a mixture of experts silently samples from other
+    weights than the trainer's (0.21 nats a token, the tiny Qwen3-VL-MoE).
+    Upstream: vLLM 0.32, model_executor/layers/fused_moe/unquantized_fused_moe_method.py packs
+    experts for the CPU kernel at the first load only. Can go when vLLM packs experts again after an
+    update.
+    """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as upstream
 
     setup_kernel = upstream.UnquantizedFusedMoEMethod._setup_kernel
@@ -111,17 +103,14 @@ def repack_experts() -> None:
     patch(upstream.UnquantizedFusedMoEMethod, _setup_kernel=_setup_kernel)
 
 
-@repair(
-    Moment.ENGINE,
-    Moment.WORKER,
-    symptom="`AuxOutput Connector requires Model Runner V2` with `enable_return_routed_experts`.",
-    upstream="vLLM 0.32, v1/worker/gpu/model_runner.py: only this V2 runner reads the captured "
-    "experts from its connector; the CPU runner derives from V1.",
-    until="CPUs have the V2 runner",
-    optional=True,
-)
+@repair(Moment.ENGINE, Moment.WORKER, optional=True)
 def return_routed_experts() -> None:
-    """Have the CPU runner use the connector as the V2 runner does, without async scheduling."""
+    """Have the CPU runner use the connector as the V2 runner does, without async scheduling.
+
+    Symptom: `AuxOutput Connector requires Model Runner V2` with `enable_return_routed_experts`.
+    Upstream: vLLM 0.32, v1/worker/gpu/model_runner.py: only this V2 runner reads the captured
+    experts from its connector; the CPU runner derives from V1. Can go when CPUs have the V2 runner.
+    """
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
     from vllm.engine.arg_utils import EngineArgs
@@ -176,20 +165,15 @@ def return_routed_experts() -> None:
     patch(CPUModelRunner, execute_model=_execute_model, sample_tokens=_sample_tokens)
 
 
-@repair(
-    Moment.ENGINE,
-    Moment.WORKER,
-    symptom="After the first weight update, the gated delta nets of Qwen3.5 keep a shorter "
-    "history for their convolutions (1.07 nats a token, the tiny model), on CPUs with "
-    "AVX512-BF16.",
-    upstream="ms-swift 4.6, rlhf_trainers/utils.py (`finish_vllm_weight_reload`) has vLLM "
-    "process all layers after each update; vLLM 0.32, model_executor/layers/utils.py treats a "
-    "packed convolution weight, which has two dimensions, as a linear layer's: it packs the "
-    "weight again and drops it.",
-    until="vLLM does not pack a weight twice",
-    optional=True,
-)
+@repair(Moment.ENGINE, Moment.WORKER, optional=True)
 def keep_packed_convolutions() -> None:
+    """Symptom: after the first weight update, the gated delta nets of Qwen3.5 keep a shorter
+    history for their convolutions (1.07 nats a token, the tiny model), on CPUs with AVX512-BF16.
+    Upstream: ms-swift 4.6, rlhf_trainers/utils.py (`finish_vllm_weight_reload`) has vLLM process
+    all layers after each update; vLLM 0.32, model_executor/layers/utils.py treats a packed
+    convolution weight, which has two dimensions, as a linear layer's: it packs the weight again and
+    drops it. Can go when vLLM does not pack a weight twice.
+    """
     from vllm.model_executor.layers import utils as upstream
 
     dispatch = upstream.dispatch_cpu_unquantized_gemm
@@ -204,18 +188,17 @@ def keep_packed_convolutions() -> None:
     patch(upstream, dispatch_cpu_unquantized_gemm=dispatch_once)
 
 
-@repair(
-    Moment.TRAINER,
-    symptom="A colocated engine fails at the first weight update: its layers have packed "
-    "their weights, which `load_weights` cannot fill.",
-    upstream="vLLM 0.32, model_executor/layers/utils.py (`dispatch_cpu_unquantized_gemm`) "
-    "packs weights and drops the originals; ms-swift 4.6, rlhf_trainers/rollout_mixin.py "
-    "calls `load_weights`.",
-    until="vLLM's `load_weights` fills packed layers",
-)
+@repair(Moment.TRAINER)
 def reload_colocated() -> None:
     """Have ms-swift's trainer reload its colocated engine's model. (ms-swift's
-    `finish_vllm_weight_reload` processes a tied head later.)"""
+    `finish_vllm_weight_reload` processes a tied head later.)
+
+    Symptom: a colocated engine fails at the first weight update: its layers have packed their
+    weights, which `load_weights` cannot fill.
+    Upstream: vLLM 0.32, model_executor/layers/utils.py (`dispatch_cpu_unquantized_gemm`) packs
+    weights and drops the originals; ms-swift 4.6, rlhf_trainers/rollout_mixin.py calls
+    `load_weights`. Can go when vLLM's `load_weights` fills packed layers.
+    """
     from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
     load = RolloutTrainerMixin._load_state_dict_to_vllm

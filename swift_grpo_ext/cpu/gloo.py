@@ -44,16 +44,16 @@ class GlooCommunicator:
         self._gloo[0].broadcast(tensor, root=src).wait()
 
 
-@repair(
-    Moment.TRAINER,
-    symptom="Weights never reach a server: without an accelerator NCCL cannot load, the "
-    "broadcast sends nothing, and the server waits forever; `synchronize()` calls torch.cuda.",
-    upstream="ms-swift 4.6, rlhf_trainers/vllm_client.py.",
-    until="ms-swift has a communicator for CPU",
-)
+@repair(Moment.TRAINER)
 def send_through_gloo() -> None:
     """Have ms-swift's client send weights through gloo. It has connected before plugins are
-    imported: the groups of its disabled NCCL communicators are reused."""
+    imported: the groups of its disabled NCCL communicators are reused.
+
+    Symptom: weights never reach a server: without an accelerator NCCL cannot load, the broadcast
+    sends nothing, and the server waits forever; `synchronize()` calls torch.cuda.
+    Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py. Can go when ms-swift has a communicator
+    for CPU.
+    """
     from swift.rlhf_trainers import vllm_client
 
     def send(communicator: Any, tensors: Iterable[torch.Tensor]) -> None:
@@ -65,13 +65,12 @@ def send_through_gloo() -> None:
     patch(vllm_client, _broadcast_tensors_for_vllm_weight_sync=send)
 
 
-@repair(
-    Moment.WORKER,
-    symptom="No weights arrive in a server's workers, as NCCL cannot load.",
-    upstream="ms-swift 4.6, pipelines/infer/rollout.py.",
-    until="ms-swift has a communicator for CPU",
-)
+@repair(Moment.WORKER)
 def receive_through_gloo() -> None:
+    """Symptom: no weights arrive in a server's workers, as NCCL cannot load.
+    Upstream: ms-swift 4.6, pipelines/infer/rollout.py. Can go when ms-swift has a communicator for
+    CPU.
+    """
     from swift.pipelines.infer import rollout
 
     def receive(communicator: GlooCommunicator, tensor: torch.Tensor, src: int) -> None:

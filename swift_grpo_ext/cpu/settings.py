@@ -76,26 +76,23 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
                 libc.mallopt(option, number)
 
 
-@repair(
-    Moment.REGISTRATION,
-    symptom="`swift rollout` with several replicas finds too few devices.",
-    upstream="ms-swift 4.6, arguments/rollout_args.py (`_check_device_count`) counts "
-    "accelerators; replicas on CPU share cores and memory.",
-    until="`_check_device_count` skips CPU runs",
-)
+@repair(Moment.REGISTRATION)
 def count_no_devices() -> None:
+    """Symptom: `swift rollout` with several replicas finds too few devices.
+    Upstream: ms-swift 4.6, arguments/rollout_args.py (`_check_device_count`) counts accelerators;
+    replicas on CPU share cores and memory. Can go when `_check_device_count` skips CPU runs.
+    """
     from swift.arguments import RolloutArguments
 
     patch(RolloutArguments, _check_device_count=lambda self: None)
 
 
-@repair(
-    Moment.TRAINING,
-    symptom="A resumed rank fails, because torch has no location `cpu:0`.",
-    upstream="transformers 4.57 to 5.16, trainer.py (`_load_optimizer_and_scheduler`).",
-    until="transformers before 5.19 is no longer supported",
-)
+@repair(Moment.TRAINING)
 def load_onto_ranks() -> None:
+    """Symptom: a resumed rank fails, because torch has no location `cpu:0`.
+    Upstream: transformers 4.57 to 5.16, trainer.py (`_load_optimizer_and_scheduler`). Can go when
+    transformers before 5.19 is no longer supported.
+    """
     torch.serialization.register_package(
         PRIORITY,
         lambda storage: None,

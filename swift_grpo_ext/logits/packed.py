@@ -35,6 +35,10 @@ PER_TOKEN = ("mm_token_type_ids", "token_type_ids", "image_token_types")
 # G rows: templates leave out rows without media.
 FOR_POSITIONS = ("second_per_grid_ts", "mm_token_type_ids")
 
+Form = tuple[Mapping[str, Any], Tensor]
+"""The arguments of a model's forward, and the mask of the wanted logits: [B, T] for plain rows,
+[1, L] for a packed row. Both masks name the same tokens in the same order."""
+
 
 class UnknownInputError(ValueError):
     """A model input cannot be packed."""
@@ -46,6 +50,7 @@ class GroupRows(NamedTuple):
     prompt: int  # tokens of the shared prompt; 0 for a single sample
     ids: list[Sequence[int]]  # each sample's row: prompt and response
     labels: list[Sequence[int]]  # as long as `ids`; -100 for tokens that are not trained on
+    kind: str = "text"  # of each row, or its media, such as `image`
 
     @property
     def is_shared(self) -> bool:
@@ -90,13 +95,6 @@ class SharedPromptInputs(dict[str, Any]):
         return {name: value for name, value in self.items() if not isinstance(value, Tensor)}
 
 
-class PackedBatch(NamedTuple):
-    """A micro-batch as one packed row."""
-
-    inputs: dict[str, Any]  # the arguments of the model's forward
-    predicts_1L: Tensor  # mask of the wanted logits, in the order of the plain rows
-
-
 def plain_inputs(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a forward over ms-swift's own micro-batch."""
     if isinstance(inputs, SharedPromptInputs):
@@ -124,9 +122,9 @@ def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
     return segments.reason_against(model)
 
 
-def pack(inputs: SharedPromptInputs, model: PreTrainedModel) -> PackedBatch:
-    """Pack a micro-batch for which `reason_against` returns ''. Raise `UnknownInputError` if it
-    fails. From then on, layers of the unwrapped model accept packed rows.
+def pack(inputs: SharedPromptInputs, model: PreTrainedModel) -> Form:
+    """Return a micro-batch, for which `reason_against` returns '', as one packed row. Raise
+    `UnknownInputError` if that fails. From then on, layers of the unwrapped model accept such rows.
     """
     groups = inputs.groups
     if any(group.is_shared and group.prompt < 2 for group in groups):
@@ -135,7 +133,7 @@ def pack(inputs: SharedPromptInputs, model: PreTrainedModel) -> PackedBatch:
     packed = layout.inputs(inputs.heads) | inputs.settings
     packed["attention_mask"] = layout.attention_mask(inputs.heads, model)
     segments.read_by_segments(model)
-    return PackedBatch(packed, layout.predicts_L[None].bool())
+    return packed, layout.predicts_L[None].bool()
 
 
 # --- savings ---

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from swift_grpo_ext.logits import segments
 from swift_grpo_ext.logits.packed import (
+    Form,
     GroupRows,
-    PackedBatch,
     SharedPromptInputs,
     UnknownInputError,
     longest_row,
@@ -39,13 +39,9 @@ logger = get_logger()
 
 WORTH = 0.1  # the least share of positions that packing must save
 LEAST = 1e-6  # nats; float32 rounds log-probabilities of any model by this much
-PLACEHOLDERS = ("image", "video", "audio")  # media with a placeholder token in configurations
 
-Kind = tuple[tuple[str, ...], bool]
+Kind = tuple[str, bool]
 """A row's media, and whether the longest row of its micro-batch is longer than a window."""
-
-Form = tuple[Mapping[str, Any], Tensor]
-"""The arguments of a model's forward, and the mask of the wanted logits, [B, T] or [1, L]."""
 
 
 class SharedPrompt:
@@ -94,12 +90,12 @@ class SharedPrompt:
         self._proven |= tokens_of_kinds.keys()
         logger.info(
             f"--logps_shared_prompt auto: passes of {type(self._base).__name__} read "
-            f"{packed.predicts_1L.numel()} positions instead of {predicts_BT.numel()} (the "
-            "first micro-batch)."
+            f"{packed[1].numel()} positions instead of {predicts_BT.numel()} "
+            "(the first micro-batch)."
         )
         return packed
 
-    def _packed(self, inputs: Mapping[str, Any]) -> PackedBatch | None:
+    def _packed(self, inputs: Mapping[str, Any]) -> Form | None:
         # Not logged: later micro-batches may share prompts.
         if not (isinstance(inputs, SharedPromptInputs) and any(g.is_shared for g in inputs.groups)):
             return None
@@ -123,7 +119,7 @@ class SharedPrompt:
 
     def _difference(
         self,
-        packed: PackedBatch,
+        packed: Form,
         plain: Form,
         tokens_of_kinds: Mapping[Kind, Tensor],
         logps: Callable[[Mapping[str, Any], Tensor], Tensor],
@@ -150,8 +146,8 @@ class SharedPrompt:
             )
             if not gap <= limit + LEAST:  # also for NaN
                 return (
-                    f"log-probabilities of rows of {'+'.join(media) or 'text'} differ by {gap:.3g} "
-                    f"nats in the mean, and rounding explains {limit:.3g}"
+                    f"log-probabilities of rows of {media} differ by {gap:.3g} nats in the mean, "
+                    f"and rounding explains {limit:.3g}"
                 )
         return ""
 
@@ -163,19 +159,11 @@ def kinds_of_tokens(groups: Sequence[GroupRows], config: PretrainedConfig) -> di
     is_beyond = window is not None and longest_row(groups) > window
     kinds_N = list[Kind]()
     for group in groups:
-        for ids, labels in zip(group.ids, group.labels, strict=True):
-            media = tuple(kind for kind in PLACEHOLDERS if placeholder(config, kind) in ids)
-            kinds_N += [(media, is_beyond)] * sum(label != -100 for label in labels[1:])
+        for labels in group.labels:
+            kinds_N += [(group.kind, is_beyond)] * sum(label != -100 for label in labels[1:])
     return {
         kind: torch.tensor([kind == other for other in kinds_N]) for kind in dict.fromkeys(kinds_N)
     }
-
-
-def placeholder(config: PretrainedConfig, kind: str) -> int:
-    """Return the token id of a kind of media; -1 if the model has none."""
-    config = getattr(config, "thinker_config", config)  # Qwen-Omni
-    names = (f"{kind}_token_id", f"{kind}_token_index")
-    return next((i for name in names if (i := getattr(config, name, None)) is not None), -1)
 
 
 @contextmanager

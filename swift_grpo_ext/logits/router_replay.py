@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from swift_grpo_ext.logits.shim import base_model
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import patch
 
 if TYPE_CHECKING:
     from swift.rl_core.data import OnPolicySample
@@ -178,17 +178,15 @@ def batch_experts(
     return rows.to(device)
 
 
-@repair(
-    Moment.CALLED,
-    symptom="If one sample lacks its experts, those of the whole batch are dropped silently. With "
-    "padding on the left, each token gets the experts of the token before it "
-    "(--router_replay_mode R3).",
-    upstream="ms-swift 4.6, rlhf_trainers/utils.py (`build_routed_experts_batch`): made for "
-    "Megatron.",
-    until="ms-swift's own trainer replays experts",
-)
 def batch_routed_experts() -> None:
-    """Have ms-swift build batches of experts by `batch_experts`."""
+    """Have ms-swift build batches of experts by `batch_experts`.
+
+    Symptom: if one sample lacks its experts, those of the whole batch are dropped silently. With
+    padding on the left, each token gets the experts of the token before it (--router_replay_mode
+    R3).
+    Upstream: ms-swift 4.6, rlhf_trainers/utils.py (`build_routed_experts_batch`): made for
+    Megatron. Can go when ms-swift's own trainer replays experts.
+    """
     from swift.rlhf_trainers import utils
 
     patch(utils, build_routed_experts_batch=batch_experts)

@@ -31,7 +31,7 @@ from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import patch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -357,16 +357,14 @@ def reason_against(model: PreTrainedModel) -> str:
     return ""
 
 
-@repair(
-    Moment.CALLED,
-    symptom="Attention and gated delta nets treat a row of several samples as one text "
-    "(--logps_shared_prompt).",
-    upstream="transformers 5.19, modeling_utils.py (`AttentionInterface`): packed sequences "
-    "cannot share a prompt.",
-    until="transformers supports packed sequences with a shared prompt",
-)
 def read_by_segments(model: PreTrainedModel) -> None:
-    """Make a model's attention and gated delta nets accept packed rows."""
+    """Make a model's attention and gated delta nets accept packed rows.
+
+    Symptom: attention and gated delta nets treat a row of several samples as one text
+    (--logps_shared_prompt).
+    Upstream: transformers 5.19, modeling_utils.py (`AttentionInterface`): packed sequences cannot
+    share a prompt. Can go when transformers supports packed sequences with a shared prompt.
+    """
     name = model.config.get_text_config()._attn_implementation
     # `eager` has no entry: modules look it up here, and default to their own file's function.
     attend = ALL_ATTENTION_FUNCTIONS.get(name, eager_attention)

@@ -36,10 +36,6 @@ class ShardRanks(NamedTuple):
         """All-reduce a boolean with AND."""
         return not self.highest(torch.tensor([not holds], dtype=torch.int32))
 
-    def most(self, number: int) -> int:
-        """Return the largest of the ranks' numbers."""
-        return int(self.highest(torch.tensor([number])))
-
 
 def shard_ranks(model: nn.Module) -> ShardRanks:
     """Return the ranks that DeepSpeed's ZeRO-3, FSDP or FSDP2 has sharded the weights over.

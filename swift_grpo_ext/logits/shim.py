@@ -149,7 +149,7 @@ class LogitsShim:
         """Compute outputs in chunks within the call of the head; return None if that fails."""
         head, transform = self._head, self._transform or unchanged
         # The most of any rank: each call of a sharded head gathers its weight from all ranks.
-        num_chunks = self.ranks(model).most(-(-int(mask_BT.sum()) // self.chunk_size))
+        num_chunks = int(self.ranks(model).highest(-(-mask_BT.sum() // self.chunk_size)))
         outputs: Outputs | None = None
 
         def at_head(hidden_BTH: Tensor) -> Tensor:

@@ -92,16 +92,15 @@ def _check_name(text: str) -> str:
     return text
 
 
-@repair(
-    Moment.REPLICA,
-    symptom="A URL in a request redirects to a private address, or to an endless file.",
-    upstream="ms-swift 4.6, template/vision_utils.py (`load_file`) follows redirects without a "
-    "check, in a replica's process.",
-    until="ms-swift checks each redirect and the content",
-)
+@repair(Moment.REPLICA)
 def check_redirects() -> None:
     """Have a replica's templates download URLs into files, and reject playlists. Have Pillow reject
-    a picture by the size in its header."""
+    a picture by the size in its header.
+
+    Symptom: a URL in a request redirects to a private address, or to an endless file.
+    Upstream: ms-swift 4.6, template/vision_utils.py (`load_file`) follows redirects without a
+    check, in a replica's process. Can go when ms-swift checks each redirect and the content.
+    """
     # By default, Pillow only warns up to twice its limit.
     warnings.simplefilter("error", Image.DecompressionBombWarning)
     from swift.infer_engine import InferRequest

@@ -418,13 +418,12 @@ def flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> list
 verify_overrides(RolloutEngine)
 
 
-@repair(
-    Moment.SERVER,
-    Moment.CALLED,
-    symptom="ms-swift's own engine has no seeds, counts and stops of single requests.",
-    upstream="ms-swift 4.6, rlhf_trainers/rollout_mixin.py imports `GRPOVllmEngine` by name.",
-    until="ms-swift lets a plugin name the engine's class",
-)
+@repair(Moment.SERVER)
 def use_rollout_engine() -> None:
-    """Replace the engine class that the trainer imports by `RolloutEngine`."""
+    """Replace the engine class that the trainer imports by `RolloutEngine`.
+
+    Symptom: ms-swift's own engine has no seeds, counts and stops of single requests.
+    Upstream: ms-swift 4.6, rlhf_trainers/rollout_mixin.py imports `GRPOVllmEngine` by name. Can go
+    when ms-swift lets a plugin name the engine's class.
+    """
     patch(swift.infer_engine, GRPOVllmEngine=RolloutEngine)

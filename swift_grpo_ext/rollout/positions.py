@@ -49,16 +49,14 @@ def position_model(config: ModelConfig) -> Any:
 kept_positions = LRUCache[str, Positions](maxsize=2**12)
 
 
-@repair(
-    Moment.ENGINE,
-    symptom="Rollout and training silently use different positions for the same tokens.",
-    upstream="vLLM 0.32, v1/engine/input_processor.py (`process_inputs`): no answer has the "
-    "positions of its prompt.",
-    until="a request's output has its positions",
-    optional=True,
-)
+@repair(Moment.ENGINE, optional=True)
 def keep_positions() -> None:
-    """Have vLLM's frontend compute and keep the positions of each prompt with media."""
+    """Have vLLM's frontend compute and keep the positions of each prompt with media.
+
+    Symptom: rollout and training silently use different positions for the same tokens.
+    Upstream: vLLM 0.32, v1/engine/input_processor.py (`process_inputs`): no answer has the
+    positions of its prompt. Can go when a request's output has its positions.
+    """
     from vllm.v1.engine.input_processor import InputProcessor
 
     process = InputProcessor.process_inputs

@@ -173,14 +173,13 @@ def start_replica(server: SwiftRolloutDeploy, number: int, start: int = 0) -> Re
     return ReplicaConnection(ours, process, number, start)
 
 
-@repair(
-    Moment.SERVER,
-    symptom="An answer of a replica that came late is taken for the next one's, and a "
-    "replica that ended is waited for.",
-    upstream="ms-swift 4.6, pipelines/infer/rollout.py: messages to workers have no numbers.",
-    until="they have, and waits are bounded",
-)
+@repair(Moment.SERVER)
 def number_messages() -> None:
+    """Symptom: an answer of a replica that came late is taken for the next one's, and a replica
+    that ended is waited for.
+    Upstream: ms-swift 4.6, pipelines/infer/rollout.py: messages to workers have no numbers. Can go
+    when they have, and waits are bounded.
+    """
     patch(SwiftRolloutDeploy, _start_data_parallel_workers=_start_data_parallel_workers)
 
 

@@ -72,15 +72,14 @@ class InferRequest(TypedDict, total=False):
     data_dict: dict[str, Any] | None
 
 
-@repair(
-    Moment.SERVER,
-    symptom="A server splits groups over replicas, waits without a bound, and takes weights "
-    "that it does not verify.",
-    upstream="ms-swift 4.6, pipelines/infer/rollout.py (`SwiftRolloutDeploy`) takes no "
-    "routes of a plugin, and names its engine when it loads, before plugins are imported.",
-    until="a plugin can give a server routes and an engine",
-)
+@repair(Moment.SERVER)
 def add_routes() -> None:
+    """Symptom: a server splits groups over replicas, waits without a bound, and takes weights that
+    it does not verify.
+    Upstream: ms-swift 4.6, pipelines/infer/rollout.py (`SwiftRolloutDeploy`) takes no routes of a
+    plugin, and names its engine when it loads, before plugins are imported. Can go when a plugin
+    can give a server routes and an engine.
+    """
     verify(pins.SERVER)
     patch(rollout, GRPOVllmEngine=engine.RolloutEngine)
     patch(rollout, get_rollout_engine_type=get_rollout_engine_type)

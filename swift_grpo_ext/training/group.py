@@ -107,6 +107,7 @@ class Group(NamedTuple):
             prompt=self.prompt.num_tokens if self.prompt and len(self.samples) > 1 else 0,
             ids=[sample.encoded["input_ids"] for sample in self.samples],
             labels=[sample.encoded["labels"] for sample in self.samples],
+            kind=kind_of_row(self.longest),
         )
 
 

@@ -10,6 +10,7 @@ import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -34,17 +35,11 @@ def mismatch(pin: str) -> str | None:
     place, *parameters = pin.split()
     module, _, path = place.partition(":")
     try:
-        value: Any = importlib.import_module(module)
-        for name in path.split("."):
-            # `getattr` would bind classmethods, whose signatures then lack the first parameter.
-            get = inspect.getattr_static if inspect.isclass(value) else getattr
-            value = get(value, name)
+        value = attrgetter(path)(importlib.import_module(module))
     except (AttributeError, ImportError) as e:
         return f"{place} is missing ({e})"
-    if not parameters:
-        return None
     # Parameters after the pinned ones have defaults.
-    found = [*inspect.signature(_function(value)).parameters]
+    found = [*inspect.signature(value).parameters] if parameters else []
     if found[: len(parameters)] != parameters:
         return f"{place} takes {tuple(found)}, expected {tuple(parameters)}"
     return None

@@ -17,7 +17,7 @@ from torch import distributed
 from torch.backends import cudnn
 
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.patches import Moment, make, patch, repair
+from swift_grpo_ext.upstream.patches import make, patch, repair
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,18 +41,17 @@ def prepare_process() -> None:
     make(leave_the_environment)
 
 
-@repair(
-    Moment.CALLED,
-    symptom="With --full_determinism, all processes of a run wait for each kernel, and the user's "
-    "cuBLAS settings are overwritten, possibly too late.",
-    upstream="transformers 5.19, trainer_utils.py:154 (`enable_full_determinism`), called in "
-    "trainer.py:420: sets `CUDA_LAUNCH_BLOCKING`, and sets `CUBLAS_WORKSPACE_CONFIG` after the "
-    "model is loaded.",
-    until="it leaves `CUDA_LAUNCH_BLOCKING` alone and sets the rest before CUDA is used",
-    optional=True,
-)
+@repair(optional=True)
 def leave_the_environment() -> None:
-    """Have transformers' trainer set seeds and torch's switches, but no environment variables."""
+    """Have transformers' trainer set seeds and torch's switches, but no environment variables.
+
+    Symptom: with --full_determinism, all processes of a run wait for each kernel, and the user's
+    cuBLAS settings are overwritten, possibly too late.
+    Upstream: transformers 5.19, trainer_utils.py:154 (`enable_full_determinism`), called in
+    trainer.py:420: sets `CUDA_LAUNCH_BLOCKING`, and sets `CUBLAS_WORKSPACE_CONFIG` after the model
+    is loaded. Can go when it leaves `CUDA_LAUNCH_BLOCKING` alone and sets the rest before CUDA is
+    used.
+    """
     from transformers import set_seed, trainer
 
     def enable_full_determinism(seed: int) -> None:

@@ -1,20 +1,67 @@
-"""Converts videos for vLLM, and answers for a teacher's server (`upright.py` has images)."""
+"""Loads images upright, converts videos for vLLM, and answers for a teacher's server."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict
+from functools import wraps
 from importlib.util import find_spec
+from io import BytesIO
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from swift_grpo_ext.upstream.patches import Moment, repair
+from PIL import Image, ImageOps
+from PIL.ExifTags import Base
+
+from swift_grpo_ext.upstream.patches import Moment, patch, repair
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
 
 DEFAULT_FPS = 2.0  # qwen_vl_utils' (vision_process.FPS)
+
+
+def apply_exif_orientation(image: Image.Image) -> Image.Image:
+    """Return the image rotated by its EXIF orientation, as viewers, vLLM and `datasets.Image` do.
+    Raise the decoder's errors."""
+    # Loading rotates TIFF already; PNG may store its orientation after the pixels.
+    image.load()
+    try:
+        if image.getexif().get(Base.Orientation, 1) not in range(2, 9):
+            return image
+        return ImageOps.exif_transpose(image)
+    except Exception:  # broken EXIF; vLLM keeps such an image too
+        return image
+
+
+@repair(Moment.TRAINING, Moment.ENGINE)
+def load_upright() -> None:
+    """Have ms-swift's templates load images upright and without EXIF, which vLLM then keeps. Boxes
+    of `objects` refer to the upright image.
+
+    Symptom: the rollout sees a photograph upright, and training sees it rotated: log-probabilities
+    differ by 0.08 to 1.2 nats (tiny models), and for a square photograph even the token ids agree.
+    Upstream: ms-swift 4.6, template/vision_utils.py (`load_image`) ignores the EXIF orientation, in
+    training and with its other engines; vLLM 0.32 applies it, twice (multimodal/parse.py:773 and,
+    for uncached images, multimodal/processing/processor.py:1382, `normalize_image`). Can go when
+    ms-swift's `load_image` applies the EXIF orientation.
+    """
+    from swift.template import base, vision_utils
+
+    load = vision_utils.load_image
+
+    @wraps(load)
+    def load_image(image: Any) -> Image.Image:
+        opened = vision_utils.load_file(image)
+        if isinstance(opened, BytesIO):
+            opened = Image.open(opened)
+        # Before ms-swift converts the image, which drops some EXIF data.
+        return load(apply_exif_orientation(opened) if isinstance(opened, Image.Image) else opened)
+
+    # `base` has its own reference to the function.
+    patch(vision_utils, load_image=load_image)
+    patch(base, load_image=load_image)
 
 
 def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
@@ -50,16 +97,16 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
         videos[i] = (video, metadata)
 
 
-@repair(
-    Moment.ENGINE,
-    symptom="`No module named 'swift.vision_utils'` at the first video, with InternVL and "
-    "others whose template leaves videos to the base class.",
-    upstream="ms-swift 4.6, template/base.py (`replace_tag`); the module is "
-    "template/vision_utils.py, whose `load_vllm_video` reads other frames than training does.",
-    until="ms-swift imports its own module, and reads the same frames",
-)
+@repair(Moment.ENGINE)
 def supply_video_loader() -> None:
-    """Provide the module from which ms-swift's base template loads videos for vLLM."""
+    """Provide the module from which ms-swift's base template loads videos for vLLM.
+
+    Symptom: `No module named 'swift.vision_utils'` at the first video, with InternVL and others
+    whose template leaves videos to the base class.
+    Upstream: ms-swift 4.6, template/base.py (`replace_tag`); the module is
+    template/vision_utils.py, whose `load_vllm_video` reads other frames than training does. Can go
+    when ms-swift imports its own module, and reads the same frames.
+    """
     name = "swift.vision_utils"
     if name not in sys.modules and find_spec(name) is None:
         module = ModuleType(name)

@@ -20,20 +20,19 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 
-@repair(
-    Moment.TRAINING,
-    symptom="`'tuple' object has no attribute 'to'` at the first image of Gemma 4 in training, "
-    "`num_frames_per_video is required` at the first video. Bidirectional attention within images "
-    "(`use_bidirectional_attention: vision`) applies to all layers; in vLLM, only to those with "
-    "windows.",
-    upstream="ms-swift 4.6, model/models/gemma.py (`_patch_gemma4_forward`) was written "
-    "against transformers 5.6; 5.19 (models/gemma4 and gemma4_unified) splits features by "
-    "image and by video, and makes masks in `create_masks_for_vision_model`.",
-    until="ms-swift supports 5.19, or leaves the forward to transformers",
-    optional=True,
-)
+@repair(Moment.TRAINING, optional=True)
 def repair_gemma4() -> None:
-    """Give ms-swift's forward of Gemma 4 its features as one tensor, and transformers' masks."""
+    """Give ms-swift's forward of Gemma 4 its features as one tensor, and transformers' masks.
+
+    Symptom: `'tuple' object has no attribute 'to'` at the first image of Gemma 4 in training,
+    `num_frames_per_video is required` at the first video. Bidirectional attention within images
+    (`use_bidirectional_attention: vision`) applies to all layers; in vLLM, only to those with
+    windows.
+    Upstream: ms-swift 4.6, model/models/gemma.py (`_patch_gemma4_forward`) was written against
+    transformers 5.6; 5.19 (models/gemma4 and gemma4_unified) splits features by image and by video,
+    and makes masks in `create_masks_for_vision_model`. Can go when ms-swift supports 5.19, or
+    leaves the forward to transformers.
+    """
     from swift.model.models import gemma
 
     patch_forward = gemma._patch_gemma4_forward
@@ -71,17 +70,16 @@ def joined_features(
     return outputs
 
 
-@repair(
-    Moment.TRAINING,
-    symptom="Log-probabilities of rollout and training differ by 0.2 nats for GLM-OCR (a tiny "
-    "one): training gives image tokens the positions of text.",
-    upstream="ms-swift 4.6, template/templates/glm.py: `GLMOCRTemplate` passes embeddings to "
-    "the model, which cannot compute positions from them; `GLM4VTemplate`'s collator does.",
-    until="`GLMOCRTemplate` computes positions too",
-    optional=True,
-)
+@repair(Moment.TRAINING, optional=True)
 def place_glm_ocr_images() -> None:
-    """Add the positions of images in time, height and width to batches of GLM-OCR."""
+    """Add the positions of images in time, height and width to batches of GLM-OCR.
+
+    Symptom: log-probabilities of rollout and training differ by 0.2 nats for GLM-OCR (a tiny one):
+    training gives image tokens the positions of text.
+    Upstream: ms-swift 4.6, template/templates/glm.py: `GLMOCRTemplate` passes embeddings to the
+    model, which cannot compute positions from them; `GLM4VTemplate`'s collator does. Can go when
+    `GLMOCRTemplate` computes positions too.
+    """
     from swift.template.templates.glm import GLM4vPackingTemplateMixin, GLMOCRTemplate
 
     collate = GLMOCRTemplate._data_collator
@@ -98,20 +96,18 @@ def place_glm_ocr_images() -> None:
     patch(GLMOCRTemplate, _data_collator=_data_collator, use_model=True)
 
 
-@repair(
-    Moment.TRAINING,
-    symptom="After a video with more frames than patches on its longer side, Qwen2-VL and "
-    "Qwen2.5-VL silently get other positions in training than in vLLM (0.024 nats in the mean, "
-    "0.58 at most, 6 frames of the tiny model).",
-    upstream="transformers 5.3 to 5.19, models/qwen2_vl and qwen2_5_vl (`get_rope_index`) "
-    "continue at the larger of height and width; 4.57, vLLM 0.32 and Qwen's own code at the "
-    "maximum of all three. 5.12 also rounds a video's seconds down before it multiplies them "
-    "(transformers 48669).",
-    until="transformers continues at the maximum",
-    optional=True,
-)
+@repair(Moment.TRAINING, optional=True)
 def place_what_follows_videos() -> None:
-    """Make positions of Qwen2-VL and Qwen2.5-VL continue after a video's largest one, as vLLM."""
+    """Make positions of Qwen2-VL and Qwen2.5-VL continue after a video's largest one, as vLLM.
+
+    Symptom: after a video with more frames than patches on its longer side, Qwen2-VL and Qwen2.5-VL
+    silently get other positions in training than in vLLM (0.024 nats in the mean, 0.58 at most, 6
+    frames of the tiny model).
+    Upstream: transformers 5.3 to 5.19, models/qwen2_vl and qwen2_5_vl (`get_rope_index`) continue
+    at the larger of height and width; 4.57, vLLM 0.32 and Qwen's own code at the maximum of all
+    three. 5.12 also rounds a video's seconds down before it multiplies them (transformers 48669).
+    Can go when transformers continues at the maximum.
+    """
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
     from transformers.models.qwen2_vl import modeling_qwen2_vl
 
@@ -163,17 +159,16 @@ def _listed(values: torch.Tensor | Sequence[Any] | None) -> list[Any]:
     return [] if values is None else torch.as_tensor(values).tolist()
 
 
-@repair(
-    Moment.TRAINING,
-    symptom="Rows of several videos end training of InternVL and Intern-S1: `stack expects each "
-    "tensor to be equal size`, or `Number of elements of source < number of ones in mask`.",
-    upstream="ms-swift 4.6, template/templates/internvl.py:246: one array holds all videos of "
-    "a row, and all but the first lose a frame (`start` is too large by one).",
-    until="the template processes videos one by one, as vLLM does",
-    optional=True,
-)
+@repair(Moment.TRAINING, optional=True)
 def join_internvl_videos() -> None:
-    """Make ms-swift's template of InternVL and Intern-S1 encode rows of several videos."""
+    """Make ms-swift's template of InternVL and Intern-S1 encode rows of several videos.
+
+    Symptom: rows of several videos end training of InternVL and Intern-S1: `stack expects each
+    tensor to be equal size`, or `Number of elements of source < number of ones in mask`.
+    Upstream: ms-swift 4.6, template/templates/internvl.py:246: one array holds all videos of a row,
+    and all but the first lose a frame (`start` is too large by one). Can go when the template
+    processes videos one by one, as vLLM does.
+    """
     from swift.template.templates.internvl import InternvlhfTemplate
 
     encode = InternvlhfTemplate._encode

@@ -1,9 +1,10 @@
 """Patches ms-swift, vLLM, transformers and torch; no other module may.
 
-`@repair` registers a function that patches something, by `patch`, for the rest of a process.
-`apply(moment)` runs the repairs of a moment once. `replaced` and `wrapped` patch something for a
-block. `tests/upstream/test_patches.py` fails on any other monkeypatch. `registry.py` uses
-ms-swift's own plugin registries.
+A repair is a function that patches something, by `patch`, for the rest of a process. Its docstring
+names the symptom without it, the cause upstream (release and file), and when it can go. `@repair`
+registers it, and `apply(moment)` makes it; another module calls a repair that needs an object or a
+setting. `replaced` and `wrapped` patch something for a block. `tests/upstream/test_patches.py`
+fails on any other monkeypatch. `registry.py` uses ms-swift's own plugin registries.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 from swift_grpo_ext.upstream.contract import disagreement, refuse
 
-T = TypeVar("T", bound=Callable[..., object])
+T = TypeVar("T", bound=Callable[[], object])
 
 
 class Moment(Enum):
@@ -33,13 +34,12 @@ class Moment(Enum):
     REPLICA = "a server's replica is about to create its engine"
     WORKER = "a process has an engine's worker, and possibly no engine"
     SERVER = "`swift rollout` is loaded, and has not created a server"
-    CALLED = "another module calls the function, when it has the object or setting"
 
 
 MODULES: dict[Moment, tuple[str, ...]] = {
     Moment.REGISTRATION: ("command_line",),
-    Moment.TRAINING: ("upstream.models", "upstream.upright", "upstream.rows"),
-    Moment.ENGINE: ("upstream.upright", "upstream.rows", "upstream.encoding", "rollout.positions"),
+    Moment.TRAINING: ("upstream.models", "upstream.encoding", "upstream.rows"),
+    Moment.ENGINE: ("upstream.encoding", "upstream.rows", "rollout.positions"),
     Moment.REPLICA: ("media.paths",),
     Moment.SERVER: ("rollout.engine", "server.replicas", "server.routes"),
 }
@@ -51,24 +51,19 @@ they import the code that they patch."""
 class Repair:
     """One lasting change of upstream."""
 
-    function: Callable[..., object]
-    moments: tuple[Moment, ...]  # it is applied at the first of these
-    symptom: str  # the problem without it
-    upstream: str  # release and file of the cause
-    until: str  # the end of a sentence that begins with "Can go when"
-    optional: bool  # skip it, with a warning, if a release lacks the patched code
+    function: Callable[[], object]
+    moments: tuple[Moment, ...]  # `apply` makes it at the first of these
+    optional: bool  # `make` skips it, with a warning, if a release lacks the patched code
 
 
 REPAIRS: list[Repair] = []  # of all modules imported so far
 
 
-def repair(
-    *moments: Moment, symptom: str, upstream: str, until: str, optional: bool = False
-) -> Callable[[T], T]:
+def repair(*moments: Moment, optional: bool = False) -> Callable[[T], T]:
     """Register a function that patches upstream; `Repair` documents the arguments."""
 
     def register(function: T) -> T:
-        REPAIRS.append(Repair(function, moments, symptom, upstream, until, optional))
+        REPAIRS.append(Repair(function, moments, optional))
         return function
 
     return register

@@ -1,5 +1,6 @@
 """APIs of ms-swift and vLLM that we call, or change within a block: `module:name`, followed by the
-first parameters if these matter. `contract.py` lists the other checks.
+first parameters if these matter, without a classmethod's `cls`. `contract.py` lists the other
+checks.
 
 Each table is verified once: `COMMAND_LINE` in `register()`, `TRAINER` before the trainer is made,
 `ENGINE` when the rollout engine is imported, `SERVER` when `swift rollout` gets our routes.
@@ -33,7 +34,7 @@ swift.rlhf_trainers.utils:encode_sample sample template
 swift.rlhf_trainers.utils:build_rollout_logps rollout_logprobs_list completion_mask device
 swift.rlhf_trainers.utils:collate_to_grpo_micro_batch samples template
 swift.rlhf_trainers.utils:revert_runtime_names_to_checkpoint model state_dict
-swift.rl_core.data:OnPolicySample.from_row cls row
+swift.rl_core.data:OnPolicySample.from_row row
 swift.rl_core.data:OnPolicySample.to_infer_request
 swift.rl_core.data:OnPolicySample.build_teacher_view
 swift.rl_core.data:OnPolicySample.to_reward_row
@@ -63,8 +64,8 @@ swift.pipelines.infer.rollout:llm_worker_entry
 swift.pipelines.infer.rollout:StatelessProcessGroup.create host port rank world_size \
     data_expiration_seconds store_timeout
 swift.template.vision_utils:load_file path
-swift.utils:SafeMediaPath.check cls path
-swift.utils:SafeUrlFetcher.check_url cls url
+swift.utils:SafeMediaPath.check path
+swift.utils:SafeUrlFetcher.check_url url
 vllm.distributed.utils:StatelessProcessGroup.barrier self timeout
 vllm.utils.system_utils:set_ulimit target_soft_limit
 vllm.v1.engine.exceptions:EngineDeadError

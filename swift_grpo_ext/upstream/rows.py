@@ -178,17 +178,15 @@ def source_of(value: Any) -> Any:
 # --- addresses of files ---
 
 
-@repair(
-    Moment.TRAINING,
-    Moment.ENGINE,
-    symptom="A row with `file:///1.png` raises `UnidentifiedImageError` in the first rollout.",
-    upstream="ms-swift 4.6, template/vision_utils.py (`load_file`) treats the URL as base64. All "
-    "media of all templates pass through `StdTemplateInputs` (template/template_inputs.py), "
-    "in training and in the engines.",
-    until="`load_file` accepts such URLs",
-)
+@repair(Moment.TRAINING, Moment.ENGINE)
 def read_file_urls() -> None:
-    """Make ms-swift read `file:///1.png` as a path, as qwen_vl_utils does for videos."""
+    """Make ms-swift read `file:///1.png` as a path, as qwen_vl_utils does for videos.
+
+    Symptom: a row with `file:///1.png` raises `UnidentifiedImageError` in the first rollout.
+    Upstream: ms-swift 4.6, template/vision_utils.py (`load_file`) treats the URL as base64. All
+    media of all templates pass through `StdTemplateInputs` (template/template_inputs.py), in
+    training and in the engines. Can go when `load_file` accepts such URLs.
+    """
     from swift.template.template_inputs import StdTemplateInputs
 
     upstream = StdTemplateInputs.__post_init__

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.utils import get_logger
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair, replaced
+from swift_grpo_ext.upstream.patches import patch, replaced
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -57,16 +57,15 @@ def exit_if_engine_is_dead(error: Exception) -> None:
         os._exit(1)
 
 
-@repair(
-    Moment.CALLED,
-    symptom="With --vllm_data_parallel_size above 1, missing weights are only noticed at the "
-    "first replica.",
-    upstream="vLLM 0.32, v1/engine/core_client.py: `DPLBAsyncMPClient.call_utility_async` "
-    "gathers all answers and returns the first.",
-    until="`collective_rpc` returns the answers of all replicas",
-)
 def collect_rpc_from_all_replicas(engine: AsyncLLM) -> None:
-    """Make an async engine's `collective_rpc` return the answers of all its replicas."""
+    """Make an async engine's `collective_rpc` return the answers of all its replicas.
+
+    Symptom: with --vllm_data_parallel_size above 1, missing weights are only noticed at the first
+    replica.
+    Upstream: vLLM 0.32, v1/engine/core_client.py: `DPLBAsyncMPClient.call_utility_async` gathers
+    all answers and returns the first. Can go when `collective_rpc` returns the answers of all
+    replicas.
+    """
     core = engine.engine_core
 
     async def collective_rpc(

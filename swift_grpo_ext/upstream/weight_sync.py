@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from swift.utils import get_logger
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair, replaced
+from swift_grpo_ext.upstream.patches import patch, replaced
 from swift_grpo_ext.upstream.threads import in_thread
 
 BARRIER_SECONDS = 30.0  # vLLM's default timeout of a barrier, which detects a killed replica
@@ -40,16 +40,15 @@ def run_with_timeout(seconds: float, work: Callable[[], T], rank: int) -> T:
         raise TimeoutError(f"the weights' group has not answered for {seconds:g} s") from e
 
 
-@repair(
-    Moment.CALLED,
-    symptom="If the host of the weights' group has stopped, all others wait forever.",
-    upstream="vLLM 0.32, distributed/utils.py (`StatelessProcessGroup`): creating one waits 300 s "
-    "and a barrier 30 s, but only the host keeps to it; ms-swift 4.6 passes no timeout.",
-    until="each wait of the group keeps to its timeout",
-)
 @contextmanager
 def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
-    """Limit how long ms-swift's `module` waits for the other members of a weight group."""
+    """Limit how long ms-swift's `module` waits for the other members of a weight group.
+
+    Symptom: if the host of the weights' group has stopped, all others wait forever.
+    Upstream: vLLM 0.32, distributed/utils.py (`StatelessProcessGroup`): creating one waits 300 s
+    and a barrier 30 s, but only the host keeps to it; ms-swift 4.6 passes no timeout. Can go when
+    each wait of the group keeps to its timeout.
+    """
     upstream = module.StatelessProcessGroup
     seconds = max(int(timeout), 1)  # the store takes whole seconds
     barrier_seconds = min(timeout, BARRIER_SECONDS)

@@ -90,7 +90,9 @@ class Group(Batch):
                 [values[row][attended[row]].tolist() for row in rows]
                 for values in (self.inputs["input_ids"], self.labels)
             )
-            groups.append(GroupRows(prompt if len(rows) > 1 else 0, ids, labels))
+            has_images = self.has_images or bool(self.images and self.images[rows[0]])
+            kind = "image" if has_images else "text"
+            groups.append(GroupRows(prompt if len(rows) > 1 else 0, ids, labels, kind))
             heads.append(max(rows, key=lambda row: sum(self.rows[row])))
         kept = attended[heads].any(0)
         of_heads = {

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from swift_grpo_ext.logits import segments
 from swift_grpo_ext.logits.packed import (
+    Form,
     GroupRows,
-    PackedBatch,
     SharedPromptInputs,
     pack,
     reason_against,
@@ -48,7 +48,7 @@ def batch_of(rows: Any = ROWS) -> tuple[dict[str, Any], Tensor]:
     return {"input_ids": input_ids, "attention_mask": mask}, predicts
 
 
-def packed(model: Any, inputs: dict[str, Any], predicts: Tensor) -> PackedBatch:
+def packed(model: Any, inputs: dict[str, Any], predicts: Tensor) -> Form:
     """Pack a batch: rows next to each other that begin with one prompt are a group."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if "mrope_section" in str(base.config):
@@ -97,7 +97,7 @@ def test_a_packed_row_is_the_batch_but_for_rounding(
     inputs, predicts = batch_of()
     expected = run(model, inputs, predicts)
     batch = packed(model, inputs, predicts)
-    assert batch.predicts_1L.numel() < predicts.numel()
+    assert batch[1].numel() < predicts.numel()
     assert_close(run(model, *batch), expected)
     assert_close(run(model, inputs, predicts), expected, 0.0)  # others are read as before
 
@@ -163,11 +163,11 @@ def test_a_state_without_its_gradient_is_an_error(monkeypatch: pytest.MonkeyPatc
         lambda self, states, *args, **kwargs: own(self, states.detach(), *args, **kwargs),
     )
     model = build("Qwen3.5")
-    batch = packed(model, *batch_of())
+    inputs, _ = packed(model, *batch_of())
     with torch.no_grad():
-        model(**batch.inputs)
+        model(**inputs)
     with pytest.raises(ValueError, match="without its gradient"):
-        model(**batch.inputs)
+        model(**inputs)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +203,11 @@ def test_a_sample_sees_no_other(name: str) -> None:
     model = build(name).eval()
     inputs, predicts = batch_of()
     with torch.no_grad():
-        before = model(**packed(model, inputs, predicts).inputs).logits[0]
+        before = model(**packed(model, inputs, predicts)[0]).logits[0]
         inputs["input_ids"][1, 8] += 1
-        other = model(**packed(model, inputs, predicts).inputs).logits[0]
+        other = model(**packed(model, inputs, predicts)[0]).logits[0]
         inputs["input_ids"][:3, 2] += 1
-        prompt = model(**packed(model, inputs, predicts).inputs).logits[0]
+        prompt = model(**packed(model, inputs, predicts)[0]).logits[0]
     changed = (before != other).any(-1).nonzero()[:, 0].tolist()
     # Prompt 0 to 5, samples 6 to 15 and 16 to 19: the changed token is the second one's third.
     assert changed == [18, 19]
@@ -216,7 +216,7 @@ def test_a_sample_sees_no_other(name: str) -> None:
 
 def test_a_window_that_attention_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Mistral")
-    batch = packed(model, *batch_of())
+    inputs, _ = packed(model, *batch_of())
     own = transformers.models.mistral.modeling_mistral.ALL_ATTENTION_FUNCTIONS["sdpa"]
     monkeypatch.setitem(
         transformers.models.mistral.modeling_mistral.ALL_ATTENTION_FUNCTIONS,
@@ -224,7 +224,7 @@ def test_a_window_that_attention_is_not_told_of(monkeypatch: pytest.MonkeyPatch)
         lambda *args, sliding_window, **kwargs: own(*args, **kwargs),
     )
     with pytest.raises(ValueError, match="passes no window to its implementation"):
-        model(**batch.inputs)
+        model(**inputs)
 
 
 def test_attention_that_looks_its_function_up_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,11 +237,11 @@ def test_attention_that_looks_its_function_up_elsewhere(monkeypatch: pytest.Monk
 
 def test_a_mask_that_was_copied_says_the_same() -> None:
     model = build("Qwen2")
-    batch = packed(model, *batch_of())
+    inputs, _ = packed(model, *batch_of())
     with torch.no_grad():
-        expected = model(**batch.inputs).logits
-        batch.inputs["attention_mask"] = batch.inputs["attention_mask"].clone()
-        assert torch.equal(model(**batch.inputs).logits, expected)
+        expected = model(**inputs).logits
+        copied = {**inputs, "attention_mask": inputs["attention_mask"].clone()}
+        assert torch.equal(model(**copied).logits, expected)
 
 
 def test_blocks_compute_at_most_twice_what_is_seen() -> None:

@@ -159,34 +159,42 @@ def changers() -> dict[str, ast.AST]:
     }
 
 
-def repairs() -> list[Repair]:
+def repairs() -> dict[str, ast.AST]:
+    """What calls `patch`, and what `@repair` registers."""
+    registered = {
+        f"{module}:{node.name}": node
+        for module, tree in modules()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(each).startswith("repair(") for each in node.decorator_list)
+    }
+    return changers() | registered
+
+
+RELEASE = r"(ms-swift|vLLM|transformers) \d[\d.]+"
+# Release and place, as "vLLM 0.32, v1/worker/cpu_worker.py".
+WHY = rf"Symptom: .{{40,}} Upstream: {RELEASE}( to [\d.]+)?, [\w/]+(\.py\b)?.* Can go when .+\.$"
+
+
+@pytest.mark.parametrize(("name", "tree"), repairs().items(), ids=repairs())
+def test_a_repair_says_why_it_is_there(name: str, tree: ast.AST) -> None:
+    assert isinstance(tree, ast.FunctionDef)
+    assert re.search(WHY, " ".join((ast.get_docstring(tree) or "").split()))
+
+
+def registered() -> list[Repair]:
     """All of them, whatever module holds them."""
-    for module, tree in modules():
-        if any(isinstance(n, ast.Name) and n.id == "repair" for n in ast.walk(tree)):
-            import_module(f"swift_grpo_ext.{module}")
+    for name in repairs():
+        import_module(f"swift_grpo_ext.{name.partition(':')[0]}")
     return list(patches.REPAIRS)
 
 
-def test_every_change_is_a_repair() -> None:
-    found = {f"{r.function.__module__}:{r.function.__name__}" for r in repairs()}
-    assert {f"swift_grpo_ext.{name}" for name in changers()} <= found
-
-
-@pytest.mark.parametrize("each", repairs(), ids=lambda each: each.function.__name__)
-def test_a_repair_says_why_it_is_there(each: Repair) -> None:
-    assert each.moments
-    assert len(each.symptom) > 40
-    # Release and place, as "vLLM 0.32, v1/worker/cpu_worker.py".
-    release = r"(ms-swift|vLLM|transformers) \d[\d.]+"
-    assert re.match(rf"{release}( to [\d.]+)?, [\w/]+(\.py\b)?", each.upstream)
-    assert each.until
-    assert not each.until.endswith(".")
-    is_called = each.moments == (Moment.CALLED,)
-    assert is_called or not inspect.signature(each.function).parameters
-    # It is found when its moment comes.
+@pytest.mark.parametrize("each", registered(), ids=lambda each: each.function.__name__)
+def test_a_repair_is_found_when_its_moment_comes(each: Repair) -> None:
     module = each.function.__module__.removeprefix("swift_grpo_ext.")
-    for moment in {*each.moments} - {Moment.CALLED}:
+    for moment in each.moments:
         assert module in patches.MODULES[moment]
+    assert not inspect.signature(each.function).parameters
 
 
 def test_what_upstream_lacks_or_calls_otherwise_is_refused() -> None:
@@ -228,13 +236,12 @@ def test_a_repair_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     here = dict.fromkeys((Moment.ENGINE, Moment.WORKER), ("test_patches",))
     monkeypatch.setattr(patches, "MODULES", here)
     monkeypatch.setattr(patches, "import_module", lambda _: SimpleNamespace(__name__=__name__))
-    says = {"symptom": "", "upstream": "", "until": ""}
 
-    @repair(Moment.ENGINE, Moment.WORKER, **says)
+    @repair(Moment.ENGINE, Moment.WORKER)
     def change() -> None:
         made.append("change")
 
-    @repair(Moment.ENGINE, **says)
+    @repair(Moment.ENGINE)
     def elsewhere() -> None:
         made.append("of a module that is not listed")
 
@@ -250,7 +257,7 @@ def test_an_optional_repair_is_left_out_where_upstream_is_another(
 ) -> None:
     monkeypatch.setattr(patches, "REPAIRS", [])
 
-    @repair(Moment.ENGINE, symptom="", upstream="", until="", optional=optional)
+    @repair(Moment.ENGINE, optional=optional)
     def change() -> None:
         patch(ModuleType("vllm.module"), gone=1)
 

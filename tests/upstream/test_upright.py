@@ -19,8 +19,8 @@ from swift.template import Template, vision_utils
 from swift.template.template_inputs import StdTemplateInputs
 from vllm.multimodal import image as of_vllm
 
+from swift_grpo_ext.upstream.encoding import load_upright
 from swift_grpo_ext.upstream.patches import make
-from swift_grpo_ext.upstream.upright import load_upright
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (8, 24, 3), dtype=np.uint8)
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "MPO")

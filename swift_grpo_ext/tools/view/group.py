@@ -20,7 +20,7 @@ from swift_grpo_ext.record.query import where_round
 from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.diff import Decode
 from swift_grpo_ext.tools.view.runs import NotFoundError, Run, describe, parse
-from swift_grpo_ext.upstream.upright import apply_exif_orientation
+from swift_grpo_ext.upstream.encoding import apply_exif_orientation
 
 SIDES = {"small": 112, "full": 2048}  # pixels of a shown image's longer side, at most
 
