@@ -220,14 +220,3 @@ def to_rows(table: pa.Table) -> list[SampleRow]:
         sample_id = SampleId(**{name: values.pop(name) for name in SAMPLE_ID_COLUMNS})
         rows.append(SampleRow(sample_id=sample_id, **values))
     return rows
-
-
-def to_diversity(table: pa.Table) -> list[DiversityRow]:
-    """Return the rows of a table with all columns of `DIVERSITY`."""
-    rows = []
-    for values in table.drop_columns(["session"]).to_pylist():
-        round_ = RoundId(*(values.pop(name) for name in ROUND_COLUMNS))
-        values["metrics"] = dict(values["metrics"])  # Arrow gives a map as pairs
-        values["collisions"] = json.loads(values["collisions"])
-        rows.append(DiversityRow(round=round_, **values))
-    return rows
