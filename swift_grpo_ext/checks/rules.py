@@ -33,19 +33,17 @@ SERVER_FLAGS = (
     *("rollout_mismatch", "rollout_seed_mode", "rollout_timeout", "tool_timeout"),
     *("sample_log", "sample_log_gb"),
 )
+# ms-swift's engine settings that a training's own engine is not given (4.6, rlhf_trainers/
+# rollout_mixin.py:502-530): `swift rollout` reads them, `swift rlhf` never does.
 ENGINE_FLAGS_OF_SERVERS = (
     *("vllm_data_parallel_size", "vllm_pipeline_parallel_size", "vllm_enable_expert_parallel"),
     *("vllm_disable_custom_all_reduce", "vllm_quantization", "vllm_speculative_config"),
     *("vllm_max_lora_rank", "vllm_use_async_engine"),
 )
-"""ms-swift's engine settings that a training's own engine is not given (4.6, rlhf_trainers/
-rollout_mixin.py:502-530): `swift rollout` reads them, `swift rlhf` never does."""
-
+# Beginnings of the `vllm_` flags that a training with servers reads.
 WITH_SERVERS = ("vllm_mode", "vllm_server", "vllm_enable_lora")
-"""Beginnings of the `vllm_` flags that a training with servers reads."""
-
+# Tuners with adapters that vLLM takes merged into its weights alone.
 MERGED_TUNERS = ("adalora", "boft", "bone", "fourierft", "ia3", "vera")
-"""Tuners whose adapters vLLM takes merged into its weights alone."""
 
 
 def rule(

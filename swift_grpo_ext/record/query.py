@@ -113,11 +113,7 @@ class Record:
 
     def refresh(self, seconds: float = float("inf")) -> bool:
         """Check new files, the newest first, for some seconds at most, and show their rows; return
-        whether the views have changed.
-
-        Raises:
-            OSError: a folder cannot be listed.
-        """
+        whether the views have changed. Raise `OSError` where a folder cannot be listed."""
         deadline = time.monotonic() + seconds
         with self._lock:
             files = {f: table for table in TABLES for f in record_files(table.folder(self.run_dir))}
@@ -224,22 +220,17 @@ class Record:
         cursor.execute("delete from rounds where path not in (select unnest(?::text[]))", [paths])
         cursor.execute(COUNTED)
         for table in TABLES:
-            cursor.execute(f"create or replace view {table.name} as {self._rows_of(table)}")
+            files = sorted(file for file in self._sound if file.path.parent.name == table.name)
+            names = ", ".join(literal(str(file.path)) for file in files)
+            source = f"read_parquet([{names}])" if files else f"no_{table.name}"
+            owner = DIVERSITY.name if table is DIVERSITY else SAMPLES.name
+            cursor.execute(
+                f"create or replace view {table.name} as from {source} semi join "
+                f"(from counted where owner = '{owner}') using (session, phase, step, number)"
+            )
         cursor.execute(SCORED)
         cursor.commit()
         self.version += 1
-
-    def _rows_of(self, table: Table) -> str:
-        """Return the query for the rows of a table that count."""
-        files = [file for file in self._sound if file.path.parent.name == table.name]
-        if not files:
-            return f"from no_{table.name}"
-        paths = ", ".join(literal(str(file.path)) for file in sorted(files))
-        owner = DIVERSITY.name if table is DIVERSITY else SAMPLES.name
-        return (
-            f"from read_parquet([{paths}]) semi join (from counted where owner = '{owner}') "
-            "using (session, phase, step, number)"
-        )
 
 
 def literal(text: str) -> str:
@@ -276,12 +267,8 @@ def _version_of(path: Path) -> tuple[int, int] | None:
 
 
 def open_record(run_dir: RunDir) -> Record:
-    """Return a run's record with all that is on disk.
-
-    Raises:
-        FileNotFoundError: the run has no samples.
-        OSError: its folder cannot be read.
-    """
+    """Return a run's record with all that is on disk. Raise `FileNotFoundError` where the run has
+    no samples, and `OSError` where its folder cannot be read."""
     if not SAMPLES.folder(run_dir).is_dir():
         raise FileNotFoundError(
             f"{run_dir} has no samples: no round has been generated yet, or the training has "
@@ -293,15 +280,8 @@ def open_record(run_dir: RunDir) -> Record:
 
 
 def read_samples(run_dir: RunDir, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return a run's samples, sorted by phase, step, number, group, index and turn.
-
-    Args:
-        columns: names, in the order that the table is to have; None for all.
-
-    Raises:
-        FileNotFoundError: the run has no samples.
-        KeyError: there is no such column.
-    """
+    """Return a run's samples, sorted by phase, step, number, group, index and turn, with `columns`
+    in this order. Raise what `open_record` does, and `KeyError` for an unknown column."""
     return _read(run_dir, SAMPLES, columns)
 
 
@@ -324,12 +304,8 @@ def diversity_of(record: Record) -> list[DiversityRow]:
 def read_group(
     run_dir: RunDir, *, phase: Phase, step: int, number: int, group: int
 ) -> list[SampleRow]:
-    """Return all completions of one group, by index and turn.
-
-    Raises:
-        FileNotFoundError: the run has no samples.
-        ValueError: the record holds no such group.
-    """
+    """Return all completions of one group, by index and turn. Raise what `open_record` does, and
+    `ValueError` where the record holds no such group."""
     record = open_record(run_dir)
     where = f'{where_round(RoundId(phase, step, number))} and "group" = {group:d}'
     if rows := to_rows(record.table(f'from samples where {where} order by "index", turn')):

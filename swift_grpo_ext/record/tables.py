@@ -175,11 +175,8 @@ TABLES = (SAMPLES, REWARDS, DIVERSITY)
 
 
 def rounds_of(rows: Iterable[Row], table: Table, *, session: int) -> list[tuple[RoundId, pa.Table]]:
-    """Return the rows of each round as the files hold them.
-
-    Raises:
-        ValueError: a row's counts disagree, naming the sample; or a value does not fit its column.
-    """
+    """Return the rows of each round as the files hold them. Raise `ValueError` where a sample's
+    counts disagree, or a value does not fit its column."""
     rounds: dict[RoundId, list[Row]] = {}
     for row in rows:
         name = row.round if isinstance(row, DiversityRow) else row.sample_id.round
