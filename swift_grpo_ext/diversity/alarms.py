@@ -1,7 +1,4 @@
-"""Writes alarms in English and Chinese, for the log and the run's page. Pure.
-
-`words.json` holds all words as [English, Chinese].
-"""
+"""Writes alarms in English and Chinese, for the log and the run's page. Pure."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ MAX_NAMED_ORIGINS = 4
 
 @cache
 def read_words() -> dict[str, list[str]]:
+    """Return all words by key as [English, Chinese]."""
     path = Path(__file__).with_name("words.json")
     words: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
     return words

@@ -131,8 +131,7 @@ def claim_session(run_dir: RunDir) -> int:
             except FileExistsError:  # another process came first
                 number += 1
         _held[str(lock)] = descriptor
-        now = time.strftime("%Y-%m-%d %H:%M:%S")
-        owner = f"process {os.getpid()} on {socket.gethostname()} (since {now})"
+        owner = f"process {os.getpid()} on {socket.gethostname()} (since {time.strftime('%F %T')})"
         with suppress(OSError):  # a disk without locks
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(descriptor, owner.encode())
