@@ -26,11 +26,10 @@ from swift_grpo_ext.checks.rows import reason_of
 from swift_grpo_ext.upstream.rows import short
 
 MAX_SECONDS = 10  # for the made-up completions: a function may ask a judge
+# Any model writes such texts at times. Several: ms-swift spreads a lone value over all samples.
 COMPLETIONS = ("I do not know.", "", "<think>Let me see.</think><answer>42</answer>")
-"""Any model writes such texts at times. Several: ms-swift spreads a lone value over all samples."""
-
+# A column that servers with schedulers add (4.6, grpo_trainer.py:354).
 FROM_SERVERS = "trajectory_inputs"
-"""A column that servers with schedulers add (4.6, grpo_trainer.py:354)."""
 
 Row = Mapping[str, Any]
 
@@ -47,12 +46,9 @@ def check_rewards(
     setting: str,
     calls: bool = True,
 ) -> Findings:
-    """Refuse reward functions that fail with the rows of a data set, for any completion.
-
-    Args:
-        rows: the first ones, as ms-swift reads them; [] where a scheduler or a gym adds columns.
-        calls: call the functions; else their signatures alone are checked.
-    """
+    """Refuse reward functions that fail with the rows of a data set, for any completion. `rows` are
+    the first ones, as ms-swift reads them; [] where a scheduler or a gym adds columns. Unless it
+    `calls` the functions, their signatures alone are checked."""
     from swift.rewards import orms
 
     columns = columns_of(rows)

@@ -49,13 +49,12 @@ MAX_CONTENT = 2**31  # bytes of images within the rows: the check ends once it h
 MAX_SEARCHED = 2**26  # bytes: a larger file is not searched for a row; this one takes 0.5 s
 SHOWN_MEDIA = 3  # media that an error names at most
 
+# Readers of the files that are searched for a row, by suffix.
 READERS: Mapping[str, Callable[[IO[str]], Iterable[object]]] = {
     ".jsonl": lambda file: (json.loads(line or "null") for line in map(str.strip, file)),
     ".json": json.load,
     ".csv": csv.DictReader,
 }
-"""Readers of the files that are searched for a row, by suffix."""
-
 ROLES = {"system", "user", "assistant", "tool"}
 EXPECTED = {
     "image": 'a path, URL, data URL, base64, or {"bytes": ...} or {"path": ...}',
@@ -295,12 +294,8 @@ def encoding_error(
     template: Template, row: Row, max_tokens: int | None = None, *, strip_response: bool = True
 ) -> str | None:
     """Return why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it; None
-    where it can.
-
-    Args:
-        max_tokens: the engine's limit for prompt and completion together.
-        strip_response: leave out the row's own answer, which a sampled one replaces.
-    """
+    where it can. `max_tokens` is the engine's limit for prompt and completion together. With
+    `strip_response` the row's own answer is left out, which a sampled one replaces."""
     import torch
     from swift.utils import remove_response
 

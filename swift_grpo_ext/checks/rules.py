@@ -33,19 +33,17 @@ SERVER_FLAGS = (
     *("rollout_mismatch", "rollout_seed_mode", "rollout_timeout", "tool_timeout"),
     *("sample_log", "sample_log_gb"),
 )
+# ms-swift's engine settings that a training's own engine is not given (4.6, rlhf_trainers/
+# rollout_mixin.py:502-530): `swift rollout` reads them, `swift rlhf` never does.
 ENGINE_FLAGS_OF_SERVERS = (
     *("vllm_data_parallel_size", "vllm_pipeline_parallel_size", "vllm_enable_expert_parallel"),
     *("vllm_disable_custom_all_reduce", "vllm_quantization", "vllm_speculative_config"),
     *("vllm_max_lora_rank", "vllm_use_async_engine"),
 )
-"""ms-swift's engine settings that a training's own engine is not given (4.6, rlhf_trainers/
-rollout_mixin.py:502-530): `swift rollout` reads them, `swift rlhf` never does."""
-
+# Beginnings of the `vllm_` flags that a training with servers reads.
 WITH_SERVERS = ("vllm_mode", "vllm_server", "vllm_enable_lora")
-"""Beginnings of the `vllm_` flags that a training with servers reads."""
-
+# Tuners with adapters that vLLM takes merged into its weights alone.
 MERGED_TUNERS = ("adalora", "boft", "bone", "fourierft", "ia3", "vera")
-"""Tuners whose adapters vLLM takes merged into its weights alone."""
 
 
 def rule(
@@ -129,9 +127,11 @@ def rules_of_training(args: RLHFArguments) -> Findings:
     # `--modules_to_save` trains a copy of a tied embedding or head, and leaves the other as it is;
     # vLLM has one weight for both (seen: log-probabilities 0.05 nats apart).
     saved = sorted({"lm_head", "embed_tokens", "all-embedding"}.intersection(args.modules_to_save))
+    file = Path(args.model or "").expanduser() / "config.json"  # none for a model on a hub
+    is_tied = file.is_file() and json.loads(file.read_bytes()).get("tie_word_embeddings")
     yield from rule(
         f"modules_to_save {' '.join(saved)}",
-        saved and args.use_vllm and args.tuner_type != "full" and _has_tied_head(args.model or ""),
+        saved and args.use_vllm and args.tuner_type != "full" and is_tied,
         f"vLLM has one weight for embedding and head of {args.model} (tie_word_embeddings).",
         "Leave them out, or train all weights (--tuner_type full).",
     )
@@ -144,12 +144,6 @@ def rules_of_training(args: RLHFArguments) -> Findings:
         f"{args.temperature:g}: a teacher equal to the policy would still change it.",
         "Set --temperature 1, or load the teacher here (--teacher_model).",
     )
-
-
-def _has_tied_head(model: str) -> bool:
-    """Return whether embedding and head are one weight; False for a model not on this disk."""
-    file = Path(model).expanduser() / "config.json"
-    return file.is_file() and bool(json.loads(file.read_bytes()).get("tie_word_embeddings"))
 
 
 def rules_of_determinism(args: RLHFArguments) -> Findings:

@@ -1,7 +1,4 @@
-"""Writes alarms in English and Chinese, for the log and the run's page. Pure.
-
-`words.json` holds all words as [English, Chinese].
-"""
+"""Writes alarms in English and Chinese, for the log and the run's page. Pure."""
 
 from __future__ import annotations
 
@@ -21,22 +18,20 @@ MAX_NAMED_ORIGINS = 4
 
 @cache
 def read_words() -> dict[str, list[str]]:
+    """Return all words by key as [English, Chinese]."""
     path = Path(__file__).with_name("words.json")
     words: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
     return words
 
 
-def alarm_line(record: DiversityRow, num_rounds: int) -> str:
-    """Return one line for the log: verdict, round, cause, remedy, and samples that share noise.
-
-    Args:
-        num_rounds: collapsed rounds in a row.
-    """
+def alarm_line(record: DiversityRow, num_collapsed: int) -> str:
+    """Return one line for the log: verdict, round (the last of `num_collapsed`), cause, remedy, and
+    samples that share noise."""
     words = read_words()
     name, remedy = words[record.verdict][ENGLISH], words[record.remedy][ENGLISH]
     cause = f"{describe_cause(record, ENGLISH)} {remedy}"
     if record.verdict != "broken":
-        return f"diversity: {name} in {record.round}, {num_rounds} rounds in a row: {cause}"
+        return f"diversity: {name} in {record.round}, {num_collapsed} rounds in a row: {cause}"
     # The most improbable collision; the page describes all that the record holds.
     collision = describe_collision(record.collisions[0], ENGLISH)
     more = f" And {len(record.collisions) - 1} more." if len(record.collisions) > 1 else ""

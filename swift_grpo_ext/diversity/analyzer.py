@@ -52,12 +52,8 @@ ALARM_P = 1e-6  # the probability, at most, of calling a round of independent sa
 
 
 class RoundAnalyzer:
-    """Analyzes rounds in the order of the run.
-
-    Args:
-        is_greedy: tokens are chosen, not sampled: equal completions are right.
-        seed_mode: `--rollout_seed_mode`; it decides what an alarm advises.
-    """
+    """Analyzes rounds in the order of the run. With `is_greedy`, equal completions are right.
+    `seed_mode` (`--rollout_seed_mode`) decides what an alarm advises."""
 
     def __init__(self, *, is_greedy: bool, seed_mode: str) -> None:
         self._is_greedy = is_greedy

@@ -117,12 +117,8 @@ class RunInUseError(RuntimeError):
 
 def claim_session(run_dir: RunDir) -> int:
     """Return the number of the session that starts now, and lock the folder until this process
-    ends. A folder that cannot be written is not locked.
-
-    Raises:
-        RunInUseError: a process that lives has locked the folder.
-        OSError: the folder cannot be read.
-    """
+    ends; a folder that cannot be written is not locked. Raise `RunInUseError` where a process that
+    lives has locked it, and `OSError` where it cannot be read."""
     folder = SAMPLES.folder(run_dir)
     number = next_session(run_dir)
     with suppress(OSError):  # the log warns of what it cannot write
@@ -135,8 +131,7 @@ def claim_session(run_dir: RunDir) -> int:
             except FileExistsError:  # another process came first
                 number += 1
         _held[str(lock)] = descriptor
-        now = time.strftime("%Y-%m-%d %H:%M:%S")
-        owner = f"process {os.getpid()} on {socket.gethostname()} (since {now})"
+        owner = f"process {os.getpid()} on {socket.gethostname()} (since {time.strftime('%F %T')})"
         with suppress(OSError):  # a disk without locks
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(descriptor, owner.encode())
@@ -190,23 +185,17 @@ def reason_against(run_dir: RunDir) -> str:
 
 class SampleLog:
     """Writes the rows of one session in a thread of its own, beside the training; for one caller
-    at a time.
+    at a time. A disk that fails does not end the training: rounds wait in memory, and are written
+    in their order once they can be.
 
-    A disk that fails does not end the training: rounds wait in memory, and are written in their
-    order once they can be.
+    `session` is the number from `claim_session`, `start_step` the optimizer step of the checkpoint
+    that the session was resumed from, or 0. `max_bytes` bounds all files of `BOUNDED` in the
+    folder, earlier sessions included, but for the newest of each table.
     """
 
     def __init__(
         self, run_dir: RunDir, *, session: int, start_step: int, max_bytes: int | None = None
     ) -> None:
-        """Write nothing yet.
-
-        Args:
-            session: the number from `claim_session`.
-            start_step: optimizer step of the checkpoint that the session was resumed from, or 0.
-            max_bytes: bound of all files of `BOUNDED` in the folder, earlier sessions included. The
-                newest file of a table always stays.
-        """
         self._run_dir = Path(run_dir)
         self._session, self._start_step = session, start_step
         self.max_bytes = max_bytes
@@ -223,11 +212,8 @@ class SampleLog:
         self._is_untidy = False  # whether a warning has said that merging or removing fails
 
     def append(self, rows: Sequence[Row], table: Table = SAMPLES) -> None:
-        """Have the thread write rows, a file for each round.
-
-        Raises:
-            ValueError: a row's counts disagree or a value does not fit; nothing is written.
-        """
+        """Have the thread write rows, a file for each round. Raise `ValueError`, and write nothing,
+        where a row's counts disagree or a value does not fit."""
         rounds = rounds_of(rows, table, session=self._session)
         self._unwritten.append(self.writer.submit(self._write, rounds, table))
 
@@ -337,11 +323,8 @@ class SampleLog:
 
 
 def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> int:
-    """Write rounds as the row groups of a file, and return its bytes once it is on disk.
-
-    Raises:
-        OSError: it cannot be written, or may not be on disk yet; to write it again does no harm.
-    """
+    """Write rounds as the row groups of a file, and return its bytes once it is on disk. Raise
+    `OSError` where it may not be there: to write it again does no harm."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")  # pandas ignores such names
     try:

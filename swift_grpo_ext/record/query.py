@@ -23,6 +23,7 @@ damaged file is left out whole, with a warning, until it changes. A file that th
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 import time
@@ -39,6 +40,7 @@ from swift_grpo_ext.record.log import RecordFile, record_files
 from swift_grpo_ext.record.tables import (
     DIVERSITY,
     REWARDS,
+    ROUND_COLUMNS,
     SAMPLE_ID_COLUMNS,
     SAMPLES,
     TABLES,
@@ -46,7 +48,6 @@ from swift_grpo_ext.record.tables import (
     RunDir,
     SampleRow,
     Table,
-    to_diversity,
     to_rows,
 )
 from swift_grpo_ext.sampling.seeding import Phase, RoundId
@@ -112,27 +113,22 @@ class Record:
 
     def refresh(self, seconds: float = float("inf")) -> bool:
         """Check new files, the newest first, for some seconds at most, and show their rows; return
-        whether the views have changed.
-
-        Raises:
-            OSError: a folder cannot be listed.
-        """
+        whether the views have changed. Raise `OSError` where a folder cannot be listed."""
         deadline = time.monotonic() + seconds
         with self._lock:
             files = {f: table for table in TABLES for f in record_files(table.folder(self.run_dir))}
-            known = self._sound & files.keys()  # others were merged, or removed by `SampleLog`
-            has_changed = known != self._sound
-            self._sound = known
+            before = self._sound
+            self._sound = before & files.keys()  # others were merged, or removed by `SampleLog`
             self._unread = {f: version for f, version in self._unread.items() if f in files}
-            new = sorted(files.keys() - known)
+            new = sorted(files.keys() - before)
             new = [file for file in new if self._unread.get(file) != _version_of(file.path)]
             while new:
                 file = new.pop()
-                has_changed |= self._check(file, files[file])
+                self._check(file, files[file])
                 if time.monotonic() > deadline:
                     break
             self.is_whole = not new
-            if has_changed:
+            if has_changed := self._sound != before:
                 self._publish()
             return has_changed
 
@@ -165,12 +161,14 @@ class Record:
     def rounds(self) -> list[RoundId]:
         """Return the rounds with samples that count, the newest first; an evaluation comes
         before the training rounds of its step."""
-        query = "select phase, step, number from counted where owner = 'samples'"
-        found = [RoundId(*row) for row in self.cursor().execute(query).fetchall()]
-        return sorted(found, key=lambda name: (-name.step, name.phase, -name.number))
+        query = (
+            "select phase, step, number from counted where owner = 'samples' "
+            "order by step desc, phase, number desc"
+        )
+        return [RoundId(*row) for row in self.cursor().execute(query).fetchall()]
 
-    def _check(self, file: RecordFile, table: Table) -> bool:
-        """Add a file if it is sound; return whether it is."""
+    def _check(self, file: RecordFile, table: Table) -> None:
+        """Add a file if it is sound."""
         path = literal(str(file.path))
         try:
             check_file(file.path, table)
@@ -180,10 +178,9 @@ class Record:
             )
         except DAMAGE as e:
             self._leave_out(file, e)
-            return False
-        self._sound.add(file)
-        self._unread.pop(file, None)
-        return True
+        else:
+            self._sound.add(file)
+            self._unread.pop(file, None)
 
     def _leave_out(self, file: RecordFile, cause: Exception) -> None:
         """Warn of a file that cannot be read, once until it changes."""
@@ -223,32 +220,22 @@ class Record:
         cursor.execute("delete from rounds where path not in (select unnest(?::text[]))", [paths])
         cursor.execute(COUNTED)
         for table in TABLES:
-            cursor.execute(f"create or replace view {table.name} as {self._rows_of(table)}")
+            files = sorted(file for file in self._sound if file.path.parent.name == table.name)
+            names = ", ".join(literal(str(file.path)) for file in files)
+            source = f"read_parquet([{names}])" if files else f"no_{table.name}"
+            owner = DIVERSITY.name if table is DIVERSITY else SAMPLES.name
+            cursor.execute(
+                f"create or replace view {table.name} as from {source} semi join "
+                f"(from counted where owner = '{owner}') using (session, phase, step, number)"
+            )
         cursor.execute(SCORED)
         cursor.commit()
         self.version += 1
-
-    def _rows_of(self, table: Table) -> str:
-        """Return the query for the rows of a table that count."""
-        files = [file for file in self._sound if file.path.parent.name == table.name]
-        if not files:
-            return f"from no_{table.name}"
-        paths = ", ".join(literal(str(file.path)) for file in sorted(files))
-        owner = DIVERSITY.name if table is DIVERSITY else SAMPLES.name
-        return (
-            f"from read_parquet([{paths}]) semi join (from counted where owner = '{owner}') "
-            "using (session, phase, step, number)"
-        )
 
 
 def literal(text: str) -> str:
     """Return a text as SQL has it."""
     return "'" + text.replace("'", "''") + "'"
-
-
-def identifier(name: str) -> str:
-    """Return the name of a column as SQL has it."""
-    return '"' + name.replace('"', '""') + '"'
 
 
 def where_round(name: RoundId) -> str:
@@ -280,12 +267,8 @@ def _version_of(path: Path) -> tuple[int, int] | None:
 
 
 def open_record(run_dir: RunDir) -> Record:
-    """Return a run's record with all that is on disk.
-
-    Raises:
-        FileNotFoundError: the run has no samples.
-        OSError: its folder cannot be read.
-    """
+    """Return a run's record with all that is on disk. Raise `FileNotFoundError` where the run has
+    no samples, and `OSError` where its folder cannot be read."""
     if not SAMPLES.folder(run_dir).is_dir():
         raise FileNotFoundError(
             f"{run_dir} has no samples: no round has been generated yet, or the training has "
@@ -297,42 +280,35 @@ def open_record(run_dir: RunDir) -> Record:
 
 
 def read_samples(run_dir: RunDir, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return a run's samples, sorted by phase, step, number, group, index and turn.
-
-    Args:
-        columns: names, in the order that the table is to have; None for all.
-
-    Raises:
-        FileNotFoundError: the run has no samples.
-        KeyError: there is no such column.
-    """
-    return _read(open_record(run_dir), SAMPLES, columns)
+    """Return a run's samples, sorted by phase, step, number, group, index and turn, with `columns`
+    in this order. Raise what `open_record` does, and `KeyError` for an unknown column."""
+    return _read(run_dir, SAMPLES, columns)
 
 
 def read_rewards(run_dir: RunDir, *, columns: Sequence[str] | None = None) -> pa.Table:
     """Return the scores of a run's samples, sorted by phase, step, number, group and index; raises
     what `read_samples` does."""
-    return _read(open_record(run_dir), REWARDS, columns)
+    return _read(run_dir, REWARDS, columns)
 
 
 def diversity_of(record: Record) -> list[DiversityRow]:
     """Return what the monitor measured in each round, in the order of the steps that log it."""
-    found = to_diversity(_read(record, DIVERSITY))
+    found = []
+    for values in record.rows("select * exclude session from diversity"):
+        round_ = RoundId(*(values.pop(name) for name in ROUND_COLUMNS))
+        values["collisions"] = json.loads(values["collisions"])
+        found.append(DiversityRow(round=round_, **values))
     return sorted(found, key=lambda r: (r.steps_done, r.round.phase == "eval", r.round.number))
 
 
 def read_group(
     run_dir: RunDir, *, phase: Phase, step: int, number: int, group: int
 ) -> list[SampleRow]:
-    """Return all completions of one group, by index and turn.
-
-    Raises:
-        FileNotFoundError: the run has no samples.
-        ValueError: the record holds no such group.
-    """
+    """Return all completions of one group, by index and turn. Raise what `open_record` does, and
+    `ValueError` where the record holds no such group."""
     record = open_record(run_dir)
     where = f'{where_round(RoundId(phase, step, number))} and "group" = {group:d}'
-    if rows := to_rows(_read(record, SAMPLES, where=where)):
+    if rows := to_rows(record.table(f'from samples where {where} order by "index", turn')):
         return rows
     known = [name.step for name in record.rounds() if name.phase == phase]
     span = f"{phase} steps {min(known)} to {max(known)}" if known else f"no {phase} rounds"
@@ -341,12 +317,10 @@ def read_group(
     )
 
 
-def _read(
-    record: Record, table: Table, columns: Sequence[str] | None = None, where: str = "true"
-) -> pa.Table:
+def _read(run_dir: RunDir, table: Table, columns: Sequence[str] | None) -> pa.Table:
     names = table.schema.names if columns is None else list(columns)
     schema = pa.schema([table.schema.field(name) for name in names])  # KeyError
     order = ", ".join(f'"{name}"' for name in SAMPLE_ID_COLUMNS if name in table.schema.names)
     selected = ", ".join(f'"{name}"' for name in names)
-    query = f"select {selected} from {table.name} where {where} order by {order}"
-    return record.table(query).cast(schema)
+    query = f"select {selected} from {table.name} order by {order}"
+    return open_record(run_dir).table(query).cast(schema)

@@ -32,13 +32,8 @@ MAX_COLUMN = 2000  # characters of a column's value that are recorded
 
 
 class SampleRecorder:
-    """Keeps each rank's samples until rank 0 gathers them.
-
-    Args:
-        kept: `--sample_log`.
-        max_gb: `--sample_log_gb`.
-        keeps_diversity: whether the monitor's rows are written, whatever `kept` is.
-    """
+    """Keeps each rank's samples until rank 0 gathers them. `kept` is `--sample_log`, `max_gb` is
+    `--sample_log_gb`; with `keeps_diversity` the monitor's rows are written whatever `kept` is."""
 
     def __init__(
         self,
@@ -62,13 +57,7 @@ class SampleRecorder:
 
     def open(self, *, start_step: int) -> None:
         """Begin a session at an optimizer step, on every rank together; calls after the first do
-        nothing.
-
-        Raises:
-            RunInUseError: another training writes its record to the folder.
-            OSError: the folder cannot be read.
-            RolloutError: one of these, on other ranks than 0.
-        """
+        nothing. Raise what `claim_session` does; on other ranks than 0, `RolloutError`."""
         if self._session is not None or not self._keeps_any:
             return
         session: int | None = None
@@ -92,14 +81,9 @@ class SampleRecorder:
         num_ranks: int,
         weight_version: int,
     ) -> None:
-        """Note the samples that this rank has generated.
-
-        Args:
-            samples: ms-swift's, with the answers.
-            turns_of_samples: the turns of each sample, one without a conversation.
-            num_ranks: the number of ranks that these samples belong to, in order, this rank first.
-            weight_version: optimizer steps behind the weights that generated them.
-        """
+        """Note the samples that this rank has generated, with the turns of each (one without a
+        conversation). They belong to `num_ranks` ranks, in order, this one first; `weight_version`
+        optimizer steps are behind the weights that generated them."""
         rows = []
         for number, (sample, turns) in enumerate(zip(samples, turns_of_samples, strict=True)):
             # With --async_generate rank 0 generates for all: each rank's share has the same size.
@@ -118,11 +102,8 @@ class SampleRecorder:
 
     def write(self) -> None:
         """Have a thread of rank 0 write the samples of all ranks, and pass them to listeners; every
-        rank calls it together, once a round is generated. `flush` waits for the disk.
-
-        Raises:
-            ValueError: on rank 0, a sample's tokens and log-probabilities differ in number.
-        """
+        rank calls it together, once a round is generated. `flush` waits for the disk. Raise
+        `ValueError` on rank 0 where a sample's tokens and log-probabilities differ in number."""
         if not (self._keeps_samples or self.listeners):
             return
         own = self._take()

@@ -58,13 +58,9 @@ class RewardRecorder:
         fate: Fate,
         extras: Mapping[SampleId, Mapping[str, Any]],
     ) -> list[RewardRow]:
-        """Return the rows of a round that is over, with those of dropped samples.
-
-        Args:
-            samples: those that this rank goes on with, to which `fate` applies.
-            values: [samples][functions]; NaN where a function gave none.
-            extras: by sample, the result of `training_scores`.
-        """
+        """Return the rows of a round that is over, with those of dropped samples. `fate` applies to
+        `samples`, which this rank goes on with. `values` are those of `generated`, `extras` those
+        of `training_scores`."""
         rows, self._generated = self._generated, {}
         for sample, row_values in zip(samples, values, strict=True):
             row = self._row(sample, row_values, fate=fate, **extras.get(sample.sample_id, {}))
@@ -103,12 +99,8 @@ def training_scores(
     samples: Sequence[RolloutSample],
     micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]],
 ) -> dict[SampleId, dict[str, Any]]:
-    """Return `advantage`, `gap_mean`, `gap_max` and `gaps` of this rank's samples, as far as known.
-
-    Args:
-        samples: this rank's; those of GRPO have `advantages`.
-        micro_batches: the samples of each, and its tensors of [samples, tokens].
-    """
+    """Return `advantage` (of GRPO), `gap_mean`, `gap_max` and `gaps` of this rank's samples, as far
+    as known; `micro_batches` are the samples of each, and its tensors of [samples, tokens]."""
     scores: dict[SampleId, dict[str, Any]] = {}
     for sample in samples:
         advantage = getattr(sample, "advantages", None)

@@ -175,11 +175,8 @@ TABLES = (SAMPLES, REWARDS, DIVERSITY)
 
 
 def rounds_of(rows: Iterable[Row], table: Table, *, session: int) -> list[tuple[RoundId, pa.Table]]:
-    """Return the rows of each round as the files hold them.
-
-    Raises:
-        ValueError: a row's counts disagree, naming the sample; or a value does not fit its column.
-    """
+    """Return the rows of each round as the files hold them. Raise `ValueError` where a sample's
+    counts disagree, or a value does not fit its column."""
     rounds: dict[RoundId, list[Row]] = {}
     for row in rows:
         name = row.round if isinstance(row, DiversityRow) else row.sample_id.round
@@ -219,15 +216,4 @@ def to_rows(table: pa.Table) -> list[SampleRow]:
     for values in table.drop_columns(["session", "num_tokens"]).to_pylist():
         sample_id = SampleId(**{name: values.pop(name) for name in SAMPLE_ID_COLUMNS})
         rows.append(SampleRow(sample_id=sample_id, **values))
-    return rows
-
-
-def to_diversity(table: pa.Table) -> list[DiversityRow]:
-    """Return the rows of a table with all columns of `DIVERSITY`."""
-    rows = []
-    for values in table.drop_columns(["session"]).to_pylist():
-        round_ = RoundId(*(values.pop(name) for name in ROUND_COLUMNS))
-        values["metrics"] = dict(values["metrics"])  # Arrow gives a map as pairs
-        values["collisions"] = json.loads(values["collisions"])
-        rows.append(DiversityRow(round=round_, **values))
     return rows

@@ -341,13 +341,9 @@ class RolloutServers:
     def _request(
         self, server: Server, method: str, path: str, data: bytes | None = None, **headers: str
     ) -> Any:
-        """Return a server's answer.
-
-        Raises:
-            WorkerLostError: it does not answer, or has no replica left.
-            RequestError: it refuses the request itself (docs/promises.md, F5).
-            WorkerError: it answers nonsense.
-        """
+        """Return a server's answer. Raise `WorkerLostError` where it does not answer or has no
+        replica left, `RequestError` where it refuses the request itself (docs/promises.md, F5), and
+        `WorkerError` where it answers nonsense."""
         name, number = server.name, uuid.uuid4().hex
         headers |= {wire.MESSAGE_HEADER: number, "Content-Type": "application/json"}
         url = f"{server.url}/{path}"

@@ -61,10 +61,6 @@ class Lease:
     def owner(self) -> str:
         return unquote(self._header.partition(";")[0])
 
-    def is_owners(self, request: Request) -> bool:
-        """Return whether the training that has the server sent this."""
-        return monotonic() < self._until and request.headers.get(OWNER_HEADER) == self._header
-
     def is_others(self, request: Request) -> bool:
         """Return whether a training has the server, and did not send this."""
         return monotonic() < self._until and request.headers.get(OWNER_HEADER) != self._header

@@ -1,4 +1,5 @@
-"""Names and seeds for the requests of clients that send no metadata: plain ms-swift, Megatron.
+"""Names, seeds and weight checks for clients without the plugin: plain ms-swift, Megatron
+(docs/promises.md, C1 and C2).
 
 Symptom: without seeds, vLLM draws all requests from its engine's one generator, which starts over
 with the engine. With a seed, all requests of all steps have the same one, on each replica.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -21,8 +22,16 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.server.replicas import ReplicaConnection
 
 logger = get_logger()
+
+NOT_LOOKED_AT = "not looked at"
+REMEDY = (
+    "Rollouts would be garbage. Send the weights again; start `swift rollout` with the --model "
+    "that the client trains, and both with the same versions of ms-swift and transformers; or go "
+    "on with `swift rollout ... --rollout_mismatch warn`."
+)
 
 
 class OtherClients:
@@ -64,3 +73,38 @@ class OtherClients:
             wire.write_metadata(request["data_dict"], metadata)
             metadatas.append(metadata)
         return metadatas
+
+
+class Updates:
+    """Whether a server's last weight update was sound, whoever sent it. `watches`: workers look at
+    what they receive.
+
+    A training with the plugin compares weights itself: faults of its updates stand in the log and
+    in `/health`. Any other client gets the fault as the answer to its update, or (adapters, which
+    arrive after the answer) to its next request. It draws nothing until an update is sound
+    (`--rollout_mismatch stop`). `/health` stays 200: a restart would destroy the evidence.
+    """
+
+    def __init__(self, watches: bool) -> None:
+        self.watches = watches
+        self.is_due = False  # weights have come that nothing has looked at
+        self.is_arriving = False  # others follow: nothing is judged or generated meanwhile
+        self.state = "sound" if watches else NOT_LOOKED_AT
+        self.fault = ""  # `/health` says this, or `state` where the last update has none
+
+    def judge(self, replicas: Iterable[ReplicaConnection], replies: Iterable[Any]) -> None:
+        """Set `state` and `fault` by the reports of each replica's workers (`WeightReport`); None
+        stands for a replica that could not answer."""
+        named, is_seen = [], True
+        for replica, reports in zip(replicas, replies, strict=True):
+            found = dict[str, None]()  # in order, each once
+            for report in reports or ():
+                found |= dict.fromkeys([*(report["faults"] or ()), report["adapter_fault"]])
+            if texts := "; ".join(filter(None, found)):
+                named.append(f"replica {replica.number}: {texts}")
+            # Where a worker's watch has ended, its faults are None.
+            is_seen &= bool(reports) and all(r["faults"] is not None for r in reports)
+        self.state = "sound" if is_seen else NOT_LOOKED_AT
+        self.fault = f"The weight update has failed. {'. '.join(named)}. {REMEDY}" if named else ""
+        if self.fault:
+            logger.error(self.fault)

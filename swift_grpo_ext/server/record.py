@@ -125,22 +125,14 @@ def rows_of_call(
         # A scheduler may make several outputs of one request, and none of another.
         turns = [t for output in outputs for t in read_turns(output, metadatas[0].run_seed)]
     else:
-        answers = zip(requests, metadatas, outputs, strict=True)
-        turns = [turn for answer in answers for turn in turns_of_answer(*answer)]
+        turns = []
+        for request, metadata, output in zip(requests, metadatas, outputs, strict=True):
+            if answer := output.rollout_infos.get(wire.KEY):
+                completions, prompt = wire.read_answer(answer, metadata, "this server")
+                completions = [replace(c, replica=answer["replica"]) for c in completions]
+            else:
+                completions, prompt = answer_of(output)
+            name, shown = metadata.sample_id, (prompt_hash(request), *first_prompt(request))
+            for k, completion in enumerate(completions):
+                turns.append(Turn(replace(name, index=name.index + k), prompt, completion, *shown))
     return [sample_row(turn, num_updates, columns.get(turn.sample_id.group)) for turn in turns]
-
-
-def turns_of_answer(
-    request: Mapping[str, Any], metadata: RequestMetadata, output: RolloutOutput
-) -> list[Turn]:
-    if wire.KEY in output.rollout_infos:
-        answer = output.rollout_infos[wire.KEY]
-        completions, prompt = wire.read_answer(answer, metadata, "this server")
-        completions = [replace(c, replica=answer["replica"]) for c in completions]
-    else:
-        completions, prompt = answer_of(output)
-    name, shown = metadata.sample_id, (prompt_hash(request), *first_prompt(request))
-    return [
-        Turn(replace(name, index=name.index + k), prompt, completion, *shown)
-        for k, completion in enumerate(completions)
-    ]

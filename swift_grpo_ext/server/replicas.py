@@ -37,7 +37,6 @@ from swift_grpo_ext.rollout.dispatch import (
 )
 from swift_grpo_ext.rollout.served import give_up, go_on
 from swift_grpo_ext.timing.stalls import waiting
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
 from swift_grpo_ext.upstream.threads import in_thread
 
 logger = get_logger()
@@ -173,17 +172,7 @@ def start_replica(server: SwiftRolloutDeploy, number: int, start: int = 0) -> Re
     return ReplicaConnection(ours, process, number, start)
 
 
-@repair(Moment.SERVER)
-def number_messages() -> None:
-    """Symptom: an answer of a replica that came late is taken for the next one's, and a replica
-    that ended is waited for.
-    Upstream: ms-swift 4.6, pipelines/infer/rollout.py: messages to workers have no numbers. Can go
-    when they have, and waits are bounded.
-    """
-    patch(SwiftRolloutDeploy, _start_data_parallel_workers=_start_data_parallel_workers)
-
-
-def _start_data_parallel_workers(self: SwiftRolloutDeploy) -> None:
+def start_replicas(self: SwiftRolloutDeploy) -> None:
     self.connections = [start_replica(self, number) for number in range(self.num_connections)]
     self.restarts = Restarts(self, MAX_RESTARTS)
 

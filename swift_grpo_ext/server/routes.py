@@ -35,10 +35,9 @@ from swift_grpo_ext.rollout import conversation, engine, wire
 from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, WorkerError, estimate_cost
 from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.server import api_key, bodies, lease, replicas
-from swift_grpo_ext.server.other_clients import OtherClients
+from swift_grpo_ext.server.other_clients import OtherClients, Updates
 from swift_grpo_ext.server.record import ServerRecord
 from swift_grpo_ext.server.replicas import ReplicaConnection, rpc
-from swift_grpo_ext.server.updates import Updates
 from swift_grpo_ext.timing.stalls import StallReports
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
@@ -74,11 +73,11 @@ class InferRequest(TypedDict, total=False):
 
 @repair(Moment.SERVER)
 def add_routes() -> None:
-    """Symptom: a server splits groups over replicas, waits without a bound, and takes weights that
-    it does not verify.
+    """Symptom: a server splits groups over replicas, waits without a bound, takes a late answer of
+    a replica for the next one's, and takes weights that it does not verify.
     Upstream: ms-swift 4.6, pipelines/infer/rollout.py (`SwiftRolloutDeploy`) takes no routes of a
-    plugin, and names its engine when it loads, before plugins are imported. Can go when a plugin
-    can give a server routes and an engine.
+    plugin, numbers no messages, and names its engine before plugins are imported. Can go when a
+    plugin can give a server routes and an engine.
     """
     verify(pins.SERVER)
     patch(rollout, GRPOVllmEngine=engine.RolloutEngine)
@@ -94,6 +93,7 @@ def add_routes() -> None:
         close_communicator=close_communicator,
         process_weights_after_loading=process_weights_after_loading,
         _register_rl_rollout_app=_register_rl_rollout_app,
+        _start_data_parallel_workers=replicas.start_replicas,
         _require_api_key=lambda self: lambda: None,  # `Turns` asks for it
         reset_prefix_cache=_reset("reset_prefix_cache"),
         reset_encoder_cache=_reset("reset_encoder_cache"),
@@ -181,7 +181,7 @@ class Turns:
             bound = float(request.headers.get(wire.TIMEOUT_HEADER, timeout))
         except ValueError as e:
             raise HTTPException(400, f"{wire.TIMEOUT_HEADER}: {e}; expected seconds") from e
-        if self._lease.is_owners(request):  # a stranger's bound would end a busy replica
+        if lease.OWNER_HEADER in request.headers:  # a stranger's bound would end a busy replica
             timeout = min(timeout, max(wire.MIN_TIMEOUT, bound))
         try:
             body = await asyncio.wait_for(self._bodies.receive(request), timeout)
@@ -421,31 +421,25 @@ def _infer(
     if not is_ours:  # after all checks: a refused call is not counted
         metadatas = server.other_clients.name(requests, config)
     as_arrays = all(metadata.as_arrays for metadata in metadatas)
-    ask = partial(replicas.generate, server, config)
     if as_arrays:
         max_tokens = (config and config.max_tokens) or 0
-        costs = [
-            estimate_cost(request, metadata.count, max_tokens)
-            for request, metadata in zip(requests, metadatas, strict=True)
-        ]
-
-        def send(replica: ReplicaConnection, share: list[int]) -> list[RolloutOutput]:
-            outputs = ask(replica, [requests[i] for i in share])
-            if len(outputs) != len(share):
-                text = f"a replica gave {len(outputs)} answers to {len(share)} requests"
-                raise WorkerError(text)
-            return outputs
-
-        outputs = replicas.spread(server, costs, send)
-    else:
+        pairs = zip(requests, metadatas, strict=True)
+        costs = [estimate_cost(request, m.count, max_tokens) for request, m in pairs]
+    else:  # a scheduler may make several outputs of a request
         num_slices = max(len(server.connections), 1)
         slices = [part for part in rollout.chunk_list(requests, num_slices) if part]
+        costs = [float(len(part)) for part in slices]
 
-        def send_slices(replica: ReplicaConnection, share: list[int]) -> list[Any]:
-            return [ask(replica, slices[i]) for i in share]
+    def send(replica: ReplicaConnection, share: list[int]) -> list[list[RolloutOutput]]:
+        ask = partial(replicas.generate, server, config, replica)
+        if not as_arrays:
+            return [ask(slices[i]) for i in share]
+        made = ask([requests[i] for i in share])
+        if len(made) != len(share):
+            raise WorkerError(f"a replica gave {len(made)} answers to {len(share)} requests")
+        return [[output] for output in made]
 
-        answers = replicas.spread(server, [float(len(s)) for s in slices], send_slices)
-        outputs = [output for answer in answers for output in answer]
+    outputs = [output for made in replicas.spread(server, costs, send) for output in made]
     if server.record is not None:
         server.record.note(requests, metadatas, outputs, config, server.num_updates)
     if as_arrays:  # plain values, which FastAPI need not look into

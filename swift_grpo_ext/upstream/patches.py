@@ -41,7 +41,7 @@ MODULES: dict[Moment, tuple[str, ...]] = {
     Moment.TRAINING: ("upstream.models", "upstream.encoding", "upstream.rows"),
     Moment.ENGINE: ("upstream.encoding", "upstream.rows", "rollout.positions"),
     Moment.REPLICA: ("media.paths",),
-    Moment.SERVER: ("rollout.engine", "server.replicas", "server.routes"),
+    Moment.SERVER: ("rollout.engine", "server.routes"),
 }
 """The modules of `swift_grpo_ext` with a moment's repairs. They are imported at that moment, since
 they import the code that they patch."""

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import WeightReport
-from swift_grpo_ext.server import routes, updates
+from swift_grpo_ext.server import other_clients, routes
 from tests.server.served import Deployed, Replica, listening, request
 
 JOIN = {"host": "0.0.0.0", "port": 7, "world_size": 5}
@@ -26,7 +26,7 @@ FAULT = "weights changed implausibly: q_proj moved by 141% of its norm"
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the server's log says of updates."""
     lines: list[str] = []
-    monkeypatch.setattr(updates.logger, "error", lines.append)
+    monkeypatch.setattr(other_clients.logger, "error", lines.append)
     return lines
 
 
