@@ -58,9 +58,7 @@ REASONS = {
         ),
     },
     "not tried, needs": {
-        "wandb_log_unique_prompts": (
-            "wandb, of whose tables alone it drops rows (grpo_trainer.py:1926)"
-        ),
+        "wandb_log_unique_prompts": "wandb: drops rows of its tables only (grpo_trainer.py:1926)",
     },
     "not GRPO's": dict.fromkeys(
         (
@@ -158,9 +156,9 @@ FOUND_AT = ROOT / "scripts/bench/results/found_at.json"
 
 FOUND_OF_FAMILIES = ROOT / "scripts/bench/results/families.json"
 
-REMOTE_CODE = "not made: its code comes with its checkpoints, in no package"
+REMOTE_CODE = "not made: its code comes with its checkpoints only"
 NOT_MADE = "not made; transformers has its code"
-NOT_EXPANDED = "not made: ms-swift's template writes one token for all of an image's"
+NOT_EXPANDED = "not made: ms-swift's template writes a single token for an image"
 OTHER_MODEL = "not made: ms-swift's template is for the code that comes with its checkpoints"
 OTHERS = {
     "`minicpmv` to `minicpmv4_5`, `minicpmo`": REMOTE_CODE,
@@ -173,11 +171,11 @@ OTHERS = {
     "`minicpmv4_7`": NOT_MADE,
     "`llava_llama3_hf`, `llava_next_video_hf`": NOT_EXPANDED,
     "`paddle_ocr`, `hunyuan_ocr`": OTHER_MODEL,
-    "`qwen2_audio`": "made, and not loaded: transformers 5.19 saves its text as "
-    "`language_model.model.model`; ms-swift's template, for transformers before 4.49, writes one "
-    "token for all of a sound's",
-    "`paddleocr_vl`": "not made: ms-swift's template takes what transformers 5.19 says of images, "
-    "a tuple, for a tensor (`templates/baidu.py`, `PaddleOCR1_5Template._post_encode`)",
+    "`qwen2_audio`": "made, but not loaded: transformers 5.19 saves its text model as "
+    "`language_model.model.model`; ms-swift's template, for transformers before 4.49, writes a "
+    "single token for a sound",
+    "`paddleocr_vl`": "not made: ms-swift's template expects a tensor of image features, and "
+    "transformers 5.19 returns a tuple (`templates/baidu.py`, `PaddleOCR1_5Template._post_encode`)",
 }
 """ms-swift's names of model types, and why there is no run."""
 

@@ -1,5 +1,5 @@
-"""The pages' links, flags, commands, files and messages exist, their code runs, and both languages
-have the same sections, code, tables and numbers.
+"""The pages' links, flags, commands, files and messages exist, their code runs, their sentences are
+short, and both languages have the same sections, code, tables and numbers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -203,6 +204,46 @@ def test_what_contributors_are_told_is_there() -> None:
     for section in sections_of(ROOT / "CONTRIBUTING.md"):
         names = [span for span in section.spans if re.fullmatch(r"[a-z]+(_[a-z]+)+", span)]
         assert [name for name in names if f"def {name}(" not in code] == []
+
+
+PLAIN_PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *(page for page in PAGES if page.parent.name == "docs" and page not in TRANSLATIONS),
+]
+MOST_WORDS = 30
+"""Of a sentence. A code span is one word."""
+
+
+def prose_of(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the kind of each block (`paragraph`, `heading`, `td`) and its text without code."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    for before, token in pairwise(tokens):
+        if token.type == "inline":
+            parts = (
+                {"code_inline": "CODE", "softbreak": " "}.get(child.type, child.content)
+                for child in token.children or []
+            )
+            yield before.type.removesuffix("_open"), "".join(parts)
+
+
+def sentences_of(text: str) -> list[str]:
+    """Return the sentences of paragraphs and lists."""
+    paragraphs = (prose for kind, prose in prose_of(text) if kind == "paragraph")
+    return [s for prose in paragraphs for s in re.split(r"(?<=[.!?])[\")]*\s+", prose)]
+
+
+def test_sentences_are_found() -> None:
+    page = "# A b.\n\n- One `a. b` (two.) Three\n  4.6.\n\n```\nc\n```\n\n| d |\n|---|\n| e |\n"
+    assert sentences_of(page) == ["One CODE (two.", "Three 4.6."]
+
+
+@pytest.mark.parametrize("page", PLAIN_PAGES, ids=name_of)
+def test_words_are_plain(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    long = [s for s in sentences_of(text) if len(re.findall(r"\w\S*", s)) > MOST_WORDS]
+    assert long == []
+    habits = re.compile(r"\bwhose\b|\(Said once\.\)", re.I)
+    assert [prose for _, prose in prose_of(text) if habits.search(prose)] == []
 
 
 def test_messages_of_the_troubleshooting_page_are_ours() -> None:
