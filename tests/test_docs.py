@@ -1,5 +1,5 @@
-"""The pages' links, flags, commands, files and messages exist, their code runs, and Chinese pages
-have the sections, code, tables and numbers of the English ones.
+"""The pages' links, flags, commands, files and messages exist, their code runs, and both languages
+have the same sections, code, tables and numbers.
 """
 
 from __future__ import annotations
