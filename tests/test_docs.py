@@ -294,23 +294,74 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
     assert runner.failures == 0
 
 
+# --- Chinese pages ---
+
+ONLY_IN_CHINESE = {
+    "推理和训练分开2-块-gpu-推理6-块训练": "docs/launching.md",
+    "想让两次训练完全一致": "docs/seeds.md",
+}
+"""Anchors of sections that only a Chinese page has, and the English pages that they shorten."""
+
+COMMENT = re.compile(r"(?:^|\s)#\s.*$", re.M)
+
+
+def original_of(translation: Path) -> Path:
+    return translation.with_stem(translation.stem.removesuffix(TRANSLATED))
+
+
+def parts_of(block: tuple[str, str]) -> tuple[str, list[str], set[str]]:
+    """Return a block's language, its code without comments, and the comments' numbers."""
+    language, text = block
+    code = [line.rstrip() for line in COMMENT.sub("", text).splitlines()]
+    return language, code, set(NUMBER.findall(" ".join(COMMENT.findall(text))))
+
+
+def common_sections(page: Path) -> list[Section]:
+    """Return the sections that both languages have."""
+    return [section for section in sections_of(page) if section.anchor not in ONLY_IN_CHINESE]
+
+
+def target_in_any_language(page: Path, link: str) -> tuple[str, int]:
+    """Return a link's file in English and the section's place among the common ones."""
+    if not is_relative(link):
+        return link, 0
+    path, number = target_of(page, link)
+    name = path.stem.removesuffix(TRANSLATED) + path.suffix
+    if not number:
+        return name, 0
+    return name, common_sections(path).index(sections_of(path)[number])
+
+
 @pytest.mark.parametrize("translation", TRANSLATIONS, ids=name_of)
 def test_the_translation_has_not_drifted(translation: Path) -> None:
-    """In what does not depend on a language."""
-    original = translation.with_stem(translation.stem.removesuffix(TRANSLATED))
-
-    def shared(page: Path, link: str) -> tuple[str, int | None]:
-        if not is_relative(link):
-            return link, 0
-        path, number = target_of(page, link)
-        return path.stem.removesuffix(TRANSLATED) + path.suffix, number
-
-    ours, theirs = sections_of(original), sections_of(translation)
+    """Each section has the code, the tables, the numbers and the links of the English one. Only
+    comments are translated. How often a sentence repeats a flag or a number is free."""
+    original = original_of(translation)
+    ours, theirs = sections_of(original), common_sections(translation)
     assert [section.heading for section in ours] == [section.heading for section in theirs]
     for a, b in zip(ours, theirs, strict=True):
         where = f"{a.title!r} / {b.title!r}"
-        assert (a.blocks, a.spans, a.numbers) == (b.blocks, b.spans, b.numbers), where
-        assert list(map(len, a.rows)) == list(map(len, b.rows)), where
-        of_a = Counter(shared(original, link) for link in a.links)
-        assert of_a == Counter(shared(translation, link) for link in b.links), where
+        assert list(map(parts_of, a.blocks)) == list(map(parts_of, b.blocks)), where
+        of_rows, of_their_rows = (
+            [[set(cell) for cell in row] for row in section.rows] for section in (a, b)
+        )
+        assert of_rows == of_their_rows, where
+        assert (set(a.spans), set(a.numbers)) == (set(b.spans), set(b.numbers)), where
+        of_a = {target_in_any_language(original, link) for link in a.links}
+        assert of_a == {target_in_any_language(translation, link) for link in b.links}, where
     assert ours[1].links[0] == translation.name
+
+
+def test_short_versions_say_nothing_else_than_the_english_page() -> None:
+    """Their code and numbers stand on the page that they shorten, and they link to it."""
+    found = {}
+    for translation in TRANSLATIONS:
+        for section in sections_of(translation):
+            if section.anchor in ONLY_IN_CHINESE:
+                found[section.anchor] = page = ROOT / ONLY_IN_CHINESE[section.anchor]
+                text = page.read_text(encoding="utf-8")
+                lines = [line for block in section.blocks for line in parts_of(block)[1]]
+                words = [*lines, *section.spans, *section.numbers]
+                assert [word for word in words if word not in text] == []
+                assert page in {target_of(translation, link)[0] for link in section.links}
+    assert found.keys() == ONLY_IN_CHINESE.keys()
