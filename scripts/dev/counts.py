@@ -1,11 +1,10 @@
-"""How large the project is, and how it reads: lines by room, functions, comments, types.
+"""Count lines by room, functions, comments and types of the project.
 
-    python scripts/dev/counts.py                     the files that git knows, as they are
-    python scripts/dev/counts.py --against HEAD~20   another commit's figures beside them
+    python scripts/dev/counts.py                     the working tree
+    python scripts/dev/counts.py --against HEAD~20   also another commit
 
-Lines are all lines of .py, .sh, .md and of the page's .html, .js and .css; a link counts nowhere.
-Code lines, of which functions are counted per 1,000, are those that are neither empty nor comment
-nor docstring. A function's lines are those from its `def` to its end.
+All lines of .py, .sh, .md, .html, .js and .css files count, but links do not. Code lines exclude
+empty lines, comments and docstrings.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "swift_grpo_ext"
 COUNTED = (".py", ".sh", ".md", ".html", ".js", ".css")
-Figures = dict[str, str]  # what is counted, by its name in the table
+Figures = dict[str, str]  # column of the table: values by name
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--against", metavar="REV", help="a commit to compare with")
+    parser.add_argument("--against", metavar="REV", help="another commit")
     options = parser.parse_args()
     listed = git("ls-files", "--cached", "--others", "--exclude-standard").decode().splitlines()
     paths = [path for name in listed if (path := ROOT / name).suffix in COUNTED]
@@ -52,7 +51,7 @@ def git(*argv: str) -> bytes:
 
 
 def figures(files: Mapping[Path, bytes]) -> Figures:
-    """Return the figures of a tree, of its files by name."""
+    """Return the figures of a tree of files."""
     lines: Counter[str] = Counter()
     modules: list[str] = []
     for name, content in files.items():
@@ -73,14 +72,9 @@ def figures(files: Mapping[Path, bytes]) -> Figures:
     order += ["tools", *sorted(n for n in lines if n[0] == "-" and "tools" in n)]
     order += ["tests", "scripts", "examples", "docs"]
     shown = {name: f"{lines[name]:,}" for name in order if lines[name]}
-    settings = ast.parse(files[Path(PACKAGE, "flags.py")]).body
-    flags = [
-        f
-        for c in settings
-        if isinstance(c, ast.ClassDef) and c.name.endswith("Flags")
-        for f in c.body
-        if isinstance(f, ast.AnnAssign)
-    ]
+    classes = [c for c in ast.parse(files[Path(PACKAGE, "flags.py")]).body
+               if isinstance(c, ast.ClassDef) and c.name.endswith("Flags")]  # fmt: skip
+    flags = [field for c in classes for field in c.body if isinstance(field, ast.AnnAssign)]
     pages = [name for name in files if str(name.parent) == "docs" and name.suffix == ".md"]
     return {
         **shown,
@@ -92,7 +86,7 @@ def figures(files: Mapping[Path, bytes]) -> Figures:
 
 
 def style(modules: list[str]) -> Figures:
-    """Return how functions, comments and types of these modules' texts count."""
+    """Return the figures of functions, comments and types of these sources."""
     lengths: list[int] = []
     num_lines = num_code = num_comments = num_arguments = num_any = 0
     for text in modules:
@@ -117,17 +111,17 @@ def style(modules: list[str]) -> Figures:
 
 
 def lines_of(text: str, tree: ast.Module) -> tuple[int, int]:
-    """Return the numbers of code lines, and of lines that are a comment and nothing else."""
+    """Return the numbers of code lines and of lines with only a comment."""
     strings = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             strings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     code, comments = set(), set()
-    nothing = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    no_code = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             comments.add(token.start[0])
-        elif token.type not in nothing:
+        elif token.type not in no_code:
             code |= set(range(token.start[0], token.end[0] + 1))
     return len(code - strings), len(comments - code)
 
