@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/digits"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples/digits"))
 from machine import describe_machine
 from pages import ROOT, markdown
 
