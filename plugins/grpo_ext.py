@@ -1,4 +1,4 @@
-"""What `--external_plugins` names, for `swift rlhf` and `swift rollout` alike."""
+"""Load the plugin: `--external_plugins` of `swift rlhf` and `swift rollout` names this file."""
 
 import swift_grpo_ext
 

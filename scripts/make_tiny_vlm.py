@@ -1,21 +1,20 @@
-"""Build a Qwen2.5-VL of 20 million parameters that half knows the handwritten digits, offline.
+"""Build a Qwen2.5-VL of 20 million parameters that reads some handwritten digits, offline.
 
     python scripts/make_digits.py --output DIGITS
     python scripts/make_tiny_vlm.py --output DIR --data DIGITS
 
-The result is an ordinary Hugging Face folder with Qwen's real vocabulary, which transformers,
-vLLM (on a CPU, too) and ms-swift (`--model DIR --model_type qwen2_5_vl --template qwen2_5_vl`)
-load. After the warm start it answers "Which digit is this?" in the right form, and its samples are
-right on about a third of the images: room for GRPO to improve, and groups whose rewards differ.
+The result is an ordinary Hugging Face folder with Qwen's real vocabulary. transformers, vLLM (also
+on a CPU) and ms-swift (`--model DIR --model_type qwen2_5_vl --template qwen2_5_vl`) load it. After
+supervised training (the warm start) it answers "Which digit is this?" in the right form, and about
+a third of its samples are right. GRPO can improve it, because the rewards of a group differ.
 
     python scripts/make_tiny_vlm.py --output DIR --family qwen3_vl
 
-makes a random model of another family in seconds (`tiny_vlm/families.yaml` lists them), of which no
-warm start is known.
+makes a random model of another family (`tiny_vlm/families.yaml`) in seconds, without a warm start.
 
-`tiny_vlm.json` beside the weights says how good this model is on the held-out images, and what
-made it. The same seed, versions and kind of processor give the same weights. It takes 30 to 40
-seconds on an idle machine, most of them on one core.
+`tiny_vlm.json`, next to the weights, has the model's accuracy on the held-out images, its seed and
+the versions used. The same seed, versions and kind of processor give the same weights. It takes 30
+to 40 seconds on an idle machine, mostly on one core.
 """
 
 import argparse
@@ -30,9 +29,9 @@ def make_tiny_vlm(output: Path, data: Path, seed: int) -> str:
     """Write model, processor and report into the existing folder `output`; return a summary.
 
     Args:
-        data: the digits' folder, which `make_digits.py` wrote.
+        data: the folder that `make_digits.py` wrote.
     """
-    # These take seconds to import, which --help and a folder that is complete already need not.
+    # These imports take seconds, which --help and a complete folder do not need.
     import torch
     import transformers
     from tiny_vlm.families import FAMILIES, make_model, make_processor
@@ -67,15 +66,18 @@ def make_tiny_vlm(output: Path, data: Path, seed: int) -> str:
 
 
 def publish(folder: Path) -> None:
-    """Give a saved model and its processor the settings that Qwen publishes: the text's at the top,
-    in the spelling of transformers 4, which releases 4 and 5 and every vLLM read."""
+    """Rewrite a saved model's settings in the form that Qwen publishes.
+
+    The text model's settings are at the top level, in the spelling of transformers 4, which
+    transformers 4 and 5 and every vLLM read.
+    """
     paths = [folder / name for name in ("config.json", "processor_config.json")]
     config, processor = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
     text["rope_theta"] = rope["rope_theta"]
     text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
-    config = {**text, **config}  # `model_type` is the whole model's
+    config = {**text, **config}  # `model_type` comes from the whole model
     for kind in ("image_processor", "video_processor"):
         size = processor[kind]["size"]
         limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
@@ -88,8 +90,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--data", type=Path, help="folder that make_digits.py wrote")
-    parser.add_argument("--seed", type=int, default=0, help="decides the weights (default: 0)")
-    parser.add_argument("--family", help="of a random model; default: a trained Qwen2.5-VL")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    parser.add_argument("--family", help="make a random model of this family instead")
     args = parser.parse_args()
     settings: dict[str, Any] = {"seed": args.seed, "digits_seed": None}
     if args.family:
@@ -98,7 +100,7 @@ def main() -> None:
         manifest = json.loads((args.data / MANIFEST).read_text(encoding="utf-8"))
         settings["digits_seed"] = manifest["settings"]["seed"]
     else:
-        parser.error("--data is missing: the folder that make_digits.py wrote")
+        parser.error("--data is missing: name the folder that make_digits.py wrote")
     if claim(args.output, settings):
         if args.family:
             from tiny_vlm.families import FAMILIES, make_family

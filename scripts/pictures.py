@@ -1,10 +1,10 @@
-"""The pictures of the pages, taken by Chromium of the runs that these make:
+"""Take the pictures of the docs with Chromium, from runs that these commands make:
 
     bash scripts/demo.sh
     for kind in collapse frozen; do bash scripts/diversity_demo.sh $kind; done
-    python scripts/pictures.py    all of them; --runs FOLDER where the runs are elsewhere
+    python scripts/pictures.py    take all pictures; --runs FOLDER names another folder of runs
 
-Chinese words are boxes where no font has them (Debian's fonts-wqy-microhei does).
+Chinese text needs a font that contains it, such as Debian's fonts-wqy-microhei.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PICTURES = (
     ("examples/diversity/collapse.png", "diversity-collapse", "overview", (1000, 860)),
     ("examples/diversity/frozen.png", "diversity-frozen", "overview", (1000, 860)),
 )
-"""Each file, the run's folder, the page of `swift-grpo-ext view`, and its size in pixels."""
+"""File, run's folder, page of `swift-grpo-ext view`, and size in pixels of each picture."""
 
 
 @contextmanager
 def served(run: Path) -> Iterator[str]:
-    """Serve a run within the block; give the address of its pages once it was read."""
-    shown = os.path.relpath(run, ROOT)  # in the commands that the pages give
-    command = [str(VIEW), "view", shown, "--port", "0"]
+    """Serve a run within the block; yield the address of its pages once they are complete."""
+    folder = os.path.relpath(run, ROOT)  # pages show this path in their commands
+    command = [str(VIEW), "view", folder, "--port", "0"]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT) as process:
         try:
@@ -55,13 +55,12 @@ def served(run: Path) -> Iterator[str]:
 
 
 def read(address: str) -> str:
-    """Return the text of a page."""
     with urllib.request.urlopen(address) as answer:
         return str(answer.read().decode())
 
 
 def take(address: str, size: tuple[int, int], path: Path) -> None:
-    """Take the picture of the top of a page, of 256 colours."""
+    """Take a picture of the top of a page with 256 colours."""
     with tempfile.TemporaryDirectory() as profile:
         raw = Path(profile) / "raw.png"
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
@@ -74,7 +73,7 @@ def take(address: str, size: tuple[int, int], path: Path) -> None:
     picture.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
     num_bytes = path.stat().st_size
     if num_bytes > MAX_BYTES:
-        raise ValueError(f"{path} has {num_bytes:,} bytes, expected {MAX_BYTES:,} at most")
+        raise ValueError(f"{path} has {num_bytes:,} bytes, expected at most {MAX_BYTES:,}")
     print(f"{path.relative_to(ROOT)}: {num_bytes:,} bytes")
 
 
@@ -85,10 +84,10 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "output", help="default: output")
     folder: Path = parser.parse_args().runs
     if BROWSER is None:
-        parser.error("neither chromium nor google-chrome is installed")
+        parser.error("no browser found: install chromium or google-chrome")
     for name, run, page, size in PICTURES:
         if not (folder / run).is_dir():
-            print(f"{name}: left as it is, since {folder / run} is not there (see --help)")
+            print(f"{name}: not taken, because {folder / run} does not exist (see --help)")
             continue
         with served(folder / run) as address:
             take(address + page, size, ROOT / name)

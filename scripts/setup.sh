@@ -1,43 +1,43 @@
 #!/usr/bin/env bash
-# Makes .venv (or the folder that VENV names) for CPU runs: Linux, Python 3.10 to 3.12. It does nothing
-# where the environment is complete. Ctrl-C is harmless: run it again.
-#   bash scripts/setup.sh            what the demo needs
-#   bash scripts/setup.sh --tests    what the tests need too
-# BASE_PYTHON names an interpreter, such as /usr/bin/python3.11; else the newest of the three is taken.
-# With Python 3.10, vLLM is 0.25.1: newer ones need 3.11.
+# Makes an environment for CPU runs (Linux, Python 3.10 to 3.12) in .venv, or in the folder that VENV
+# names. A complete environment stays as it is. After Ctrl-C, run the script again.
+#   bash scripts/setup.sh            installs what the demo needs
+#   bash scripts/setup.sh --tests    also installs what the tests need
+# BASE_PYTHON names an interpreter, such as /usr/bin/python3.11; the default is the newest of the three.
+# Python 3.10 gets vLLM 0.25.1, because newer releases need 3.11.
 # shellcheck source=scripts/common.sh
 source "$(dirname "$0")/common.sh"
 
-made=$VENV/.swift-grpo-ext-made  # this script made the folder, and may remove it
+made=$VENV/.swift-grpo-ext-made  # marks a folder that this script made and may remove
 logs=$VENV/setup-logs
 mkdir -p "$(dirname "$VENV")"
 here=$(cd "$(dirname "$VENV")" && pwd)/$(basename "$VENV")
 
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
-is_tried() { [[ $1 =~ ^3\.1[0-2]$ ]]; }
+is_supported() { [[ $1 =~ ^3\.1[0-2]$ ]]; }
 
-# --- which Python: the environment's own; else one that BASE_PYTHON names; else the newest ---
+# --- choose Python: the environment's own, else BASE_PYTHON, else the newest ---
 
 present=$(version_of "$PYTHON")
 interpreter=$PYTHON version=$present
-if [ "${BASE_PYTHON:-}" ] || ! is_tried "$present"; then
+if [ "${BASE_PYTHON:-}" ] || ! is_supported "$present"; then
   for interpreter in ${BASE_PYTHON:-python3.12 python3.11 python3.10 python3}; do
     version=$(version_of "$interpreter")
-    # Debian and Ubuntu have the module in a package of its own, python3.X-venv.
-    if is_tried "$version" && "$interpreter" -c 'import ensurepip, venv' 2>/dev/null; then break; fi
+    # Debian and Ubuntu put these modules into a separate package, python3.X-venv.
+    if is_supported "$version" && "$interpreter" -c 'import ensurepip, venv' 2>/dev/null; then break; fi
     version=''
   done
-  [ "$version" ] || fail "expected Python 3.10, 3.11 or 3.12 with its venv module${BASE_PYTHON:+ as BASE_PYTHON}. Install one, or name one:
+  [ "$version" ] || fail "expected Python 3.10, 3.11 or 3.12 with its venv module${BASE_PYTHON:+ as BASE_PYTHON}. Install it, or name an interpreter:
 BASE_PYTHON=/path/to/python3.12 bash scripts/setup.sh"
 fi
-# Not that of an environment, which may be removed below.
+# Use the interpreter behind an environment: the environment itself may be removed below.
 interpreter=$("$interpreter" -c 'import sys; print(sys._base_executable)')
 list=scripts/requirements-cpu-$version.txt
 [ -f "$list" ] || list=scripts/requirements-cpu.txt
 
-# --- which lists are not installed yet: each has a stamp, which is written last ---
+# --- find the lists that are not installed yet: an installed list has a stamp, written last ---
 
-# An environment that was moved or copied is another one.
+# The stamp includes the path, because an environment that was moved or copied does not work.
 wanted() { echo "$(cat "$1" pyproject.toml scripts/fix_torchvision.py | sha256sum) $here"; }
 is_installed() { [ "$(cat "$VENV/.swift-grpo-ext-$(basename "$1")" 2>/dev/null)" = "$(wanted "$1")" ]; }
 missing=()
@@ -52,24 +52,25 @@ install_project() {
 }
 
 if ! ((${#missing[@]})); then
-  # Another clone with the same VENV, or this clone under another path: its code is meant.
+  # The environment may hold the code of another clone, or of this clone under its earlier path.
   [ "$(cat "$VENV/.swift-grpo-ext-clone" 2>/dev/null)" = "$PWD" ] || install_project
   exit 0
 fi
 if [ "${missing[0]}" = "$list" ] && [ -f "$made" ]; then
-  step "$VENV is unfinished or out of date: it is made again"
+  step "Removing $VENV, which is incomplete or out of date"
   rm -rf "$VENV"
 elif [ -e "$VENV" ] && ! { [ "$present" = "$version" ] && "$PYTHON" -m pip --version >/dev/null; }; then
-  fail "VENV $VENV is no environment with pip and Python $version, and this script did not make it:
-remove it, or name another place, VENV=/other/venv bash scripts/setup.sh"
+  fail "VENV: $VENV is not an environment with pip and Python $version, and this script did not make it.
+Remove it, or name another folder: VENV=/other/venv bash scripts/setup.sh"
 fi
 
-# --- the installation: by uv, which is three times as fast as pip; by pip where uv cannot ---
+# --- install with uv, which is three times as fast as pip; with pip if uv fails ---
 
 uv() { # REQUIREMENTS ARGUMENTS...
   env "${uv_settings[@]}" "$VENV/bin/uv" pip install --python "$PYTHON" --index-strategy unsafe-best-match -r "$@"
 }
-# Whether uv finds each package of the list; `num_missing` of them are not in its cache.
+# Fails unless uv finds each package of the list; sets `num_missing` to the number of packages that are
+# not in uv's cache.
 plan() { # ARGUMENTS...
   uv "$all" --no-deps --dry-run "$@" >"$logs/plan.log" 2>&1 || return 1
   num_missing=$(sed -n 's/^Would download \([0-9]*\) .*/\1/p' "$logs/plan.log")
@@ -84,15 +85,15 @@ with_uv() {
   cache=$("$VENV/bin/uv" cache dir)/archive-v0
   if ! plan; then
     grep -q 'no version of torch==' "$logs/plan.log" || return 1
-    # The package index has torch's CUDA build alone. PyTorch's own index has the CPU build.
+    # The package index has only torch's CUDA build. PyTorch's own index has the CPU build.
     arguments=(--torch-backend cpu)
     if ! plan "${arguments[@]}"; then
-      echo "PyTorch's index of CPU builds cannot be reached: the CUDA build is taken, which runs without a GPU too and
-takes 3 GB more. To do without, name an index that has it: PIP_EXTRA_INDEX_URL=... bash scripts/setup.sh"
+      echo "PyTorch's index of CPU builds cannot be reached, so the CUDA build is installed: it runs without a GPU too but
+needs 3 GB more. To avoid it, name an index with the CPU build: PIP_EXTRA_INDEX_URL=... bash scripts/setup.sh"
       arguments=()
       sed -i 's/+cpu$//' "$all"
       grep '^torch==' "$all" >"$logs/torch.txt"
-      # With what it depends on, which a CPU build does without.
+      # Unlike the CPU build, the CUDA build needs its own dependencies.
       follow "$logs/uv.log" "downloading torch's CUDA build" true uv "$logs/torch.txt" -c "$all" || return 1
       plan || return 1
     fi
@@ -102,7 +103,7 @@ takes 3 GB more. To do without, name an index that has it: PIP_EXTRA_INDEX_URL=.
 }
 
 with_pip() {
-  follow "$logs/pip.log" 'pip looks for packages, then installs them' collected \
+  follow "$logs/pip.log" 'pip finds and installs packages' collected \
     "$PYTHON" -m pip install --no-compile --no-deps -r "$all"
 }
 
@@ -114,22 +115,22 @@ if [ ! -d "$VENV" ]; then
 fi
 mkdir -p "$logs"
 all=$logs/requirements.txt
-# The lists are complete, and leave three packages out on purpose (their heads): --no-deps.
+# --no-deps: the lists are complete and leave out some packages on purpose (see their heads).
 cat "${missing[@]}" | grep -v '^#' >"$all"
 if ! with_uv; then
   tail -n 3 "$logs/plan.log" "$logs/uv.log" 2>/dev/null || true
-  step "uv failed (above): pip takes its place"
+  step "uv failed (see above); installing with pip"
   with_pip || {
     tail -n 5 "$logs/pip.log" >&2
-    fail "pip failed too (above; the whole log is $logs/pip.log). Look at the network, at PIP_INDEX_URL and
-proxies, and at the disk (3 GB, and 3 more for uv's cache), and run this again. Where the index has no CPU build of torch,
-name one that has it: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash scripts/setup.sh"
+    fail "pip failed too (see above; the whole log is $logs/pip.log). Check the network, PIP_INDEX_URL, proxies and
+the disk (3 GB, and 3 more for uv's cache), then run this again. If the index has no CPU build of torch, name one that has:
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash scripts/setup.sh"
   }
 fi
 if [ "${missing[0]}" = "$list" ]; then
   install_project
   prepare() { "$PYTHON" scripts/fix_torchvision.py && "$PYTHON" -c 'import swift, torchvision, vllm, swift_grpo_ext'; }
   follow "$logs/import.log" 'first import: Python compiles ms-swift, vLLM and torch' true prepare ||
-    { tail -n 25 "$logs/import.log" >&2; fail "the packages cannot be imported (above)"; }
+    { tail -n 25 "$logs/import.log" >&2; fail "the packages cannot be imported (see above)"; }
 fi
 for list in "${missing[@]}"; do wanted "$list" >"$VENV/.swift-grpo-ext-$(basename "$list")"; done

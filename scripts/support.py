@@ -1,14 +1,14 @@
-"""Makes the tables of docs/support.md: options, families of models, and conversations.
+"""Make the tables of docs/support.md: options, families of models, and conversations.
 
-    python scripts/support.py --write                  the tables, from what was found
-    python scripts/support.py --run qwen3_vl --write   trains a family first (minutes); `families`:
-                                                       all; `conversations`: all pairs (hours)
-    python scripts/support.py --not-tried              options that nobody tried
+    python scripts/support.py --write                  write the tables from the saved results
+    python scripts/support.py --run qwen3_vl --write   train a family first (minutes); `families`
+                                                       trains all, `conversations` all pairs (hours)
+    python scripts/support.py --not-tried              list options without a test
 
-What trains with an option of ms-swift's is found in the stack tests' own text, where flags stand as
-`--name`, and in the preset that all of them start from. What is refused, has no effect, or belongs
-to other algorithms stands below, with its test or reason. What trainings found, the stack tests
-`test_families.py`, `test_router_replay.py` and `test_pairs.py` note in `scripts/bench/results`.
+An option of ms-swift counts as tested if a stack test contains `--name`, or if the preset of all
+stack tests sets it. `REASONS` lists the options that are refused, have no effect or belong to other
+algorithms. The stack tests `test_families.py`, `test_router_replay.py` and `test_pairs.py` write
+their results into `scripts/bench/results`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tiny_vlm.families import FAMILIES, Family
 
 PRESET = ROOT / "examples/digits/grpo.yaml"
 NO_TRAININGS = ("check", "refusals", "preset_arguments", "distribution", "launch")
-"""Stack tests that give flags to something else, or to all at once."""
+"""Stack tests that train nothing with their flags, or give all flags at once."""
 
 PREFLIGHT = "tests/checks/test_preflight.py"
 REASONS = {
@@ -72,35 +72,35 @@ REASONS = {
         "",
     ),
 }
-"""Lists by verdict the options that no test trains with: who refuses them, the test that holds it,
-or what ms-swift's GRPO puts in their place. The last ones are DPO's, KTO's, PPO's and the like."""
+"""Options without a test, by verdict. Each value names the test, or the reason. The last group
+belongs to other algorithms, such as DPO, KTO and PPO."""
 
-OWN = (
+RL_CLASSES = (
     *("GRPOArguments", "GRPOArgumentsMixin", "RLHFArguments", "RolloutTrainerArgumentsMixin"),
     *("TeacherModelArguments", "VllmArguments", "PPOArguments", "RewardModelArguments"),
 )
-"""Classes whose options are those of reinforcement learning."""
+"""Classes with options of reinforcement learning."""
 
 
 class Option(NamedTuple):
-    """An option is a field of ms-swift's arguments, and what is known of it with the plugin."""
+    """A field of ms-swift's arguments, and the tests that set it."""
 
     name: str
-    is_own: bool  # it is true where one of the classes of `OWN` declares the option
-    tests: list[str]  # files that train with it, those that give the fewest options first
+    is_rl: bool  # declared by one of `RL_CLASSES`
+    tests: list[str]  # files that train with it; those with the fewest options come first
 
     @property
     def verdict(self) -> tuple[str, str]:
-        """Return what the table says of it, and where that is to be seen."""
+        """Return the table's verdict, and the test or reason behind it."""
         for verdict, reasons in REASONS.items():
             if self.name in reasons and (verdict.startswith("refused") or not self.tests):
                 return verdict, reasons[self.name]
         return ("tested", self.tests[0]) if self.tests else ("not tried", "")
 
     @property
-    def is_left(self) -> bool:
-        """Return whether it is one of the others' that nobody tried."""
-        return not self.is_own and self.verdict[0] == "not tried"
+    def is_left_out(self) -> bool:
+        """Return whether the table leaves it out: neither reinforcement learning nor tested."""
+        return not self.is_rl and self.verdict[0] == "not tried"
 
 
 def options() -> list[Option]:
@@ -112,11 +112,11 @@ def options() -> list[Option]:
     }
     tests = tests_by_option()
     names = sorted(field.name for field in fields(RLHFArguments) if field.init)
-    return [Option(name, owners[name] in OWN, tests.get(name, [])) for name in names]
+    return [Option(name, owners[name] in RL_CLASSES, tests.get(name, [])) for name in names]
 
 
 def tests_by_option() -> dict[str, list[str]]:
-    """Return the stack tests, and the preset, that give each option."""
+    """Return the stack tests that set each option; the preset comes last."""
     files = [*ROOT.glob("tests/stack/test_*.py"), ROOT / "tests/stack/rounds.py"]
     files.append(ROOT / "scripts/tiny_vlm/families.yaml")
     given: dict[str, list[tuple[int, str]]] = {}
@@ -133,17 +133,17 @@ def tests_by_option() -> dict[str, list[str]]:
 
 
 def options_table() -> str:
-    """Return what was tried of each option of ms-swift."""
+    """Return the options of ms-swift by verdict."""
     known = options()
     names: dict[tuple[str, str], list[str]] = {}
     for option in known:
         verdict, where = option.verdict
         where = f"`{where}`" if verdict == "tested" or "::" in where else where
-        if not option.is_left:
+        if not option.is_left_out:
             names.setdefault((verdict, where), []).append(f"`{option.name}`")
     rows = [(*found, ", ".join(names[found])) for found in sorted(names, reverse=True)]
     return (
-        f"{markdown(('', 'where', 'options'), rows)}\n\n{sum(o.is_left for o in known)} more "
+        f"{markdown(('', 'where', 'options'), rows)}\n\n{sum(o.is_left_out for o in known)} more "
         "options of `swift rlhf` were not tried (data sets, reporters, other tuners and the like); "
         "`python scripts/support.py --not-tried` lists them."
     )
@@ -151,10 +151,9 @@ def options_table() -> str:
 
 # --- families ---
 
-FOUND_AT = ROOT / "scripts/bench/results/found_at.json"
-"""Date and commit of the newest result, of families and of conversations."""
-
-FOUND_OF_FAMILIES = ROOT / "scripts/bench/results/families.json"
+RESULTS = ROOT / "scripts/bench/results"
+FOUND_AT = RESULTS / "found_at.json"  # date and commit of the newest results
+FAMILY_RESULTS = RESULTS / "families.json"
 
 REMOTE_CODE = "not made: its code comes with its checkpoints only"
 NOT_MADE = "not made; transformers has its code"
@@ -177,15 +176,15 @@ OTHERS = {
     "`paddleocr_vl`": "not made: ms-swift's template expects a tensor of image features, and "
     "transformers 5.19 returns a tuple (`templates/baidu.py`, `PaddleOCR1_5Template._post_encode`)",
 }
-"""ms-swift's names of model types, and why there is no run."""
+"""ms-swift's model types without a run, and the reason."""
 
 OTHER_RUNS = ("lora", "served", "videos", "audio")
-"""The runs of `test_families.py`, beside that of all weights."""
+"""Runs of `test_families.py`, apart from full training (`whole`)."""
 
 
 def families_table() -> str:
-    """Return what was seen of each family of models."""
-    results = json.loads(FOUND_OF_FAMILIES.read_text(encoding="utf-8"))
+    """Return the results of each family, and the model types without a run."""
+    results = json.loads(FAMILY_RESULTS.read_text(encoding="utf-8"))
     rows = []
     for name, family in FAMILIES.items():
         runs: Mapping[str, Any] = results.get(name, {})
@@ -207,18 +206,18 @@ def families_table() -> str:
     return f"{found_at('families')}\n\n{trained}\n\n{no_run}"
 
 
-def found_at(what: str) -> str:
-    """Say how old the results are that a table shows."""
-    return f"Newest result: {json.loads(FOUND_AT.read_text(encoding='utf-8'))[what]}."
+def found_at(results: str) -> str:
+    """Return the line with date and commit of the newest `families` or `conversations`."""
+    return f"Newest result: {json.loads(FOUND_AT.read_text(encoding='utf-8'))[results]}."
 
 
 def experts_table() -> str:
-    """Return the table of what replaying a rollout's experts changes."""
-    results = json.loads(FOUND_OF_FAMILIES.read_text(encoding="utf-8"))
+    """Return the effect of replaying a rollout's experts."""
+    results = json.loads(FAMILY_RESULTS.read_text(encoding="utf-8"))
     rows = []
     for name, runs in results.items():
-        for how, label in (("plain", "no"), ("replayed", "yes"), ("served", "yes, from a server")):
-            if found := runs.get("replay", {}).get(how):
+        for run, label in (("plain", "no"), ("replayed", "yes"), ("served", "yes, from a server")):
+            if found := runs.get("replay", {}).get(run):
                 share = f"{found['equal']:.1%}" if "equal" in found else ""
                 gaps = (f"{found['mean']:.3f}", f"{found['max']:.2f}")
                 rows.append((f"`{name}`", label, share, *gaps))
@@ -227,7 +226,7 @@ def experts_table() -> str:
 
 
 def _gap(family: Family, run: str, runs: Mapping[str, Any]) -> str:
-    """Return a run's gap, behind "equal" where its first round has the tokens of another run."""
+    """Return a run's cell: its gap, and "equal" if its test compared tokens with another run."""
     if run == "videos" and family.videos_fail:
         return "ms-swift: images only"
     if run not in runs:
@@ -238,16 +237,15 @@ def _gap(family: Family, run: str, runs: Mapping[str, Any]) -> str:
 
 # --- conversations ---
 
-FOUND_OF_PAIRS = ROOT / "scripts/bench/results/conversations.json"
+CONVERSATION_RESULTS = RESULTS / "conversations.json"
 COLUMNS = ("colocated", "one replica", "two replicas", "two servers")
 
 
 def conversations_table() -> str:
-    """Return how many conversations are the same, whoever leads and draws them."""
+    """Return how many conversations are equal for each leader, engine and deployment."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    for leader, engine, deployment, ranks, equal, total in json.loads(
-        FOUND_OF_PAIRS.read_text("utf-8")
-    ):
+    results = json.loads(CONVERSATION_RESULTS.read_text("utf-8"))
+    for leader, engine, deployment, ranks, equal, total in results:
         cell = f"{equal} of {total}, {ranks} rank{'s' * (ranks > 1)}"
         rows.setdefault((leader, engine), {})[deployment] = cell
     cells = ([*names, *(found.get(c, "") for c in COLUMNS)] for names, found in rows.items())
@@ -263,25 +261,29 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": experts_table,
     "conversations": conversations_table,
 }
-"""Each makes what stands between the marks of its name on the page."""
+"""Functions that make the tables, by the name of their marks on the page."""
 
 
-def run(what: str) -> int:
-    """Train a family, `families` or `conversations`, and keep what was found."""
-    if what == "conversations":
-        FOUND_OF_PAIRS.unlink(missing_ok=True)
-        tests, found = ["tests/stack/test_pairs.py"], {"CONVERSATIONS": str(FOUND_OF_PAIRS)}
+def run(name: str) -> int:
+    """Run the tests of a family, of all `families` or of `conversations`; return pytest's status.
+
+    The tests write their results into the files that environment variables name.
+    """
+    if name == "conversations":
+        CONVERSATION_RESULTS.unlink(missing_ok=True)
+        tests = ["tests/stack/test_pairs.py"]
+        variables = {"CONVERSATIONS": str(CONVERSATION_RESULTS)}
     else:
         tests = ["tests/stack/test_families.py", "tests/stack/test_router_replay.py"]
-        found = {"FAMILY_RESULTS": str(FOUND_OF_FAMILIES)}
-        if what != "families":
-            # A parameter's name stands between brackets, alone or before that of media; another's
-            # may begin with it.
-            tests += ["-k", f"[{what}] or [{what}-"]
+        variables = {"FAMILY_RESULTS": str(FAMILY_RESULTS)}
+        if name != "families":
+            # Brackets keep out families with a longer name, such as qwen3_vl_moe for qwen3_vl.
+            tests += ["-k", f"[{name}] or [{name}-"]
     command = [sys.executable, "-m", "pytest", "-q", *tests]
-    status = subprocess.run(command, cwd=ROOT, env={**os.environ, **found}, check=False).returncode
+    env = {**os.environ, **variables}
+    status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
     dates = json.loads(FOUND_AT.read_text(encoding="utf-8"))
-    dates["conversations" if what == "conversations" else "families"] = f"{today()}, {commit()}"
+    dates["conversations" if name == "conversations" else "families"] = f"{today()}, {commit()}"
     FOUND_AT.write_text(json.dumps(dates, indent=1) + "\n", encoding="utf-8")
     return status
 
@@ -290,11 +292,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     names = ["families", "conversations", *FAMILIES]
     parser.add_argument("--run", nargs="+", default=[], choices=names, metavar="FAMILY")
-    parser.add_argument("--write", action="store_true", help="into docs/support.md")
-    parser.add_argument("--not-tried", action="store_true", help="list options that nobody tried")
+    parser.add_argument("--write", action="store_true", help="write into docs/support.md")
+    parser.add_argument("--not-tried", action="store_true", help="list options without a test")
     arguments = parser.parse_args()
     if arguments.not_tried:
-        print("\n".join(option.name for option in options() if option.is_left))
+        print("\n".join(option.name for option in options() if option.is_left_out))
         return 0
     status = max(map(run, arguments.run), default=0)
     for name, table in TABLES.items():

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Lint, types and tests; sets up what it needs.
-#   bash scripts/test.sh                   unit tests, and six real processes: training, server, resume
+# Sets up the environment, then runs lint, types and tests.
+#   bash scripts/test.sh                   unit tests, and a few real trainings and servers
 #   bash scripts/test.sh --core            each promise once on real processes (CI)
 #   bash scripts/test.sh --all             all tests
 #   bash scripts/test.sh -m "not stack"    other arguments go to pytest: the unit tests
-#   bash scripts/test.sh --all --durations 20    the seconds of the slowest tests, at the end
-#   bash scripts/test.sh --stack 4.6.0-0.23.0    beside another ms-swift and vLLM (compatibility.py)
+#   bash scripts/test.sh --all --durations 20    prints the 20 slowest tests at the end
+#   bash scripts/test.sh --stack 4.6.0-0.23.0    tests another ms-swift and vLLM (compatibility.py)
 bash "$(dirname "$0")/setup.sh" --tests
 # shellcheck source=scripts/common.sh
 source "$(dirname "$0")/common.sh"
 bin=$(cd "$VENV/bin" && pwd)
 export PATH=$bin:$PATH ASSETS
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # tests run side by side
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the tests run in parallel
 
 step "Lint and types"
 ruff check .

@@ -1,7 +1,7 @@
-"""Print pip's settings as variables of uv's environment, `NAME=VALUE`, one a line.
+"""Print pip's settings as environment variables of uv, one `NAME=VALUE` on each line.
 
-uv reads no pip configuration (https://docs.astral.sh/uv/pip/compatibility/), and users have their
-mirrors, proxies and certificates there. A variable that is set already stays as it is.
+pip's configuration names users' mirrors, proxies and certificates, but uv does not read it
+(https://docs.astral.sh/uv/pip/compatibility/). Variables that are already set are left out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ VARIABLES = {
     "proxy": "ALL_PROXY",
 }
 SECTIONS = ("global", "install", ":env:")
-"""Parts of pip's configuration that `pip install` reads; a later one wins."""
+"""Sections of pip's configuration that `pip install` reads; a later section wins."""
 
 
 def uv_settings(listing: str) -> dict[str, str]:
-    """Translate what `pip config list` printed, lines such as `global.index-url='https://...'`."""
+    """Translate the output of `pip config list`: lines like `global.index-url='https://...'`."""
     found: dict[str, str] = {}
     lines = [line.partition("=") for line in listing.splitlines()]
     for section in SECTIONS:
@@ -34,7 +34,7 @@ def uv_settings(listing: str) -> dict[str, str]:
             where, _, key = name.rpartition(".")
             if where == section and key in VARIABLES:
                 separator = "," if key == "find-links" else " "
-                words = str(ast.literal_eval(value)).split()  # pip separates several by whitespace
+                words = str(ast.literal_eval(value)).split()  # whitespace separates pip's values
                 found[VARIABLES[key]] = separator.join(words)
     return found
 
@@ -43,8 +43,7 @@ def read_uv_settings() -> dict[str, str]:
     """Return the variables that are not set yet."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = uv_settings(listing)
-    return {name: value for name, value in found.items() if name not in os.environ}
+    return {name: v for name, v in uv_settings(listing).items() if name not in os.environ}
 
 
 if __name__ == "__main__":

@@ -107,11 +107,11 @@ def test_a_gpu_is_asked_for_what_pays_there(step: Any) -> None:
 @pytest.mark.parametrize(
     ("device", "words", "message"),
     [
-        ("CPU", "--size 3b", "--size 3b: needs a GPU, and torch finds none; here: --size 195m"),
+        ("CPU", "--size 3b", "--size 3b: torch finds no GPU. Use --size 195m"),
         ("GPU", "--size 3b --family qwen3_5", "--size 3b: qwen3_5 has 195m and 2b"),
         ("GPU", "--size 3b --model m", "--model has its own size"),
         ("CPU", "--layers 8 --model m", "--model has its own size"),
-        ("CPU", "--steps 2", "--steps 2: expected 3 or more; the first two warm up"),
+        ("CPU", "--steps 2", "--steps 2: expected at least 3; two warm up"),
     ],
 )
 def test_what_cannot_be_is_refused(

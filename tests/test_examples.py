@@ -27,20 +27,22 @@ def test_a_run_is_held_against_the_band_of_its_own_start_model() -> None:
     published = records.published(200)
     seeds = f"the band of the {len(published)} published seeds"
     run = published[0]
-    gained = f"As it should be: {run.gain:+.2f}, and any machine gains 0.08 or more."
+    gained = f"Enough gain: {run.gain:+.2f}, expected 0.08 or more on any machine."
     assert experiment.verdict(run, published) == ([gained, f"Within {seeds}."], False)
     high = replace(run, after={**run.after, "greedy_accuracy": 0.9})
     [first, second], is_wrong = experiment.verdict(high, published)
     assert (first, is_wrong) == (gained, True)
-    assert second.startswith(f"Outside {seeds}, as one of twenty sound runs is: greedy accuracy 90")
+    assert second.startswith(f"Outside {seeds}: greedy accuracy 90")
     elsewhere = replace(high, before={**run.before, "greedy_accuracy": 0.4765625})
     [first, second], is_wrong = experiment.verdict(elsewhere, published)
     assert (first, is_wrong) == (gained, False)
-    assert second.startswith(f"Not held against {seeds}, which is for their start model: on anoth")
-    assert second.endswith("(greedy accuracy 47.7%, not 48.4%).")
+    difference = "greedy accuracy 47.7%, not 48.4%"
+    assert second.startswith(
+        f"Not compared with {seeds}, because the start model differs ({difference}): "
+    )
     flat = replace(run, curves={**run.curves, "reward": [0.5] * 199 + [0.6]})
     assert experiment.verdict(flat, [])[0] == [
-        "Too little: +0.01, and any machine gains 0.08 or more.",
+        "Too little gain: +0.01, expected 0.08 or more on any machine.",
         "No runs of 200 steps are published.",
     ]
     assert band.gains(flat).startswith(

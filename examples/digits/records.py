@@ -1,4 +1,4 @@
-"""Runs as the experiment keeps them: read from their directories, written in short to one file."""
+"""Read runs from their folders, and write and read the short records of an experiment."""
 
 from __future__ import annotations
 
@@ -13,52 +13,43 @@ import yaml
 
 PRESET = Path(__file__).with_name("grpo.yaml")
 RESULTS = Path(__file__).with_name("results")
-"""This folder holds what is published: several seeds of runs of 80 and of 200 steps."""
+"""Published runs of 80 and of 200 steps, with several seeds."""
 
 NUM_ENDS = 20
-"""Steps at each end of training over which the reward is averaged."""
+"""The reward is averaged over this many steps at the start and at the end of training."""
 
 CURVES = {
     "reward": ("reward", 3),
     "step_seconds": ("step_time", 2),
 }
-"""Our names of curves: ms-swift's, and the decimals that are kept."""
+"""Name in ms-swift's log, and number of decimals, of each curve."""
 
 SHARES = ("greedy_accuracy", "sampled_accuracy", "sampled_format")
 NOT_COMPARED = {
     *("callbacks", "report_to", "max_steps"),
     *("dataloader_persistent_workers", "ddp_find_unused_parameters"),
 }
-"""Settings that change nothing in a run's result (who watches it and where it is logged; there are
-no dataloader workers, and all parameters are used), and the steps: `published` looks at these."""
+"""Settings that do not change a run's result: there are no dataloader workers, and all parameters
+are used. `published` compares the number of steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One finished run."""
+    """A finished run."""
 
     name: str
     seed: int
-    machine: dict[str, Any] | None
-    """What `train.py` wrote about the machine; None for runs before it did."""
-
-    before: dict[str, float]
-    """Held-out shares of the start model, from 0 to 1: keys as in `SHARES`."""
-
-    after: dict[str, float]
-    """The same after training."""
-
-    curves: dict[str, list[float]]
-    """Values of each step, from the first: keys as in `CURVES`."""
+    machine: dict[str, Any] | None  # content of machine.json, if the run has one
+    before: dict[str, float]  # held-out shares (`SHARES`) of the start model, from 0 to 1
+    after: dict[str, float]  # held-out shares after training
+    curves: dict[str, list[float]]  # values of each step, by the names of `CURVES`
 
     @property
     def first_reward(self) -> float:
-        """Mean reward of the first steps' samples."""
         return fmean(self.curves["reward"][:NUM_ENDS])
 
     @property
     def last_reward(self) -> float:
-        """Mean reward of the last steps' samples."""
         return fmean(self.curves["reward"][-NUM_ENDS:])
 
     @property
@@ -71,7 +62,7 @@ class Record:
 
 
 def rows_by_step(run: Path) -> list[dict[str, Any]]:
-    """ms-swift's log, one row a training step; of a step that was made twice, the later one."""
+    """Return the row of ms-swift's log for each training step; a resumed run's later row wins."""
     rows: dict[int, dict[str, Any]] = {}
     for line in (run / "logging.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -81,7 +72,7 @@ def rows_by_step(run: Path) -> list[dict[str, Any]]:
 
 
 def settings(run: Path) -> dict[str, Any]:
-    """The arguments that ms-swift recorded."""
+    """Return the arguments that ms-swift recorded."""
     return dict(json.loads((run / "args.json").read_text(encoding="utf-8")))
 
 
@@ -90,26 +81,27 @@ def is_finished(run: Path) -> bool:
 
 
 def read_run(run: Path) -> Record:
-    """A finished run from its directory, whose name becomes the record's.
+    """Read a finished run from its folder.
 
-    Raises ValueError for a directory that is none, and for a log that lacks steps.
+    Raises:
+        ValueError: the folder has no finished run, or the log lacks steps.
     """
     if not is_finished(run):
         raise ValueError(
-            f"{run} holds no finished run (evaluation.json and logging.jsonl); make one: "
+            f"{run} has no finished run (evaluation.json and logging.jsonl). Make one with "
             f"RUN={run} bash scripts/demo.sh"
         )
-    made, rows = settings(run), rows_by_step(run)
-    if len(rows) != made["max_steps"]:
+    arguments, rows = settings(run), rows_by_step(run)
+    if len(rows) != arguments["max_steps"]:
         raise ValueError(
-            f"{run}/logging.jsonl has {len(rows)} steps, expected {made['max_steps']}; "
-            "remove the directory and run it again"
+            f"{run}/logging.jsonl has {len(rows)} steps, expected {arguments['max_steps']}. "
+            "Remove the folder and run it again"
         )
     before, after = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     machine = run / "machine.json"
     return Record(
         name=run.resolve().name,
-        seed=made["seed"],
+        seed=arguments["seed"],
         machine=json.loads(machine.read_text(encoding="utf-8")) if machine.is_file() else None,
         before={key: before[key] for key in SHARES},
         after={key: after[key] for key in SHARES},
@@ -120,20 +112,20 @@ def read_run(run: Path) -> Record:
     )
 
 
-def deviations(made: Mapping[str, Any]) -> dict[str, str]:
-    """How a run's recorded settings differ from the published ones, by setting, in words."""
+def deviations(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Describe, by setting, how a run's arguments differ from the published ones."""
     preset = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
     return {
-        name: f"{name} is {made.get(name)!r}, published with {value!r}"
+        name: f"{name} is {arguments.get(name)!r}, published with {value!r}"
         for name, value in preset.items()
-        if name not in NOT_COMPARED and _plain(made.get(name)) != _plain(value)
+        if name not in NOT_COMPARED and _as_number(arguments.get(name)) != _as_number(value)
     }
 
 
-def _plain(value: Any) -> Any:
-    """A setting with numbers as numbers: YAML may spell them as words, ms-swift reads both."""
+def _as_number(value: Any) -> Any:
+    """Convert strings of numbers, which a preset may contain, to numbers."""
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_as_number(item) for item in value]
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -141,19 +133,19 @@ def _plain(value: Any) -> Any:
 
 
 def write_results(path: Path, command: str, records: Iterable[Record]) -> None:
-    """One JSON file, a line for each run."""
+    """Write a JSON file with a line for each run."""
     runs = ",\n".join(json.dumps(asdict(record)) for record in records)
     text = f'{{"command": {json.dumps(command)},\n"runs": [\n{runs}\n]}}\n'
     path.write_text(text, encoding="utf-8")
 
 
 def published(num_steps: int) -> list[Record]:
-    """Return the published runs of `num_steps` steps; none where there are no such runs."""
+    """Return the published runs of `num_steps` steps, if any."""
     path = RESULTS / f"steps{num_steps}.json"
     return read_results(path) if path.is_file() else []
 
 
 def read_results(path: Path) -> list[Record]:
-    """The runs of a file that `write_results` wrote."""
+    """Read a file of `write_results`."""
     content = json.loads(path.read_text(encoding="utf-8"))
     return [Record(**run) for run in content["runs"]]

@@ -1,6 +1,6 @@
-"""Two reward functions for the digit example: is the form right, is the digit right?
+"""Two reward functions of the digit example: one for the form, one for the right digit.
 
-A plugin of its own: `--external_plugins plugins/grpo_ext.py examples/digits/rewards.py`.
+Load it after our plugin: `--external_plugins plugins/grpo_ext.py examples/digits/rewards.py`.
 """
 
 import re
@@ -12,7 +12,7 @@ ANSWER = re.compile(r"<answer>(\d(?: \d)*)</answer>")
 
 
 class DigitFormat(ORM):
-    """1 where a completion is nothing but `<answer>...</answer>` with digits inside, else 0."""
+    """Give 1 if a completion is only `<answer>...</answer>` with digits inside, else 0."""
 
     def __call__(self, completions: list[str], **_: Any) -> list[float]:
         return [
@@ -21,7 +21,7 @@ class DigitFormat(ORM):
 
 
 class DigitAccuracy(ORM):
-    """1 where the answer is the row's `solution`, else 0."""
+    """Give 1 if the answer is the row's `solution`, else 0."""
 
     def __call__(self, completions: list[str], solution: list[str], **_: Any) -> list[float]:
         answers = (ANSWER.search(completion) for completion in completions)

@@ -1,4 +1,4 @@
-"""The end of the demo: accuracy on held-out images before and after, and where things are."""
+"""Print accuracy on held-out images before and after training, and the paths of results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def table(before: dict[str, Any], after: dict[str, Any]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, help="the run's directory")
+    parser.add_argument("run", type=Path, help="the run's folder")
     options = parser.parse_args()
     run: Path = options.run
     before, after = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Runs `swift rlhf examples/digits/grpo.yaml` with a progress bar; resumes what was interrupted.
+"""Run `swift rlhf examples/digits/grpo.yaml` with a progress bar, or resume an interrupted run.
 
-Arguments after `--` go to `swift rlhf` as they are, and win over the preset. What the run was made
-on, when, and beside how much other load, goes to `machine.json` in its directory.
+Arguments after `--` go to `swift rlhf` and override the preset. `machine.json` in the run's folder
+gets the machine, the start time and the load average.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ NUM_FIRST_STEPS = 5
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="the tiny model's directory")
-    parser.add_argument("--data", type=Path, required=True, help="what make_digits.py wrote")
-    parser.add_argument("--output", type=Path, required=True, help="the run's directory")
+    parser.add_argument("--model", type=Path, required=True, help="the tiny model's folder")
+    parser.add_argument("--data", type=Path, required=True, help="the folder of make_digits.py")
+    parser.add_argument("--output", type=Path, required=True, help="the run's folder")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--max-steps", type=int, required=True)
     parser.add_argument("--page", type=Path, help="file with the address of the run's page")
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def last_checkpoint(run: Path) -> tuple[int, Path] | None:
-    """The newest whole checkpoint of a run with its step; None where there is none."""
+    """Return step and path of a run's newest complete checkpoint, if there is one."""
     folder = last_whole(run)
     return None if folder is None else (int(folder.name.removeprefix("checkpoint-")), folder)
 
@@ -62,7 +62,7 @@ def command(options: argparse.Namespace, resume_from: Path | None) -> list[str]:
 
 @contextmanager
 def following(log: Path, argv: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process whose output goes to `log`; on Ctrl-C it has got the signal too, and is awaited."""
+    """Run a process with its output in `log`. Ctrl-C reaches the process too, so wait for it."""
     with log.open("ab") as f, subprocess.Popen(argv, stdout=f, stderr=subprocess.STDOUT) as process:
         try:
             yield process
@@ -72,7 +72,7 @@ def following(log: Path, argv: list[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def new_rows(logging: Path, seen: int) -> list[dict[str, Any]]:
-    """ms-swift's log rows of training steps after the first `seen`."""
+    """Return the training steps in ms-swift's log after the first `seen` steps."""
     if not logging.is_file():
         return []
     lines = logging.read_text(encoding="utf-8").splitlines()
@@ -81,7 +81,7 @@ def new_rows(logging: Path, seen: int) -> list[dict[str, Any]]:
 
 
 def new_bar(done: int, total: int, *, has_estimate: bool) -> tqdm[NoReturn]:
-    """A bar of steps; without an estimate for the first ones, which take many times as long."""
+    """Return a bar; the first steps get no estimate, because they take many times as long."""
     form = None if has_estimate else "{desc}: {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
     name = "training" if has_estimate else "starting"
     return tqdm(
@@ -90,7 +90,7 @@ def new_bar(done: int, total: int, *, has_estimate: bool) -> tqdm[NoReturn]:
 
 
 def page_line(page: Path | None) -> str:
-    """Say where the run can be looked at: the server of the page has printed its address."""
+    """Return a line with the address that the page's server printed into `page`."""
     lines = page.read_text(encoding="utf-8").splitlines() if page and page.is_file() else []
     for address in (line for line in lines if line.startswith("http")):
         return f"See samples, rewards and curves while it trains: {address}"
@@ -99,9 +99,9 @@ def page_line(page: Path | None) -> str:
 
 @contextmanager
 def recorded(path: Path, first_step: int) -> Iterator[list[float]]:
-    """Writes what this session ran on when it ends; gives a list for the machine's load averages.
+    """Yield a list for load averages; at the end, write their mean and the machine to `path`.
 
-    A load average counts the processes that run or wait for a core, this run's own among them.
+    A load average counts the processes that run or wait for a core, also those of this run.
     """
     loads: list[float] = []
     started, start = datetime.now(timezone.utc), time.monotonic()
@@ -123,7 +123,7 @@ def main() -> int:
     done = last_checkpoint(options.output)
     first_step, resume_from = done or (0, None)
     if first_step >= options.max_steps:
-        print(f"{resume_from} is there: nothing to train.")
+        print(f"{resume_from} exists; nothing to train.")
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
     argv = command(options, resume_from)
@@ -150,12 +150,12 @@ def main() -> int:
                     bar = new_bar(
                         first_step + NUM_FIRST_STEPS, options.max_steps, has_estimate=True
                     )
-            if sys.stderr.isatty():  # the seconds go on; a log file needs none of them
+            if sys.stderr.isatty():  # update the seconds, but not in a log file
                 bar.refresh()
     bar.close()
     if process.returncode:
         print("\n".join(log.read_text(encoding="utf-8").splitlines()[-25:]), file=sys.stderr)
-        print(f"error: training ended with {process.returncode}; see {log}", file=sys.stderr)
+        print(f"error: training ended with status {process.returncode}; see {log}", file=sys.stderr)
     return process.returncode
 
 

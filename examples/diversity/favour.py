@@ -1,4 +1,4 @@
-"""A reward that favours one answer, whatever the picture shows: the policy collapses onto it."""
+"""A reward that favours one answer for every picture, so that the policy collapses."""
 
 from __future__ import annotations
 

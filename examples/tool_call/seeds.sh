@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The preset with three seeds, each with held-out digits before and after, and what came of it.
-#   bash examples/tool_call/seeds.sh        STEPS=16 and SEEDS="1 2 3" where nothing else is said
+# Trains the preset with several seeds, evaluates each on held-out digits before and after, and prints a
+# table.
+#   bash examples/tool_call/seeds.sh        defaults: STEPS=16 SEEDS="1 2 3"
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # shellcheck source=scripts/common.sh
@@ -22,5 +23,5 @@ for seed in ${SEEDS:-1 2 3}; do
     { tail -n 25 "$run/swift.log" >&2; fail "the training failed; see $run/swift.log"; }
   echo "$SECONDS s"
 done
-step "Conversations on held-out digits, before and after"
+step "Conversations on held-out digits, before and after training"
 "$PYTHON" examples/tool_call/summarize.py output/tool_call

@@ -1,9 +1,9 @@
-"""Tabulates conversations on held-out digits before and after training, over several runs.
+"""Print a Markdown table of conversations on held-out digits before and after training.
 
     python examples/tool_call/summarize.py output/tool_call
 
-Reads the records of the runs in a folder, as seeds.sh makes them: the first round of evaluation is
-that of the untrained model, the last one that of the trained. Prints Markdown.
+The folder has the runs of seeds.sh. In their records, the first round of evaluation is before
+training and the last round is after training.
 """
 
 from __future__ import annotations
@@ -27,24 +27,28 @@ FIGURES = {
 }
 
 
-def conversations(run: Path) -> dict[int, list[tuple[list[str], float]]]:
-    """Return the texts of each conversation's turns, and its reward, by the evaluation's step."""
+Conversation = tuple[list[str], float]  # texts of the turns, and the reward
+
+
+def conversations(run: Path) -> dict[int, list[Conversation]]:
+    """Return the conversations of each evaluation, by its step."""
     texts, rewards = defaultdict[Any, list[str]](list), {}
-    place = ("step", "number", "group", "index")
+    key_columns = ("step", "number", "group", "index")
     for row in read_samples(run).to_pylist():
-        if row["phase"] == "eval":  # turns come in their order
-            texts[tuple(row[name] for name in place)].append(row["text"])
+        if row["phase"] == "eval":  # turns are in order
+            texts[tuple(row[name] for name in key_columns)].append(row["text"])
     for row in read_rewards(run).to_pylist():
         if row["phase"] == "eval":
-            rewards[tuple(row[name] for name in place)] = row["reward"]
-    found = defaultdict[int, list[tuple[list[str], float]]](list)
+            rewards[tuple(row[name] for name in key_columns)] = row["reward"]
+    by_step = defaultdict[int, list[Conversation]](list)
     for key, turns in texts.items():
-        found[key[0]].append((turns, rewards[key]))
-    return found
+        by_step[key[0]].append((turns, rewards[key]))
+    return by_step
 
 
-def figures(talks: list[tuple[list[str], float]]) -> dict[str, float]:
-    """The tool answers calls with a wrong digit alone, and 1 of a reward is for a right one."""
+def figures(talks: list[Conversation]) -> dict[str, float]:
+    """Return the values of `FIGURES`. A right digit gives a reward of 1 or more, a wrong digit 0.2
+    at most; only a call with a wrong digit has a second turn."""
     rights = [reward > 0.9 for _, reward in talks]
     firsts = [right and len(turns) == 1 for (turns, _), right in zip(talks, rights, strict=True)]
     seconds = [right for (turns, _), right in zip(talks, rights, strict=True) if len(turns) > 1]
@@ -58,9 +62,9 @@ def figures(talks: list[tuple[list[str], float]]) -> dict[str, float]:
 
 
 def table(runs: list[Path]) -> str:
-    """Mean, lowest and highest of the runs, before and after."""
+    """Return mean, minimum and maximum over the runs, before and after training."""
     evaluated = [conversations(run) for run in runs]
-    sides = [[figures(found[end(found)]) for found in evaluated] for end in (min, max)]
+    sides = [[figures(by_step[end(by_step)]) for by_step in evaluated] for end in (min, max)]
     count, steps = len(next(iter(evaluated[0].values()))), {max(found) for found in evaluated}
     lines = [
         f"{', '.join(run.name for run in runs)}: {count} conversations each, before and after "
@@ -84,11 +88,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="holds the runs")
+    parser.add_argument("folder", type=Path, help="folder of the runs")
     options = parser.parse_args()
     runs = sorted(path for path in options.folder.iterdir() if (path / "args.json").exists())
     if not runs:
-        parser.error(f"{options.folder} holds no run; bash examples/tool_call/seeds.sh makes three")
+        parser.error(f"{options.folder} has no run. Make runs with examples/tool_call/seeds.sh")
     print(table(runs))
 
 

@@ -1,12 +1,11 @@
-"""Calibration, power and cost of the collision test, and cost of the metrics.
+"""Measure calibration, power and cost of the collision test, and the cost of the metrics.
 
     python scripts/bench/diversity.py >scripts/bench/results/diversity.md
     python scripts/bench/diversity.py --cost-only >>scripts/bench/results/diversity.md
 
-Policies are simulated, from 0.01 to 6 bits a token: random logits of 128 tokens at each position.
-They are sampled as vLLM samples: logits are divided by the temperature, what is not of the top-k
-and top-p is taken away, and the log-probabilities are those of what is left, as
-`logprobs_mode="processed_logprobs"` gives them, in 32 bits. It takes minutes.
+Policies are simulated by random logits of 128 tokens at each position, with 0.01 to 6 bits for each
+token. Sampling follows vLLM with `logprobs_mode="processed_logprobs"`: temperature, top-k and
+top-p, then float32 log-probabilities of the remaining tokens. It takes minutes.
 """
 
 from __future__ import annotations
@@ -36,11 +35,13 @@ LEVELS = (0.5, 0.1, 1e-2, 1e-3, 1e-6)
 ALARM_P = 1e-6
 GROUP_SIZES = (2, 4, 8, 16, 64)
 LENGTHS = (4, 32, 256)
+NUM_POLICIES = 5000
 ROUNDS_OF_POLICY = 4
 REGIMES = ("below 0.1", "0.1 to 1", "1 to 3", "above 3")
 
 POWER_BITS = (0.1, 0.3, 1.0, 3.0)
 POWER_LENGTHS = (8, 32, 128, 512)
+POWER_ROUNDS = 30
 POWER_GROUPS = 16
 POWER_GROUP_SIZE = 8
 
@@ -54,33 +55,28 @@ COST_CASES = (
     (64, 32_768, 8, False),
     (64, 8, 8, False),
 )
-"""Samples, tokens of each, samples of a group, and whether all are copies of one."""
+"""Samples, tokens of each, samples of a group, and whether all have the same tokens."""
 
 Array = NDArray[Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=20_000, help="healthy ones, at least")
-    parser.add_argument("--power-rounds", type=int, default=30, help="of each fault and case")
-    parser.add_argument("--cost-only", action="store_true", help="print the costs alone; a minute")
+    parser.add_argument("--cost-only", action="store_true", help="print only the costs (a minute)")
     options = parser.parse_args()
-    made = environment()
+    env = environment()
     if not options.cost_only:
         print("# The collision test: calibration, power, cost\n")
-    print(f"`{command()}`, {made['date']}, {made['cores']} cores of {made['cpu']}, ", end="")
-    print(f"Python {made['python']}.\n")
-    if options.cost_only:
-        print(cost())
-    else:
-        print(f"{calibration(options.rounds)}\n\n{power(options.power_rounds)}\n")
+    print(f"`{command()}`, {env['date']}, {env['cores']} cores of {env['cpu']}, ", end="")
+    print(f"Python {env['python']}.\n")
+    print(cost() if options.cost_only else f"{calibration()}\n\n{power()}\n")
 
 
 # --- simulated policies ---
 
 
 def random_logits(rng: np.random.Generator, length: int, scale: float, end_rate: float) -> Array:
-    """Draw logits, [position, token]: the larger `scale`, the lower the entropy."""
+    """Draw logits [position, token]; a larger `scale` lowers the entropy."""
     logits = rng.normal(size=(length, VOCABULARY)) * scale
     others = np.log(np.exp(logits[:, 1:]).sum(axis=1))
     logits[:, END] = others + np.log(end_rate / (1 - end_rate)) if end_rate else -np.inf
@@ -88,7 +84,7 @@ def random_logits(rng: np.random.Generator, length: int, scale: float, end_rate:
 
 
 def probabilities(logits: Array, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Array:
-    """Return what tokens are sampled from, [position, token]; a `top_k` of 0 keeps all."""
+    """Return the sampling distribution [position, token]; a `top_k` of 0 keeps all tokens."""
     scaled = logits / temperature
     p = np.exp(scaled - scaled.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
@@ -102,17 +98,17 @@ def probabilities(logits: Array, temperature: float, top_k: int = 0, top_p: floa
 
 
 def entropy_per_token(p: Array) -> float:
-    """Return the mean bits of the positions."""
+    """Return the mean entropy over positions, in bits."""
     logs = np.log2(p, where=p > 0, out=np.zeros_like(p))
     return float(-(p * logs).sum(axis=1).mean())
 
 
 def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[SampleRow]:
-    """Make a round of groups; group g has prompt g, in every round.
+    """Make a round in which group g has prompt g.
 
     Args:
-        p: [position, token].
-        noise: [sample, position], uniform: a sample's noise is all that its seed decides.
+        p: sampling distribution [position, token].
+        noise: uniform random numbers [sample, position]; samples with equal noise are equal.
     """
     cumulative = np.cumsum(p, axis=1)
     columns = (np.searchsorted(c, noise[:, t] * c[-1], "right") for t, c in enumerate(cumulative))
@@ -129,31 +125,29 @@ def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[Sampl
 # --- healthy rounds, and faults ---
 
 
-def calibration(num_rounds: int) -> str:
-    """Return how many healthy rounds of each entropy have a p-value below each level."""
-    found: dict[str, list[float]] = {kind: [] for kind in ("all", *REGIMES)}
-    seeds = np.random.SeedSequence(0).spawn(-(-num_rounds // ROUNDS_OF_POLICY))
-    for policy in tqdm(seeds, "Healthy"):
-        for regime, log2_p in healthy_rounds(policy):
-            found["all"].append(log2_p)
-            found[regime].append(log2_p)
+def calibration() -> str:
+    """Return a table of the number of healthy rounds with a p-value below each level."""
+    p_values: dict[str, list[float]] = {kind: [] for kind in ("all", *REGIMES)}
+    for seed in tqdm(np.random.SeedSequence(0).spawn(NUM_POLICIES), "Healthy"):
+        for regime, log2_p in healthy_rounds(seed):
+            p_values["all"].append(log2_p)
+            p_values[regime].append(log2_p)
     rows = []
-    for kind, values in found.items():
+    for kind, values in p_values.items():
         below = [str((np.array(values) < np.log2(level)).sum()) for level in LEVELS]
         label = kind if kind == "all" else f"{kind} bits a token"
         rows.append([label, str(len(values)), *below])
     head = ["rounds", "number", *(f"below {level:g}" for level in LEVELS)]
     return (
-        "## False alarms\n\nHealthy rounds, and how many of them have a p-value below each level "
-        f"({ROUNDS_OF_POLICY} rounds of a policy that moves from round to round, held against each "
-        "other). The bound promises at most level x rounds; completions are discrete, so that the "
-        f"test stays below.\n\n{markdown(head, rows)}"
+        "## False alarms\n\nNumber of healthy rounds with a p-value below each level. Each policy "
+        f"changes a little between its {ROUNDS_OF_POLICY} rounds, which are compared with each "
+        "other. The bound is level x rounds; completions are discrete, so the test stays below "
+        f"it.\n\n{markdown(head, rows)}"
     )
 
 
 def healthy_rounds(seed: np.random.SeedSequence) -> list[tuple[str, float]]:
-    """Return entropy and p-value of a few rounds of one policy, whose weights move a little from
-    round to round."""
+    """Return regime and log2 of the p-value of a few rounds of one slowly changing policy."""
     rng = np.random.default_rng(seed)
     group_size, length = int(rng.choice(GROUP_SIZES)), int(rng.choice(LENGTHS))
     num_groups = int(rng.integers(1, max(128 // group_size, 1) + 1))
@@ -162,7 +156,7 @@ def healthy_rounds(seed: np.random.SeedSequence) -> list[tuple[str, float]]:
     temperature = float(rng.choice([0.3, 0.7, 1.0, 1.5]))
     top_k = int(rng.choice([0, 1, 5, 20])) if rng.random() < 0.5 else 0
     top_p = float(rng.choice([1.0, 0.95, 0.7]))
-    memory, found = PromptMemory(), []
+    memory, results = PromptMemory(), []
     for step in range(ROUNDS_OF_POLICY):
         p = probabilities(logits, temperature, top_k, top_p)
         noise = rng.random((num_groups * group_size, length))
@@ -170,36 +164,36 @@ def healthy_rounds(seed: np.random.SeedSequence) -> list[tuple[str, float]]:
         test = collision_test(samples, memory)
         memory.remember(samples)
         regime = REGIMES[int(np.searchsorted([0.1, 1.0, 3.0], entropy_per_token(p), "right"))]
-        found.append((regime, test.log2_p))
+        results.append((regime, test.log2_p))
         logits = logits + rng.normal(size=logits.shape) * 0.05
-    return found
+    return results
 
 
-def power(num_rounds: int) -> str:
-    """Return how often each fault is called broken randomness."""
+def power() -> str:
+    """Return a table of how often the test detects each fault."""
     rows: list[Sequence[str]] = []
     head: list[str] = []
     for bits, length in tqdm(list(product(POWER_BITS, POWER_LENGTHS)), "Faults"):
         rng = np.random.default_rng([POWER_GROUP_SIZE, int(bits * 10), length])
-        p = policy_of(rng, length, bits)
-        found: dict[str, list[bool]] = {}
-        for _ in range(num_rounds):
+        p = policy_with_entropy(rng, length, bits)
+        alarms: dict[str, list[bool]] = {}
+        for _ in range(POWER_ROUNDS):
             for fault, test in faulty_tests(rng, p, length).items():
-                found.setdefault(fault, []).append(test.log2_p < np.log2(ALARM_P))
-        head = ["bits a token", "tokens", *found]
-        shares = (f"{np.mean(values):.0%}" for values in found.values())
+                alarms.setdefault(fault, []).append(test.log2_p < np.log2(ALARM_P))
+        head = ["bits a token", "tokens", *alarms]
+        shares = (f"{np.mean(values):.0%}" for values in alarms.values())
         rows.append([f"{entropy_per_token(p):.2g}", str(length), *shares])
     return (
-        f"## Power\n\nShare of rounds of {POWER_GROUPS} groups of {POWER_GROUP_SIZE} that are "
-        f"called broken randomness at p < {ALARM_P:g}. *One pair*: two samples of one group share "
-        "their noise, all others are sound. *Two replicas, one seed*: the second half of each "
-        "group copies the first. *Whole groups*: one seed for each. *Frozen*: the round before, "
-        f"again, with the same weights.\n\n{markdown(head, rows)}"
+        f"## Power\n\nShare of rounds of {POWER_GROUPS} groups of {POWER_GROUP_SIZE} with an alarm "
+        f"(p < {ALARM_P:g}). *One pair*: two samples of one group share their noise. *Two "
+        "replicas, one seed*: the second half of each group copies the first. *Whole groups*: all "
+        "samples of a group share their noise. *Frozen*: the round repeats the noise of the round "
+        f"before, with the same weights.\n\n{markdown(head, rows)}"
     )
 
 
-def policy_of(rng: np.random.Generator, length: int, bits: float) -> Array:
-    """Return a policy with so much entropy a token: its temperature is searched for."""
+def policy_with_entropy(rng: np.random.Generator, length: int, bits: float) -> Array:
+    """Return a policy with `bits` of entropy for each token, by a search for the temperature."""
     logits, low, high = random_logits(rng, length, 1.0, 0.0), 0.01, 10.0
     for _ in range(40):
         middle = (low * high) ** 0.5
@@ -233,7 +227,7 @@ def faulty_tests(rng: np.random.Generator, p: Array, length: int) -> dict[str, C
 def random_rows(
     rng: np.random.Generator, num_samples: int, length: int, group_size: int, step: int
 ) -> list[SampleRow]:
-    """Make rows of the record, whose token ids are spread as words are (Zipf)."""
+    """Make rows of the record with token ids of Zipf's distribution."""
     rows = []
     for number in range(num_samples):
         ids = (rng.zipf(1.3, length) % 50_000).astype(np.int32)
@@ -244,7 +238,6 @@ def random_rows(
 
 
 def cost() -> str:
-    """Return CPU seconds of each part."""
     rows = []
     seconds: dict[str, float] = {}
     for samples, tokens, group_size, same in COST_CASES:
@@ -256,7 +249,7 @@ def cost() -> str:
 
 
 def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> dict[str, float]:
-    """Return CPU seconds of each part, one thread; the median of five."""
+    """Return CPU seconds of each part: medians of five, one thread."""
     rng = np.random.default_rng(0)
     samples = random_rows(rng, num_samples, length, group_size, 1)
     if same:

@@ -1,12 +1,11 @@
-"""Peak memory and time of log-probabilities: ms-swift's own pass, and ours.
+"""Measure peak memory and time of log-probabilities: ms-swift's own pass, and ours.
 
     python scripts/bench/logits.py --output scripts/bench/results/logits.json
 
-A Qwen2 with random weights, of Qwen's vocabulary and next to nothing else, so that logits are what
-is measured: forward and backward of the sum of all log-probabilities, in float32 (`--dtype`), in
-turns. Peaks are of torch's allocator, beyond the model and its gradients.
-*No keyword*: a model whose `forward` does not name `logits_to_keep`, where ms-swift computes the
-logits of all positions.
+The work is forward and backward of the sum of all log-probabilities. The model is a Qwen2 with
+random weights and Qwen's vocabulary, and so small that logits dominate. Peaks exclude the model and
+its gradients. The way "no keyword" is a model whose `forward` has no argument `logits_to_keep`:
+ms-swift computes the logits of all its positions.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from common import Results, as_markdown, default_device, make_rows
+from common import DEVICE, Results, as_markdown, make_rows
 from swift.rlhf_trainers import GRPOTrainer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -32,11 +31,11 @@ FULL, KEYWORD, OURS = "ms-swift, no keyword", "ms-swift, keyword", "ours"
 
 
 class Case(NamedTuple):
-    """A case is the rows of one batch, padded on the right."""
+    """A batch, padded on the right."""
 
     name: str
-    prompts: tuple[int, ...]  # tokens of each row's prompt
-    new: int  # completion tokens of each row
+    prompts: tuple[int, ...]  # number of tokens of each row's prompt
+    new: int  # number of completion tokens of each row
     vocabulary: int
     ways: tuple[str, ...] = (KEYWORD, OURS)
 
@@ -44,12 +43,11 @@ class Case(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--repetitions", type=int, default=2, help="turns of each way, after one that warms up")
+    add("--repetitions", type=int, default=2, help="runs of each way, after a warm-up")
     add("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192], metavar="N",
-        help="completion tokens, after a prompt of 512")  # fmt: skip
-    add("--vocabulary", type=int, default=QWEN_VOCABULARY, help="of the first case, and of others "
-        "a quarter; with Qwen's own, ms-swift takes 19 GB")  # fmt: skip
-    add("--device", default=default_device(), choices=("cpu", "cuda"))
+        help="completion tokens after a prompt of 512")  # fmt: skip
+    add("--vocabulary", type=int, default=QWEN_VOCABULARY, help="vocabulary of the first case; "
+        "other cases have a quarter. With Qwen's own, ms-swift takes 19 GB")  # fmt: skip
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--output", type=Path, help="write rows and environment there, as JSON")
     options = parser.parse_args()
@@ -61,17 +59,17 @@ def main() -> None:
         *(Case(f"one prompt of 512 and {n} new tokens", (512,), n, part) for n in options.lengths),
     ]
     results = Results(options.output)
-    torch.set_default_device(options.device)
+    torch.set_default_device(DEVICE)
     for case in cases:
         works = make_works(case, getattr(torch, options.dtype))
-        turns = side_by_side(works, options.repetitions, options.device, case.name)
-        results.add(make_rows({"case": case.name, "vocabulary": case.vocabulary}, turns))
+        measured = side_by_side(works, options.repetitions, case.name)
+        results.add(make_rows({"case": case.name, "vocabulary": case.vocabulary}, measured))
     names = ("case", "vocabulary", "way")
     print(as_markdown(results.rows, names, ("peak_bytes", "seconds")))
 
 
 def make_works(case: Case, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
-    """Return each way's forward and backward, as a function."""
+    """Return functions that run each way's forward and backward."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=case.vocabulary, hidden_size=HIDDEN, intermediate_size=HIDDEN,
@@ -92,7 +90,7 @@ def make_works(case: Case, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
     shim = LogitsShim(model, strict=True)
 
     def theirs(*keywords: str) -> None:
-        """Run ms-swift's own function, for a model whose `forward` names the keyword, or not."""
+        """Run ms-swift's own function for a model whose `forward` has these keywords."""
         trainer = SimpleNamespace(
             model_kwarg_keys={"use_cache", *keywords},
             temperature=1.0,

@@ -1,8 +1,7 @@
-"""Measures ways of doing one thing side by side: seconds, and peaks of memory.
+"""Measure the time and peak memory of several ways to do the same work.
 
-In each repetition every way has its turn, in an order that rotates from one repetition to the next,
-so that a machine that grows slower or faster does so for all of them. The first repetition warms up
-and is thrown away.
+In each repetition every way runs once, in an order that rotates with the repetition. A machine that
+becomes slower or faster thus affects all ways alike. The first repetition warms up and is dropped.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,10 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 Measures = dict[str, float]
-"""One turn of one way came to this: `seconds`, `cpu_seconds`, `tokens`, bytes."""
+"""Results of one run of one way, such as `seconds` and `peak_bytes`."""
 
 Turn = Callable[[int], Measures]
-"""Does the work once; the argument is the number of the repetition, from 0 (the warm-up)."""
+"""Does the work once; the argument is the number of the repetition, with 0 for the warm-up."""
 
 
 def interleave(
@@ -33,12 +32,12 @@ def interleave(
     warms_up: bool = True,
     max_seconds: float = math.inf,
 ) -> dict[str, list[Measures]]:
-    """Return the measures of each way, one for each repetition.
+    """Return each way's measures of all repetitions.
 
     Args:
-        warms_up: run a repetition more before the others, and leave it out.
-        max_seconds: begin no further repetition after these. Where the warm-up alone takes longer,
-            it counts.
+        warms_up: run one more repetition first, and drop its measures.
+        max_seconds: start no repetition after this time. If the warm-up alone takes longer, its
+            measures are kept.
     """
     names, start = list(ways), time.perf_counter()
     measures: dict[str, list[Measures]] = {name: [] for name in names}
@@ -48,16 +47,12 @@ def interleave(
                 break
             if repetition == 1:
                 measures = {name: [] for name in names}
-            for name in rotated(names, repetition):
+            first = repetition % len(names)
+            for name in [*names[first:], *names[:first]]:
                 gc.collect()
                 measures[name].append(ways[name](repetition))
                 bar.update()
     return measures
-
-
-def rotated(names: Sequence[str], by: int) -> list[str]:
-    first = by % len(names)
-    return [*names[first:], *names[:first]]
 
 
 @contextmanager
@@ -72,34 +67,28 @@ def stopwatch(measures: Measures) -> Iterator[None]:
 def side_by_side(
     ways: Mapping[str, Callable[[], object]],
     repetitions: int,
-    device: str,
     label: str,
     max_seconds: float = math.inf,
 ) -> dict[str, list[Measures]]:
-    """Return `seconds` and `peak_bytes` of each turn; not numbers where memory did not suffice."""
+    """Return `seconds` and `peak_bytes` of each run; NaN if the GPU's memory was too small."""
 
     def turn(work: Callable[[], object], _: int) -> Measures:
-        if device == "cpu":  # to count allocations takes time: in a turn of its own
-            return {"seconds": device_seconds(work, device), "peak_bytes": peak_bytes(work)}
-        seconds = peak = math.nan
-
-        def timed() -> None:
-            nonlocal seconds
-            seconds = device_seconds(work, device)
-
+        if not torch.cuda.is_available():  # profiling is slow, so the work runs twice
+            return {"seconds": work_seconds(work), "peak_bytes": peak_bytes(work)}
+        seconds: list[float] = []
         try:
-            peak = peak_bytes(timed)
+            peak = peak_bytes(lambda: seconds.append(work_seconds(work)))
         except torch.OutOfMemoryError:
-            seconds = math.nan
-        return {"seconds": seconds, "peak_bytes": peak}
+            return {"seconds": math.nan, "peak_bytes": math.nan}
+        return {"seconds": seconds[0], "peak_bytes": peak}
 
     turns = {name: partial(turn, work) for name, work in ways.items()}
     return interleave(turns, repetitions, label, max_seconds=max_seconds)
 
 
-def device_seconds(work: Callable[[], object], device: str) -> float:
-    """Return how long the device works, from the first kernel's start to the last one's end."""
-    if device == "cpu":
+def work_seconds(work: Callable[[], object]) -> float:
+    """Return the wall time on a CPU; on a GPU, the time from the first kernel to the last."""
+    if not torch.cuda.is_available():
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
@@ -112,11 +101,10 @@ def device_seconds(work: Callable[[], object], device: str) -> float:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Return the most bytes that tensors held at once during `work`, beyond those held before.
+    """Return the largest increase of the bytes that tensors hold during `work`.
 
-    On CPU every allocation and release of torch's allocator counts, inside operators too, as the
-    profiler records them; on a GPU it is the allocator's own peak. The same work gives the same
-    number each time, unlike a process's resident size.
+    On a GPU this is the allocator's peak. On a CPU the profiler records all allocations of torch,
+    also those inside operators. Unlike a process's resident size, the result is reproducible.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""Training passes over a group, plain and with its prompt read once, and the models that run them.
+"""Training passes over groups, plain and with each prompt read once, and models to run them.
 
-The benches time these passes, and `tests/gpu` compares them with one another.
+The benchmarks time these passes; `tests/gpu` compares their values and gradients.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ FLASH = {
     "flash_attention_3": "flash-attn-3",
     "flash_attention_4": "flash-attn-4",
 }
-"""Each needs this distribution; transformers would ask its hub otherwise."""
+"""The distribution of each attention. Without it, transformers would ask its hub for kernels."""
 
 SPREAD = 1.5
-"""Standard deviation of what a linear layer makes of normed states. With transformers' weights of
-0.02 attention is so even that a wrong mask hardly shows."""
+"""Standard deviation of a linear layer's outputs for normed inputs. With transformers' 0.02 for
+weights, attention is so even that a wrong mask hardly changes the results."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """Samples of groups, padded on the right."""
 
-    inputs: dict[str, Any]  # the arguments of a model's forward
-    predicts_BT: Tensor  # the positions whose logits are wanted
-    targets_N: Tensor  # the tokens that they predict
-    sizes: Sequence[tuple[int, int]]
-    """The number of tokens of each group's prompt, and of its samples."""
+    inputs: dict[str, Any]  # arguments of the model's forward
+    predicts_BT: Tensor  # True at positions that predict a completion token
+    targets_N: Tensor  # the predicted tokens
+    sizes: Sequence[tuple[int, int]]  # tokens of the prompt and number of samples, by group
 
 
 def why_not_installed(attention: str) -> str:
-    """Return why an attention cannot be tried; '' where it can."""
+    """Return the reason why an attention cannot run; "" if it can."""
     package = FLASH.get(attention, "torch")
     try:
         version(package)
@@ -57,7 +56,7 @@ def why_not_installed(attention: str) -> str:
 def make_model(
     family: str, size: str, layers: int | None, device: str, dtype: torch.dtype, attention: str
 ) -> Any:
-    """Return a random model of a family's size, in training mode."""
+    """Return a random model in training mode."""
     torch.manual_seed(0)
     config = make_config(sized(family, size, layers), numbering())
     text = config.get_text_config()
@@ -70,7 +69,7 @@ def make_model(
 
 
 def group_of(model: Any, prompt_T: Tensor, completions: Sequence[int]) -> Batch:
-    """Return a prompt's samples, of random tokens, padded on the right."""
+    """Return a group with random completions of these lengths, padded on the right."""
     prompt, length = len(prompt_T), len(prompt_T) + max(completions)
     text = model.config.get_text_config()
     shape = (len(completions), max(completions))
@@ -88,9 +87,9 @@ def group_of(model: Any, prompt_T: Tensor, completions: Sequence[int]) -> Batch:
 
 
 def positions_of(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """Return the positions that ms-swift's templates give a batch with images."""
+    """Return the position ids of ms-swift's templates for a batch with images."""
     find = model.model.get_rope_index
-    # transformers 4 looks for placeholders itself.
+    # Not all releases of transformers take `mm_token_type_ids`.
     names = ("image_grid_thw", "attention_mask", "mm_token_type_ids")
     taken = {name: inputs[name] for name in names if name in inspect.signature(find).parameters}
     positions: Tensor = find(inputs["input_ids"], **taken)[0]
@@ -98,22 +97,21 @@ def positions_of(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 def plain(model: Any, batch: Batch, chunk_size: int = LogitsShim.chunk_size) -> Tensor:
-    """Return log-probabilities [N] of the batch as it is."""
+    """Return log-probabilities [N] from a pass over all rows."""
     return _logps(model, batch, (batch.inputs, batch.predicts_BT), chunk_size)
 
 
 def once(model: Any, batch: Batch, chunk_size: int = LogitsShim.chunk_size) -> Tensor:
-    """Return log-probabilities [N] of the batch with each prompt once."""
+    """Return log-probabilities [N] from a pass that reads each prompt once."""
     return _logps(model, batch, packed(model, batch), chunk_size)
 
 
 def packed(model: Any, batch: Batch) -> Form:
-    """Return a batch in which each group's prompt stands once."""
     return pack(shared(batch), model)
 
 
 def shared(batch: Batch) -> SharedPromptInputs:
-    """Return a batch with its groups, and the inputs of the longest row of each."""
+    """Return the input of `pack`: the batch, its groups, and each group's longest row."""
     attended_BT, num_rows = batch.inputs["attention_mask"].bool(), len(batch.predicts_BT)
     groups, heads, first = list[GroupRows](), list[int](), 0
     for prompt, size in batch.sizes:
@@ -131,13 +129,12 @@ def shared(batch: Batch) -> SharedPromptInputs:
     return SharedPromptInputs(batch.inputs, groups, of_heads, lambda: batch.inputs)
 
 
-def _logps(model: Any, batch: Batch, given: Form, chunk_size: int) -> Tensor:
+def _logps(model: Any, batch: Batch, packed_batch: Form, chunk_size: int) -> Tensor:
     shim = _shim_of(model)
     shim.chunk_size = chunk_size
-    return shim.logps(model, *given, batch.targets_N).logps_N
+    return shim.logps(model, *packed_batch, batch.targets_N).logps_N
 
 
 @lru_cache(maxsize=1)
 def _shim_of(model: Any) -> LogitsShim:
-    """Return the model's shim, which learns of the model at its first forward."""
     return LogitsShim(model, strict=True)

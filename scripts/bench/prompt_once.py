@@ -1,13 +1,13 @@
-"""Time training passes that read a group's prompt once, against passes that read it G times.
+"""Measure training passes that read a group's prompt once, and passes that read it G times.
 
     python scripts/bench/prompt_once.py --output scripts/bench/results/prompt_once.json
     python scripts/bench/prompt_once.py --size 3b 7b --layers 4    on a machine with a GPU
 
-Forward and backward of one group (`passes.py`), on models with random weights; on a CPU in float32,
-on a GPU in bfloat16 with gradient checkpointing. Completions have from 64 to 256 tokens, on a GPU
-all of them 256: without padding the plain pass takes its fastest kernel. The rows of a plain pass
-do not depend on one another: of those beyond `--positions`, some are run, and their time is
-multiplied. The ratio that is expected is that of `--logps_shared_prompt auto`.
+The work is forward and backward of one group (`passes.py`) on a model with random weights: in
+float32 on a CPU, in bfloat16 with gradient checkpointing on a GPU. Completions have 64 to 256
+tokens, on a GPU always 256, because the plain pass uses its fastest kernel without padding. The
+rows of a plain pass are independent, so on a CPU only about `--positions` positions run and the
+time is scaled up. The column `expected` is the estimate of `--logps_shared_prompt auto`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from common import Results, as_markdown, default_device, make_rows
+from common import DEVICE, Results, as_markdown, make_rows
 from tqdm import tqdm
 
 from scripts.bench.measure import side_by_side
@@ -41,38 +41,34 @@ from swift_grpo_ext.logits.packed import reason_against, saving
 from swift_grpo_ext.upstream.determinism import deterministic
 
 FAMILIES = ("qwen2_5_vl", "qwen3_5", "gemma3")
+IS_CPU = DEVICE == "cpu"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--device", default=default_device(), choices=("cpu", "cuda"))
     add("--families", choices=FAMILIES, nargs="+", default=FAMILIES[:1])
-    add("--size", nargs="+", help="of `tiny_vlm/families.yaml` (default: passes; on a GPU 3b)")
-    add("--layers", type=int, help="in the place of the size's own (default on a GPU: 4)")
+    add("--size", nargs="+", default=["passes"] if IS_CPU else ["3b"], help="in families.yaml")
+    add("--layers", type=int, default=None if IS_CPU else 4, help="instead of the size's own")
     add("--attentions", nargs="+", default=["sdpa"], choices=("sdpa", "eager", *FLASH))
     add("--group-sizes", type=int, nargs="+", default=[4, 8, 16, 32], metavar="G")
     add("--prompts", type=int, nargs="+", default=[256, 1024, 4096, 8192], metavar="TOKENS")
-    add("--completions", type=int, nargs=2, metavar="TOKENS", help="the shortest and the longest")
-    add("--deterministic", action="store_true", help="also as with --full_determinism true")
-    add("--positions", type=int, default=8192, help="of a plain pass, unless one row has more; a "
-        "GPU runs all")  # fmt: skip
-    add("--repetitions", type=int, default=3, help="of all ways, after one that warms up")
-    add("--max-seconds", type=float, default=60.0, help="begin no further repetition after these")
+    add("--completions", type=int, nargs=2, default=[64 if IS_CPU else 256, 256],
+        metavar="TOKENS", help="the shortest and the longest")  # fmt: skip
+    add("--deterministic", action="store_true", help="also run with --full_determinism true")
+    add("--positions", type=int, default=8192, help="limit of a plain pass on a CPU")
+    add("--repetitions", type=int, default=3, help="runs of each way, after a warm-up")
+    add("--max-seconds", type=float, default=60.0, help="start no repetition after this time")
     add("--output", type=Path, help="write rows and environment there, as JSON")
     options = parser.parse_args()
-    is_cpu = options.device == "cpu"
-    options.size = options.size or (["passes"] if is_cpu else ["3b"])
-    options.layers = options.layers or (None if is_cpu else 4)
-    options.completions = options.completions or ([64, 256] if is_cpu else [256, 256])
-    dtype = torch.float32 if is_cpu else torch.bfloat16
+    dtype = torch.float32 if IS_CPU else torch.bfloat16
     results = Results(options.output)
     points = list(product(options.prompts, options.group_sizes))
     for family, size, attention in product(options.families, options.size, options.attentions):
         if reason := why_not_installed(attention):
-            print(f"{attention} is left out: {reason}", file=sys.stderr)
+            print(f"{attention} does not run: {reason}", file=sys.stderr)
             continue
-        model = make_model(family, size, options.layers, options.device, dtype, attention)
+        model = make_model(family, size, options.layers, DEVICE, dtype, attention)
         label = f"{family} {size}, {attention}"
         for prompt, group_size in tqdm(points, desc=label, unit="point", dynamic_ncols=True):
             point = {"family": family, "size": size, "attention": attention, "prompt": prompt}
@@ -84,21 +80,21 @@ def main() -> None:
 def run_point(
     model: Any, point: dict[str, Any], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Return a row for each way, or one that says why there are none."""
+    """Return a row for each way, or one row with the reason why the point is skipped."""
     text = model.config.get_text_config()
     prompt, group_size = point["prompt"], point["G"]
     shortest, longest = options.completions
     completions = np.linspace(shortest, longest, group_size, dtype=int).tolist()
     num_rows = group_size
-    if options.device == "cpu":
+    if IS_CPU:
         num_rows = min(max(options.positions // (prompt + max(completions)), 1), group_size)
     prompt_T = torch.randint(200, text.vocab_size, (prompt,))
     group, part = (group_of(model, prompt_T, completions[:n]) for n in (group_size, num_rows))
     expected = round(1 - saving(shared(group).groups), 3)
     point |= {"rows run": f"{num_rows} of {group_size}", "expected": expected, "skipped": ""}
     reason = reason_against(model, group.inputs)
-    if options.device == "cpu" and not reason:
-        # Up to 72 numbers of the width for each position and layer, as measured (gated delta nets).
+    if IS_CPU and not reason:
+        # Measured maximum (gated delta nets): 72 numbers of the width for each position and layer.
         largest = max(part.predicts_BT.numel(), packed(model, group)[1].numel())
         needed = largest * text.num_hidden_layers * 80 * text.hidden_size * 4
         if needed > (free := psutil.virtual_memory().available):
@@ -118,12 +114,12 @@ def run_point(
     if options.deterministic:
         works |= {f"{way}, deterministic": partial(work, p, True) for way, p in passes.items()}
     label, limit = f"prompt {prompt}, G = {group_size}", options.max_seconds
-    measured = side_by_side(works, options.repetitions, options.device, label, limit)
+    measured = side_by_side(works, options.repetitions, label, limit)
     for way, turns in measured.items():
         if num_rows < group_size and not way.startswith("prompt once"):
             for turn in turns:
                 turn["seconds"] *= group_size / num_rows
-                del turn["peak_bytes"]  # of some rows
+                del turn["peak_bytes"]  # only a part of the rows ran
     return make_rows(point, measured)
 
 

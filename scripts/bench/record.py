@@ -1,17 +1,16 @@
-"""Measures a run's record: writing it, reading it, and looking at it with `swift-grpo-ext view`.
+"""Measure writing and reading a run's record, and viewing it with `swift-grpo-ext view`.
 
     python scripts/bench/record.py --output scripts/bench/results/record.json
-    python scripts/bench/record.py --rounds 976 --samples 1024 --tokens 32     a million
+    python scripts/bench/record.py --rounds 976 --samples 1024 --tokens 32     a million samples
     python scripts/bench/record.py --sizes --output scripts/bench/results/record_sizes.json
 
-Texts are drawn from a Markov chain over the tokens of this repository's documentation and sources,
-in the tokenizer of `--model`; log-probabilities are exponential with mean -0.5, which compresses
-worse than those of a trained policy. Each round has the same prompts and texts. Groups have 8
-samples. A first page counts from the start of the command
-until the newest samples are answered over HTTP; other pages are asked for once each.
+Texts come from a Markov chain over the tokens of this repository's files. Log-probabilities are
+exponential with mean -0.5; those of a trained policy compress better. Each round has the same
+prompts and texts, in groups of 8. The first page is timed from the start of the command until the
+newest samples arrive over HTTP; each other page is requested once.
 
-`--sizes` measures the files alone, for short and long answers in small and large rounds:
-what a token takes (its id, log-probability and text), and what a sample takes beside its tokens.
+`--sizes` measures only file sizes, for short and long answers in small and large rounds: the bytes
+of a token (id, log-probability and text), and the other bytes of a sample.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ from swift_grpo_ext.sampling.seeding import SampleId
 GROUP_SIZE = 8
 TOKEN_COLUMNS = ("token_ids.list.element", "logprobs.list.element", "text")
 QUESTION = "Which digit is in the middle of the picture? " * 4
-# Token ids, log-probabilities (arrays, as `SampleRecorder` has them) and text of a completion.
-Text = tuple[Any, Any, str]
+Text = tuple[Any, Any, str]  # arrays of token ids and log-probabilities, and text of a completion
 PAGES = {
     "best first": "samples?sort=-reward",
     "longest first": "samples?sort=-num_tokens",
@@ -64,11 +62,10 @@ PAGES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=10_240, help="of a round")
-    parser.add_argument("--tokens", type=int, default=1000, help="of a completion")
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="its tokenizer is used")
-    parser.add_argument("--sizes", action="store_true", help="of short and long answers, alone")
-    parser.add_argument("--output", type=Path, help="FILE.json")
+    parser.add_argument("--samples", type=int, default=10_240, help="samples of a round")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens of a completion")
+    parser.add_argument("--sizes", action="store_true", help="measure only file sizes")
+    parser.add_argument("--output", type=Path, help="write figures and environment there, as JSON")
     options = parser.parse_args()
     figures: dict[str, float] = {}
     shapes = product((64, 1024), (30, 300, 1000)) if options.sizes else ()
@@ -87,8 +84,8 @@ def main() -> None:
 
 
 def make_texts(options: argparse.Namespace) -> list[Text]:
-    """Return as many completions as a round has."""
-    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    """Return the completions of a round."""
+    tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
     files = [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/*/*.py")]
     contents = [path.read_text(encoding="utf-8") for path in files]
     corpus = np.concatenate([e.ids for e in tokenizer.encode_batch(contents)]).astype(np.int64)
@@ -102,7 +99,7 @@ def make_texts(options: argparse.Namespace) -> list[Text]:
         counts = starts[tokens + 1] - starts[tokens]
         chosen = starts[tokens] + (rng.random(options.samples) * counts).astype(int)
         followers = corpus[order[np.minimum(chosen, len(order) - 1)] + 1]
-        # The corpus' last token may have no follower: begin anew.
+        # The last token of the corpus may have no follower: continue with the first token.
         tokens = np.where(starts[followers + 1] > starts[followers], followers, corpus[0])
     logprobs = np.negative(rng.exponential(0.5, drawn.shape)).astype(np.float32)
     texts = tokenizer.decode_batch(drawn.tolist(), skip_special_tokens=False)
@@ -110,17 +107,17 @@ def make_texts(options: argparse.Namespace) -> list[Text]:
 
 
 def write(options: argparse.Namespace, texts: list[Text], run_dir: Path) -> dict[str, float]:
-    """Write the rounds; the first is left out of the times, as memory is new to it."""
+    """Write the rounds. Times leave out the first round, which touches new memory."""
     log = SampleLog(run_dir, session=0, start_step=0)
     rng = np.random.default_rng(1)
-    handed, waited, cpu = [], [], []
+    appended, flushed, cpu = [], [], []
     for step in tqdm(range(options.rounds), desc="Writing", unit="round"):
         samples = [make_sample(rng, step, number, text) for number, text in enumerate(texts)]
         cpu_start, start = time.process_time(), time.perf_counter()
         log.append(samples)
-        handed.append(time.perf_counter() - start)
+        appended.append(time.perf_counter() - start)
         log.flush()
-        waited.append(time.perf_counter() - start)
+        flushed.append(time.perf_counter() - start)
         cpu.append(time.process_time() - cpu_start)
         log.append([make_score(rng, sample.sample_id) for sample in samples], REWARDS)
         log.flush()
@@ -131,34 +128,32 @@ def write(options: argparse.Namespace, texts: list[Text], run_dir: Path) -> dict
         "bytes a token": sum(path.stat().st_size for path in files) / num_tokens,
         "files": len(files),
         "CPU seconds of a round": float(np.median(cpu[1:])),
-        "seconds of the step": float(np.median(handed[1:])),
-        "seconds of the writer's thread": float(np.median(waited[1:])),
+        "seconds of the step": float(np.median(appended[1:])),
+        "seconds of the writer's thread": float(np.median(flushed[1:])),
     }
 
 
 def sizes(options: argparse.Namespace) -> dict[str, float]:
-    """Write rounds of some length; return bytes of a token, and of a sample beside its tokens."""
+    """Write rounds; return the bytes of a token, and the other bytes of a sample."""
     texts = make_texts(options)
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         write(options, texts, Path(folder))
         for table in (SAMPLES, REWARDS):
-            token_bytes = whole = 0
+            token_bytes = all_bytes = 0
             for file in record_files(table.folder(folder)):
-                whole += file.path.stat().st_size
+                all_bytes += file.path.stat().st_size
                 footer = pq.read_metadata(file.path)
                 groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-                chunks = [group.column(at) for group in groups for at in range(footer.num_columns)]
-                token_bytes += sum(
-                    chunk.total_compressed_size
-                    for chunk in chunks
-                    if chunk.path_in_schema in TOKEN_COLUMNS
-                )
+                for group, at in product(groups, range(footer.num_columns)):
+                    chunk = group.column(at)
+                    if chunk.path_in_schema in TOKEN_COLUMNS:
+                        token_bytes += chunk.total_compressed_size
             num_samples = options.rounds * options.samples
             shape = f"{table.name}, {options.samples} a round, {options.tokens} tokens"
             if token_bytes:
                 figures[f"{shape}: bytes a token"] = token_bytes / num_samples / options.tokens
-            figures[f"{shape}: bytes beside tokens"] = (whole - token_bytes) / num_samples
+            figures[f"{shape}: bytes beside tokens"] = (all_bytes - token_bytes) / num_samples
     return figures
 
 
@@ -210,7 +205,7 @@ def read(options: argparse.Namespace, run_dir: Path) -> dict[str, float]:
 
 
 def view(run_dir: Path) -> dict[str, float]:
-    """Start the viewer, and time its pages; its memory is the most that it held."""
+    """Start the viewer; return the times of its pages and its peak memory."""
     start = time.perf_counter()
     code = "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(main())"
     argv = [sys.executable, "-c", code, "view", str(run_dir), "--port", "0"]

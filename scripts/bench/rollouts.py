@@ -3,14 +3,15 @@
     python scripts/bench/rollouts.py --output colocate.json            in the training process
     python scripts/bench/rollouts.py --server --output server.json     through `swift rollout`
 
-Both ways use the plugin's engine or server, where a request without its envelope is served just as
-ms-swift does. `ms-swift` asks for one completion a request. `ours` does what the trainer's
-`_rollout` does: fingerprints of the samples, groups, requests, and one output a sample.
+Both ways use the plugin's engine or server, which serves a request without our metadata just as
+ms-swift does. `ms-swift` sends one request for each completion. `ours` does what the trainer's
+`_rollout` does: hash the prompts, form groups, send one request for each group, and return one
+output for each sample.
 
-Before each turn, untimed, the samples are made, and vLLM's caches of prefixes, of processed images
-and of encoded images are emptied, as `--sleep_level` empties them. Loading the model and syncing
-weights are not timed. With `--server`, bytes are those of HTTP bodies, and both sides share this
-machine.
+Before each run, untimed, the samples are made, and vLLM's caches of prefixes, processed images and
+encoded images are emptied, as `--sleep_level` empties them. Loading the model and syncing weights
+are not timed. With `--server`, client and server share this machine, and the bytes of HTTP bodies
+are counted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
@@ -33,7 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from cases import RUN_SEED, draw_ours, make_config, make_samples, name_of
+from cases import case_name, generate_ours, make_config, make_samples
 from common import DEFAULT_MODEL, ROOT, SWIFT, Results, as_markdown, free_port, make_rows
 from swift.infer_engine.protocol import RolloutOutput
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
@@ -49,9 +49,10 @@ from swift_grpo_ext.server.client import RolloutServers
 CACHES = ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache")
 STARTUP_SECONDS = 600
 MEASURES = ("seconds", "tokens", "request_bytes", "response_bytes")
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 Samples = Sequence[RolloutSample]
-Case = Callable[[int], Samples]  # makes the batch of a repetition
-Draw = Callable[[Samples], list[RolloutOutput]]
+MakeSamples = Callable[[int], Samples]  # the argument is the number of the repetition
+Generate = Callable[[Samples], list[RolloutOutput]]
 
 
 def main() -> None:
@@ -59,19 +60,24 @@ def main() -> None:
     add = parser.add_argument
     add("--server", action="store_true", help="through a `swift rollout` server")
     add("--model", type=Path, default=DEFAULT_MODEL, help="folder of a Qwen2.5-VL")
-    add("--repetitions", type=int, default=5, help="of which medians are taken")
+    add("--repetitions", type=int, default=5, help="measured runs of each way and case")
     add("--num-prompts", type=int, default=8, help="prompts of a batch")
     add("--group-sizes", type=int, nargs="+", default=[4, 8, 16], help="samples of a prompt")
-    add("--image-sides", type=int, nargs="+", default=[0, 256, 1024], help="pixels; 0: text alone")
-    add("--max-tokens", type=int, default=16, help="of a completion")
+    add("--image-sides", type=int, nargs="+", default=[0, 256, 1024], help="pixels; 0: text only")
+    add("--max-tokens", type=int, default=16, help="maximum tokens of a completion")
     add("--output", type=Path, help="write rows and environment there, as JSON")
     options = parser.parse_args()
     results = Results(options.output)
     with served(options) if options.server else nullcontext(Colocated(options)) as engine:
         for side in options.image_sides:
             for size in options.group_sizes:
-                case = {"case": name_of(side), "num_prompts": options.num_prompts}
-                ways = engine.ways(partial(make_samples, side, options.num_prompts, size))
+                case = {"case": case_name(side), "num_prompts": options.num_prompts}
+                make = partial(make_samples, side, options.num_prompts, size)
+                ours = partial(generate_ours, call_engine=engine.ask)
+                ways: dict[str, Turn] = {
+                    "ms-swift": partial(measure, engine, make, engine.theirs),
+                    "ours": partial(measure, engine, make, ours),
+                }
                 label = f"{case['case']}, G = {size}"
                 measures = interleave(ways, options.repetitions, label)
                 results.add(make_rows({**case, "group_size": size}, measures))
@@ -79,54 +85,33 @@ def main() -> None:
     print(as_markdown(results.rows, ("case", "num_prompts", "group_size", "way"), shown))
 
 
-class Drawing(ABC):
-    """Something that draws completions, in both ways."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.config = make_config(max_tokens)
-        self.traffic: Measures = {}
-
-    @abstractmethod
-    def reset(self, cache: str) -> None:
-        """Empty one of vLLM's caches (`CACHES`)."""
-
-    @abstractmethod
-    def theirs(self, samples: Samples) -> list[RolloutOutput]:
-        """Draw completions as ms-swift's trainer does."""
-
-    @abstractmethod
-    def ask(self, requests: list[Any], metadatas: list[Any]) -> list[Answer]:
-        """Send requests as our trainer does."""
-
-    def ways(self, case: Case) -> dict[str, Turn]:
-        ours = partial(draw_ours, run_seed=RUN_SEED, ask=self.ask)
-        ways: dict[str, Draw] = {"ms-swift": self.theirs, "ours": ours}
-        return {way: partial(self._measure, case, draw) for way, draw in ways.items()}
-
-    def _measure(self, case: Case, draw: Draw, repetition: int) -> Measures:
-        samples = case(repetition)
-        for cache_reset in CACHES:
-            self.reset(cache_reset)
-        self.traffic = dict.fromkeys(self.traffic, 0.0)
-        measures: Measures = {}
-        with stopwatch(measures):
-            outputs = draw(samples)
-        num_tokens = sum(len(output.response.choices[0].token_ids) for output in outputs)
-        return {**measures, **self.traffic, "tokens": num_tokens}
+def measure(
+    engine: Colocated | Served, make: MakeSamples, generate: Generate, repetition: int
+) -> Measures:
+    samples = make(repetition)
+    for cache in CACHES:
+        engine.reset(cache)
+    engine.traffic = dict.fromkeys(engine.traffic, 0.0)
+    measures: Measures = {}
+    with stopwatch(measures):
+        outputs = generate(samples)
+    num_tokens = sum(len(output.response.choices[0].token_ids) for output in outputs)
+    return {**measures, **engine.traffic, "tokens": num_tokens}
 
 
-class Colocated(Drawing):
-    """An engine in this process, made as in a training of one rank (`_prepare_vllm_engine`)."""
+class Colocated:
+    """An engine in this process, as in a training of one rank (`_prepare_vllm_engine`)."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__(options.max_tokens)
+        self.config = make_config(options.max_tokens)
+        self.traffic: Measures = {}
         apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as in ms-swift's training
         self._engine = RolloutEngine(
             str(options.model),
             model_type="qwen2_5_vl",
             template_type="qwen2_5_vl",
-            torch_dtype=torch.bfloat16 if torch.cuda.is_available() else torch.float32,
+            torch_dtype=DTYPE,
             max_model_len=8192,
             max_num_seqs=options.num_prompts * max(options.group_sizes),
             enable_prefix_caching=True,
@@ -149,14 +134,14 @@ class Colocated(Drawing):
         return list(self._engine.infer(requests, copy(self.config), use_tqdm=False))
 
 
-class Served(Drawing):
+class Served:
     """A client of the server at a port of this machine."""
 
     def __init__(self, port: int, max_tokens: int) -> None:
-        super().__init__(max_tokens)
+        self.config = make_config(max_tokens)
+        self.traffic = {"request_bytes": 0.0, "response_bytes": 0.0}
         self._client = VLLMInferClient(hosts=["127.0.0.1"], server_ports=[port])
         self._servers = RolloutServers(self._client, timeout=600)
-        self.traffic = {"request_bytes": 0.0, "response_bytes": 0.0}
         self._client.sessions[0].hooks["response"].append(self._count)
 
     def _count(self, response: Any, *_: Any, **__: Any) -> None:
@@ -177,7 +162,7 @@ class Served(Drawing):
 
 @contextmanager
 def served(options: argparse.Namespace) -> Iterator[Served]:
-    """Start a `swift rollout` with this plugin, which ends with the block, also on SIGTERM."""
+    """Run `swift rollout` with this plugin within the block; also stop it on SIGTERM."""
     port = free_port()
     log = ROOT / "output" / "bench" / "rollout.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -185,11 +170,11 @@ def served(options: argparse.Namespace) -> Iterator[Served]:
         *(str(SWIFT), "rollout", "--host", "127.0.0.1", "--port", str(port)),
         *("--model", str(options.model.resolve()), "--external_plugins", "plugins/grpo_ext.py"),
         *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"),
-        *("--torch_dtype", "bfloat16" if torch.cuda.is_available() else "float32"),
+        *("--torch_dtype", str(DTYPE).removeprefix("torch.")),
         *("--vllm_max_model_len", "8192", "--vllm_enforce_eager", "true"),
         *("--vllm_engine_kwargs", f'{{"kv_cache_memory_bytes": {2**30}}}'),
     ]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run `finally`
     with log.open("wb") as f:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=f, stderr=f, stdin=subprocess.DEVNULL, start_new_session=True
@@ -200,7 +185,7 @@ def served(options: argparse.Namespace) -> Iterator[Served]:
         while not is_healthy(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
-                raise SystemExit(f"swift rollout did not come up:\n{end}")
+                raise SystemExit(f"swift rollout did not start:\n{end}")
             time.sleep(0.5)
         yield Served(port, options.max_tokens)
     finally:

@@ -1,15 +1,15 @@
-"""Time whole GRPO steps of ms-swift alone and with the plugin, part by part.
+"""Measure the parts of whole GRPO steps, of ms-swift alone and with the plugin.
 
     python scripts/bench/step.py --model .assets/tiny_vlm --output step.json
     python scripts/bench/step.py --size 3b --output 3b.json      on a machine with a GPU
     python scripts/bench/step.py --family qwen3_5 --size 2b --output 2b.json
 
-Real trainings with vLLM in their process, in turns: the same model, rows, G, lengths and rewards.
-Columns are the log's `time/*`; `timed_steps.py` is their plugin, which writes them down. The first
-two steps of a run warm up: memory is touched for the first time in them, and the first batch is
-computed both ways. Weights are random, but for those of `--model`; the vision tower is frozen, as
-ms-swift freezes it. Without a GPU, Qwen3.5 computes in bfloat16, which vLLM's CPU kernel of gated
-delta nets asks for, and the other families in float32.
+Real trainings with vLLM in their process run in turns, with the same model, rows, group size,
+lengths and rewards. The plugin `timed_steps.py` saves the log's `time/*`, which are the columns.
+The first two steps of a run are left out: they touch memory for the first time, and the first batch
+is computed both ways. Weights are random unless `--model` names a folder, and the vision tower is
+frozen. Without a GPU, Qwen3.5 uses bfloat16, because vLLM's CPU kernel of gated delta nets requires
+it; the other families use float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cases import make_photo, make_row, name_of
+from cases import TEMPERATURE, case_name, make_photo, make_row
 from common import ROOT, Results, as_markdown, free_port, make_rows
 from swift.model import get_processor
 from swift.template import get_template
@@ -47,19 +47,18 @@ WAYS: dict[str, list[str]] = {
     "ours": [],
     "ours, prompts again": ["--logps_shared_prompt", "false"],
 }
-"""Further arguments of each way. "ours" is the plugin as it comes."""
+"""Additional arguments of each way."""
 
 FAMILIES_OF_SIZES = ("qwen2_5_vl", "qwen3_5", "gemma3")
 SMALL, LARGE = ("195m",), ("2b", "3b", "7b")
-"""Sizes, of which a family has some. Large ones are real models' widths, and drawn on a GPU."""
+"""Large sizes have the widths of published models and need a GPU."""
 
 GROUP_SIZE = 8
-WARM_UP = 2  # so many steps of a run are left out
-TEMPERATURE = 2.0  # so hot that hardly a completion of the tiny model ends before its length limit
+WARM_UP = 2  # steps of a run that are left out
 
 
 class Device(NamedTuple):
-    """A run depends on its device in these."""
+    """Settings that depend on the device."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
@@ -94,8 +93,7 @@ GPU = Device(
 
 
 def graphs(num_samples: int) -> list[str]:
-    """Return the arguments for CUDA graphs without compilation, for batches of up to all
-    samples."""
+    """Return arguments for CUDA graphs without compilation, for up to `num_samples` samples."""
     config = {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -123,30 +121,28 @@ def parse(device: Device, argv: Sequence[str] | None = None) -> argparse.Namespa
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--family", choices=FAMILIES_OF_SIZES, default="qwen2_5_vl")
-    add("--model", type=Path, help="its folder; else one with random weights")
-    add("--size", choices=SMALL + LARGE, help="of random weights; else the tiny model's")
-    add("--layers", type=int, help="in the place of the size's own (195m: 16, Gemma3 18)")
+    add("--model", type=Path, help="folder of a model (default: random weights)")
+    add("--size", choices=SMALL + LARGE, help="size of a random model (default: tiny)")
+    add("--layers", type=int, help="instead of the size's own number (195m: 16, Gemma3 18)")
     add("--eager", action="store_true", help="decode without CUDA graphs")
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    add("--image-sides", type=int, nargs="+", default=device.image_sides, help="0: text alone")
-    add("--prompt-tokens", type=int, default=0, help="fill shorter prompts up with text")
-    add("--num-prompts", type=int, default=4, help="of a step, each with 8 completions")
+    add("--image-sides", type=int, nargs="+", default=device.image_sides, help="0: text only")
+    add("--prompt-tokens", type=int, default=0, help="lengthen shorter prompts with text")
+    add("--num-prompts", type=int, default=4, help="prompts of a step, with 8 completions each")
     add("--max-tokens", type=int, nargs="+", default=device.max_tokens, help="of a completion")
-    add("--steps", type=int, default=4, help="of a run; the first two warm up")
+    add("--steps", type=int, default=4, help="steps of a run; the first two warm up")
     add("--repetitions", type=int, default=device.repetitions, help="runs of each way and case")
     add("--output", type=Path, help="write rows and environment there, as JSON")
-    add("swift", nargs="*", help="further arguments for `swift rlhf`, after --")
+    add("swift", nargs="*", help="additional arguments for `swift rlhf`, after --")
     options = parser.parse_args(argv)
     if options.layers:
         options.size = options.size or "195m"
     if options.model and options.size:
-        parser.error("--model has its own size: give it without --size and --layers")
+        parser.error("--model has its own size: remove --size and --layers")
     if options.steps <= WARM_UP:
-        parser.error(
-            f"--steps {options.steps}: expected {WARM_UP + 1} or more; the first two warm up"
-        )
+        parser.error(f"--steps {options.steps}: expected at least {WARM_UP + 1}; two warm up")
     if device is CPU and options.size in LARGE:
-        parser.error(f"--size {options.size}: needs a GPU, and torch finds none; here: --size 195m")
+        parser.error(f"--size {options.size}: torch finds no GPU. Use --size 195m")
     if options.size and options.size not in (sizes := FAMILIES[options.family].sizes):
         known = [size for size in SMALL + LARGE if size in sizes]
         parser.error(f"--size {options.size}: {options.family} has {' and '.join(known)}")
@@ -154,14 +150,14 @@ def parse(device: Device, argv: Sequence[str] | None = None) -> argparse.Namespa
 
 
 def make_random(options: argparse.Namespace, folder: Path) -> Path:
-    """Write a model with random weights, in a process that gives the GPU's memory back."""
+    """Write a random model. A separate process frees the GPU's memory when it ends."""
     family = FAMILIES[options.family]
     if options.size:
         family = sized(options.family, options.size, options.layers)
     folder.mkdir()
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        where = "cuda" if options.size in LARGE else ""
-        process.submit(make_family, family, folder, 0, where).result()
+        device = "cuda" if options.size in LARGE else ""
+        process.submit(make_family, family, folder, 0, device).result()
     return folder
 
 
@@ -170,7 +166,7 @@ def run_case(
 ) -> list[dict[str, Any]]:
     """Return a row for each way, with lists of the repetitions' values."""
     rows_file, lengths = write_rows(folder, side, options)
-    case = {"case": name_of(side), "num_prompts": options.num_prompts, "max_tokens": max_tokens}
+    case = {"case": case_name(side), "num_prompts": options.num_prompts, "max_tokens": max_tokens}
     case |= {"family": options.family, "size": options.size, "prompt_tokens": round(fmean(lengths))}
     argv = {way: swift_argv(way, options, device, rows_file, max_tokens) for way in options.ways}
     turns: dict[str, Turn] = {w: partial(run, w, argv[w], device.environment) for w in argv}
@@ -179,8 +175,10 @@ def run_case(
 
 
 def write_rows(folder: Path, side: int, options: argparse.Namespace) -> tuple[Path, list[int]]:
-    """Write the prompts of a run in ms-swift's form, with an image each unless `side` is 0; return
-    their lengths too, in tokens."""
+    """Write the rows of a run; return their file and the prompts' lengths in tokens.
+
+    Each row has an image unless `side` is 0.
+    """
     folder.mkdir()
     family = FAMILIES[options.family]
     processor = get_processor(str(options.model), model_type=family.swift_argv[1])
@@ -197,7 +195,7 @@ def write_rows(folder: Path, side: int, options: argparse.Namespace) -> tuple[Pa
             image.write_bytes(make_photo(side, number, "JPEG"))
             row["images"] = [str(image)]
         missing = max(options.prompt_tokens - num_tokens(row), 0)
-        # Digits that no other prompt has, of about so many tokens.
+        # Add about `missing` tokens of digits, different for each prompt.
         digits = np.random.default_rng(number).integers(0, 10, missing)
         ids = template.tokenizer.encode(f" {''.join(map(str, digits))}")
         row["messages"][0]["content"] += template.tokenizer.decode(ids[:missing])
@@ -209,11 +207,7 @@ def write_rows(folder: Path, side: int, options: argparse.Namespace) -> tuple[Pa
 
 
 def run(way: str, argv: Sequence[str], environment: Mapping[str, str], _: int) -> Measures:
-    """Train with a way, and return what its steps took.
-
-    Raises:
-        SystemExit: the training failed; with the end of its log.
-    """
+    """Train, and return times and peak memory; exit with the end of the log on failure."""
     log = ROOT / "output" / "bench" / f"step-{way}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as output:
@@ -227,7 +221,7 @@ def run(way: str, argv: Sequence[str], environment: Mapping[str, str], _: int) -
             )
         if done.returncode:
             end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
-            raise SystemExit(f"{way} ended with {done.returncode}:\n{end}")
+            raise SystemExit(f"{way} ended with exit status {done.returncode}:\n{end}")
         steps = [json.loads(line) for line in times.read_text(encoding="utf-8").splitlines()]
     timed = [step["times"] for step in steps[WARM_UP:]]
     return {
@@ -243,17 +237,17 @@ def swift_argv(
 ) -> list[str]:
     """Return the command line of a training, without its output folder."""
     plugin = [] if way == "ms-swift" else ["plugins/grpo_ext.py"]
-    how: list[str] = []
+    decoding: list[str] = []
     if device is GPU:
         num_samples = GROUP_SIZE * options.num_prompts
-        how = ["--vllm_enforce_eager", "true"] if options.eager else graphs(num_samples)
+        decoding = ["--vllm_enforce_eager", "true"] if options.eager else graphs(num_samples)
     return [
         *(sys.executable, "-m", "swift.cli.rlhf", "--rlhf_type", "grpo"),
         *("--model", str(options.model.resolve())),
         *("--external_plugins", *plugin, "scripts/bench/timed_steps.py"),
         *("--callbacks", "step_times", "--reward_funcs", "vowels", "--dataset", str(rows)),
         *(*FAMILIES[options.family].swift_argv, "--check_model", "false", "--tuner_type", "full"),
-        *("--use_vllm", "true", "--vllm_mode", "colocate", *device.argv, *how),
+        *("--use_vllm", "true", "--vllm_mode", "colocate", *device.argv, *decoding),
         *("--num_generations", str(GROUP_SIZE), "--temperature", str(TEMPERATURE), "--beta", "0"),
         *("--max_completion_length", str(max_tokens), "--learning_rate", "1e-6"),
         *("--per_device_train_batch_size", str(GROUP_SIZE), "--max_steps", str(options.steps)),

@@ -1,11 +1,11 @@
-"""A plugin for `step.py`: writes down the steps of ms-swift's trainer, with this plugin or without.
+"""A plugin for `step.py` that saves the times of ms-swift's steps, with or without our plugin.
 
-Loaded after `plugins/grpo_ext.py`, or alone; with `--callbacks step_times --reward_funcs vowels`.
-One JSON line for each step goes to the file that the environment variable `STEP_TIMES` names: the
-log's `time/*`, which `StepClock` gives both trainers, and the peak of memory. Alone and without an
-accelerator, ms-swift cannot give weights to vLLM, whose CPU layers hold packed ones: its trainer
-gets vLLM's own `reload_weights` for it, and the engine of Qwen3.5 leaves packed convolutions as
-they are.
+`swift rlhf` loads it after `plugins/grpo_ext.py` or alone, with `--callbacks step_times
+--reward_funcs vowels`. For each step it appends a JSON line to the file that the environment
+variable `STEP_TIMES` names: the log's `time/*` from `StepClock`, and the peak memory.
+
+On a CPU, ms-swift alone cannot load weights into vLLM, whose layers hold packed weights there. So
+its trainer uses vLLM's `reload_weights`, and Qwen3.5's engine keeps its packed convolutions.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from swift_grpo_ext.upstream.patches import make
 
 
 class StepTimes(TrainerCallback):
-    """Writes down what the log says of each step. The peak is the process's resident memory at its
-    end, or what the GPU's allocator held at most since the step before."""
+    """Saves times and memory of each step: the GPU allocator's peak during the step, or on a CPU
+    the process's resident memory at its end."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
         pass
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         times = {k.removeprefix("time/"): v for k, v in logs.items() if k.startswith("time/")}
-        if not times:  # the summary of the training
+        if not times:  # the summary at the end
             return
         peak = psutil.Process().memory_info().rss
         if torch.cuda.is_available():
@@ -50,14 +50,14 @@ class StepTimes(TrainerCallback):
 
 
 class Vowels(ORM):
-    """This reward differs within a group."""
+    """A reward that differs within a group."""
 
     def __call__(self, completions: list[str], **_: Any) -> list[float]:
         return [sum(c in "aeiou" for c in text.lower()) / max(len(text), 1) for text in completions]
 
 
 class PlainTrainer(GRPOTrainer):
-    """It is ms-swift's own trainer, timed, and can give weights to vLLM without an accelerator."""
+    """ms-swift's own trainer with our clock; it can load weights into vLLM on a CPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

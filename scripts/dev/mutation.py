@@ -1,15 +1,14 @@
-"""How many small changes of the code do the unit tests notice? A mutation run with mutmut.
+"""Measure with mutmut how many small changes of the code the unit tests detect.
 
-    python scripts/dev/mutation.py              300 mutants at random, of all rooms
-    python scripts/dev/mutation.py --only sampling --sample 60    60 of a room, by its own tests
-    python scripts/dev/mutation.py --only 'swift_grpo_ext.stops.rule.*' --sample 0    of a module
+    python scripts/dev/mutation.py              300 random mutants of all rooms
+    python scripts/dev/mutation.py --only sampling --sample 60    60 of one room, with its tests
+    python scripts/dev/mutation.py --only 'swift_grpo_ext.stops.rule.*' --sample 0    a module
 
-mutmut changes one expression at a time in a copy of the tree (`mutants/`), and runs the unit tests
-that reach the changed function. `[tool.mutmut]` in pyproject.toml lists rooms and tests; `--only`
-leaves those of the rooms that it names. A mutant that makes a test fail, crash or hang is killed.
-Not counted are mutants that only change the words of a message, and those that
-`tests/equivalent_mutants.toml` lists, since no test could tell them apart. mutmut leaves decorated
-functions alone. Nothing else should change the tree meanwhile: mutmut copies it as it starts.
+mutmut copies the tree to `mutants/`, changes one expression at a time, and runs the unit tests that
+reach the changed function. `[tool.mutmut]` in pyproject.toml lists rooms and tests. A mutant is
+killed if it makes a test fail, crash or hang. Two kinds are not counted: mutants that change only
+the words of a message, and mutants that behave like the code (`tests/equivalent_mutants.toml`).
+mutmut skips decorated functions. Do not change the tree while mutmut copies it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import os
 import random
 import re
 import subprocess
@@ -36,7 +34,7 @@ EQUIVALENT = ROOT / "tests/equivalent_mutants.toml"
 PACKAGE = "swift_grpo_ext"
 
 SURVIVED, NO_TESTS = (0,), (5, 33)
-"""Exit codes that mutmut keeps of mutants that live; any other one is a death."""
+"""mutmut's exit codes for mutants that no test kills; any other code is a kill."""
 
 ONLY_ROOMS = """
 import os, pathlib, sys, types
@@ -47,7 +45,7 @@ if rooms := sys.argv.pop(1).split():
     config().only_mutate = [f"swift_grpo_ext/{room}/*" for room in rooms]
     config().pytest_add_cli_args_test_selection = [f"tests/{room}" for room in rooms]
 """
-"""What a process of mutmut's begins with: its own settings, or a few rooms and their tests."""
+"""Beginning of every mutmut process: limits rooms and tests if rooms are given."""
 
 GENERATE = """
 mutmut.set_mutant_under_test("mutant_generation")
@@ -57,7 +55,7 @@ mutmut.copy_also_copy_files()
 mutmut.setup_source_paths()
 mutmut.create_mutants(int(sys.argv[1]))
 """
-"""What `mutmut run` (3.8.1) begins with. It has no command that makes the mutants and runs none."""
+"""The first steps of `mutmut run` (3.8.1), which has no command to only make the mutants."""
 
 RUN = """
 from mutmut.runners import harness
@@ -95,11 +93,10 @@ def execute_pytest(self, params, plugins=()):
 harness.PytestRunner.execute_pytest = execute_pytest
 mutmut.cli(["run", *sys.argv[1:]])
 """
-"""This code runs the tests.
+"""Runs the tests.
 
-mutmut knows of a test's calls in its own process alone: with this also of those of forked children
-(a whole training), of which all tests of that file may tell. The seconds of a fixture count too,
-or its tests would seem to hang.
+mutmut records only calls within its own process. `Children` also records the calls of forked
+processes (whole trainings), and adds a fixture's seconds to its test, or the test seems to hang.
 """
 
 SHOW = """
@@ -110,11 +107,11 @@ print(json.dumps([get_diff_for_mutant(name, path=path) for name, path in names])
 """
 
 STRING = re.compile(r"""(?s)[rfbu]*(['"])((?:\\.|(?!\1).)*)\1""")
-"""A string literal; with a space in it, it is words for people, and no key or name."""
+"""A string literal. With a space inside, it is a message and not a key or name."""
 
 
 class Change(NamedTuple):
-    """What a mutant changes: lines of the diff without their signs."""
+    """A mutant, with the removed and added lines of its diff."""
 
     name: str
     removed: str
@@ -122,7 +119,7 @@ class Change(NamedTuple):
 
     @property
     def function(self) -> str:
-        """As `swift_grpo_ext.sampling.seeding.sample_seed` or `...module.Class.method`."""
+        """Return a name such as `swift_grpo_ext.sampling.seeding.sample_seed`."""
         module, _, mangled = self.name.rpartition("__mutmut_")[0].rpartition(".")
         name = mangled.removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
         return f"{module}.{name}"
@@ -130,10 +127,12 @@ class Change(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sample", type=int, default=300, help="mutants at random; 0 for all")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--only", nargs="+", default=["*"], help="rooms, or patterns of names")
-    parser.add_argument("--children", type=int, default=2, help="processes side by side")
+    parser.add_argument("--sample", type=int, default=300, help="number of random mutants; 0: all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], help="rooms, or patterns of mutants' names"
+    )
+    parser.add_argument("--children", type=int, default=2, help="number of parallel processes")
     options = parser.parse_args()
     start = time.monotonic()
     patterns = [p if "." in p or "*" in p else f"{PACKAGE}.{p}.*" for p in options.only]
@@ -147,7 +146,7 @@ def main() -> None:
     }
     chosen = choose(file_of, options.sample, options.seed)
     if not chosen:
-        raise SystemExit(f"--only {' '.join(options.only)}: no mutant is meant; expected rooms.")
+        raise SystemExit(f"--only {' '.join(options.only)} matches no mutant; expected rooms.")
     seconds = time.monotonic() - start
     print(f"{len(file_of)} mutants, {len(chosen)} of them to run ({seconds:.0f} s)", flush=True)
     run_tests([change.name for change in chosen], rooms, options.children)
@@ -157,7 +156,7 @@ def main() -> None:
 
 
 def exit_codes() -> dict[str, dict[str, int | None]]:
-    """Return the mutants' exit codes of each mutated file that is still there; None: not run."""
+    """Return the mutants' exit codes (None: not run) by mutated file, if the file still exists."""
     codes = {}
     for meta in sorted((MUTANTS / PACKAGE).rglob("*.meta")):
         file = str(meta.relative_to(MUTANTS).with_suffix(""))
@@ -167,7 +166,7 @@ def exit_codes() -> dict[str, dict[str, int | None]]:
 
 
 def choose(file_of: Mapping[str, str], count: int, seed: int) -> list[Change]:
-    """Return `count` mutants (0: all) at random, without those that change words only."""
+    """Return `count` random mutants (0: all) that change more than words of messages."""
     order = sorted(file_of)
     random.Random(seed).shuffle(order)
     chosen: list[Change] = []
@@ -187,41 +186,28 @@ def choose(file_of: Mapping[str, str], count: int, seed: int) -> list[Change]:
 
 
 def without_words(code: str) -> str:
-    """Return code with all words for people alike."""
+    """Return code with all messages replaced by the same string."""
     return STRING.sub(lambda string: '" "' if " " in string[2] else string[0], code)
 
 
 def run_tests(names: Sequence[str], rooms: str, children: int) -> None:
-    """Let mutmut run the tests of these mutants.
-
-    Before that it runs all of them on the code as it is. Where one fails, mutmut says no more than
-    "failed to collect stats", since its own process swallows what pytest prints: then the same
-    tests run once more here, and the first that fails is named.
-    """
+    """Let mutmut run all tests without a mutant, then the tests of these mutants."""
     log = MUTANTS / "run.log"
     argv = [sys.executable, "-c", ONLY_ROOMS + RUN, rooms, "--max-children", str(children), *names]
     with log.open("w", encoding="utf-8") as f:
         if subprocess.run(argv, cwd=ROOT, stdout=f, stderr=f, check=False).returncode == 0:
             return
-    print(f"mutmut failed ({log}); looking for a test that fails without any mutant", flush=True)
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    mutmut = settings["tool"]["mutmut"]
-    tests = [f"tests/{room}" for room in rooms.split()]
-    tests = tests or mutmut["pytest_add_cli_args_test_selection"]
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--rootdir=."]
-    pytest += [*mutmut["pytest_add_cli_args"], *tests]
-    env = {**os.environ, "MUTANT_UNDER_TEST": "stats", "PY_IGNORE_IMPORTMISMATCH": "1"}
-    done = subprocess.run(pytest, cwd=MUTANTS, env=env, capture_output=True, text=True)
-    failed = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)
-    if failed:
-        cause = re.split(r"={3,} (?:FAILURES|ERRORS|warnings summary) =*", done.stdout)[1]
-        raise SystemExit(f"{failed[0]}\n{cause[-3000:]}")
+    # mutmut hides pytest's output if a test fails without a mutant.
     end = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n")[-3000:]
-    raise SystemExit(f"no test fails; the end of {log}:\n{end}")
+    raise SystemExit(
+        f"mutmut failed; the end of {log}:\n{end}\nIf it failed to collect stats, find the failing "
+        "test: cd mutants && MUTANT_UNDER_TEST=stats PY_IGNORE_IMPORTMISMATCH=1 python -m pytest "
+        '-x --rootdir=. -m "not stack" -p no:xdist --ignore=tests/upstream/test_patches.py tests'
+    )
 
 
 def run_python(code: str, *args: str, stdin: str = "") -> str:
-    """Run code that uses mutmut's own functions in a process, and return what it prints."""
+    """Run code in a new process, because mutmut has global state; return its stdout."""
     command = [sys.executable, "-c", code, *args]
     done = subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True)
     if done.returncode:
@@ -230,7 +216,7 @@ def run_python(code: str, *args: str, stdin: str = "") -> str:
 
 
 def report(chosen: Sequence[Change], codes: Mapping[str, int | None]) -> str:
-    """Return the mutants that live, and the share of those killed by room."""
+    """Return the surviving mutants, and a table of the share killed in each room."""
     entries = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))["mutant"]
     known = {(e["function"], e["removed"], e["added"]) for e in entries}
     counted = [c for c in chosen if (c.function, c.removed, c.added) not in known]
@@ -240,7 +226,7 @@ def report(chosen: Sequence[Change], codes: Mapping[str, int | None]) -> str:
     alive = [c for c in counted if codes[c.name] in (*SURVIVED, *NO_TESTS)]
     lines = []
     for change in alive:
-        kind = "no test" if codes[change.name] in NO_TESTS else "lives"
+        kind = "no test" if codes[change.name] in NO_TESTS else "survived"
         lines.append(f"{change.function} ({kind})\n  - {change.removed}\n  + {change.added}")
     rooms = Counter(c.name.split(".")[1] for c in counted)
     lost = Counter(c.name.split(".")[1] for c in alive)

@@ -1,4 +1,4 @@
-"""Fill examples/presets from the table and the two templates of scripts/dev/presets."""
+"""Write examples/presets from the table and the templates in scripts/dev/presets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TEMPLATES = Path(__file__).with_suffix("")
 
 
 def presets() -> dict[str, dict[str, Any]]:
-    """Return what the templates leave open, by the preset's name."""
+    """Return the variables of the templates for each preset."""
     table = yaml.safe_load((TEMPLATES / "presets.yaml").read_text(encoding="utf-8"))
     shared = table.pop("all")
     return {name: {**shared, **table[name]} for name in sorted(table)}
 
 
-def filled() -> dict[str, str]:
-    """Return all files by name."""
+def rendered() -> dict[str, str]:
+    """Return the text of each file by name."""
     templates = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -39,5 +39,5 @@ def filled() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for file, text in filled().items():
+    for file, text in rendered().items():
         (FOLDER / file).write_text(text, encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Random models of families that ms-swift trains with GRPO, with Qwen's byte pairs: tiny ones, and
-larger ones for benchmarks.
+"""Make random models of families that ms-swift trains with GRPO: tiny ones, and larger ones for
+benchmarks.
 
-`families.yaml` lists them. Only a tokenizer's special tokens differ by family: the vocabulary is
-the one that a package index has (`tokenizer.py`).
+`families.yaml` lists them. All use Qwen's byte pairs, the only vocabulary that a package on the
+index contains (`tokenizer.py`); special tokens differ by family.
 """
 
 from __future__ import annotations
@@ -30,58 +30,56 @@ from swift_grpo_ext.weights.layout import checkpoint_layout
 from tiny_vlm.tokenizer import NUM_RANKS, SPECIAL_TOKENS, build_tokenizer, read_ranks
 
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
-"""Writes what ms-swift's template `qwen2_5_vl` writes for text, images and videos."""
+"""Writes text, images and videos as ms-swift's template `qwen2_5_vl` does."""
 
 EMBEDDING_STD = 0.1
-"""Five times transformers' default: token identities stay visible beside the image features, and
-the tied head learns the answer's form in some 40 steps."""
+"""Five times transformers' default: image features do not drown out the tokens, and the tied head
+learns the answer's form in some 40 steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family is an entry of `families.yaml`: how its tiny model is made, what ms-swift calls it,
-    and what tests have to know of it."""
+    """An entry of `families.yaml`."""
 
-    # What the model is.
+    # the model
     name: str
-    template: str  # of ms-swift
+    template: str  # ms-swift's template
     config: Mapping[str, Any]
-    processor: Mapping[str, Any] = field(default_factory=dict)  # empty: it takes words alone
-    model_type: str = ""  # of ms-swift, where it differs from the family's name
+    processor: Mapping[str, Any] = field(default_factory=dict)  # empty for a text model
+    model_type: str = ""  # ms-swift's model type, if it differs from `name`
     model_class: str = "AutoModelForImageTextToText"
-    thinker: str = ""  # the attribute with the part that is trained, where there are others
-    renamed: tuple[str, str] = ("", "")  # how names begin in transformers' and published files
-    sizes: Mapping[str, Any] = field(default_factory=dict)  # what larger models have, by size
-    # Its tokenizer.
-    tokens: Mapping[int, str] | tuple[str, ...] = SPECIAL_TOKENS  # behind byte pairs, or by id
-    first_pair: int = 0  # id of the first byte pair; special tokens may stand before (Tekken)
+    thinker: str = ""  # attribute of the trained part, if the model has other parts
+    renamed: tuple[str, str] = ("", "")  # prefix of names in transformers' and in published files
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # changes of `config`, by size
+    # the tokenizer
+    tokens: Mapping[int, str] | tuple[str, ...] = SPECIAL_TOKENS  # by id, or after the byte pairs
+    first_pair: int = 0  # id of the first byte pair; Tekken's special tokens come before it
     plain: Mapping[int, str] = field(default_factory=dict)  # added tokens, not special, by id
     eos: str = "<|im_end|>"
-    names: Mapping[str, str] = field(default_factory=dict)  # tokens that the processor asks for
-    # How it is trained.
+    names: Mapping[str, str] = field(default_factory=dict)  # tokens that the processor requires
+    # training
     images: bool = True
     videos: bool = False
     audio: bool = False
     dtype: str = "float32"
-    needs: tuple[str, ...] = ()  # packages that ms-swift asks for, beyond the set-up's
-    argv: tuple[str, ...] = ()  # for `swift rlhf` and `swift rollout`
-    lora: tuple[str, ...] = ()  # for LoRA
-    # Upstream's faults, and ours.
-    videos_fail: str = ""  # how upstream ends a training with videos
+    needs: tuple[str, ...] = ()  # packages that ms-swift requires and the set-up does not install
+    argv: tuple[str, ...] = ()  # arguments for `swift rlhf` and `swift rollout`
+    lora: tuple[str, ...] = ()  # arguments for LoRA
+    # known failures
+    videos_fail: str = ""  # upstream's error in a training with videos
     shapes_fail: tuple[str, ...] = ()  # prompts that fail (`SHAPES` of test_families.py)
-    without: tuple[str, str] = ("", "")  # words that fail in a prompt, and others for them
+    without: tuple[str, str] = ("", "")  # text that fails in a prompt, and its replacement
     reads_prompts_again: bool = False  # `--logps_shared_prompt` has no effect
 
     @property
     def swift_argv(self) -> list[str]:
-        """Return what `swift rlhf` and `swift rollout` have to be told."""
+        """Return the arguments for `swift rlhf` and `swift rollout`."""
         model_type = self.model_type or self.name
         dtype = ("--torch_dtype", self.dtype)
         return ["--model_type", model_type, "--template", self.template, *dtype, *self.argv]
 
     @property
     def bits(self) -> int:
-        """Return the size of a number in memory."""
         return int(torch.finfo(getattr(torch, self.dtype)).bits)
 
 
@@ -95,10 +93,10 @@ FAMILIES = {
 
 
 def sized(name: str, size: str, num_layers: int | None = None) -> Family:
-    """Return a family with one of its other sizes, and so many layers where they are given.
+    """Return a family with another size, and with `num_layers` layers if given.
 
     Raises:
-        ValueError: the family has no such size, or its layers do not fit its pattern.
+        ValueError: the size is unknown, or the number of layers does not fit the layers' pattern.
     """
     family = FAMILIES[name]
     if size not in family.sizes:
@@ -113,12 +111,12 @@ def sized(name: str, size: str, num_layers: int | None = None) -> Family:
     text["num_hidden_layers"] = num_layers
     text["layer_types"] = pattern * (num_layers // len(pattern))
     if rope := text.pop("rope_parameters", None):
-        text["rope_scaling"] = rope  # the spelling that transformers 4 and 5 read
+        text["rope_scaling"] = rope  # transformers 4 and 5 read this name
     return replace(family, config=config)
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of both; mappings within them are merged too."""
+    """Return the entries of both, merged recursively."""
     result = {**base, **changes}
     for key, value in changes.items():
         if isinstance(value, Mapping):
@@ -127,19 +125,20 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def numbering() -> Any:
-    """Return what takes a tokenizer's place in `make_config`: it numbers tokens as they come."""
+    """Return a stand-in for `make_config`'s tokenizer; it numbers tokens in order of use."""
     ids: dict[str, int] = {}
     return SimpleNamespace(encode=lambda token: [ids.setdefault(token, len(ids))])
 
 
 def make_tokenizer(family: Family) -> Qwen2TokenizerFast:
-    """Return Qwen's byte pairs with the family's special tokens behind them, or before."""
+    """Return a tokenizer of Qwen's byte pairs and the family's special tokens."""
     tokens = family.tokens
     if not isinstance(tokens, Mapping):
         tokens = dict(enumerate(tokens, NUM_RANKS))
     known = {**tokens, **family.plain}
     begin = family.first_pair
-    end = min([begin + NUM_RANKS, *(i for i in known if i >= begin)])  # no pair is made of later
+    # Later byte pairs may be left out, since no earlier pair is made of them.
+    end = min([begin + NUM_RANKS, *(i for i in known if i >= begin)])
     ranks = {token: begin + rank for token, rank in read_ranks().items() if begin + rank < end}
     others = (*range(begin), *range(end, max(known) + 1))
     places = {known.get(i, f"<unused{i}>"): i for i in others}
@@ -151,31 +150,31 @@ def make_tokenizer(family: Family) -> Qwen2TokenizerFast:
 
 
 def make_config(family: Family, tokenizer: Qwen2TokenizerFast) -> PretrainedConfig:
-    """Return the configuration, with the ids that `tokenizer` gives."""
-    config: PretrainedConfig = _made(family.config, tokenizer)
+    """Return the configuration with the token ids of `tokenizer`."""
+    config: PretrainedConfig = _resolve(family.config, tokenizer)
     return config
 
 
 def make_processor(
     family: Family, tokenizer: Qwen2TokenizerFast
 ) -> ProcessorMixin | Qwen2TokenizerFast:
-    """Return the processor; the tokenizer itself where words are all that the family takes."""
+    """Return the processor, or the tokenizer of a text model."""
     if not family.processor:
         tokenizer.chat_template = CHAT_TEMPLATE
         return tokenizer
     parts = {"tokenizer": tokenizer, "chat_template": CHAT_TEMPLATE}
-    processor: ProcessorMixin = _made({**family.processor, **parts}, tokenizer)
+    processor: ProcessorMixin = _resolve({**family.processor, **parts}, tokenizer)
     return processor
 
 
-def _made(entry: Any, tokenizer: Qwen2TokenizerFast) -> Any:
+def _resolve(entry: Any, tokenizer: Qwen2TokenizerFast) -> Any:
     """Replace `id:TOKEN` by the token's id, and an entry with `class` by an object of it."""
     if isinstance(entry, Mapping):
-        values = {key: _made(value, tokenizer) for key, value in entry.items()}
+        values = {key: _resolve(value, tokenizer) for key, value in entry.items()}
         name = values.pop("class", None)
         return getattr(transformers, name)(**values) if name else values
     if isinstance(entry, list):
-        return [_made(item, tokenizer) for item in entry]
+        return [_resolve(item, tokenizer) for item in entry]
     if isinstance(entry, str) and entry.startswith("id:"):
         [i] = tokenizer.encode(entry.removeprefix("id:"))
         return i
@@ -183,7 +182,7 @@ def _made(entry: Any, tokenizer: Qwen2TokenizerFast) -> Any:
 
 
 def draw(model_class: Any, config: PretrainedConfig, device: str, dtype: torch.dtype) -> Any:
-    """Return a model whose weights transformers draws, on the device and in the precision."""
+    """Return a model with transformers' random weights."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -197,10 +196,10 @@ def draw(model_class: Any, config: PretrainedConfig, device: str, dtype: torch.d
 def make_model(
     family: Family, tokenizer: Qwen2TokenizerFast, seed: int, device: str = ""
 ) -> PreTrainedModel:
-    """Draw a model in float32, as small widths need, or in bfloat16 on a device, as large ones do.
+    """Return a random model: a tiny one in float32, or a large one in bfloat16 on `device`.
 
     transformers draws every weight with a standard deviation of 0.02, which suits widths of
-    thousands. At widths of 64 and 128 it all but silences the vision tower.
+    thousands. At widths of 64 and 128 it all but silences the vision tower, so `spread` follows.
     """
     config = make_config(family, tokenizer)
     torch.manual_seed(seed)
@@ -220,7 +219,7 @@ def make_model(
 
 
 def spread(model: PreTrainedModel, family: Family) -> None:
-    """Draw weights again, as small widths need them."""
+    """Draw weights again with larger standard deviations, for small widths."""
     drawn = getattr(model, family.thinker) if family.thinker else model
     for module in drawn.modules():
         if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
@@ -228,24 +227,24 @@ def spread(model: PreTrainedModel, family: Family) -> None:
     nn.init.normal_(drawn.get_input_embeddings().weight, std=EMBEDDING_STD)
     drawn.tie_weights()
     for name, weight in model.named_parameters():
-        if weight.ndim > 1 and not weight.any():  # Gemma3's projection: no image would be seen
+        if weight.ndim > 1 and not weight.any():  # Gemma3's projection would hide all images
             nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
-        if ".experts." in name or name.endswith(".mlp.gate.weight"):  # no linear layers of torch
+        if ".experts." in name or name.endswith(".mlp.gate.weight"):  # not torch's linear layers
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
 
 def make_family(family: Family, output: Path, seed: int, device: str = "") -> int:
-    """Write a random model of the family as a Hugging Face folder; return its size.
+    """Write a random model as a Hugging Face folder; return its number of parameters.
 
     Args:
-        device: draws weights in bfloat16, as widths of thousands need them.
+        device: where to draw a large model in bfloat16; "" draws a tiny model.
     """
     tokenizer = make_tokenizer(family)
     model = make_model(family, tokenizer, seed, device)
     processor = make_processor(family, tokenizer)
     model.save_pretrained(output, max_shard_size="100GB")
-    # Make the file what published ones are: transformers 5.19 loads experts transposed, and saves
-    # them as it holds them; SigLIP's parameters have lost a level of their names there.
+    # Write the layout of published files: transformers 5.19 saves experts transposed, and drops a
+    # level from the names of SigLIP's parameters.
     path = output / "model.safetensors"
     old, new = family.renamed
     saved = load_file(path)
@@ -257,5 +256,5 @@ def make_family(family: Family, output: Path, seed: int, device: str = "") -> in
         save_file(tensors, path, metadata={"format": "pt"})
     processor.save_pretrained(output)
     if family.thinker:
-        torch.save({}, output / "spk_dict.pt")  # voices, which transformers asks for
+        torch.save({}, output / "spk_dict.pt")  # transformers requires this file of voices
     return int(model.num_parameters())

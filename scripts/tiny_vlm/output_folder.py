@@ -1,7 +1,7 @@
-"""An output folder that knows which settings built it, by its `manifest.json`.
+"""Output folders with a `manifest.json` of the settings that built them.
 
-A second build with the same settings does nothing, an interrupted one is made again, and a folder
-of the user's own is never written into.
+A second build with the same settings does nothing, an interrupted build starts again, and other
+folders are never written into.
 """
 
 import json
@@ -13,25 +13,26 @@ MANIFEST = "manifest.json"
 
 
 def claim(output: Path, settings: Mapping[str, Any]) -> bool:
-    """Return whether `output` has to be built; then it exists and is marked unfinished.
+    """Return whether `output` must be built; if so, create it and mark it as unfinished.
 
     Raises:
-        SystemExit: it holds files that no build with these settings has made.
+        SystemExit: the folder exists and was not built with these settings.
     """
     path = output / MANIFEST
-    made = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    if made == {"complete": True, "settings": settings}:
-        print(f"{output} is complete already; nothing to do")
+    manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if manifest == {"complete": True, "settings": settings}:
+        print(f"{output} is already complete; nothing to do")
         return False
-    if output.exists() and (made or {}).get("settings") != settings:
-        raise SystemExit(f"--output {output} is not of {settings}: remove it, or name a new folder")
+    if output.exists() and manifest.get("settings") != settings:
+        raise SystemExit(
+            f"--output {output} was not built with {settings}. Remove it, or name another folder"
+        )
     output.mkdir(parents=True, exist_ok=True)
     finish(output, settings, complete=False)
     return True
 
 
 def finish(output: Path, settings: Mapping[str, Any], *, complete: bool = True) -> None:
-    """Mark the build of `output` with `settings` as complete."""
     text = json.dumps({"complete": complete, "settings": dict(settings)}, indent=2) + "\n"
     partial = output / f"{MANIFEST}.partial"
     partial.write_text(text, encoding="utf-8")

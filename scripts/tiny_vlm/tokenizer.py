@@ -1,9 +1,8 @@
-"""Qwen2.5-VL's tokenizer, made offline from the byte-pair ranks that `dashscope` ships.
+"""Build Qwen2.5-VL's tokenizer offline from the byte-pair ranks that `dashscope` ships.
 
-The ranks file lists 151,643 byte strings, best first. A rank-based encoder joins the pair of
-neighbours whose concatenation has the lowest rank; a Hugging Face tokenizer wants a list of
-merges instead. Both say the same once every string is turned into the one pair that the ranks
-below it leave of it.
+The ranks file lists 151,643 byte strings, best first. A rank-based encoder joins the neighbours
+whose concatenation has the lowest rank; a Hugging Face tokenizer needs a list of merges instead.
+The merge of a string is the pair that remains after all merges with lower ranks (`final_merge`).
 """
 
 import base64
@@ -18,57 +17,40 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 NUM_RANKS = 151_643
 
 SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
+    *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
-"""Ids from 151,643 on, in this order; skipped when a text is decoded without special tokens."""
+"""Their ids begin at 151,643; decoding with `skip_special_tokens` leaves them out."""
 
 PLAIN_ADDED_TOKENS = (
-    "<tool_call>",
-    "</tool_call>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
+    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
 )
-"""The ids after those; they stay visible when a text is decoded without special tokens."""
+"""Their ids follow; decoding with `skip_special_tokens` keeps them."""
 
 
 def read_ranks() -> dict[bytes, int]:
     """Return the rank of every byte string in the `qwen.tiktoken` of the installed `dashscope`."""
-    spec = importlib.util.find_spec("dashscope")  # it is not imported for it
+    spec = importlib.util.find_spec("dashscope")  # without importing the package
     assert spec is not None, "install the package dashscope, which holds Qwen's vocabulary"
     assert spec.origin is not None
     ranks = {}
     path = Path(spec.origin).parent / "resources" / "qwen.tiktoken"
-    for line in path.read_bytes().splitlines():  # a base64 string and a rank
+    for line in path.read_bytes().splitlines():  # base64 and rank
         encoded, rank = line.split()
         ranks[base64.b64decode(encoded)] = int(rank)
     return ranks
 
 
 def final_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """Return the two parts from which the merges of lower rank leave `token` to be joined."""
+    """Return the two parts that remain of `token` after all merges with lower ranks."""
     limit = ranks[token]
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pair_ranks = [ranks.get(left + right, limit) for left, right in pairwise(parts)]
         best = min(pair_ranks)
-        assert best < limit, f"{token!r} (rank {limit}) cannot be reached by merges"
+        assert best < limit, f"merges cannot make {token!r} (rank {limit})"
         at = pair_ranks.index(best)
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]
@@ -82,14 +64,14 @@ def build_tokenizer(
     eos: str = "<|im_end|>",
     **named: str,
 ) -> Qwen2TokenizerFast:
-    """Build Qwen2.5-VL's tokenizer: the ranks are its ids, its added tokens follow them.
+    """Build a tokenizer whose ids are the ranks, followed by added tokens.
 
     Args:
-        special: another family's, after which padding (the first) and `eos` are named.
-        plain: added tokens that stay visible.
-        unused: entries of the vocabulary that nothing encodes to, by id; they may hold the places
-            of special tokens.
-        named: special tokens that a processor asks for, by attribute.
+        special: special tokens; the first is the padding token.
+        plain: added tokens that decoding always keeps.
+        unused: ids of further vocabulary entries, which no text encodes to. They may reserve the
+            ids of special tokens.
+        named: special tokens that a processor requires, by attribute.
     """
     letters = bytes_to_unicode()
 
@@ -103,7 +85,7 @@ def build_tokenizer(
         if len(token) > 1
     )
     merges = [(spell(left), spell(right)) for left, right in pairs]
-    # Naming <|im_end|> as eos here would give it the id of <|endoftext|>: the names come last.
+    # Set eos and padding last: as an argument, <|im_end|> would get the id of <|endoftext|>.
     more = {"extra_special_tokens": named} if named else {}
     tokenizer = Qwen2TokenizerFast(vocab=vocab, merges=merges, **more)
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in special])

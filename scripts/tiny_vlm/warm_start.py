@@ -1,18 +1,18 @@
-"""The warm start: supervised training until the tiny model answers in form and is partly right.
+"""Supervised training (the warm start) until the tiny model's answers have the right form and are
+partly right.
 
-GRPO needs a policy that is neither hopeless nor finished. Training stops when a sample for a
-validation image is right with probability `TARGET_ACCURACY` (the most probable answer then is
-right on about half of the images) and the form of the answer is all but certain over the whole
-vocabulary. Smoothed digit labels keep the policy from being sure of its mistakes, so that the
-samples of one prompt differ.
+GRPO needs a policy with room to improve. Training stops when a sample for a validation image is
+right with probability `TARGET_ACCURACY` (the most probable answer is then right on about half of
+the images) and the form of the answer is almost certain over the whole vocabulary. Smoothed digit
+labels keep the policy unsure of its mistakes, so the samples of a prompt differ.
 
-The vocabulary has 151,936 ids, and few occur. All others share one embedding row while it trains,
-so they have one logit u, and the full-vocabulary normalizer is exactly
+The data use few of the 151,936 ids. During training all unused ids share one embedding row and so
+one logit u, and the normalizer over the whole vocabulary is exactly
 
     logsumexp(logits of the used ids, u + log(number of unused ids)).
 
-Afterwards each unused id gets a copy of the shared row, with a little noise: the ids stay
-distinguishable, and the log-probabilities hardly move.
+Afterwards each unused id gets a copy of the shared row with a little noise. The ids then differ,
+and the log-probabilities hardly change.
 
 Shape legend: N rows, B rows of a batch, P patches of an image, D values of a patch, T prompt
 tokens, C completion tokens, L = T + C, V ids that the model knows, U ids that occur.
@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
-NUM_VALIDATION = 256  # rows at the end of the warm-start file that only decide when to stop
+NUM_VALIDATION = 256  # the last rows of the warm-start file, which decide when to stop
 BATCH_SIZE = 32  # rows; over the whole vocabulary their log-probabilities take 155 MB
 LEARNING_RATE = 2e-3
 NUM_RAMP_STEPS = 10  # steps over which the learning rate rises to its value
@@ -42,25 +42,22 @@ NUM_STEPS_BETWEEN_CHECKS = 5
 
 TARGET_ACCURACY = 0.33
 MAX_FORM_NATS = 0.005
-"""Per token: all eight tokens of a sample are in form with a probability of 96% or more."""
+"""For each token: all eight tokens of a sample have the right form with a probability of 96%."""
 
 LABEL_SMOOTHING = 0.1  # share of the digit's label that is spread over all ten digits
 NOISE_STD = 0.01
-"""Per coordinate of an unused row. Hidden states have a norm of about 11 here, so that logits move
-by about 0.1, and the probability of all unused ids together by half a percent of itself."""
+"""For each coordinate of an unused row. Hidden states have a norm of about 11, so logits change by
+about 0.1, and the probability of all unused ids together by half a percent of itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """They hold encoded rows, all on the CPU, with one prompt and images of one size."""
+    """Encoded rows on the CPU, with one prompt and images of one size."""
 
-    prompt_ids_T: Tensor  # prompt with one id per image token, the same for every row
-
-    answer_ids_10C: Tensor
-    """The right completion of each digit, `<|im_end|>` included."""
-
-    digit_position: int  # the one index in a completion where the ten answers differ
-    pixels_NPD: Tensor  # normalized pixels as the image processor gives them, float32
+    prompt_ids_T: Tensor  # with one id for each image token
+    answer_ids_10C: Tensor  # the right completion for each digit, with `<|im_end|>`
+    digit_position: int  # index in a completion where the ten answers differ
+    pixels_NPD: Tensor  # the image processor's output, float32
     grid_thw: Tensor  # patches of one image along time, height and width, shape (1, 3)
     digits_N: Tensor  # the right digit of each row
 
@@ -96,11 +93,15 @@ def answer_log_probs(
     indices_B: Tensor,
     log_multiplicity_V: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of the right completions: log-probabilities of their form, (B,), those of each digit
-    given the form, (B, 10), and whether each token is the most probable one, (B, C).
+    """Return values of the right completions.
 
-    `log_multiplicity_V` is the logarithm of how many ids each of the model's ids stands for; None
-    where each stands for itself.
+    Args:
+        log_multiplicity_V: log of the number of ids that each of the model's ids represents; None
+            if each represents itself.
+
+    Returns:
+        Log-probabilities of the form (B,), log-probabilities of each digit given the form (B, 10),
+        and whether each token is the most probable one (B, C).
     """
     answers_BC = examples.answer_ids_10C[examples.digits_N[indices_B]]
     ids_BL = torch.cat([examples.prompt_ids_T.expand(len(answers_BC), -1), answers_BC], dim=1)
@@ -133,13 +134,13 @@ def measure(
     indices: Tensor,
     log_multiplicity_V: Tensor | None = None,
 ) -> dict[str, float]:
-    """Return how the model answers rows, from exact probabilities at temperature 1.
+    """Return means over rows, computed from exact probabilities at temperature 1.
 
     Returns:
-        `greedy_accuracy`: share of rows whose right answer is the likeliest token everywhere;
+        `greedy_accuracy`: share of rows where greedy decoding gives the right answer;
         `sampled_accuracy`: probability that a sample is the right answer;
-        `form_rate`: probability that a sample has the answer's form, whichever digit it names;
-        `form_nats`: -log p of the form per token; the digit's token counts with "some digit".
+        `form_rate`: probability that a sample has the answer's form, with any digit;
+        `form_nats`: -log p of the form for each token, with any digit in the digit's place.
     """
     model.eval()
     sums = torch.zeros(4)
@@ -162,9 +163,8 @@ def measure(
 
 def warm_start(model: Qwen2_5_VLForConditionalGeneration, examples: Examples, seed: int) -> int:
     """Train a model in place; return the number of steps."""
-    # On one thread the result does not depend on the number of cores. Two threads save a third of a
-    # step's 0.16 s, but beside another busy process they wait for each other and take ten times as
-    # long.
+    # With one thread the result does not depend on the number of cores. Two threads save a third of
+    # a step's 0.16 s, but take ten times as long beside another busy process.
     torch.set_num_threads(1)
     used_ids_U = torch.cat([examples.prompt_ids_T, examples.answer_ids_10C.flatten()]).unique()
     embedding, config = model.get_input_embeddings(), model.config
@@ -173,7 +173,7 @@ def warm_start(model: Qwen2_5_VLForConditionalGeneration, examples: Examples, se
     log_multiplicity_V[-1] = math.log(len(whole) - len(used_ids_U))
     names = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
     ids = {name: getattr(config, name) for name in names}
-    # From here on, an id is its index among those that occur.
+    # Renumber: from here on, an id is an index of `used_ids_U`.
     for name, i in ids.items():
         setattr(config, name, int(torch.searchsorted(used_ids_U, i)))
     shared = torch.zeros(1, whole.shape[1])
@@ -203,9 +203,12 @@ def train(
     log_multiplicity_V: Tensor,
     seed: int,
 ) -> int:
-    """Train on all rows but the last ones until these say stop; return the number of steps.
+    """Train on all rows except the validation rows; return the number of steps.
 
     The loss is the negative log-likelihood of the form, plus that of the digit given the form.
+
+    Raises:
+        RuntimeError: validation has not reached its targets after `MAX_STEPS` steps.
     """
     num_training = len(examples.digits_N) - NUM_VALIDATION
     validation = torch.arange(num_training, len(examples.digits_N))
@@ -215,7 +218,6 @@ def train(
     )
     steps = zip(range(1, MAX_STEPS + 1), batches(num_training, seed), strict=False)
     quality: dict[str, float] = {}
-    # How many steps it takes is not known: no estimate.
     with tqdm(steps, desc=f"warm start (to accuracy {TARGET_ACCURACY})", unit="step") as progress:
         for step, indices_B in progress:
             model.train()
@@ -236,14 +238,14 @@ def train(
                 if is_right and quality["form_nats"] <= MAX_FORM_NATS:
                     return step
     raise RuntimeError(
-        f"the warm start did not converge: after {MAX_STEPS} steps it has {quality}, expected "
-        f"sampled_accuracy >= {TARGET_ACCURACY} and form_nats <= {MAX_FORM_NATS}; "
-        "try another --seed"
+        f"the warm start did not converge: {MAX_STEPS} steps gave {quality}, expected "
+        f"sampled_accuracy >= {TARGET_ACCURACY} and form_nats <= {MAX_FORM_NATS}. "
+        "Try another --seed"
     )
 
 
 def batches(num_rows: int, seed: int) -> Iterator[Tensor]:
-    """Yield full batches of row indices without end, one permutation of all rows after another."""
+    """Yield full batches of row indices forever, from one permutation after another."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(num_rows, generator=generator)

@@ -1,7 +1,7 @@
-"""Every test runs on the GPU where torch finds one, else on the CPU.
+"""Run every test on the GPU if torch finds one, else on the CPU.
 
-`python -m pytest tests/gpu -n 1` is what `scripts/gpu.sh` runs: it needs no assets, engine or
-network, and an error of CUDA, after which nothing works in a process, ends one worker alone.
+`scripts/gpu.sh` runs `python -m pytest tests/gpu -n 1`, which needs no assets, engine or network.
+After a CUDA error nothing works in a process; `-n 1` limits the damage to a worker.
 """
 
 from __future__ import annotations

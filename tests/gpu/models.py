@@ -1,9 +1,7 @@
-"""Two groups for a tiny model of each kind, and one group that sees an image."""
+"""Tiny models with batches of two groups, and a group with an image."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,24 +12,24 @@ from scripts.bench.passes import Batch, group_of, positions_of
 from tests.logits.models import IMAGE, build, inputs_of
 
 GROUPS = ((10, (7, 3, 5)), (8, (1, 4)))
-"""Each group has so many tokens in its prompt, and in its samples' completions."""
+"""Tokens of each group's prompt, and of its completions."""
 
 HALF = 0.5
-"""The models' weights are made smaller by this. As they are, bfloat16 moves gradients of the plain
-pass by 12 to 25% (Qwen2, Qwen2.5-VL, InternVL, on a CPU), which hides much; halved, by 1 to 5%,
-where samples that see one another move them by 38 to 76%. Gated delta nets, which norm what they
-say, would get worse."""
+"""Factor for the models' weights. Without it, bfloat16 changes gradients of the plain pass by 12 to
+25% (Qwen2, Qwen2.5-VL, InternVL, on a CPU), which hides faults. With it, the change is 1 to 5%,
+while samples that attend to each other change gradients by 38 to 76%. Gated delta nets keep their
+weights: they normalize their outputs, and smaller weights make their rounding worse."""
 
 NEEDS = {"Qwen3.5": "Qwen3_5Config", "Gemma3": "Gemma3Config"}
-"""Configurations that not all releases of transformers have."""
+"""Configurations that some releases of transformers lack."""
 
 
-def made(name: str, device: str, dtype: str, is_exact: bool = False) -> tuple[Any, Batch]:
-    """Return a tiny model and its batch; an exact one in float32, with the weights of `dtype`."""
+def make(name: str, device: str, dtype: str, is_exact: bool = False) -> tuple[Any, Batch]:
+    """Return a tiny model and its batch; if exact, in float32 with weights rounded to `dtype`."""
     if not hasattr(transformers, NEEDS.get(name, "Qwen2Config")):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    # Else products in float32 may be rounded to 10 bits, for other sizes of a batch otherwise:
-    # cudnn's convolutions are.
+    # TF32 would round float32 products to 10 bits, differently for each batch size. By default
+    # cudnn's convolutions use it.
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
     model = build(name)
@@ -45,13 +43,12 @@ def made(name: str, device: str, dtype: str, is_exact: bool = False) -> tuple[An
 
 
 def batch_of(name: str, model: Any) -> Batch:
-    """Return a batch on the model's device, an image at the start of each prompt where the model
-    sees."""
+    """Return a batch on the model's device; prompts of a vision model begin with an image."""
     samples = [(g, prompt, new) for g, (prompt, news) in enumerate(GROUPS) for new in news]
     length = max(prompt + new for _, prompt, new in samples)
     inputs = inputs_of(name, (length,) * len(GROUPS))
     groups = torch.tensor([g for g, _, _ in samples])
-    for key, value in inputs.items():  # a group's part of each, for each of its samples
+    for key, value in inputs.items():  # repeat each group's part for its samples
         inputs[key] = value.unflatten(0, (len(GROUPS), -1))[groups].flatten(0, 1)
     ids, attended = inputs["input_ids"], torch.zeros_like(inputs["input_ids"])
     predicts = torch.zeros_like(ids, dtype=torch.bool)
@@ -75,8 +72,10 @@ def batch_of(name: str, model: Any) -> Batch:
 
 
 def group_with_image(model: Any, side: int, completion: int, group_size: int) -> Batch:
-    """Return a group's samples: an image of `side` x `side` patches, and random tokens after it.
-    Each sample is one token shorter than the one before."""
+    """Return a group whose prompt is an image of `side` x `side` patches.
+
+    Each random completion is one token shorter than the one before.
+    """
     torch.manual_seed(0)
     config = model.config
     image = config.image_token_id
@@ -92,16 +91,3 @@ def group_with_image(model: Any, side: int, completion: int, group_size: int) ->
     pixels = torch.randn(side**2, values).repeat(group_size, 1)
     batch.inputs["pixel_values"] = pixels.to(model.device, model.dtype)
     return batch
-
-
-@contextmanager
-def side_stream(device: str) -> Iterator[None]:
-    """Run the block on a stream of its own, after all before it and before all after it."""
-    if device == "cpu":
-        yield
-        return
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        yield
-    main.wait_stream(side)

@@ -1,5 +1,5 @@
-"""Steps of a training made twice with the switch of `--full_determinism true` are the same, bit for
-bit; steps that are not are seen by their checksums."""
+"""With the switch of `--full_determinism true`, training steps are bitwise reproducible; checksums
+detect steps that differ."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def digest(*tensors: Tensor) -> str:
 
 
 def train(model: Any, batch: Batch, way: Pass) -> list[str]:
-    """A checksum of each step's values, gradients and weights; the model is as before."""
+    """Return a checksum of each step's values, gradients and weights; restore the model."""
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     advantages_N = torch.linspace(-1, 1, len(batch.targets_N), device=model.device)
@@ -57,36 +57,36 @@ def train(model: Any, batch: Batch, way: Pass) -> list[str]:
     "attention", ["sdpa", "flash_attention_2"] if DEVICE == "cuda" else ["sdpa"]
 )
 def test_steps_twice(attention: str, way: Pass, device: str) -> None:
-    """At the 3B's width on a GPU, with its tower. The same GPU and releases print the same
-    checksum on every machine."""
+    """On a GPU the model has the 3B's width and vision tower. The printed checksum is the same on
+    every machine with this GPU and these releases."""
     if reason := why_not_installed(attention):
         pytest.skip(reason)
     shape, of_group = (("3b", 4), (64, 256, 8)) if device == "cuda" else (("small", 2), (8, 16, 4))
     model = make_model("qwen2_5_vl", *shape, device, torch.bfloat16, attention)
     batch = group_with_image(model, *of_group)
     if way is once and (reason := reason_against(model, batch.inputs)):
-        pytest.skip(f"left alone: {reason}")
+        pytest.skip(f"not packed: {reason}")
     with deterministic(True):
         first, second = (train(model, batch, way) for _ in range(2))
     print(f"{attention}, {way.__name__}: after the last step {first[-1]}")
     assert first == second
 
 
-def test_a_last_bit_is_seen() -> None:
+def test_a_changed_bit_changes_the_checksum() -> None:
     model = make_model("qwen2_5_vl", "small", 2, "cpu", torch.bfloat16, "sdpa")
     batch = group_with_image(model, side=8, completion=16, group_size=4)
     assert batch.predicts_BT.sum(1).tolist() == [16, 15, 14, 13]
     before = [weight.clone() for weight in model.parameters()]
     calls = count()
 
-    def parts_later(model: Any, batch: Batch) -> Tensor:
-        """One value is another in the third step of the second training."""
+    def differ_late(model: Any, batch: Batch) -> Tensor:
+        """Change the last bit of one value in the third step of the second training."""
         values = plain(model, batch)
         factors = torch.ones_like(values)
         factors[0] += torch.finfo(values.dtype).eps if next(calls) == STEPS + 2 else 0
         return values * factors
 
-    one, other = train(model, batch, parts_later), train(model, batch, parts_later)
+    one, other = train(model, batch, differ_late), train(model, batch, differ_late)
     same = [a == b for a, b in zip(one, other, strict=True)]
     assert same[:3] == [True, True, False]
     assert len(set(one)) == STEPS, "no weight moved"

@@ -1,4 +1,4 @@
-"""A prompt that its samples share, read once, against the plain pass; and wrong passes are seen."""
+"""Passes that read a shared prompt once equal the plain pass, and the comparison detects faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scripts.bench.passes import FLASH, Batch, once, plain, why_not_installed
 from swift_grpo_ext.logits.packed import reason_against
 from tests.gpu.compare import assert_within, compare
 from tests.gpu.conftest import DEVICE
-from tests.gpu.models import made
+from tests.gpu.models import make
 
 MODELS = ("Qwen2", "Qwen2.5-VL", "InternVL", "Qwen3.5", "Gemma3")
 DTYPES = ("float32", "bfloat16")
@@ -39,45 +39,43 @@ def test_prompts_that_are_read_once(
     if reason := why_not_installed(attention):
         pytest.skip(reason)
 
-    def make(is_exact: bool) -> tuple[Any, Batch]:
-        made_model, batch = made(model, device, dtype, is_exact)
-        if not is_exact:  # flash attention takes no float32
-            made_model.set_attn_implementation(attention)
+    def make_case(is_exact: bool) -> tuple[Any, Batch]:
+        tiny, batch = make(model, device, dtype, is_exact)
+        if not is_exact:  # flash attention does not support float32
+            tiny.set_attn_implementation(attention)
         if checkpointing:
-            made_model.enable_input_require_grads()
-            made_model.gradient_checkpointing_enable(
-                {"use_reentrant": checkpointing == "reentrant"}
-            )
-        return made_model, batch
+            tiny.enable_input_require_grads()
+            tiny.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        return tiny, batch
 
     try:
-        asked, batch = make(False)
+        tiny, batch = make_case(False)
     except (ImportError, ValueError) as e:
         pytest.skip(f"transformers: {e}")
-    if reason := reason_against(asked, batch.inputs):
-        pytest.skip(f"left alone: {reason}")
+    if reason := reason_against(tiny, batch.inputs):
+        pytest.skip(f"not packed: {reason}")
     ways = {"once": once, "once, in chunks of 3": partial(once, chunk_size=3)}
-    assert_within(compare(make, plain, ways))
+    assert_within(compare(make_case, plain, ways))
 
 
-# --- what is wrong is seen ---
+# --- faults are detected ---
 
 
 def blind(model: Any, batch: Batch) -> Tensor:
-    """Log-probabilities of samples that do not see the first tokens of their prompt."""
-    seen = batch.inputs["attention_mask"].clone()
-    seen[:, :4] = 0
-    return plain(model, replace(batch, inputs={**batch.inputs, "attention_mask": seen}))
+    """Hide the first tokens of the prompts."""
+    attended = batch.inputs["attention_mask"].clone()
+    attended[:, :4] = 0
+    return plain(model, replace(batch, inputs={**batch.inputs, "attention_mask": attended}))
 
 
 def off(model: Any, batch: Batch) -> Tensor:
-    """One log-probability is wrong, and no gradient."""
+    """Make one value wrong, but no gradient."""
     values = plain(model, batch)
     return values + 0.05 * values.detach().abs().max() * torch.eye(len(values))[2]
 
 
 def without_a_gradient(model: Any, batch: Batch) -> Tensor:
-    """No value is wrong, and a fifth of them says nothing to the weights."""
+    """Remove the gradient of a fifth of the values."""
     values = plain(model, batch)
     return torch.cat([values[:-4], values[-4:].detach()])
 
@@ -97,16 +95,16 @@ def not_a_number(model: Any, batch: Batch) -> Tensor:
         (not_a_number, (False, False)),
     ],
 )
-def test_a_wrong_pass_is_seen(way: Any, expected: tuple[bool, bool], dtype: str) -> None:
-    """In the values, in the gradients, or in both."""
-    comparisons = compare(partial(made, "Qwen2", "cpu", dtype), plain, {"way": way})
+def test_a_wrong_pass_is_detected(way: Any, expected: tuple[bool, bool], dtype: str) -> None:
+    """`expected` says whether values and gradients pass."""
+    comparisons = compare(partial(make, "Qwen2", "cpu", dtype), plain, {"way": way})
     assert tuple(c.passed for c in comparisons) == expected
 
 
 def test_one_release_of_flash_attention_is_not_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fourth is found under the name of the second."""
+    """FlashAttention 4 installs files into the package of FlashAttention 2."""
     (tmp_path / "flash_attn/cute").mkdir(parents=True)
     metadata = "Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0\n"
     (tmp_path / "flash_attn_4-4.0.dist-info").mkdir()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.dev.presets import filled
+from scripts.dev.presets import rendered
 from swift_grpo_ext.tools import share
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.sources import read_sources
@@ -77,10 +77,10 @@ def test_a_preset_is_copied_with_all_that_it_names(
             assert f"swift rollout server_2x6_lora.rollout.yaml {model} --host" in shown
 
 
-def test_presets_are_as_their_templates_fill_them() -> None:
-    """`python scripts/dev/presets.py` fills them again."""
+def test_presets_are_what_their_templates_make() -> None:
+    """`python scripts/dev/presets.py` writes them again."""
     files = share.PRESETS.iterdir()
-    assert {file.name: file.read_text(encoding="utf-8") for file in files} == filled()
+    assert {file.name: file.read_text(encoding="utf-8") for file in files} == rendered()
 
 
 def test_the_reward_to_start_from() -> None:
