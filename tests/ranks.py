@@ -38,16 +38,6 @@ def run_ranks(world_size: int, work: Callable[[int, Gather], T]) -> list[T]:
         return list(pool.map(lambda rank: work(rank, gather_of(rank)), range(world_size)))
 
 
-class WithOthers(RankGroup):
-    """This process as rank 0 of several, of which the others always hand over these values."""
-
-    def __init__(self, *others: Any) -> None:
-        self.size, self._others = 1 + len(others), others
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return [value, *self._others]
-
-
 class ThreadRanks(RankGroup):
     """Ranks as threads; rank 0 drives the engine."""
 

@@ -29,7 +29,6 @@ from swift_grpo_ext.record.log import SampleLog, claim_session, next_session, re
 from swift_grpo_ext.record.query import Record, read_rewards, read_samples
 from swift_grpo_ext.record.tables import (
     REWARDS,
-    ROUND_COLUMNS,
     SAMPLES,
     RewardRow,
     SampleRow,
@@ -77,14 +76,6 @@ def test_a_row_comes_back_as_it_was(tmp_path: Path, change: dict[str, Any]) -> N
     assert read_rows(tmp_path) == [row]
     counts = read_samples(tmp_path, columns=["num_tokens"])["num_tokens"].to_pylist()
     assert counts == [len(row.token_ids)]
-
-
-def test_a_table_s_columns() -> None:
-    """What names a session and a round, and the fields of the row."""
-    names = [field.name for field in REWARDS.schema]
-    assert names[:7] == ["session", *ROUND_COLUMNS, "group", "index", "reward"]
-    assert REWARDS.schema.field("reward") == pa.field("reward", pa.float32(), nullable=True)
-    assert REWARDS.schema.field("fate") == pa.field("fate", pa.utf8(), nullable=False)
 
 
 def test_how_exact_log_probabilities_are(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from swift_grpo_ext.record.rewards import RewardRecorder, scores_of_ranks, train
 from swift_grpo_ext.record.tables import REWARDS, RewardRow
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from tests.ranks import Gather, run_ranks
-from tests.record.rows import row_of, sample_id, write_session
+from tests.record.rows import row_of, sample_id
 
 FUNCTIONS, WEIGHTS = ["accuracy", "format"], [1.0, 0.5]
 
@@ -121,28 +121,6 @@ def test_groups_that_got_another_prompt() -> None:
         [True, False],
         [False],  # forgotten once its round was recorded
     ]
-
-
-def test_a_resumed_session_replaces_scores_with_samples(tmp_path: Path) -> None:
-    def scores() -> list[tuple[int, float]]:
-        rows = read_rewards(tmp_path, columns=["step", "reward"]).to_pylist()
-        return [(row["step"], row["reward"]) for row in rows]
-
-    def write(session: int, *steps: int) -> None:
-        names = [sample_id(step) for step in steps]
-        log = SampleLog(tmp_path, session=session, start_step=steps[0])
-        log.append([row_of(name) for name in names])
-        rows = record(RewardRecorder(FUNCTIONS, WEIGHTS), names, [[session, 0.0]] * len(steps))
-        log.append(rows, REWARDS)
-        log.flush()
-
-    write(0, 0, 1, 2)
-    assert scores() == [(0, 0.0), (1, 0.0), (2, 0.0)]
-    write(1, 1)
-    assert scores() == [(0, 0.0), (1, 1.0)]
-    # Samples that were drawn anew and not scored yet have no score of before.
-    write_session(tmp_path, [row_of(sample_id(1))], session=2, start_step=1)
-    assert scores() == [(0, 0.0)]
 
 
 def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:

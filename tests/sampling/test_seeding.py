@@ -102,9 +102,9 @@ def test_an_index_out_of_range_is_refused(index: int) -> None:
 
 
 def test_the_rules_import_without_torch_and_vllm() -> None:
-    """So that anyone can recompute a seed or read an answer anywhere."""
+    """So that anyone can recompute a seed, read an answer or analyze diversity anywhere."""
     names = ("sampling.seeding", "sampling.prompt_hash", "sampling.rounds", "stops.rule")
-    names += ("rollout.dispatch", "rollout.wire")
+    names += ("rollout.dispatch", "rollout.wire", "diversity.analyzer")
     code = "import sys\n" + "\n".join(f"import swift_grpo_ext.{name}" for name in names)
     code += "\nprint(sorted({'torch', 'vllm', 'swift', 'trl', 'transformers'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

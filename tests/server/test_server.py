@@ -431,12 +431,6 @@ def test_a_replica_that_refused_an_adapter_draws_no_more() -> None:
         assert drew == draw
 
 
-def test_weights_that_a_replica_could_not_load_are_an_error() -> None:
-    client = TestClient(Deployed(Replica(), Replica(process_weights_after_loading="raises")).app)
-    failed = client.post("/process_weights_after_loading/")
-    assert (failed.status_code, "could not load its weights" in failed.text) == (500, True)
-
-
 def test_parameter_names_are_those_of_a_worker() -> None:
     client = TestClient(Deployed(Replica(get_state_keys="raises"), Replica()).app)
     assert client.get("/get_model_state_keys/").json() == {"keys": ["model.w"]}

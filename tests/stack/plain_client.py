@@ -1,10 +1,10 @@
-"""A client of `swift rollout` without the plugin: ms-swift's own, through gloo for want of NCCL.
+"""A client of `swift rollout` without the plugin: ms-swift's own, over gloo in place of NCCL.
 
     python -m tests.stack.plain_client PORT GROUP_PORT MODEL OUTPUT
 
-It updates the server as ms-swift's and Megatron's trainers do: soundly, with a layer of random
-numbers, soundly again, and with a layer of another size, which vLLM cannot load. It draws behind
-each update, and writes down what it was told.
+It sends four updates as ms-swift's trainers do: a sound one, one with a random layer, a sound one,
+and one with a layer of another size, which vLLM cannot load. It generates after each update, and
+writes the server's answers to OUTPUT.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts of runs up to template and data, each forked from one process.
+"""Starts runs up to their template and data, each forked from one process.
 
 python -m tests.stack.starts CASES.json FOUND.json
 """

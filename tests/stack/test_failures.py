@@ -1,4 +1,4 @@
-"""Replicas, servers and trainers that fail in the middle of a run; weights that arrive changed."""
+"""Replicas, servers and trainers that fail in the middle of a run."""
 
 from __future__ import annotations
 
@@ -100,27 +100,6 @@ def test_servers_are_lost_one_by_one(
     assert ended - float(lost_at.read_text()) < SECONDS_TO_END
 
 
-@pytest.mark.extra
-@pytest.mark.parametrize(
-    ("kind", "cause"),
-    [("raise", "OSError: the disk is gone"), ("forget", "ValueError: train round 0.0, gro")],
-)
-def test_what_one_rank_meets_ends_both(
-    kind: str, cause: str, assets: Path, rows: Path, tmp_path: Path
-) -> None:
-    """Each by itself: nothing ends the first within the seconds that it has."""
-    argv = ("--vllm_mode", "colocate")
-    env = faults({"step": 1, "rank": 1, "kind": kind})
-    finished = train_with_faults(assets, rows, tmp_path / "run", *argv, ranks=2, env=env)
-    assert finished.returncode != 0
-    last = {
-        rank: [line for line in finished.output.splitlines() if f"[rank{rank}]: " in line][-1]
-        for rank in (0, 1)
-    }
-    assert cause in last[1]
-    assert f"The rollout failed on rank 1: {cause}" in last[0]
-
-
 def test_samples_that_nobody_could_score_are_recorded(
     assets: Path, rows: Path, tmp_path: Path
 ) -> None:
@@ -193,15 +172,3 @@ def test_trainer_and_server_come_back(
     assert finished.returncode == 0, finished.cause
     assert f"server 0 (http://127.0.0.1:{port}) was restarted" in finished.output
     assert_same(recorded(tmp_path / "b"), reference, range(1, 3))
-
-
-@pytest.mark.extra  # tests/server/test_fault_matrix.py corrupts what a replica loads
-def test_a_lost_tensor_is_named(assets: Path, rows: Path, tmp_path: Path) -> None:
-    server = server_argv(assets, plugins=[FAULTY])
-    kinds = faults({"weights": "lose"})
-    with rollout_server(*server, log=tmp_path / "server.log", env=kinds) as port:
-        finished = run_training(assets, rows, tmp_path / "run", *client_argv(port))
-    assert finished.returncode != 0
-    assert "WeightUpdateError: worker 0 of server 0 " in finished.output
-    assert "1 did not arrive (" in finished.output
-    assert not list((tmp_path / "run/record").glob("rank*.jsonl")), "a round was drawn"

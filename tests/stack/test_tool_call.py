@@ -23,7 +23,6 @@ FOLDER = ROOT / "examples/tool_call"
 TOOLS = "examples/tool_call/tools.py"
 STOP = "</answer>"
 STEPS = 3
-NUM_SAMPLES = 36
 
 
 def rows_of_users(assets: Path, path: Path) -> Path:

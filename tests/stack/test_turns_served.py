@@ -1,4 +1,4 @@
-"""Conversations on servers whose engines, tools and trainers fail in the middle of a turn."""
+"""Conversations that a server leads, while engines, servers, tools and trainers fail."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ import pytest
 
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.conftest import once
-from tests.stack.processes import free_port, health, rollout_server
+from tests.stack.processes import health, rollout_server
 from tests.stack.rounds import (
     BATCH,
     FATE,
-    FAULTY,
     Samples,
     client_argv,
     faults,
     recorded,
-    run_training,
     server_argv,
     train,
     train_with_faults,
@@ -117,34 +115,6 @@ def test_an_engine_then_a_server_is_killed(
     assert "Restarting replica 0 (1 of 3)" in log
     assert (tmp_path / "two/server").exists()
     assert f"server 0 (http://127.0.0.1:{port}) answers again" in finished.output
-
-
-@pytest.mark.extra  # `test_failures.py` loses them while rows are drawn
-def test_a_replica_then_the_only_server_is_killed(
-    assets: Path, rows: Path, undisturbed: Samples, tmp_path: Path
-) -> None:
-    """The training leads the conversations: in turn 2 of round 0 it loses one replica of two, in
-    that of round 1 the server; the run is resumed from the checkpoint against another."""
-    kinds = faults(
-        {"step": 0, "turn": 1, "replica": 1, "kind": "kill"},
-        {"step": 1, "turn": 1, "kind": "kill server"},
-    )
-    port = free_port()
-    argv = (*ASK_AGAIN, "--save_strategy", "steps", "--save_steps", "1", *client_argv(port))
-    two_replicas = server_argv(assets, "--vllm_data_parallel_size", "2", plugins=[FAULTY])
-    with rollout_server(*two_replicas, log=tmp_path / "server.log", env=kinds, port=port):
-        finished = run_training(assets, rows, tmp_path / "a", *argv, steps=2)
-    assert finished.returncode == 1
-    assert f"server 0 (http://127.0.0.1:{port}) does not answer" in finished.output
-    first = recorded(tmp_path / "a")
-    assert_same_turns(first, undisturbed, 0)
-    assert "A replica is lost" in (tmp_path / "server.log").read_text(encoding="utf-8")
-
-    resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-1"))
-    with rollout_server(*server_argv(assets), log=tmp_path / "anew.log", port=port):
-        finished = run_training(assets, rows, tmp_path / "b", *argv, *resume, steps=2)
-    assert finished.returncode == 0, finished.cause
-    assert_same_turns(recorded(tmp_path / "b"), undisturbed, 1)
 
 
 def test_slow_and_failing_tools_and_a_trainer_that_leaves(

@@ -84,35 +84,6 @@ def test_a_cut_is_what_brute_force_finds(token_ids: list[int], stops: Stops) -> 
 # --- exact cases ---
 
 
-@pytest.mark.parametrize(
-    ("pieces", "strings", "num_tokens", "text", "reason"),
-    [
-        (["a", "</", "a", ">\n\n", "a"], ["</a>"], 4, "a</a>", "</a>"),  # ends inside a token
-        (["aa", ">\n\n"], ["a>"], 2, "aa>", "a>"),  # begins inside one
-        (["<", "/", "a", ">", "a"], ["</a>"], 4, "</a>", "</a>"),  # a token for each character
-        (["aa", "a"], ["aa", "a"], 1, "a", "a"),  # complete first, though both are in one token
-        (["a", "/a></"], ["a></", "</", "></"], 2, "a/a></", "a></"),  # the first of equal ends
-        (["a", "a>", ">a"], ["a<|tool|>"], 3, "aa>>a", None),
-        (["a", "<|tool|>", "a"], ["a<|tool|>"], 2, "a<|tool|>", "a<|tool|>"),
-        (["答案", "a"], ["案"], 1, "答案", "案"),
-        ([b"\xe7", b"\xad", b"\x94", "a"], ["答"], 3, "答", "答"),
-        ([b"\xf0\x9f", b"\x98", b"\x80"], ["😀"], 3, "😀", "😀"),
-        ([b"\xf0\x9f", b"\x98"], ["😀"], 2, "�", None),
-        ([], ["a"], 0, "", None),
-    ],
-)
-def test_stop_strings(
-    pieces: list[str | bytes], strings: list[str], num_tokens: int, text: str, reason: str | None
-) -> None:
-    token_ids = ids_of(*pieces)
-    words = tuple(strings)
-    found = find_ending(token_ids, decode, Stops(strings=words))
-    assert (found.num_tokens, found.reason) == (num_tokens, reason)
-    assert text_of(found, token_ids) == text
-    without = find_ending(token_ids, decode, Stops(strings=words, include=False))
-    assert text_of(without, token_ids) == (text.removesuffix(reason) if reason else text)
-
-
 def test_stop_tokens() -> None:
     a, tokens = ids_of("a")[0], {SPECIAL: "<|tool|>", EOS: EOS}
     stops = Stops(strings=("</a>",), tokens=tokens, invisible=frozenset({EOS}))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swift_grpo_ext.tools import cli
-from swift_grpo_ext.tools.cli import main, steps
+from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.version import __version__
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/flags.md"
@@ -173,10 +173,6 @@ def test_flags_are_listed_and_the_page_holds_their_table(
         assert f"--{name} {values}  (default: {default})\n    {text}\n" in output
         escaped = values.replace("|", "\\|")
         assert f"| `--{name}` | {escaped} | {default} | {text} |" in page
-
-
-def test_steps_count_both_ends() -> None:
-    assert steps("3:5") == range(3, 6)
 
 
 def test_view_serves_or_writes_one_page(
