@@ -33,8 +33,8 @@ PLUGINS = (
 )
 FAULTY = "tests/stack/faults.py"
 SECONDS_TO_END = 300
-"""Bound on the end of a run after its last replica is lost. Two busy cores need a minute; a run that
-hangs takes gloo's half hour, or does not end."""
+"""Bound on the end of a run after its last replica is lost. Two busy cores need a minute. A run
+that hangs takes gloo's half hour, or does not end."""
 
 PRESET = ROOT / "examples/digits/grpo.yaml"
 GROUP_SIZE = 4
@@ -51,7 +51,7 @@ LEARNING = (
 
 
 def best_argv(rows: Path, ranks: int = 1) -> list[str]:
-    """Return arguments with which a run evaluates each step and loads its best weights at the end."""
+    """Return arguments of a run that evaluates each step and at its end loads the best weights."""
     return [
         *("--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end", "true"),
         *("--val_dataset", str(rows), "--per_device_eval_batch_size", str(BATCH // ranks)),

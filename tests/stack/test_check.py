@@ -1,4 +1,4 @@
-"""`check` starts the real thing: what a training or a server refuses, it refuses, and no more."""
+"""`check` makes the real start, and refuses exactly what a training or a server refuses."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "--reward_funcs digit_accuracy: does not fit ms-swift's call: missing a required": (
         *("--dataset", "{folder}/renamed.jsonl"),
     ),
-    "--reward_funcs: is missing": ("-reward_funcs",),  # which is left out
+    "--reward_funcs: is missing": ("-reward_funcs",),  # a minus leaves the setting out
     "--reward_funcs accuracy: ms-swift cannot make it": ("--reward_funcs", "accuracy"),
     "--reward_funcs one: returned": ("--reward_funcs", "one"),
     "--reward_funcs narrow: does not fit ms-swift's call: got": ("--reward_funcs", "narrow"),
@@ -107,7 +107,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "Settings: argument --learning_rate": ("--learning_rate", "fast"),
     "Settings: argument --reward_funcs": ("--reward_funcs",),
 }
-"""The beginning of a refusal, and the arguments that it is for."""
+"""The beginning of each refusal, and the arguments that cause it."""
 
 SERVERS: dict[str, tuple[str, ...]] = {
     "--port {taken}: is in use": ("--port", "{taken}"),
@@ -127,7 +127,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows and plugins that are right, and wrong in each way."""
+    """A folder with good rows and plugins, and with bad ones of each kind."""
     folder = tmp_path_factory.mktemp("check")
     question = [{"role": "user", "content": "<image>Which digit is this?"}]
     row = {"messages": question, "solution": "7", "images": [str(folder / "none.png")]}
@@ -164,7 +164,7 @@ def taken_port() -> Iterator[int]:
 
 
 def test_each_refusal(assets: Path, folder: Path) -> None:
-    """By the first error of each case."""
+    """The first error of a case is the expected one."""
     with taken_port() as port:
         names = {"folder": str(folder), "rows": str(folder / "rows.jsonl"), "taken": port}
         cases = {"training ": training(assets, folder)}
@@ -207,7 +207,7 @@ def test_a_run_that_starts(assets: Path, folder: Path, tmp_path: Path) -> None:
 
 
 def said_of(folder: Path, *sources: Source) -> str:
-    """Return what the start of a run says, a line each."""
+    """Return the findings of a run's start, one a line."""
     job = {"sources": {source.side: source for source in sources}}
     command = [sys.executable, "-m", MODULE, json.dumps(job)]
     (folder / "out").unlink(missing_ok=True)
@@ -220,7 +220,7 @@ def said_of(folder: Path, *sources: Source) -> str:
 
 
 def test_both_sides(assets: Path, folder: Path, tmp_path: Path) -> None:
-    """One look finds more than one error; rows are encoded by each side with its own settings."""
+    """One start finds several errors. Each side encodes rows with its own settings."""
     trains = training(assets, folder, *SERVED, "--callbacks", "diversty", "--tool_timeout", "0")
     served = Source("rollout", server_argv(assets, "--seed", "-1", "--max_pixels", "784"), {})
     said = said_of(tmp_path, trains, served)

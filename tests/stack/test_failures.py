@@ -44,8 +44,8 @@ def replicas_of(samples: Samples, step: int) -> set[str]:
 def test_a_run_goes_on_and_a_lost_replica_comes_back(
     assets: Path, rows: Path, reference: Samples, tmp_path: Path
 ) -> None:
-    """In round 0 replica 1 raises, in round 1 it is killed; in round 2 it draws with new weights.
-    Training goes on from round 1 once it has started anew. Ctrl-C then ends all of the server."""
+    """Replica 1 raises in round 0, is killed in round 1, and generates with new weights in round 2.
+    The training waits in step 1 until the replica has restarted. Ctrl-C ends the whole server."""
     server = server_argv(assets, *("--vllm_data_parallel_size", "2"), plugins=[FAULTY])
     kinds = faults(
         {"step": 0, "replica": 1, "kind": "raise"}, {"step": 1, "replica": 1, "kind": "kill"}
@@ -78,7 +78,8 @@ def test_a_run_goes_on_and_a_lost_replica_comes_back(
 def test_servers_are_lost_one_by_one(
     assets: Path, rows: Path, reference: Samples, tmp_path: Path
 ) -> None:
-    """The second server hangs in round 1, the first is killed in round 2: none is left."""
+    """The second server hangs in round 1, the first is killed in round 2. With none left, the run
+    ends within its bound."""
     hangs = faults({"step": 1, "kind": "hang"})
     lost_at = tmp_path / "lost_at"
     is_killed = faults({"step": 2, "kind": "kill", "noted": str(lost_at)})
@@ -103,7 +104,7 @@ def test_servers_are_lost_one_by_one(
 def test_samples_that_nobody_could_score_are_recorded(
     assets: Path, rows: Path, tmp_path: Path
 ) -> None:
-    """A reward function raises on rank 1 in step 1: the round's samples of both ranks are there."""
+    """A reward function raises on rank 1 in step 1: the record has that round of both ranks."""
     env = faults({"trainer": "raise", "step": 1, "rank": 1})
     argv = ("--vllm_mode", "colocate", *FATE)
     finished = train_with_faults(assets, rows, tmp_path, *argv, ranks=2, env=env)
@@ -116,8 +117,8 @@ def test_samples_that_nobody_could_score_are_recorded(
 
 
 def test_a_run_that_hangs_says_who_waits_for_whom(assets: Path, rows: Path, tmp_path: Path) -> None:
-    """In round 0 rank 1's reward sleeps, in round 1 the replica is stopped, in round 2 rank 1; each
-    for 20 seconds, where reports come after 6."""
+    """Rank 1's reward sleeps in round 0, the replica is stopped in round 1, rank 1 is stopped in
+    round 2, for 20 seconds each. Reports come after 6 seconds."""
     minutes = {"STALL_MINUTES": "0.1"}
     server = server_argv(assets, plugins=[FAULTY])
     env = minutes | faults({"step": 1, "kind": "pause"})
@@ -144,8 +145,8 @@ def test_a_run_that_hangs_says_who_waits_for_whom(assets: Path, rows: Path, tmp_
 def test_trainer_and_server_come_back(
     assets: Path, rows: Path, reference: Samples, tmp_path: Path
 ) -> None:
-    """Rank 1 is killed in step 1: all ranks end. The run is resumed against the same server, on the
-    same ports; while it trains step 1, the server is killed and started anew."""
+    """Rank 1 is killed in step 1, and all ranks end. The run is resumed with the same server and
+    ports; in step 1 the server is killed and restarted."""
     server = server_argv(assets)
     saving = ("--save_strategy", "steps", "--save_steps", "1", *FATE)
     with ExitStack() as first_start, ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""A model that answers with `<|image_pad|>`, and with nothing else, if it is let."""
+"""A model that would answer with `<|image_pad|>` alone, and one that names no placeholders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMAGE_PAD = 151655
 
 @pytest.fixture(scope="module")
 def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its first token is `<|image_pad|>` with probability 1; no other is likelier than the rest."""
+    """A model whose first token is `<|image_pad|>` with probability 1; others are equally likely."""
     folder = write_speller(
         assets / "tiny_vlm",
         tmp_path_factory.mktemp("placeholder") / "model",
@@ -47,12 +47,12 @@ def test_a_placeholder_of_probability_1_is_never_sampled(
     assert all(drawn)
     assert not any(IMAGE_PAD in token_ids for token_ids in drawn)
     if use_vllm:
-        # The softmax is over the other tokens on both sides.
+        # Both sides compute the softmax over the other tokens.
         assert [s["rollout_gap/max"] < SAME for s in logged_steps(tmp_path / "run")] == [True] * 2
 
 
 def test_a_model_that_names_nothing_trains_as_in_ms_swift(assets: Path, tmp_path: Path) -> None:
-    """A line says what it goes without."""
+    """One warning names what the model lacks."""
     rows = rounds.write_lines(tmp_path / "rows.jsonl", rounds.digits(assets, range(3)))
     plugins = ("tests/stack/nameless.py",)
     finished = rounds.run_training(assets, rows, tmp_path, *rounds.LEARNING, plugins=plugins)

@@ -1,4 +1,4 @@
-"""Every preset starts as the real `swift rlhf` and `swift rollout` do, up to template and data."""
+"""Presets pass the real start of `swift rlhf` and `swift rollout`, up to template and data."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.stack
 
 PRESETS = sorted((ROOT / "examples/presets").glob("*.yaml"))
 ELSEWHERE = ("sleep_level", "reward_funcs")
-"""Presets of GPU machines let their engines sleep; rewards want rows of their own."""
+"""Settings that fail here: engines sleep on GPUs alone, and rewards want other rows."""
 
 
 def here(preset: Path, assets: Path, folder: Path) -> Source:
     """Return a preset with the tiny model and the digits in place of its own."""
     settings = yaml.safe_load(preset.read_text(encoding="utf-8"))
     if deepspeed := settings.pop("deepspeed", None):
-        # It needs accelerators; what ms-swift would read is there all the same.
+        # DeepSpeed needs accelerators, so assert only that ms-swift has the named file.
         assert (Path(swift.__file__).parent / f"config/{deepspeed}.json").is_file()
     argv = ["--model", str(assets / "tiny_vlm"), "--torch_dtype", "float32"]
     if "model_type" not in settings:  # the presets' own models are known by their names

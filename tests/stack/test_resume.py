@@ -1,4 +1,5 @@
-"""`--full_determinism true`: a run that was killed and resumed is one that was not, bit for bit."""
+"""`--full_determinism true`: a run that is killed and resumed equals an uninterrupted one, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def weights_of(checkpoint: Path) -> dict[str, str]:
-    """Digests of all weights in a checkpoint, and of the optimizer's state."""
+    """Return digests of all weights of a checkpoint, and of the optimizer's state."""
     tensors: dict[str, torch.Tensor] = {}
     for file in checkpoint.glob("*.safetensors"):
         tensors |= load_file(file)
@@ -79,7 +80,7 @@ def drawn(samples: Samples) -> dict[str, Any]:
 def assert_same_killed_and_resumed(
     whole: Path, folder: Path, *of_training: Any, argv: Sequence[str], **counts: Any
 ) -> Finished:
-    """A run is killed after two steps, and resumed for two more: each has the tokens,
+    """Kill a run after two steps, and resume it for two more. Assert that it has the tokens,
     log-probabilities, losses, gradients, weights and optimizer's state of the whole run."""
     killed, resumed = folder / "killed", folder / "resumed"
     train_and_kill(killed, 2, *of_training, killed, *argv, **counts)
@@ -116,7 +117,7 @@ def assert_same_killed_and_resumed(
 def test_colocated(
     way: str, assets: Path, learning_rows: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """At its end, the run loads its best weights."""
+    """At its end the run loads its best weights."""
     ranks, argv = WAYS[way]
     whole = request.getfixturevalue(f"learned_{way}")
     argv = (*LEARNING, *argv, *best_argv(learning_rows, ranks))
@@ -130,7 +131,7 @@ def test_colocated(
 
 @pytest.mark.extra
 def test_served_by_two_replicas(assets: Path, learning_rows: Path, tmp_path: Path) -> None:
-    """To two ranks, by engines that take no step before they have all requests."""
+    """Two ranks train. The engines take no step before they have all requests of a round."""
     server = server_argv(assets, "--vllm_data_parallel_size", "2")
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     counts = {"ranks": 2, "steps": LEARNED_STEPS}

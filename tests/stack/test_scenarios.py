@@ -1,4 +1,4 @@
-"""Every other way of drawing rounds: the same seeds, the right rows, nothing lost."""
+"""Other kinds of rounds: several steps a round, evaluations, dynamic sampling, rows left out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def of_phase(samples: Samples, phase: str) -> Samples:
 
 @pytest.fixture
 def mixed_rows(assets: Path, tmp_path: Path) -> Path:
-    """Rows with one image, two images, a video, and no media at all; same words, other images."""
+    """Rows with one image, two images, a video and no media; some differ by their images alone."""
     rows = digits(assets, range(8))
     images = [row["images"][0] for row in rows]
     rows[1]["images"] = images[:2]
@@ -61,7 +61,7 @@ def mixed_rows(assets: Path, tmp_path: Path) -> Path:
 def test_long_rounds_lora_eval_and_mixed_media(
     assets: Path, mixed_rows: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round serves two steps; a run resumes in the middle of one, with other eval batches."""
+    """A round serves two steps. A run resumes in the middle of a round, with other batches."""
     monkeypatch.setenv("VIDEO_MIN_TOKEN_NUM", "16")  # frames keep the size of a digit
     argv = [
         *(*LORA, "--per_device_train_batch_size", "8", "--steps_per_generation", "2"),
@@ -82,7 +82,7 @@ def test_long_rounds_lora_eval_and_mixed_media(
     assert len(of_rows) == 8, "not every row came"
 
     resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-3"))
-    # Other batches in every respect: of evaluation, and of what vLLM computes in a step.
+    # Other batches of evaluation, and other steps of vLLM.
     argv += [*resume, "--per_device_eval_batch_size", "12", *SHORT_STEPS]
     second = train(assets, mixed_rows, tmp_path / "b", *argv, steps=4)
     assert names_of_rounds(second) == {"2.0"}
@@ -91,8 +91,8 @@ def test_long_rounds_lora_eval_and_mixed_media(
 
 
 def test_dynamic_sampling_and_scores(assets: Path, rows: Path, tmp_path: Path) -> None:
-    """Two rounds a step, each with two rounds that fill it up; on one rank as on two. Each sample's
-    scores and fate are in the record, also of those that were dropped."""
+    """A step has two rounds, each with two more that replace dropped groups; one rank and two have
+    the same samples. The record has the scores and the fate of all, dropped ones too."""
     argv = [
         *("--dynamic_sample", "true", "--max_resample_times", "3"),
         *("--reward_funcs", "odd_groups", "silent", "--reward_weights", "1.0", "2.0"),
@@ -131,8 +131,8 @@ def test_dynamic_sampling_and_scores(assets: Path, rows: Path, tmp_path: Path) -
 def test_what_dynamic_sampling_keeps_follows_from_names(
     assets: Path, rows: Path, tmp_path: Path
 ) -> None:
-    """A resumed run, which draws other waves, and three ranks with two replicas of a server train
-    on the same samples. One in three groups is kept: the first wave of step 1 has two rounds."""
+    """A resumed run, whose waves have other sizes, and three ranks with two replicas train on the
+    same samples. One in three groups is kept, so the first wave of step 1 has two rounds."""
     argv = [
         *("--dynamic_sample", "true", "--max_resample_times", "3"),
         *("--reward_funcs", "odd_groups"),
@@ -166,7 +166,8 @@ def test_what_dynamic_sampling_keeps_follows_from_names(
 def test_completions_that_are_all_cut_and_rows_that_fill_no_batch(
     assets: Path, tmp_path: Path
 ) -> None:
-    """A training that trains nothing goes on; an evaluation that leaves rows out says so once."""
+    """A training with nothing to learn from goes on. One warning counts the rows that an evaluation
+    leaves out."""
     rows = digits(assets, range(12))
     evaluated = write_lines(tmp_path / "val.jsonl", rows[:5])
     finished = run_training(

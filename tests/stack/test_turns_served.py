@@ -40,7 +40,7 @@ EVENTFUL = (
 
 @pytest.fixture(scope="module")
 def undisturbed(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    """Two rounds of conversations, colocated on one rank."""
+    """Two rounds of conversations on one colocated rank."""
 
     def make(folder: Path) -> Samples:
         return train(assets, rows, folder, *ASK_AGAIN, steps=2)
@@ -57,7 +57,7 @@ def assert_same_turns(samples: Samples, undisturbed: Samples, step: int) -> None
 
 
 def plan(folder: Path, *events: dict[str, Any]) -> dict[str, str]:
-    """What is to happen from now on, and the environment of a server that meets it."""
+    """Write the events that happen from now on; return the environment of a server."""
     folder.mkdir(exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(events))
     return {"TURNS": str(folder)}
@@ -66,8 +66,8 @@ def plan(folder: Path, *events: dict[str, Any]) -> dict[str, str]:
 def test_an_engine_then_a_server_is_killed(
     assets: Path, rows: Path, undisturbed: Samples, tmp_path: Path
 ) -> None:
-    """Server 0 loses its engine in turn 2 of round 0, says so, and is back in round 1, in whose
-    turn 2 server 1 is killed: each time the conversations go on elsewhere."""
+    """Server 0 loses its engine in turn 2 of round 0, reports it, and is back in round 1. In turn 2
+    of round 1 server 1 is killed. Each time the conversations go on at the other server."""
     eventful = server_argv(assets, *EVENTFUL, plugins=["tests/stack/turns.py"])
 
     def dies(kind: str, step: int) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def test_an_engine_then_a_server_is_killed(
 def test_slow_and_failing_tools_and_a_trainer_that_leaves(
     assets: Path, rows: Path, undisturbed: Samples, tmp_path: Path
 ) -> None:
-    """One server, which meets four trainings, at a --rollout_timeout that its tools exceed."""
+    """Three trainings use one server; its tools take longer than its --rollout_timeout."""
     folder = tmp_path / "turns"
     slow = {"sample": "train-0.0-1-2", "turn": 1, "kind": "slow", "seconds": 45}
     fails = {"sample": "train-1.0-2-3", "turn": 1, "kind": "raises"}
@@ -134,7 +134,7 @@ def test_slow_and_failing_tools_and_a_trainer_that_leaves(
     ):
         argv = (*FATE, *client_argv(port), "--rollout_timeout", "120")
         start = partial(train_with_faults, assets, rows)
-        # A tool takes long; the engine is killed between the rounds; the next round's tool raises.
+        # Round 0 has a slow tool; then the engine is killed; a tool of round 1 raises.
         training = pool.submit(start, tmp_path / "a", *argv, env=waits, steps=2)
         try:
             wait_until((tmp_path / "waiting").exists, training)
@@ -169,7 +169,7 @@ def test_slow_and_failing_tools_and_a_trainer_that_leaves(
         left = time.time()
         assert training.result().returncode != 0
 
-        # A tool does not come back: the run ends in time, and names it.
+        # A tool does not return: the run ends in time, and names it.
         plan(folder, {**slow, "kind": "endless", "seconds": 1000})
         finished = start(tmp_path / "c", *argv, steps=1)
         assert float((folder / "endless").read_text()) - left < 60
@@ -181,7 +181,7 @@ def test_slow_and_failing_tools_and_a_trainer_that_leaves(
 
 
 def end_training(folder: Path) -> None:
-    """Kill the processes that write into a training's log."""
+    """Kill the processes that write to a training's log."""
     log = str(folder / "log")
     for process in psutil.process_iter():
         with suppress(psutil.Error):

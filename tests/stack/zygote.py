@@ -128,8 +128,8 @@ def _command_of_swift(argv: Sequence[str]) -> list[str]:
 
 
 def _ranks_of(argv: list[str]) -> tuple[list[str], list[dict[str, str]]]:
-    """Turn `python -m torch.distributed.run --name value ... FILE ...` into `python FILE ...` and the
-    variables that torchrun sets for each rank. Rank 0 opens the store."""
+    """Turn `python -m torch.distributed.run --name value ... FILE ...` into `python FILE ...`, and
+    return it with the variables that torchrun sets for each rank. Rank 0 opens the store."""
     if "torch.distributed.run" not in argv:
         return argv, [{}]
     first = 3
