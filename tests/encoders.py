@@ -1,4 +1,4 @@
-"""Rows encoded on both sides, as `check` does, from settings alone: no training is started."""
+"""Encodes rows as rollout and training do, and as `check` does, without a training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_TRAININGS = {
 
 
 class BothSides:
-    """The template of a training and its engine, or that of servers with settings of their own."""
+    """A training's template and its engine, or an engine of servers with other settings."""
 
     def __init__(self, rollout: dict[str, Any] | None = None, **settings: Any) -> None:
         self.args, self.template = _start(settings)
@@ -48,13 +48,13 @@ class BothSides:
         return encoding_error(self.template, row, self.ask([]).max_model_len)
 
     def process(self, request: RolloutInferRequest) -> Any:
-        """What vLLM's core would get of a request."""
+        """Return the request that vLLM's core would get."""
         [inputs], _ = self.engine._batch_encode([request], strict=True)
         config = self.engine._prepare_generation_config(RequestConfig(max_tokens=1))
         return self.engine._add_request(inputs, config, "1")
 
     def encode(self, row: Row) -> tuple[RolloutPrompt, str]:
-        """The engine's prompt, and how the training's differs."""
+        """Return the engine's prompt, and how the training's prompt differs from it."""
         [prompt] = self.ask([sample_of(self.template, row).to_infer_request()]).prompts
         if isinstance(prompt, str):
             raise ValueError(prompt)

@@ -1,4 +1,4 @@
-"""The bench of whole steps: its models, and what it asks of ms-swift on a GPU, where none is."""
+"""The bench of whole steps: its models, and its settings for a GPU, checked without one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The command's module, which finds its neighbours in its own folder."""
+    """The command's module; it imports others of its folder."""
     monkeypatch.syspath_prepend(ROOT / "scripts/bench")
     import step
 
@@ -71,7 +71,7 @@ def test_large_models_are_drawn_as_transformers_draws_them(tmp_path: Path) -> No
 
 
 def arguments(step: Any, *words: str) -> dict[str, list[str]]:
-    """Return the values of each flag of a training's command line; the last one counts."""
+    """Return the values of each flag of a training's command line. The last occurrence counts."""
     options = step.parse(step.GPU, ["--size", "3b", *words])
     options.model = Path("/model")
     argv = step.swift_argv("ours", options, step.GPU, Path("/rows.jsonl"), 256)
@@ -133,6 +133,6 @@ def test_ways_take_turns_in_an_order_that_rotates() -> None:
     found = interleave({way: partial(turn, way, 0.0) for way in "ab"}, 2, "turns")
     assert turns == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
     assert found == {way: [{"seconds": 1.0}, {"seconds": 2.0}] for way in "ab"}
-    # Where there was no time for more, the repetition that warmed up counts.
+    # Without time for more, the repetition that warms up counts.
     found = interleave({"a": partial(turn, "a", 0.02)}, 2, "turns", max_seconds=0.01)
     assert found == {"a": [{"seconds": 0.0}]}

@@ -1,7 +1,7 @@
-"""`scripts/launch.sh` with a `swift` that only listens, or only waits: each way that it can end.
+"""`scripts/launch.sh` ends in each way that it should, with a stand-in for `swift`.
 
-The stand-in starts a stray process in a session of its own, as torchrun and vLLM do. The real
-`swift` is launched in `tests/stack/test_launch.py`.
+The stand-in also starts a stray process in another session, as torchrun and vLLM do.
+`tests/stack/test_launch.py` launches the real `swift`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARKER = "LAUNCH_SCRIPT_TEST"
 PRESET = "examples/presets/server_2x6_lora"
 STAND_IN = f"""#!{sys.executable} -S
 import os, sys
-if sys.argv[1] == "rollout":  # before slow imports: a launch may wait for two seconds only
+if sys.argv[1] == "rollout":  # before slow imports: one launch waits for two seconds only
     port = int(sys.argv[sys.argv.index("--port") + 1])
     how = os.environ.get(f"SERVER_{{port % 10}}", "ok")
     print(f"a server that is {{how}}", flush=True)
@@ -73,7 +73,8 @@ CHECK = """#!/bin/sh
 [ -z "$CHECKED" ] || echo "$@" >"$CHECKED"
 [ -z "$REFUSAL" ] || { echo "$REFUSAL"; exit 1; }
 """
-"""In place of `swift-grpo-ext check`, which would miss the GPUs and the packages of the preset."""
+"""Stands for `swift-grpo-ext check`, which would refuse the preset for want of GPUs and packages.
+"""
 
 
 @dataclass
@@ -93,9 +94,9 @@ class Launch:
             assert self.process.poll() is None, self.output
             time.sleep(0.1)
 
-    def end(self, seconds: float = 120) -> int:
-        """The exit status, once nothing is left of it."""
-        status = self.process.wait(seconds)
+    def end(self) -> int:
+        """Return the exit status; assert that no process is left."""
+        status = self.process.wait(120)
         left = family(self.marker)
         assert left == [], [process.cmdline() for process in left]
         return status
@@ -112,8 +113,8 @@ def family(marker: str) -> list[psutil.Process]:
 
 
 def free_ports() -> int:
-    """The first, with a 0 at its end, of two free ports: above those of `processes.free_port`,
-    below those that the kernel hands out."""
+    """Return the first of two free ports; its last digit is 0. They lie above those of
+    `processes.free_port` and below those that the kernel hands out."""
     for port in range(32_000 + os.getpid() % 30 * 10, 32_760, 10):
         with suppress(OSError), socket.socket() as one, socket.socket() as two:
             one.bind(("127.0.0.1", port))
@@ -170,7 +171,7 @@ ENDINGS: dict[str, tuple[tuple[str, ...], dict[str, str], int, bool, str]] = {
     "uneven": (("--rollout-gpus", "0,1,9", *TWO), {}, 1, False, "0 1 9 cannot be shared evenly"),
     "one GPU for both": (("--train-gpus", "1-3", PRESET), {}, 1, False, "GPU 1 stands in"),
 }
-"""Arguments, environment, exit status, whether the training was started, and what is said."""
+"""Arguments, environment, exit status, whether the training starts, and a part of the output."""
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -195,7 +196,7 @@ def test_nothing_is_started_that_check_refuses(tmp_path: Path) -> None:
 
 
 def test_the_servers_api_key_reaches_the_training_by_its_netrc(tmp_path: Path) -> None:
-    """And stands in no log, no command line and no file."""
+    """No log, command line or file has it."""
     own, temporary, found = tmp_path / "netrc", tmp_path / "tmp", tmp_path / "found"
     own.write_text("machine hub login me password mine\nmachine 127.0.0.1 login me password old")
     temporary.mkdir()
@@ -239,7 +240,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 
 
 def test_torchrun_gets_a_port_that_nobody_holds(tmp_path: Path) -> None:
-    """Its own default is one for all: the second training on a machine died."""
+    """torchrun's default port is the same for all: the second training on a machine died."""
     with ExitStack() as held:
         with suppress(OSError):  # another training may hold it
             held.enter_context(socket.create_server(("127.0.0.1", 29500)))

@@ -21,7 +21,8 @@ IMAGE_PAD = 151655
 
 @pytest.fixture(scope="module")
 def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose first token is `<|image_pad|>` with probability 1; others are equally likely."""
+    """A model whose first token is `<|image_pad|>` with probability 1; others are equally
+    likely."""
     folder = write_speller(
         assets / "tiny_vlm",
         tmp_path_factory.mktemp("placeholder") / "model",

@@ -79,7 +79,8 @@ def test_a_completion_ends_where_it_must(
 def test_vllm_makes_text_only_where_a_stop_string_is_looked_for_in_it(
     drawn: dict[str, Any],
 ) -> None:
-    """T6: stop tokens, stop strings that are special tokens, and the template's own need no text."""
+    """T6: stop tokens, stop strings that are special tokens, and the template's own need no
+    text."""
     for case in CASES:
         needs_text = not all(word in ("<|box_start|>", NEW_TOKEN) for word in case.words)
         for include in (True, False):
