@@ -1,4 +1,4 @@
-"""Runs as a training leaves them, for tests of the report."""
+"""Runs with the monitor's rows, for tests of the viewer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_run(folder: Path, rounds: Sequence[list[SampleRow]]) -> list[DiversityR
 
 
 def frozen_rounds() -> list[list[SampleRow]]:
-    """Round 2 generates what round 0 generated."""
+    """Return three rounds; round 2 has the tokens of round 0."""
     ids = [[i * 100 + k for k in range(40)] for i in range(4)]
     others = [[5000 + i * 100 + k for k in range(40)] for i in range(4)]
     return [

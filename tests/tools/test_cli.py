@@ -1,4 +1,4 @@
-"""`swift-grpo-ext`: what each command is given, its version, and the flags that it lists."""
+"""`swift-grpo-ext`: the options of each command, its version, and its list of flags."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ COMMANDS: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
         },
     ),
 }
-"""What runs a command, its shortest command line with its options, and one with all of them."""
+"""By command: its function, its shortest command line, and one with all options, each with the
+parsed options."""
 
 REST = ["--seed", "1"]
 

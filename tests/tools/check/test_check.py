@@ -1,4 +1,4 @@
-"""`swift-grpo-ext check` is green on a good machine, and red, with a remedy, for each fault."""
+"""`swift-grpo-ext check` names each fault of a machine, with a remedy; its command and output."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ GPU = {"vllm": "0.32.0"}
 
 
 def assert_says(findings: Iterable[Finding], expected: str) -> None:
-    """Hold findings against the beginning of their text, and parts of it behind `...`; "" expects
-    none."""
+    """Assert that the findings' text begins so, and has the parts after `...`; "" expects none."""
     text = "\n".join(f"{finding.level}: {finding.sentence}" for finding in findings)
     beginning, *parts = expected.split("...")
     assert text.startswith(beginning), text

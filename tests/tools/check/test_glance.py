@@ -1,4 +1,4 @@
-"""What shows at once: settings as they are written must hold together, names and files be there."""
+"""Checks of written settings before any slow import: they fit together, names and files exist."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_preset_holds_together(name: str) -> None:
 def changed(
     name: str, training: dict[str, Any], rollout: dict[str, Any], folder: Path
 ) -> list[str]:
-    """Return what is said of a preset with other settings; `None` leaves a setting out."""
+    """Return the findings of a preset with other settings; `None` leaves a setting out."""
     for suffix, changes in ((".train", training), (".rollout", rollout), ("", training)):
         file = FOLDER / f"{name}{suffix}.yaml"
         if file.is_file():
@@ -135,7 +135,7 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_glance_imports_nothing_that_takes_long(tmp_path: Path) -> None:
-    """It was 30 seconds before a file that is not there was named."""
+    """With its imports it took 30 seconds to name a missing file."""
     (tmp_path / "run.yaml").write_text("num_generation: 8")
     code = "import sys; from swift_grpo_ext.tools.cli import main; print(main(sys.argv[1:]))"
     loaded = (
@@ -152,7 +152,7 @@ def test_a_glance_imports_nothing_that_takes_long(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("side", COMMANDS)
 def test_names_of_flags_are_known_without_ms_swift(side: Side) -> None:
-    """They are read from its source, for it takes ten seconds to import."""
+    """They are read from ms-swift's source: its import takes ten seconds."""
     from swift.arguments import RLHFArguments, RolloutArguments
 
     from swift_grpo_ext.command_line import EXTENDED, Parser
@@ -177,7 +177,7 @@ def test_names(name: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) 
     if expected:
         monkeypatch.setattr(glance, "SOURCES", glance.SOURCES[:2])
         monkeypatch.setattr(glance, "upstream_flags", glance.upstream_flags.__wrapped__)
-        # A class that is not found leaves names to the parser.
+        # If a class is not found in the source, the parser checks names later.
         assert said(check_names("training", [name])) == []
 
 

@@ -1,4 +1,4 @@
-"""Pages as HTML: the words, numbers, and the page that is saved."""
+"""The HTML of pages: words, numbers, and the saved page."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_rounds_lead_to_their_neighbours(tmp_path: Path) -> None:
 
 
 def test_all_words_are_there_in_both_languages() -> None:
-    """Each key that a template names has words, all words are used, and have Chinese in them."""
+    """Each key in a template has words, and all words are used and exist in Chinese."""
     chinese = re.compile(r"[一-鿿]")
     assert {k for k, (_, text) in words().items() if not chinese.search(text)} == {"language"}
     texts = [path.read_text(encoding="utf-8") for path in (HERE / "templates").iterdir()]
