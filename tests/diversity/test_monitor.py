@@ -234,19 +234,6 @@ def test_flags_reach_the_analysis(tmp_path: Path) -> None:
         assert run.records[0].log10_p == pytest.approx(math.log10(2 * 2**-bits), abs=1e-5)
 
 
-def test_a_resumed_session_replaces_from_its_step_on(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    for step in range(3):
-        run.step(group_of([step], [9], step=step))
-    run.recorder.flush()
-    resumed = Run(tmp_path, start_step=1)
-    assert [r.round.step for r in resumed.records] == [0, 1, 2]
-    resumed.step(group_of([1], [8], step=1))
-    assert [r.round.step for r in resumed.records] == [0, 1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["diversity", "samples"]
-    assert [path.suffix for path in (tmp_path / "samples").iterdir()] == [".lock"] * 2
-
-
 def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Path) -> None:
     """With `--async_generate` the next round may have arrived when a round is gathered, or when it
     is scored."""

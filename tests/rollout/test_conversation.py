@@ -68,14 +68,6 @@ def note(conversation: Conversation, asked: RolloutInferRequest, answer: Answer 
     conversation.record(asked, turn)
 
 
-def test_a_turn_holds_what_the_engine_saw_and_gave() -> None:
-    note(conversation := Conversation(), request("?"))
-    [made] = conversation.turns
-    assert ([made.completion], made.prompt) == ANSWER
-    assert (made.sample_id, made.fingerprint) == (FIRST, "print 0")
-    assert (made.engine_seconds, made.tool_seconds) == (1.0, 2.0)
-
-
 def test_a_sample_has_what_its_conversations_end_says() -> None:
     """Seed and replica of the last answer; a turn without room has none, and no stop."""
     note(conversation := Conversation(), request("?"))

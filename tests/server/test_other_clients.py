@@ -94,11 +94,3 @@ def test_engine_mode_leaves_all_seeds_alone() -> None:
     deployed = Deployed(Replica(), rollout_seed_mode="engine")
     for config in ({}, {"seed": 5}):
         assert [m.seed_of(0) for m in served(deployed, asked("a", "b"), **config)] == [None, None]
-
-
-def test_a_refused_call_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SWIFT_ALLOW_INTERNAL_URL", raising=False)
-    deployed = Deployed(Replica())
-    body = {"infer_requests": asked("a", images=["http://10.0.0.1/x.png"])}
-    assert TestClient(deployed.app).post("/infer/", json=body).status_code == 400
-    assert [m.sample_id.step for m in served(deployed, asked("a"))] == [0]
