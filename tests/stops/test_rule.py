@@ -1,4 +1,5 @@
-"""The cutting rule, against brute force on small alphabets and against exact cases."""
+"""The cutting rule against brute force on a small alphabet, and by exact cases. `tests/stack` has a
+table of stop strings on real engines."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ stop_settings = st.builds(
 
 
 def by_brute_force(token_ids: list[int], stops: Stops) -> tuple[int, str, object]:
-    """Tokens kept, text and reason, looking at the text after each token and at every character."""
+    """Return kept tokens, text and reason, by a look at every character of the text after each
+    token."""
     for num_tokens in range(1, len(token_ids) + 1):
         text = decode(token_ids[:num_tokens])
         for end in range(1, len(text) + 1):
