@@ -1,4 +1,4 @@
-"""How samples scored: recorded once, with the samples' names, over ranks, rounds and sessions."""
+"""Scores are recorded once, with the samples' names, over ranks and rounds."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_functions_that_gave_nothing_or_share_a_name() -> None:
 
 
 def test_what_dynamic_sampling_drops_has_a_score() -> None:
-    """Each of two ranks draws a group, then another; ms-swift trains on group 1 and 2, and gives
-    rank 0 the samples that rank 1 drew."""
+    """Each of two ranks generates a group twice. ms-swift trains on groups 1 and 2, and rank 0 gets
+    samples that rank 1 generated."""
     recorded: dict[int, list[RewardRow]] = {}
 
     def work(rank: int, gather: Gather) -> None:
@@ -144,7 +144,7 @@ def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:
             **{"advantage": 0.5, "gap_mean": 0.3984375, "gap_max": 1.0},
             "gaps": [(0, 0.5), (1, 1.0)],  # positions in the completion; the greatest two
         },
-        # It has more tokens than training saw: their positions are not known.
+        # It has more tokens than the training saw, so positions are not known.
         second.sample_id: {"advantage": -1.5, "gap_mean": 0.25, "gap_max": 0.25},
         third.sample_id: {"advantage": 0.0},
     }
