@@ -60,7 +60,7 @@ class BothSides:
             raise ValueError(prompt)
         return prompt, difference(self.template, sample_of(self.template, row), prompt)
 
-    def said(self, rows: list[Row]) -> list[str]:
+    def check(self, rows: list[Row]) -> list[str]:
         found = check_encoding(self.args, self.template, [rows], self.ask)
         return [f"{f.level}: {f.sentence}".replace("--dataset: ", "") for f in found]
 
@@ -70,11 +70,11 @@ def _start(settings: dict[str, Any]) -> tuple[Any, Any]:
 
     apply(Moment.TRAINING)
     others = {**OF_ENGINES, **OF_TRAININGS}
-    of_template = {n: v for n, v in settings.items() if n not in others}
+    template_settings = {n: v for n, v in settings.items() if n not in others}
     if "truncation_strategy" in settings:
-        of_template["truncation_strategy"] = settings["truncation_strategy"]
+        template_settings["truncation_strategy"] = settings["truncation_strategy"]
     own = {"load_args": False, "remove_unused_columns": False}  # as trainings have them
-    args = BaseArguments(**{"truncation_strategy": "left", **of_template, **own})
+    args = BaseArguments(**{"truncation_strategy": "left", **template_settings, **own})
     template = args.get_template()
     template.set_mode("train")
     given = {name: settings.get(name, value) for name, value in others.items()}

@@ -88,17 +88,17 @@ def arguments(step: Any, *words: str) -> dict[str, list[str]]:
 def test_a_gpu_is_asked_for_what_pays_there(step: Any) -> None:
     options = step.parse(step.GPU, [])
     assert (options.image_sides, options.max_tokens) == ((1024,), (256, 1024))
-    asked = arguments(step)
+    flags = arguments(step)
     known = {f.name for cls in (RLHFArguments, ExtFlags) for f in dataclasses.fields(cls)}
-    assert asked.keys() <= known
-    graphs = json.loads(asked["vllm_engine_kwargs"][0])["compilation_config"]
+    assert flags.keys() <= known
+    graphs = json.loads(flags["vllm_engine_kwargs"][0])["compilation_config"]
     assert (graphs["mode"], graphs["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
     assert graphs["cudagraph_capture_sizes"] == [8, 16, 24, 32]
-    assert "vllm_enforce_eager" not in asked
-    assert asked["torch_dtype"] == ["bfloat16"]
-    assert asked["sleep_level"] == ["1"]
-    assert asked["gradient_checkpointing"] == ["true"]
-    assert "use_cpu" not in asked
+    assert "vllm_enforce_eager" not in flags
+    assert flags["torch_dtype"] == ["bfloat16"]
+    assert flags["sleep_level"] == ["1"]
+    assert flags["gradient_checkpointing"] == ["true"]
+    assert "use_cpu" not in flags
     eager = arguments(step, "--eager", "--", "--attn_impl", "eager")
     assert (eager["vllm_enforce_eager"], eager["attn_impl"]) == (["true"], ["eager"])
     assert "vllm_engine_kwargs" not in eager

@@ -94,8 +94,8 @@ def test_a_wrong_call_of_a_tool_brings_a_crop_once(tmp_path: Path) -> None:
     assert not scheduler.check_finished(request, wrong, 1)
     assert scheduler.check_finished(request, wrong, 2)
     assert scheduler.step(request, wrong, 1) == {"infer_request": request}
-    [told] = request.messages
-    assert told == {"role": "tool", "content": "3: no. There is no image to look at."}
+    [answer] = request.messages
+    assert answer == {"role": "tool", "content": "3: no. There is no image to look at."}
     Image.linear_gradient("L").save(path := tmp_path / "image.png")
     content = base64.b64encode(path.read_bytes()).decode()
     crops = []

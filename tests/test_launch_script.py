@@ -30,18 +30,18 @@ STAND_IN = f"""#!{sys.executable} -S
 import os, sys
 if sys.argv[1] == "rollout":  # before slow imports: one launch waits for two seconds only
     port = int(sys.argv[sys.argv.index("--port") + 1])
-    how = os.environ.get(f"SERVER_{{port % 10}}", "ok")
-    print(f"a server that is {{how}}", flush=True)
+    mode = os.environ.get(f"SERVER_{{port % 10}}", "ok")
+    print(f"a server that is {{mode}}", flush=True)
 import http.server, json, netrc, signal, subprocess, time
 TRAINING_HAS_BEGUN = os.path.join(os.path.dirname(__file__), "begun")
 subprocess.Popen(["sleep", "1000"], start_new_session=True)
 if sys.argv[1] == "rollout":
     assert os.environ.get("VLLM_API_KEY") == os.environ.get("KEY_OF_SERVERS")
-    if how == "dead":
+    if mode == "dead":
         sys.exit(4)
-    if how == "deaf":
+    if mode == "deaf":
         time.sleep(1000)
-    if how == "stubborn":
+    if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -49,7 +49,7 @@ if sys.argv[1] == "rollout":
             self.end_headers()
     server = http.server.HTTPServer(("127.0.0.1", port), Handler)
     server.timeout = 1
-    while how != "mortal" or not os.path.exists(TRAINING_HAS_BEGUN):
+    while mode != "mortal" or not os.path.exists(TRAINING_HAS_BEGUN):
         server.handle_request()
     print("last words", flush=True)
     sys.exit(5)
@@ -176,10 +176,10 @@ ENDINGS: dict[str, tuple[tuple[str, ...], dict[str, str], int, bool, str]] = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_how_it_ends(ending: str, tmp_path: Path) -> None:
-    argv, env, status, has_trained, said = ENDINGS[ending]
+    argv, env, status, has_trained, text = ENDINGS[ending]
     with launched(tmp_path, *argv, **env) as run:
         assert run.end() == status
-    assert said in run.output
+    assert text in run.output
     assert (f"[train] training {PRESET}.train.yaml" in run.output) == has_trained
 
 
@@ -191,8 +191,8 @@ def test_nothing_is_started_that_check_refuses(tmp_path: Path) -> None:
         assert run.end() == 1
     assert "acuracy: is unknown" in run.output
     assert "[server0]" not in run.output
-    asked = "check --quiet --gpus 0,1,2,3,4 --ranks 3 --model m"
-    assert checked.read_text() == f"{asked} {PRESET} -- --dataset rows.jsonl --seed 1\n"
+    command = "check --quiet --gpus 0,1,2,3,4 --ranks 3 --model m"
+    assert checked.read_text() == f"{command} {PRESET} -- --dataset rows.jsonl --seed 1\n"
 
 
 def test_the_servers_api_key_reaches_the_training_by_its_netrc(tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_the_servers_api_key_reaches_the_training_by_its_netrc(tmp_path: Path) -
     [("a server that is", signal.SIGINT, 130), ("training examples", signal.SIGTERM, 143)],
 )
 def test_told_to_end(phase: str, number: signal.Signals, status: int, tmp_path: Path) -> None:
-    how = "deaf" if phase.startswith("a server") else "ok"
-    with launched(tmp_path, PRESET, SERVER_0=how, **LONG) as run:
+    mode = "deaf" if phase.startswith("a server") else "ok"
+    with launched(tmp_path, PRESET, SERVER_0=mode, **LONG) as run:
         run.wait_for(phase)
         os.killpg(run.process.pid, number)
         assert run.end() == status

@@ -43,7 +43,7 @@ def exchange(ranks: RankGroup, everyone: list[int]) -> Seen:
     the group's ranks in the training."""
     own, asks = everyone[ranks.rank], ranks.drives_engine
     seen: Seen = {"rank": ranks.rank, "asks": asks}
-    seen["told"] = ranks.all_gather(f"parts of {own}")
+    seen["gathered"] = ranks.all_gather(f"parts of {own}")
     seen["rows"] = ranks.gather(f"row of {own}")
     seen["share"] = ranks.scatter([f"samples of {rank}" for rank in everyone] if asks else None)
     try:
@@ -90,7 +90,7 @@ def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
         assert seen["main"] == {
             "rank": rank,
             "asks": rank == 0,
-            "told": ["parts of 0", "parts of 1", "parts of 2"],
+            "gathered": ["parts of 0", "parts of 1", "parts of 2"],
             "rows": [] if rank else [f"row of {r}" for r in range(NUM_RANKS)],
             "share": f"samples of {rank}",
             "failed": f"RolloutError: The rollout failed on rank 0: {error}" if rank else error,
@@ -100,7 +100,7 @@ def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
             assert seen["tensor parallel"] == {
                 "rank": rank - 1,
                 "asks": True,
-                "told": ["parts of 1", "parts of 2"],
+                "gathered": ["parts of 1", "parts of 2"],
                 "rows": ["row of 1", "row of 2"],
                 "share": f"samples of {rank}",
                 "failed": error,

@@ -84,7 +84,7 @@ def distill(
     return swift(*command, log=folder / "log", env={**own, **(env or {})})
 
 
-def drawn(folder: Path) -> dict[str, tuple[int | None, list[int]]]:
+def recorded_tokens(folder: Path) -> dict[str, tuple[int | None, list[int]]]:
     """Return the recorded seed and tokens of each sample, by the sample's name."""
     rows = to_rows(read_samples(folder / "run"))
     return {row.sample_id.request_id: (row.seed, list(row.token_ids)) for row in rows}

@@ -117,8 +117,8 @@ class MegatronClient:
         for number, sample in enumerate(samples):
             sample.request_id = sample.request_id or f"chatcmpl-{number}"
         requests = [sample.to_infer_request(include_extra=False) for sample in samples]
-        asked = RequestConfig(**{**vars(self._config), **config})
-        outputs = self._client.infer(infer_requests=requests, request_config=asked)
+        own_config = RequestConfig(**{**vars(self._config), **config})
+        outputs = self._client.infer(infer_requests=requests, request_config=own_config)
         assert len(outputs) == len(requests)
         return list(outputs)
 

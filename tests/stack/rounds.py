@@ -104,7 +104,7 @@ def recorded(folder: Path) -> Samples:
     """Return the recorded samples of a training, by name."""
     records = read_records(folder / "record")
     by_name = {record["name"]: record for record in records}
-    assert len(by_name) == len(records), "a sample was drawn twice"
+    assert len(by_name) == len(records), "a sample was generated twice"
     return by_name
 
 
@@ -185,8 +185,8 @@ def assert_logged(run: Path, samples: Samples, ranks: int) -> None:
     assert logged.keys() == samples.keys()
     for name, turns in logged.items():
         sample, first = samples[name], turns[0]
-        drawn = [i for turn in sample["turns"] for i in turn] or sample["token_ids"]
-        assert [i for turn in turns for i in turn.token_ids] == drawn
+        tokens = [i for turn in sample["turns"] for i in turn] or sample["token_ids"]
+        assert [i for turn in turns for i in turn.token_ids] == tokens
         assert [turn.sample_id.turn for turn in turns] == list(range(len(turns)))
         assert sample["infos"].get("seed", first.seed) == first.seed
         assert sample["infos"].get("replica", first.replica) == first.replica

@@ -73,17 +73,9 @@ class LongTool(AskAgain):
         return current_turn >= (2 if SampleId.parse(infer_request.uuid).index == 0 else 5)
 
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-        said = "It says: " + "word " * (600 if current_turn == 3 else 5)
-        infer_request.messages.append({"role": "tool", "content": said})
+        answer = "It says: " + "word " * (600 if current_turn == 3 else 5)
+        infer_request.messages.append({"role": "tool", "content": answer})
         return {"infer_request": infer_request}
-
-
-class OtherRules(AskAgain):
-    """Asks again under another system prompt."""
-
-    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-        infer_request.messages[0] = {"role": "system", "content": "Be quick."}
-        return super().step(infer_request, response_choice, current_turn)
 
 
 class Examiner(Env):
@@ -144,9 +136,9 @@ class Stopped(ORM):
         **_: Any,
     ) -> list[float]:
         reasons = [infos["stop_reason"] for infos in rollout_infos]
-        told = zip(completions, reasons, response_token_ids, is_truncated, strict=True)
+        lines = zip(completions, reasons, response_token_ids, is_truncated, strict=True)
         with (Path(os.environ["RECORD_DIR"]) / "rewards.jsonl").open("a", encoding="utf-8") as f:
-            f.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in told)
+            f.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in lines)
         return [float(reason is not None) for reason in reasons]
 
 
@@ -162,7 +154,6 @@ multi_turns.update(
     look_closer=LookCloser,
     by_index=ByIndex,
     long_tool=LongTool,
-    other_rules=OtherRules,
 )
 envs["examiner"] = Examiner
 orms.update(position=Position, name=Name, odd_groups=OddGroups, silent=Silent, stopped=Stopped)

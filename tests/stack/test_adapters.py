@@ -61,7 +61,7 @@ def test_what_a_server_refuses_ends_the_run(
     assert f"WeightUpdateError: worker 0 of server 0 (http://127.0.0.1:{server})" in finished.output
     for message in messages:
         assert message in finished.output
-    assert not list((tmp_path / "record").glob("rank*.jsonl")), "a round was drawn"
+    assert not list((tmp_path / "record").glob("rank*.jsonl")), "a round was generated"
 
 
 @pytest.mark.parametrize("mode", ["server", "colocate"])

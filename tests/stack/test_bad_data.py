@@ -150,9 +150,9 @@ def test_bad_rows_leave_as_whole_groups(
     for name, sample in samples.items():
         sample_id = SampleId.parse(name)
         prompts.setdefault((sample_id.step, sample_id.group), set()).add(sample["solution"])
-    assert all(len(of_group) == 1 for of_group in prompts.values())
-    drawn = set().union(*prompts.values())
-    assert drawn == kinds.good
+    assert all(len(names) == 1 for names in prompts.values())
+    used = set().union(*prompts.values())
+    assert used == kinds.good
 
     log = (tmp_path / "run/log").read_text(encoding="utf-8")
     named = {

@@ -191,22 +191,22 @@ def test_a_run_that_starts(assets: Path, folder: Path, tmp_path: Path) -> None:
     command = [*COMMAND, "check", "--ranks", "2", "--", *argv]
     with started(command, tmp_path / "log", out=tmp_path / "out") as running:
         finished = running.wait(900)
-    said = (tmp_path / "out").read_text(encoding="utf-8")
-    assert finished.returncode == 0, said
-    assert "warning: " not in said
+    output = (tmp_path / "out").read_text(encoding="utf-8")
+    assert finished.returncode == 0, output
+    assert "warning: " not in output
     for line in (
         "ok: Versions: ",
         "a round is 128 samples (2 ranks x per_device_train_batch_size 64 x 1",
         "ok: --template: qwen2_5_vl: a turn ends with <|im_end|>; stop words: '</answer>'.",
         "ok: --dataset: 32 rows with 32 media are equal in rollout and training, in tokens and pos",
     ):
-        assert line in said
-    assert said.endswith(
+        assert line in output
+    assert output.endswith(
         "Ready (warnings: 0). Not looked at: weights, and the memory that they need.\n"
     )
 
 
-def said_of(folder: Path, *sources: Source) -> str:
+def text_of(folder: Path, *sources: Source) -> str:
     """Return the findings of a run's start, one a line."""
     job = {"sources": {source.side: source for source in sources}}
     command = [sys.executable, "-m", MODULE, json.dumps(job)]
@@ -223,24 +223,24 @@ def test_both_sides(assets: Path, folder: Path, tmp_path: Path) -> None:
     """One start finds several errors. Each side encodes rows with its own settings."""
     trains = training(assets, folder, *SERVED, "--callbacks", "diversty", "--tool_timeout", "0")
     served = Source("rollout", server_argv(assets, "--seed", "-1", "--max_pixels", "784"), {})
-    said = said_of(tmp_path, trains, served)
+    text = text_of(tmp_path, trains, served)
     for line in (
         "error: --callbacks diversty: is registered by neither",
         "error: --tool_timeout 0.0: expected",
         "error: --seed -1: expected 0 or more",
     ):
-        assert line in said
-    assert re.search(r"error: --dataset: row \d+ of .*: the rollout saw a prompt of", said), said
+        assert line in text
+    assert re.search(r"error: --dataset: row \d+ of .*: the rollout saw a prompt of", text), text
 
 
 def test_what_is_not_here_is_not_looked_at(assets: Path, folder: Path) -> None:
     hubs = {"--model": "No-Such/Model", "--dataset": "Org/rows"}
     found = begun({flag: training(assets, folder, flag, hub) for flag, hub in hubs.items()}, folder)
-    said = {flag: [f"{f.level}: {f.sentence}" for f in found[flag]] for flag in hubs}
-    assert not any(line.startswith("error: ") for lines in said.values() for line in lines)
-    [only] = said["--model"]
+    texts = {flag: [f"{f.level}: {f.sentence}" for f in found[flag]] for flag in hubs}
+    assert not any(line.startswith("error: ") for lines in texts.values() for line in lines)
+    [only] = texts["--model"]
     assert only.startswith("skipped: --model No-Such/Model: is not on this machine")
-    first, *_, last = said["--dataset"]
+    first, *_, last = texts["--dataset"]
     assert first.startswith("skipped: --dataset Org/rows: is on a hub")
     assert last.startswith("ok: --template: qwen2_5_vl")
 
@@ -255,6 +255,6 @@ def test_a_model_and_rows_alone(assets: Path, folder: Path, tmp_path: Path) -> N
         options = Namespace(config=None, model=str(assets / "tiny_vlm"), dataset=rows, rest=rest)
         sources = sources_of(options)
         assert [*check_sources(sources, looks_at_files=True)] == []
-        said = said_of(tmp_path, *sources.values())
-        assert expected in said
-        assert ("error: " in said) == expected.startswith("error: ")
+        text = text_of(tmp_path, *sources.values())
+        assert expected in text
+        assert ("error: " in text) == expected.startswith("error: ")

@@ -13,8 +13,8 @@ from tests.stack.distillation import (
     COLOCATED,
     ON_VLLM,
     distill,
-    drawn,
     losses,
+    recorded_tokens,
     write_rows,
     write_teacher,
 )
@@ -62,10 +62,10 @@ def test_samples_follow_from_the_seed_alone(assets: Path, places: Path, tmp_path
         finished = distill(assets, rows, tmp_path / "served", *argv, ranks=2)
     assert finished.returncode == 0, finished.cause
 
-    expected = drawn(tmp_path / "1")
+    expected = recorded_tokens(tmp_path / "1")
     assert len(expected) == BATCH * STEPS
-    assert drawn(tmp_path / "2") == drawn(tmp_path / "3") == expected
-    assert drawn(tmp_path / "served") == expected
+    assert recorded_tokens(tmp_path / "2") == recorded_tokens(tmp_path / "3") == expected
+    assert recorded_tokens(tmp_path / "served") == expected
     for name, (seed, _) in expected.items():
         assert seed == sample_seed(SEED, SampleId.parse(name))
     assert len({seed for seed, _ in expected.values()}) == len(expected)
@@ -98,7 +98,7 @@ def test_losses_are_ms_swifts(assets: Path, places: Path, tmp_path: Path) -> Non
         assert loss == pytest.approx(own_loss, rel=1e-5)
         assert norm == pytest.approx(own_norm, rel=2e-4)
     # Some of the four steps are of each source; those of the student are in the record.
-    assert 0 < len({SampleId.parse(name).step for name in drawn(tmp_path / "ours")}) < 4
+    assert 0 < len({SampleId.parse(name).step for name in recorded_tokens(tmp_path / "ours")}) < 4
 
 
 def test_a_teachers_server(assets: Path, places: Path, tmp_path: Path) -> None:

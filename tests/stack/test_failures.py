@@ -37,8 +37,8 @@ ONCE = {"MAX_RESTARTS": "0"}
 
 
 def replicas_of(samples: Samples, step: int) -> set[str]:
-    of_step = (s for name, s in samples.items() if SampleId.parse(name).step == step)
-    return {s["infos"]["replica"].rpartition("replica ")[2] for s in of_step}
+    step_samples = (s for name, s in samples.items() if SampleId.parse(name).step == step)
+    return {s["infos"]["replica"].rpartition("replica ")[2] for s in step_samples}
 
 
 def test_a_run_goes_on_and_a_lost_replica_comes_back(
@@ -131,13 +131,13 @@ def test_a_run_that_hangs_says_who_waits_for_whom(assets: Path, rows: Path, tmp_
             assets, rows, tmp_path, *argv, ranks=2, env={**minutes, **kinds}
         )
     assert finished.returncode == 0, finished.cause
-    said = finished.output
-    assert "No part of the step has ended for 0.1 minutes." in said
-    assert re.search(r"rank 0: 0 min in `rewards`, at .* > all_gather \(", said)
-    assert re.search(r"rank 1: 0 min in `rewards`, at .* > __call__ \(faults.py:\d+\)", said)
+    output = finished.output
+    assert "No part of the step has ended for 0.1 minutes." in output
+    assert re.search(r"rank 0: 0 min in `rewards`, at .* > all_gather \(", output)
+    assert re.search(r"rank 1: 0 min in `rewards`, at .* > __call__ \(faults.py:\d+\)", output)
     request = rf"server 0 \(http://127.0.0.1:{port}\): \d+ requests, the first train round 1.0, "
-    assert re.search(rf"rank 0: 0 min in `generate`, .*; waits for {request}", said)
-    assert "rank 1: no answer; stopped, or on a machine that is lost" in said
+    assert re.search(rf"rank 0: 0 min in `generate`, .*; waits for {request}", output)
+    assert "rank 1: no answer; stopped, or on a machine that is lost" in output
     server_log = (tmp_path / "server.log").read_text(encoding="utf-8")
     assert "waits for replica 0.0: `infer` (0 min)" in server_log
 

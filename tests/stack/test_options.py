@@ -139,13 +139,13 @@ CASES: dict[str, Case] = {
         "--trainable_parameters model.language_model.norm --max_epochs 1"
     ),
     "rlsd": options(
-        "--dataset {told} --advantage_reweight rlsd --rlsd_lambda 0.5 --rlsd_negative_only true "
+        "--dataset {taught} --advantage_reweight rlsd --rlsd_lambda 0.5 --rlsd_negative_only true "
         "--rlsd_reweight_clip_range 0.3 --rlsd_lambda_warmup_steps 1 --rlsd_lambda_decay_steps 10 "
         '--vllm_limit_mm_per_prompt {"image":2}',
         begins=("rlsd_lambda",),
     ),
     "sdar": options(
-        "--dataset {told} --sdar_loss_coef 0.1 --sdar_gate_beta 4.0 --teacher_model {model} "
+        "--dataset {taught} --sdar_loss_coef 0.1 --sdar_gate_beta 4.0 --teacher_model {model} "
         "--teacher_model_type qwen2_5_vl --teacher_model_revision master "
         "--teacher_adapters {adapter}"
     ),
@@ -204,8 +204,8 @@ def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("places")
     lines = read_lines(rows)
     question = "<image>Which digit is this? It is a {}."
-    told = [{**row, "teacher_prompt": question.format(row["solution"])} for row in lines]
-    for number, row in enumerate(told):
+    taught = [{**row, "teacher_prompt": question.format(row["solution"])} for row in lines]
+    for number, row in enumerate(taught):
         row["teacher_prompt"] = row["teacher_prompt"] if number % 3 else None
         row["teacher_images"] = [*row["images"], *row["images"]] if number % 4 == 1 else None
     tagged = [{**row, "kind": ("even", "odd")[int(row["solution"]) % 2]} for row in lines]
@@ -218,7 +218,7 @@ def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
     return {
         "rows": rows,
         "model": model,
-        "told": write_lines(folder / "told.jsonl", told),
+        "taught": write_lines(folder / "taught.jsonl", taught),
         "tagged": write_lines(folder / "tagged.jsonl", tagged),
         "experts": write_lines(folder / "experts.jsonl", experts),
         "adapter": make_adapter(folder / "adapter", model),
@@ -228,8 +228,8 @@ def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def make_adapter(folder: Path, model: Path) -> Path:
     """Save a LoRA that changes the language model a little."""
-    of_model = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    text = of_model.get("text_config", of_model)
+    model_config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    text = model_config.get("text_config", model_config)
     size, rank = text["hidden_size"], 4
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 8}
     config |= {"target_modules": ["q_proj"], "base_model_name_or_path": str(model)}

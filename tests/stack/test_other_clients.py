@@ -57,9 +57,9 @@ def group(assets: Path) -> list[dict[str, Any]]:
 def ask(port: int, rows: list[dict[str, Any]], **config: Any) -> list[RolloutOutput]:
     """Send the request of ms-swift's trainer. At temperature 2 the tiny model says anything."""
     client = VLLMInferClient(hosts=["127.0.0.1"], server_ports=[port], connection_timeout=60)
-    asked = [RolloutInferRequest(messages=r["messages"], images=r["images"]) for r in rows]
+    infer_requests = [RolloutInferRequest(messages=r["messages"], images=r["images"]) for r in rows]
     own = {"max_tokens": 16, "temperature": 2.0, "logprobs": True, "return_details": True}
-    return list(client.infer(asked, RequestConfig(**(own | config))))
+    return list(client.infer(infer_requests, RequestConfig(**(own | config))))
 
 
 def tokens(outputs: list[RolloutOutput]) -> list[list[int]]:
@@ -146,14 +146,14 @@ def test_megatrons_updates_and_rollouts(
                 adapter[f"{module}.lora_A.weight"] = torch.randn(8, weight.shape[1])
                 adapter[f"{module}.lora_B.weight"] = torch.zeros(weight.shape[0], 8)
 
-        def drawn() -> torch.Tensor:
+        def generate() -> torch.Tensor:
             """Return the log-probabilities of all tokens, padded with 0."""
             outputs = client.draw([*group, *group], temperature=0.0)
             rows = [logprobs([output])[0] for output in outputs]
             return torch.stack([torch.nn.functional.pad(row, (0, 16 - len(row))) for row in rows])
 
         client.send(weights, adapter, config)
-        before = drawn()
+        before = generate()
         first, second = reports(port)
         assert first == second
         named = {f"base_model.model.{name}" for name in adapter}  # as PEFT names them
@@ -161,14 +161,14 @@ def test_megatrons_updates_and_rollouts(
         assert (first["adapter_fault"], first["faults"]) == ("", [])
         assert (before[:4] - before[4:]).abs().max() < SAME  # replica 0's and replica 1's
         client.send(moved(weights, 0.1), adapter, config)
-        assert (drawn() - before).abs().max() > SAME
+        assert (generate() - before).abs().max() > SAME
         client.send(weights, adapter, config)
-        assert (drawn() - before).abs().max() < SAME
+        assert (generate() - before).abs().max() < SAME
         for name in adapter:
             if "lora_B" in name:
                 adapter[name] = torch.full_like(adapter[name], 0.02)
         client.send_adapter(adapter, config)
-        assert (drawn() - before).abs().max() > SAME
+        assert (generate() - before).abs().max() > SAME
 
         outputs = [output for _ in range(2) for output in client.draw(group, temperature=2.0)]
         assert len({output.rollout_infos["seed"] for output in outputs}) == 8

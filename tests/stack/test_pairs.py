@@ -125,12 +125,14 @@ def colocated(
     return samples
 
 
-def note(leader: str, engine: str, deployment: str, ranks: int, equal: int, of: int) -> None:
+def record_result(
+    leader: str, engine: str, deployment: str, ranks: int, equal: int, total: int
+) -> None:
     if RESULTS is None:
         return
     path = Path(RESULTS)
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    results.append([leader, engine, deployment, ranks, equal, of])
+    results.append([leader, engine, deployment, ranks, equal, total])
     path.write_text(json.dumps(sorted(results), indent=1) + "\n", encoding="utf-8")
 
 
@@ -145,10 +147,10 @@ def test_who_leads_and_who_draws(
     colocated: Samples,
 ) -> None:
     """All replicas of a server have the weights, and each sample names its replica."""
-    of_training, of_server = LEADERS[leader]
+    training_flags, server_flags = LEADERS[leader]
     reference, ranks = turns_of(colocated), RANKS[deployment]
-    with deployed(assets, tmp_path, engine, deployment, *of_server) as ports:
-        argv = (*(client_argv(*ports) if ports else ()), *of_training)
+    with deployed(assets, tmp_path, engine, deployment, *server_flags) as ports:
+        argv = (*(client_argv(*ports) if ports else ()), *training_flags)
         samples = train(assets, rows, tmp_path / "s", *argv, ranks=ranks, steps=STEPS)
         if deployment == "two replicas":
             client = VLLMInferClient(base_urls=[f"http://127.0.0.1:{ports[0]}"])
@@ -159,5 +161,5 @@ def test_who_leads_and_who_draws(
             assert names == {"replica 0", "replica 1"}
     found = turns_of(samples)
     equal = [name for name, turns in reference.items() if found.get(name) == turns]
-    note(leader, engine, deployment, ranks, len(equal), len(reference))
+    record_result(leader, engine, deployment, ranks, len(equal), len(reference))
     assert len(equal) == len(reference) == len(found) == 36

@@ -51,11 +51,11 @@ def test_presets_start(assets: Path, tmp_path: Path) -> None:
         ]
         assert errors == [], name
         if source.side == "training":
-            said = {finding.setting: finding.text for finding in found[name]}
-            assert said["template"].startswith("qwen2_5_vl: a turn ends with"), name
+            texts = {finding.setting: finding.text for finding in found[name]}
+            assert texts["template"].startswith("qwen2_5_vl: a turn ends with"), name
             given = source.given
             ranks = int(source.env.get("NPROC_PER_NODE", 1)) * int(source.env.get("NNODES", 1))
             steps = given.get("steps_per_generation") or given["gradient_accumulation_steps"]
             size = ranks * int(given["per_device_train_batch_size"][0]) * int(steps[0])
             expected = f"a round is {size} samples ({ranks} ranks x"
-            assert said["num_generations"].startswith(expected), name
+            assert texts["num_generations"].startswith(expected), name

@@ -12,7 +12,7 @@ from tiny_vlm.families import FAMILIES, Family, make_family
 from tests.stack import rounds
 from tests.stack.conftest import once
 from tests.stack.processes import rollout_server
-from tests.stack.test_families import assert_agrees, first_round, note, samples_of, start
+from tests.stack.test_families import assert_agrees, first_round, record_result, samples_of, start
 
 pytestmark = pytest.mark.stack
 
@@ -70,4 +70,4 @@ def test_replay(family: Family, model: Path, assets: Path, tmp_path: Path) -> No
             assert 0.9 < found[name]["equal"] < 1
             assert found[name]["mean"] < found["plain"]["mean"]
             assert found[name]["max"] < found["plain"]["max"] / 2
-    note(family, "replay", **found)
+    record_result(family, "replay", **found)

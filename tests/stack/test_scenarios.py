@@ -38,7 +38,7 @@ def names_of_rounds(samples: Samples, phase: str = "train") -> set[str]:
     return {f"{p.step}.{p.number}" for p in sample_ids if p.phase == phase}
 
 
-def of_phase(samples: Samples, phase: str) -> Samples:
+def in_phase(samples: Samples, phase: str) -> Samples:
     return {name: s for name, s in samples.items() if SampleId.parse(name).phase == phase}
 
 
@@ -71,15 +71,15 @@ def test_long_rounds_lora_eval_and_mixed_media(
     small = ("--per_device_eval_batch_size", "4")
     first = train(assets, mixed_rows, tmp_path / "a", *argv, *small, steps=4)
     assert names_of_rounds(first) == {"0.0", "2.0"}
-    assert len(of_phase(first, "train")) == 2 * 16
+    assert len(in_phase(first, "train")) == 2 * 16
     assert names_of_rounds(first, "eval") == {"4.0"}
-    assert len(of_phase(first, "eval")) == 6 * GROUP_SIZE
-    for sample in of_phase(first, "train").values():
+    assert len(in_phase(first, "eval")) == 6 * GROUP_SIZE
+    for sample in in_phase(first, "train").values():
         words = sample["messages"][-1]["content"]
         assert words.count("<image>") == len(sample["images"])
         assert words.count("<video>") == len(sample["videos"])
-    of_rows = {json.dumps([s["images"], s["videos"]]) for s in of_phase(first, "train").values()}
-    assert len(of_rows) == 8, "not every row came"
+    shown = {json.dumps([s["images"], s["videos"]]) for s in in_phase(first, "train").values()}
+    assert len(shown) == 8, "not every row came"
 
     resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-3"))
     # Other batches of evaluation, and other steps of vLLM.

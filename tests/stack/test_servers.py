@@ -38,10 +38,10 @@ def test_a_callers_fault_is_told_as_his(servers: tuple[int, int]) -> None:
         f"data:image/png;base64,{'A' * 80}": "cannot identify image file",
     }
     for image, reason in faults.items():
-        asked = {"messages": [{"role": "user", "content": "<image>?"}], "images": [image]}
+        request = {"messages": [{"role": "user", "content": "<image>?"}], "images": [image]}
         for port in servers:
             url = f"http://127.0.0.1:{port}/infer/"
-            refused = requests.post(url, json={"infer_requests": [asked]}, timeout=60)
+            refused = requests.post(url, json={"infer_requests": [request]}, timeout=60)
             assert reason in refused.json()["detail"]
             assert refused.status_code == 400
 

@@ -171,7 +171,7 @@ def test_numbers_are_those_of_plain_ranks(
         training(assets, unequal_rows, folder, *own, "--logits_shim", "off")
 
     plain = read(once(tmp_path_factory, f"plain-{tuning}-{vllm}", make))
-    counts = [[sum(p["counts"]) for p in of_rank if "counts" in p] for of_rank in plain[0]]
+    counts = [[sum(p["counts"]) for p in rank_passes if "counts" in p] for rank_passes in plain[0]]
     assert all(a != b for a, b in zip(*counts, strict=True)), "ranks have as many tokens"
     assert all(abs(step["loss"]) > 1e-3 for step in plain[1][1:]), "losses are 0 by construction"
     argv = (*TUNINGS[tuning], *STRICT)
@@ -216,7 +216,7 @@ def test_resumed(
     whole, steps = training(assets, unequal_rows, tmp_path / "a", *argv, *saves, shards=shards)
     argv += ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-2"))
     resumed = training(assets, unequal_rows, tmp_path / "b", *argv, shards=shards)
-    last = [[p for p in of_rank if p["step"] == STEPS - 1] for of_rank in whole]
+    last = [[p for p in rank_passes if p["step"] == STEPS - 1] for rank_passes in whole]
     assert_same(resumed, (last, steps[-1:]), whole=shards == "zero2")
 
 
@@ -227,7 +227,7 @@ def test_rows_that_are_cut_on_one_rank(
     """No rank waits in a gather of weights for a rank without rows to compare."""
     argv = (*COLOCATED, *COOLER, "--max_length", "45", "--truncation_strategy", "left")
     passes, steps = training(assets, unequal_rows, tmp_path / "run", *argv, shards=shards)
-    assert len({len(of_rank) for of_rank in passes}) == 1
+    assert len({len(rank_passes) for rank_passes in passes}) == 1
     assert [step["rollout_gap/max"] < SAME for step in steps] == [True] * STEPS
 
 

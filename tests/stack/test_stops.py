@@ -39,7 +39,7 @@ def speller(assets: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
-def drawn(request: pytest.FixtureRequest, speller: Path) -> dict[str, Any]:
+def answers(request: pytest.FixtureRequest, speller: Path) -> dict[str, Any]:
     """The answers of an engine."""
     engine = request.param
     output = speller.parent / f"{engine}.json"
@@ -54,14 +54,14 @@ def drawn(request: pytest.FixtureRequest, speller: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("include", [True, False])
 def test_a_completion_ends_where_it_must(
-    case: Case, include: bool, drawn: dict[str, Any], tokenizer: Any
+    case: Case, include: bool, answers: dict[str, Any], tokenizer: Any
 ) -> None:
     spelled = case.token_ids(tokenizer)
     token_ids = [*spelled[1:], END][: case.num_tokens]
     logprobs = expected_logprobs(sequences(tokenizer), [spelled[0], *token_ids])
     completions = [
         completion
-        for form in drawn[f"{case.name}/{include}"]["forms"].values()
+        for form in answers[f"{case.name}/{include}"]["forms"].values()
         for completion in form
     ]
     assert len(completions) == NUM_FORMS * COUNT
@@ -77,11 +77,11 @@ def test_a_completion_ends_where_it_must(
 
 
 def test_vllm_makes_text_only_where_a_stop_string_is_looked_for_in_it(
-    drawn: dict[str, Any],
+    answers: dict[str, Any],
 ) -> None:
     """T6: stop tokens, stop strings that are special tokens, and the template's own need no
     text."""
     for case in CASES:
         needs_text = not all(word in ("<|box_start|>", NEW_TOKEN) for word in case.words)
         for include in (True, False):
-            assert drawn[f"{case.name}/{include}"]["detokenized"] == [needs_text]
+            assert answers[f"{case.name}/{include}"]["detokenized"] == [needs_text]

@@ -37,7 +37,7 @@ def rows_of_users(assets: Path, path: Path) -> Path:
     return path
 
 
-def drawn(assets: Path, rows: Path, folder: Path, *argv: str) -> list[SampleRow]:
+def train_preset(assets: Path, rows: Path, folder: Path, *argv: str) -> list[SampleRow]:
     """Train the preset for three rounds at learning rate 0; return the turns. Assert that rollout
     and training agree in log-probabilities."""
     small = ("--gradient_accumulation_steps", "1", "--temperature", "1.0")
@@ -82,18 +82,18 @@ def colocated(
     assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[SampleRow]:
     """The turns of a colocated engine. A crop comes back where the row has an image."""
-    drawn_rows = drawn(assets, rows, tmp_path_factory.mktemp("colocated") / "run")
-    assert len({row.sample_id.request_id for row in drawn_rows if row.sample_id.turn == 0}) == 36
-    second = [row for row in drawn_rows if row.sample_id.turn == 1]
+    turns = train_preset(assets, rows, tmp_path_factory.mktemp("colocated") / "run")
+    assert len({row.sample_id.request_id for row in turns if row.sample_id.turn == 0}) == 36
+    second = [row for row in turns if row.sample_id.turn == 1]
     with_crop = [row for row in second if row.media]
-    assert 0 < len(with_crop) < len(second)  # rows without an image are told so
+    assert 0 < len(with_crop) < len(second)  # some rows have no image
     for row in second:
-        told = "no. <image>" if row.media else "There is no image to look at."
-        assert told in row.prompt
+        expected = "no. <image>" if row.media else "There is no image to look at."
+        assert expected in row.prompt
     assert all(row.pictures and row.pictures[0] for row in with_crop)
     assert len({row.media[0] for row in with_crop}) == 2  # one for each image
-    assert_stopped(drawn_rows)
-    return drawn_rows
+    assert_stopped(turns)
+    return turns
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_whoever_leads_the_conversations_they_are_the_same(
 ) -> None:
     argv = server_of(assets, leads=leader == "server")
     with rollout_server(*argv, log=tmp_path / "log") as port:
-        served = drawn(assets, rows, tmp_path / "served", *client_argv(port))
+        served = train_preset(assets, rows, tmp_path / "served", *client_argv(port))
     assert list(map(what_is_seen, served)) == list(map(what_is_seen, colocated))
     assert {row.replica.split()[-2] for row in served} == {"replica"}
 

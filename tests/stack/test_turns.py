@@ -27,22 +27,15 @@ def conversations(run: Path) -> dict[str, list[SampleRow]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("look_closer", r"in turn 2: .*<\|vision_start\|>.*`rollout_infos\['images'\]`"),
-        pytest.param("other_rules", "in turn 1: .*Be quick", marks=pytest.mark.extra),
-    ],
-    ids=["images", "system prompt"],
-)
-def test_what_training_would_not_see_stops_the_run(
-    name: str, told: str, assets: Path, rows: Path, tmp_path: Path
+def test_an_image_that_training_would_not_see_stops_the_run(
+    assets: Path, rows: Path, tmp_path: Path
 ) -> None:
     """The error names sample and turn. `test_pairs.py` has images that training sees."""
-    argv = ("--multi_turn_scheduler", name, "--max_turns", "2")
+    argv = ("--multi_turn_scheduler", "look_closer", "--max_turns", "2")
     finished = run_training(assets, rows, tmp_path, *argv, steps=1)
     assert finished.returncode == 1
-    assert re.search(rf"train round 0\.0, group 0, sample 0 {told}", finished.output)
+    error = r"train round 0\.0, group 0, sample 0 in turn 2: .*<\|vision_start\|>.*"
+    assert re.search(error + r"`rollout_infos\['images'\]`", finished.output)
 
 
 @pytest.mark.parametrize(

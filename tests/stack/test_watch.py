@@ -54,9 +54,9 @@ def test_each_fault_is_named_at_once(family: str, assets: Path, tmp_path: Path) 
     assert found.pop("first") == []
     num_faults = 16 if IS_BEFORE_0_28 else 18  # without two of adapters
     assert len(found) >= (num_faults if family == OURS else 10)
-    for name, said in found.items():
-        assert any(said["expected"] in fault for fault in said["faults"]), (name, said)
-        assert said["recovered"] == [], name
+    for name, result in found.items():
+        assert any(result["expected"] in fault for fault in result["faults"]), (name, result)
+        assert result["recovered"] == [], name
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=extra)])

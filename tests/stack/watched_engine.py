@@ -226,12 +226,12 @@ def step(weights: Weights, size: float, seed: int) -> Weights:
 
 
 def try_faults(fed: Fed) -> dict[str, Any]:
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     sound = step(fed.weights, 1e-4, 1)
-    said["first"] = fed.update(fed.weights) + fed.update(sound)
+    results["first"] = fed.update(fed.weights) + fed.update(sound)
 
     def note(name: str, expected: str, faults: list[str], recovered: list[str]) -> None:
-        said[name] = {"expected": expected, "faults": faults, "recovered": recovered}
+        results[name] = {"expected": expected, "faults": faults, "recovered": recovered}
 
     for number, (name, (spoil, expected)) in enumerate(FAULTS.items()):
         spoiled = spoil(step(fed.weights, 1e-4, number))
@@ -251,7 +251,7 @@ def try_faults(fed: Fed) -> dict[str, Any]:
         note("adapter twice", "counts twice", twice, fed.update(fed.weights) + fed.adapt(adapter))
         refused = fed.adapt(make_adapter(fed.weights, 0.1, 64), 64)
         note("adapter refused", "vLLM refuses the adapter", refused, fed.adapt(adapter))
-    return said
+    return results
 
 
 def try_sound(fed: Fed, count: int) -> dict[str, Any]:

@@ -146,8 +146,8 @@ def test_help_says_something_of_each_argument(
     assert lines[0].startswith(f"usage: swift-grpo-ext {name}".rstrip() + " ")
     arguments = [i for i, line in enumerate(lines) if re.match(r" {2,4}\S", line)]
     for i in arguments:
-        said = re.search(r"\S {2,}\S", lines[i]) or re.match(r" {10,}\S", [*lines, ""][i + 1])
-        assert said or lines[i].strip().startswith("{"), lines[i]
+        described = re.search(r"\S {2,}\S", lines[i]) or re.match(r" {10,}\S", [*lines, ""][i + 1])
+        assert described or lines[i].strip().startswith("{"), lines[i]
     assert any("default: train" in line for line in lines) == (name in ("replay", "compare"))
 
 

@@ -236,9 +236,9 @@ def log(folder: Path, *steps: int, **changes: Any) -> Path:
         for step in steps:
             values = {"loss": 0.1 * step, "grad_norm": 1.0, "learning_rate": 1e-6}
             values |= changes if step == steps[-1] else {}
-            of_time = {"step_time": 0.5, "global_step/max_steps": f"{step}/3"}
-            f.write(json.dumps(values | of_time) + "\n")
-            f.write(json.dumps({"eval_loss": 1.0, **of_time}) + "\n")
+            times = {"step_time": 0.5, "global_step/max_steps": f"{step}/3"}
+            f.write(json.dumps(values | times) + "\n")
+            f.write(json.dumps({"eval_loss": 1.0, **times}) + "\n")
             checkpoint = folder / f"checkpoint-{step}"
             checkpoint.mkdir(exist_ok=True)
             (checkpoint / "model.safetensors").write_bytes(bytes([step]))

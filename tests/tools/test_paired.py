@@ -64,13 +64,13 @@ def test_runs_are_paired_by_seed(tmp_path: Path) -> None:
             pair_by_seed([a1, a2], other)
 
 
-def write(folder: Path, seed: int, of_groups: Sequence[float], *, num_steps: int = 2) -> str:
-    """Write rounds of two groups; the rewards of step n are n + 1 times `of_groups`."""
+def write(folder: Path, seed: int, rewards: Sequence[float], *, num_steps: int = 2) -> str:
+    """Write rounds of two groups; the rewards of step n are n + 1 times `rewards`."""
     writer = Writer(folder)
     for step in range(num_steps):
         rows = make_rows(step)
         writer.write(rows, scored=False)
-        writer.append_scores([score(r, (1 + step) * of_groups[r.sample_id.group]) for r in rows])
+        writer.append_scores([score(r, (1 + step) * rewards[r.sample_id.group]) for r in rows])
     (folder / "args.json").write_text(json.dumps({"seed": seed}), encoding="utf-8")
     return str(folder)
 

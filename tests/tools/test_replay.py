@@ -41,7 +41,7 @@ class Replay:
 
     folder: Path
     draws: list[list[int]] = field(default_factory=list)
-    asked: Sequence[SampleRow] = ()
+    generated: Sequence[SampleRow] = ()
     """The turns that the command generated again."""
 
     def record(self, *rows: SampleRow) -> None:
@@ -56,7 +56,7 @@ class Replay:
     def generate(
         self, _: Any, __: Any, rows: Sequence[SampleRow], ___: str
     ) -> tuple[list[SampleRow], list[str]]:
-        self.asked = rows
+        self.generated = rows
         ids = self.draws or [row.token_ids for row in rows]
         again = [
             replace(row, token_ids=i, logprobs=[-0.5, -1.5][: len(i)])
@@ -176,7 +176,7 @@ def test_later_turns_are_left_out(replay: Replay, capfd: pytest.CaptureFixture[s
     tokens: dict[str, Any] = {"token_ids": [1, 2], "logprobs": [-0.5, -1.0]}
     replay.record(seeded(sample_id(index=3), **tokens), seeded(later, **tokens))
     assert replay.run("--json") == 0
-    assert [row.sample_id.turn for row in replay.asked] == [0]
+    assert [row.sample_id.turn for row in replay.generated] == [0]
     [note] = json.loads(capfd.readouterr().out)["notes"]
     assert note == "Later turns of conversations are not generated again."
 

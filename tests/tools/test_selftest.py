@@ -177,8 +177,8 @@ def test_passes_agree_within_completions(
     trainer.number_bits = bits
     batch = SimpleNamespace(completion_mask=mask)
     rig: Any = SimpleNamespace(trainer=trainer, encode=lambda _: ({}, batch), logps=compute)
-    drawn = [SimpleNamespace(response_token_ids=[[7] * n], response_loss_mask=[]) for n in (3, 4)]
-    monkeypatch.setattr(checks, "unequal_samples", lambda _: drawn)
+    samples = [SimpleNamespace(response_token_ids=[[7] * n], response_loss_mask=[]) for n in (3, 4)]
+    monkeypatch.setattr(checks, "unequal_samples", lambda _: samples)
     monkeypatch.setattr(checks, "CompletionLogps", Logps)
     values, faults = checks.check_logits(rig)
     assert bool(faults) == is_fault

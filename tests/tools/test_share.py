@@ -51,9 +51,9 @@ def test_a_preset_is_copied_with_all_that_it_names(
 ) -> None:
     folder = tmp_path / "mine"
     assert main(["init", str(folder), "--preset", name]) == 0
-    *files, _, how = capsys.readouterr().out.splitlines()
+    *files, _, hint = capsys.readouterr().out.splitlines()
     assert sorted(files) == sorted(str(f) for f in folder.rglob("*") if f.is_file())
-    assert how == f"In {folder}: {command}"
+    assert hint == f"In {folder}: {command}"
     assert main(["init", str(folder), "--preset", name]) == 2
     assert "exists already: nothing was copied" in capsys.readouterr().err
     # The folder has all files that its files name.

@@ -106,8 +106,8 @@ def test_a_machine_alone(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_what_shows_at_once_is_said_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--model", "./none"]) == 1
-    said, progress = capsys.readouterr()
-    assert "error: --model ./none: there is no such directory in " in said
+    out, progress = capsys.readouterr()
+    assert "error: --model ./none: there is no such directory in " in out
     assert progress == ""
 
 

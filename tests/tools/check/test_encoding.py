@@ -66,7 +66,7 @@ def test_rows_that_are_right(sides: BothSides, image: str, tmp_path: Path) -> No
     # 8 x 8 patches of 14 x 14 pixels in float32, two frames of three colours; the rest is small.
     pixels = 8 * 8 * 14 * 14 * 2 * 3 * 4
     assert pixels < encoding.media_bytes(sample.encoded) < 1.01 * pixels
-    assert sides.said(rows) == [
+    assert sides.check(rows) == [
         "ok: 32 rows with 3 media are equal in rollout and training, in tokens and positions.",
         "note: prompts have 22 to 61 tokens (--max_length 64 counts a medium as one); with "
         "--max_completion_length 100 a sample takes up to 161 of 256 (--vllm_max_model_len).",
@@ -92,7 +92,7 @@ def test_positions_behind_long_videos(
     )
     for holder in (sides.engine, sides.engine.engine.model_config):
         monkeypatch.setattr(holder, "max_model_len", 4096)
-    assert sides.said(rows)[0] == "ok: 3 rows with 4 media are equal in rollout and training, " + (
+    assert sides.check(rows)[0] == "ok: 3 rows with 4 media are equal in rollout and training, " + (
         "in tokens and positions."
     )
     count = Qwen2_5_VLModel.get_rope_index
@@ -102,7 +102,7 @@ def test_positions_behind_long_videos(
         return positions - (positions > 20).long(), deltas
 
     monkeypatch.setattr(Qwen2_5_VLModel, "get_rope_index", elsewhere)
-    first, second, *_ = sides.said(rows)
+    first, second, *_ = sides.check(rows)
     for text, number in ((first, 1), (second, 2)):
         assert text.startswith(f"error: row {number} of {path} (which asks '<video>")
         assert "give the same tokens different positions, from token " in text
@@ -120,7 +120,7 @@ def test_rows_that_are_wrong(
         (f"Three: {'<image>' * 15}", {"images": [image] * 15}),
     )
     monkeypatch.setattr(sides.args, "max_completion_length", 200)
-    too_long, differs, cut, room = sides.said(rows)
+    too_long, differs, cut, room = sides.check(rows)
     assert too_long.startswith(f"error: row 4 of {path} (which asks 'Three: <image>")
     # vLLM 0.23 raises a ValueError.
     assert re.search(r"cannot be encoded for a rollout \((VLLMValidation|Value)Error: ", too_long)
@@ -142,7 +142,7 @@ def test_rows_that_are_wrong(
     monkeypatch.setattr(sides.args, "rollout_mismatch", "warn")
     for template in (sides.template, sides.engine.template):
         monkeypatch.setattr(template, "truncation_strategy", "raise")  # ms-swift's for "delete"
-    first, second, third = sides.said(rows)
+    first, second, third = sides.check(rows)
     assert first == (
         f"warning: row 1 of {path} (which asks {f'<image>{LONG}'[:60]!r}) cannot be encoded for "
         "training (MaxLengthError: Current length of row(139) is larger than the max_length(64); "
@@ -173,7 +173,7 @@ def test_sides_that_differ(image: str, tmp_path: Path) -> None:
     )
     names = {"model": str(tmp_path), "model_type": "glm4v", "template": "glm4v"}
     rollout = {**names, "system": "Be brief.", "max_pixels": 784, "vllm_max_model_len": 512}
-    no_video, differs, room = BothSides(rollout=rollout, **names).said(rows)
+    no_video, differs, room = BothSides(rollout=rollout, **names).check(rows)
     assert no_video.startswith(
         f"error: row 2 of {path} (which asks '<video>Which digits?') cannot be encoded for "
         "training (AssertionError: glm.py, line "
@@ -191,12 +191,12 @@ def seen(encoder: BothSides, row: dict[str, Any]) -> tuple[torch.Tensor, torch.T
     _, fault = encoder.encode(row)
     assert fault == ""
     made = encoder.process(sample_of(encoder.template, row).to_infer_request())
-    of_vllm = []
+    vllm_pixels = []
     for feature in sorted(made.mm_features, key=lambda feature: feature.mm_position.offset):
         data = feature.data.get_data()
-        of_vllm += [values for name, values in data.items() if "pixel" in name]
+        vllm_pixels += [values for name, values in data.items() if "pixel" in name]
     answered = {**row, "messages": [*row["messages"], {"role": "assistant", "content": "7"}]}
-    return torch.cat(of_vllm), encoder.template.encode(answered)["pixel_values"]
+    return torch.cat(vllm_pixels), encoder.template.encode(answered)["pixel_values"]
 
 
 def test_videos_and_images_of_unequal_sizes(image: str, tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ def test_videos_and_images_of_unequal_sizes(image: str, tmp_path: Path) -> None:
         ("<image>?<image>", {"images": [image, wide]}, 8),
     ):
         row = {"messages": [{"role": "user", "content": question}], **media}
-        of_vllm, of_training = seen(encoder, row)
-        assert len(of_training) == num_tiles
-        assert torch.equal(of_vllm, of_training.to(of_vllm.dtype))
+        vllm_pixels, train_pixels = seen(encoder, row)
+        assert len(train_pixels) == num_tiles
+        assert torch.equal(vllm_pixels, train_pixels.to(vllm_pixels.dtype))
 
 
 def test_media_that_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ FOLDER = ROOT / "examples/presets"
 SERVED, COLOCATED = "server_2x6_lora", "colocate_8gpu"
 
 
-def said(findings: Iterable[Finding]) -> list[str]:
+def texts_of(findings: Iterable[Finding]) -> list[str]:
     return [f"{finding.level}: {finding.sentence}" for finding in findings]
 
 
@@ -37,7 +37,7 @@ def said(findings: Iterable[Finding]) -> list[str]:
 def test_a_preset_holds_together(name: str) -> None:
     is_served = (FOLDER / f"{name}.train.yaml").is_file()
     sources = read_sources(FOLDER / name if is_served else FOLDER / f"{name}.yaml")
-    assert said(check_sources(sources, looks_at_files=False)) == []
+    assert texts_of(check_sources(sources, looks_at_files=False)) == []
 
 
 def changed(
@@ -51,7 +51,7 @@ def changed(
             settings = {key: value for key, value in settings.items() if value is not None}
             (folder / file.name).write_text(yaml.safe_dump(settings), encoding="utf-8")
     path = folder / name if name == SERVED else folder / f"{name}.yaml"
-    return said(check_sources(read_sources(path), looks_at_files=False))
+    return texts_of(check_sources(read_sources(path), looks_at_files=False))
 
 
 ENV = "ENV"
@@ -129,7 +129,7 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ),
         ("--custom-register-path /no.py", "error: --external_plugins /no.py: there is no such fi"),
     ):
-        text = "\n".join(said(check_files(by_flag(argv.split()))))
+        text = "\n".join(texts_of(check_files(by_flag(argv.split()))))
         assert text.startswith(expected), text
         assert bool(text) == bool(expected)
 
@@ -173,12 +173,12 @@ def test_names_of_flags_are_known_without_ms_swift(side: Side) -> None:
     ],
 )  # fmt: skip
 def test_names(name: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(check_names("training", [name])) == expected
+    assert texts_of(check_names("training", [name])) == expected
     if expected:
         monkeypatch.setattr(glance, "SOURCES", glance.SOURCES[:2])
         monkeypatch.setattr(glance, "upstream_flags", glance.upstream_flags.__wrapped__)
         # If a class is not found in the source, the parser checks names later.
-        assert said(check_names("training", [name])) == []
+        assert texts_of(check_names("training", [name])) == []
 
 
 def test_a_setting_without_a_value() -> None:

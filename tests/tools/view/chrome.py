@@ -70,11 +70,11 @@ class Chrome:
         self._connection.send(json.dumps(message))
         while True:
             answer = json.loads(self._connection.recv(timeout=WAIT_SECONDS))
-            told = answer.get("params", {})
-            entry = told.get("entry", {})
+            params = answer.get("params", {})
+            entry = params.get("entry", {})
             is_error = entry.get("level") == "error" and entry.get("source") != "network"
             if is_error or answer.get("method") == "Runtime.exceptionThrown":
-                self.problems.append(json.dumps(told)[:500])
+                self.problems.append(json.dumps(params)[:500])
             if answer.get("id") == number:
                 assert "error" not in answer, (method, answer["error"])
                 result: dict[str, Any] = answer["result"]

@@ -136,10 +136,10 @@ def test_all_words_are_there_in_both_languages() -> None:
     chinese = re.compile(r"[一-鿿]")
     assert {k for k, (_, text) in words().items() if not chinese.search(text)} == {"language"}
     texts = [path.read_text(encoding="utf-8") for path in (HERE / "templates").iterdir()]
-    asked = {key for text in texts for key in re.findall(r'"(\w+)"', text)}
+    keys = {key for text in texts for key in re.findall(r'"(\w+)"', text)}
     own = json.loads((HERE / "words.json").read_text(encoding="utf-8"))
     by_value = re.compile("panel_.*|summary_.*|by_.*|overview|samples|groups|runs|none")
-    assert {key for key in own if not by_value.fullmatch(key)} - asked == set()
+    assert {key for key in own if not by_value.fullmatch(key)} - keys == set()
     named = {key for text in texts for key in re.findall(r'\bt\("(\w+)"[,)]', text)}
     assert named - set(words()) == set()
     assert str(word("step")) == '<span lang="en">Step</span><span lang="zh">步</span>'

@@ -191,10 +191,10 @@ def test_the_command_serves_until_it_is_ended(
             assert remote[0] == f"On another machine, run: {command}"
         assert "<main" in requests.get(address, timeout=60).text
         monkeypatch.setitem(pages.VALUES, "groups", lambda *_: [].pop())
-        told: list[logging.LogRecord] = []
-        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handle", told.append)
+        errors: list[logging.LogRecord] = []
+        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handle", errors.append)
         assert requests.get(f"{address}0/groups", timeout=60).status_code == 500
-        assert [record.exc_info[0] for record in told if record.exc_info] == [IndexError]
+        assert [record.exc_info[0] for record in errors if record.exc_info] == [IndexError]
         root, _, token = address.rstrip("/").rpartition("/")
         assert len(token) > 16
         assert requests.get(f"{root}/samples", timeout=60).status_code == 404
