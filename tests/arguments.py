@@ -1,4 +1,4 @@
-"""Arguments for tests: what ms-swift makes of real command lines, not stand-ins."""
+"""Arguments for tests, parsed by ms-swift from real command lines."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ TYPES = {
 
 
 def training_arguments(**changes: Any) -> RolloutGRPOConfig:
-    """Return the arguments that ms-swift hands its trainer for `TRAINING`.
+    """Return the arguments of ms-swift's trainer for `TRAINING`.
 
     Args:
-        changes: further values, by name. A name that the real object lacks is an error: a fake
-            that had `max_length` hid that training arguments have none.
+        changes: other values, by name. A name that the real object lacks is an error: a fake with
+            `max_length` once hid that training arguments have none.
     """
     args: RolloutGRPOConfig = _changed(_parsed("rlhf").training_args, changes)
     return args
 
 
 def distillation_arguments(**changes: Any) -> RolloutGKDConfig:
-    """Return those of `--rlhf_type gkd`; `changes` as above."""
+    """Return the trainer's arguments of `--rlhf_type gkd`; `changes` as above."""
     args: RolloutGKDConfig = _changed(_parsed("distill").training_args, changes)
     return args
 
 
 def command_line_arguments(command: str, **changes: Any) -> Any:
-    """Return the arguments of a whole `swift rlhf` or `swift rollout`; `changes` as above."""
+    """Return all arguments of a `swift rlhf` or `swift rollout`; `changes` as above."""
     return _changed(_parsed(command), changes)
 
 
@@ -61,8 +61,8 @@ def _changed(args: Any, changes: dict[str, Any]) -> Any:
 
 @cache
 def _parsed(command: str) -> Any:
-    """Parse in a process of its own, once for all of pytest's workers: ms-swift sets environment
-    variables and a process group."""
+    """Parse once for all of pytest's workers, in another process: ms-swift sets environment
+    variables and makes a process group."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
     found = Path(tempfile.gettempdir()) / f"swift-grpo-ext-arguments-{run}-{command}"
     if not found.is_file():
@@ -77,7 +77,7 @@ def _parsed(command: str) -> Any:
 
 
 def _parse(command: str, found: Path) -> None:
-    """Be the process that parses, and leave what comes of it in a file."""
+    """Parse in this process, and write the result to a file."""
     from swift.pipelines.infer.rollout import SwiftRolloutDeploy
     from swift.pipelines.train.rlhf import SwiftRLHF
 

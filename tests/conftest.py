@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 # The same examples in every run of the suite; `--hypothesis-profile=default` looks for others.
-# No bound in seconds: other work on the machine stretches them.
+# No bound in seconds: other processes of the machine would break it.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
@@ -24,15 +24,15 @@ LONG_FILES = [
     *("../diversity/test_real_runs", "adapters", "router_replay", "placeholders", "tool_call"),
     *("bad_data", "api_key", "mixed_rows", "wrong_weights"),
 ]
-"""Files of `tests/stack` in the order in which pytest's workers get them: long ones first, and
-those apart that take much of the machine's memory, since they would wait for one another."""
+"""Files of `tests/stack` in the order in which pytest's workers get them: long ones first. Files
+that take much memory are apart, since they would wait for one another."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = ROOT / "tests/stack"
     names = [name if "/" in name else f"test_{name}" for name in LONG_FILES]
     order = {(folder / f"{name}.py").resolve(): i for i, name in enumerate(names)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))  # stable: the rest stays
+    items.sort(key=lambda item: order.get(item.path, len(order)))  # stable: others keep theirs
 
 
 # --- a line every 10 seconds while pytest's workers import torch, ms-swift and vLLM ---
@@ -61,7 +61,7 @@ def pytest_xdist_node_collection_finished() -> None:
 
 @pytest.fixture(scope="session")
 def assets() -> Path:
-    """The folder with the tiny model and the digits, which `scripts/test.sh` makes."""
+    """The folder of the tiny model and the digits, made by `scripts/test.sh`."""
     folder = Path(os.environ.get("ASSETS", ROOT / ".assets")).resolve()
     if not (folder / "tiny_vlm" / "config.json").is_file():
         pytest.fail(f"{folder} holds no tiny model: run `bash scripts/test.sh`, which makes it")

@@ -1,4 +1,4 @@
-"""Rows encoded on both sides, as `check` does, from settings alone: no training is started."""
+"""Encodes rows as rollout and training do, and as `check` does, without a training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_TRAININGS = {
 
 
 class BothSides:
-    """The template of a training and its engine, or that of servers with settings of their own."""
+    """A training's template and its engine, or an engine of servers with other settings."""
 
     def __init__(self, rollout: dict[str, Any] | None = None, **settings: Any) -> None:
         self.args, self.template = _start(settings)
@@ -48,19 +48,19 @@ class BothSides:
         return encoding_error(self.template, row, self.ask([]).max_model_len)
 
     def process(self, request: RolloutInferRequest) -> Any:
-        """What vLLM's core would get of a request."""
+        """Return the request that vLLM's core would get."""
         [inputs], _ = self.engine._batch_encode([request], strict=True)
         config = self.engine._prepare_generation_config(RequestConfig(max_tokens=1))
         return self.engine._add_request(inputs, config, "1")
 
     def encode(self, row: Row) -> tuple[RolloutPrompt, str]:
-        """The engine's prompt, and how the training's differs."""
+        """Return the engine's prompt, and how the training's prompt differs from it."""
         [prompt] = self.ask([sample_of(self.template, row).to_infer_request()]).prompts
         if isinstance(prompt, str):
             raise ValueError(prompt)
         return prompt, difference(self.template, sample_of(self.template, row), prompt)
 
-    def said(self, rows: list[Row]) -> list[str]:
+    def check(self, rows: list[Row]) -> list[str]:
         found = check_encoding(self.args, self.template, [rows], self.ask)
         return [f"{f.level}: {f.sentence}".replace("--dataset: ", "") for f in found]
 
@@ -70,11 +70,11 @@ def _start(settings: dict[str, Any]) -> tuple[Any, Any]:
 
     apply(Moment.TRAINING)
     others = {**OF_ENGINES, **OF_TRAININGS}
-    of_template = {n: v for n, v in settings.items() if n not in others}
+    template_settings = {n: v for n, v in settings.items() if n not in others}
     if "truncation_strategy" in settings:
-        of_template["truncation_strategy"] = settings["truncation_strategy"]
+        template_settings["truncation_strategy"] = settings["truncation_strategy"]
     own = {"load_args": False, "remove_unused_columns": False}  # as trainings have them
-    args = BaseArguments(**{"truncation_strategy": "left", **of_template, **own})
+    args = BaseArguments(**{"truncation_strategy": "left", **template_settings, **own})
     template = args.get_template()
     template.set_mode("train")
     given = {name: settings.get(name, value) for name, value in others.items()}

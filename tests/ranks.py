@@ -1,4 +1,4 @@
-"""Training ranks for tests: threads, for what all ranks do together, and forked processes."""
+"""Training ranks for tests: threads that exchange values, and forked processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Gather = Callable[[Any], list[Any]]
 
 
 def run_ranks(world_size: int, work: Callable[[int, Gather], T]) -> list[T]:
-    """What `work(rank, gather)` returns on each rank; a rank that is left waiting is an error."""
+    """Return the results of `work(rank, gather)` on each rank. A rank that waits alone is an
+    error."""
     barrier = threading.Barrier(world_size, timeout=120)
     values: list[Any] = [None] * world_size
 
@@ -38,18 +39,8 @@ def run_ranks(world_size: int, work: Callable[[int, Gather], T]) -> list[T]:
         return list(pool.map(lambda rank: work(rank, gather_of(rank)), range(world_size)))
 
 
-class WithOthers(RankGroup):
-    """This process as rank 0 of several, of which the others always hand over these values."""
-
-    def __init__(self, *others: Any) -> None:
-        self.size, self._others = 1 + len(others), others
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return [value, *self._others]
-
-
 class ThreadRanks(RankGroup):
-    """Ranks as threads; rank 0 drives the engine."""
+    """A rank in a thread; rank 0 drives the engine."""
 
     def __init__(self, rank: int, size: int, gather: Gather) -> None:
         self.rank, self.size, self._gather = rank, size, gather
@@ -70,7 +61,7 @@ class ThreadRanks(RankGroup):
 
 
 def run_rank_groups(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
-    """What `work(ranks)` returns on each rank."""
+    """Return the result of `work(ranks)` on each rank."""
     return run_ranks(size, lambda rank, gather: work(ThreadRanks(rank, size, gather)))
 
 

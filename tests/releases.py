@@ -1,4 +1,4 @@
-"""What older releases of vLLM do otherwise (docs/support.md)."""
+"""Differences of older releases of vLLM (docs/support.md)."""
 
 from __future__ import annotations
 

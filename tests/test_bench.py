@@ -1,4 +1,4 @@
-"""The bench of whole steps: its models, and what it asks of ms-swift on a GPU, where none is."""
+"""The bench of whole steps: its models, and its settings for a GPU, checked without one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The command's module, which finds its neighbours in its own folder."""
+    """The command's module; it imports others of its folder."""
     monkeypatch.syspath_prepend(ROOT / "scripts/bench")
     import step
 
@@ -71,7 +71,7 @@ def test_large_models_are_drawn_as_transformers_draws_them(tmp_path: Path) -> No
 
 
 def arguments(step: Any, *words: str) -> dict[str, list[str]]:
-    """Return the values of each flag of a training's command line; the last one counts."""
+    """Return the values of each flag of a training's command line. The last occurrence counts."""
     options = step.parse(step.GPU, ["--size", "3b", *words])
     options.model = Path("/model")
     argv = step.swift_argv("ours", options, step.GPU, Path("/rows.jsonl"), 256)
@@ -88,17 +88,17 @@ def arguments(step: Any, *words: str) -> dict[str, list[str]]:
 def test_a_gpu_is_asked_for_what_pays_there(step: Any) -> None:
     options = step.parse(step.GPU, [])
     assert (options.image_sides, options.max_tokens) == ((1024,), (256, 1024))
-    asked = arguments(step)
+    flags = arguments(step)
     known = {f.name for cls in (RLHFArguments, ExtFlags) for f in dataclasses.fields(cls)}
-    assert asked.keys() <= known
-    graphs = json.loads(asked["vllm_engine_kwargs"][0])["compilation_config"]
+    assert flags.keys() <= known
+    graphs = json.loads(flags["vllm_engine_kwargs"][0])["compilation_config"]
     assert (graphs["mode"], graphs["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
     assert graphs["cudagraph_capture_sizes"] == [8, 16, 24, 32]
-    assert "vllm_enforce_eager" not in asked
-    assert asked["torch_dtype"] == ["bfloat16"]
-    assert asked["sleep_level"] == ["1"]
-    assert asked["gradient_checkpointing"] == ["true"]
-    assert "use_cpu" not in asked
+    assert "vllm_enforce_eager" not in flags
+    assert flags["torch_dtype"] == ["bfloat16"]
+    assert flags["sleep_level"] == ["1"]
+    assert flags["gradient_checkpointing"] == ["true"]
+    assert "use_cpu" not in flags
     eager = arguments(step, "--eager", "--", "--attn_impl", "eager")
     assert (eager["vllm_enforce_eager"], eager["attn_impl"]) == (["true"], ["eager"])
     assert "vllm_engine_kwargs" not in eager
@@ -133,6 +133,6 @@ def test_ways_take_turns_in_an_order_that_rotates() -> None:
     found = interleave({way: partial(turn, way, 0.0) for way in "ab"}, 2, "turns")
     assert turns == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
     assert found == {way: [{"seconds": 1.0}, {"seconds": 2.0}] for way in "ab"}
-    # Where there was no time for more, the repetition that warmed up counts.
+    # Without time for more, the repetition that warms up counts.
     found = interleave({"a": partial(turn, "a", 0.02)}, 2, "turns", max_seconds=0.01)
     assert found == {"a": [{"seconds": 0.0}]}

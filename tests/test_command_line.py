@@ -1,5 +1,5 @@
-"""Flags of ours as real flags, the same from a command line and from a script, whatever comes first
-(docs/promises.md, R5)."""
+"""The plugin's flags are real flags, in command lines and in scripts, by `--external_plugins` or by
+`register()` (R5)."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ KINDS = pytest.mark.parametrize("registered", [False, True], ids=["by flag", "re
 def parsed(
     argv: list[str] | None, *, registered: bool, names: Sequence[str] = ()
 ) -> dict[str, Any] | str:
-    """What ms-swift makes of a list, or of this process's command line: the values of our flags, or
-    the error; in a child of this process, which stays as it is. `names` are variables of its
-    environment that are wanted too."""
+    """Parse a list, or this process's command line, in a forked child; return the values of our
+    flags or the error. `names` are environment variables to return too."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         found: Any = {}
 
         def stop(args: Any, given: list[str]) -> None:
-            """End where settings are checked, which needs a model and data."""
+            """Stop before the checks of settings, which need a model and data."""
             assert command_line.being_parsed(RLHFArguments)[1] == []  # nothing for ms-swift
             found.update({name: getattr(args, name) for name in MEANT}, given=given)
             found.update({name: os.environ.get(name) for name in names})
@@ -85,7 +84,7 @@ def test_the_list_counts_and_else_the_command_line(
 
 @KINDS
 def test_a_misspelt_flag_in_a_scripts_list_is_refused(registered: bool) -> None:
-    """The beginning of one of our flags is none: ms-swift takes those of its own."""
+    """ms-swift takes abbreviations of its own flags, but not of ours."""
     found = parsed([*BASE, "--rollout_seed", "sample"], registered=registered)
     assert found == (
         "SettingsError: Unknown argument --rollout_seed (did you mean --rollout_seed_mode?); "
@@ -96,7 +95,8 @@ def test_a_misspelt_flag_in_a_scripts_list_is_refused(registered: bool) -> None:
 
 
 def test_a_training_alone_takes_any_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one on a machine died of EADDRINUSE: ms-swift gives each the same port."""
+    """ms-swift gives every training the same port: the second one on a machine died
+    (EADDRINUSE)."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     argv = [*BASE, "--use_vllm", "true", "--vllm_mode", "colocate"]
@@ -106,7 +106,7 @@ def test_a_training_alone_takes_any_free_port(monkeypatch: pytest.MonkeyPatch) -
         found = parsed(argv, registered=False, names=["MASTER_PORT", "WORLD_SIZE"])
         assert isinstance(found, dict), found
         assert (found["MASTER_PORT"], found["WORLD_SIZE"]) == (taken, "1")
-    # torchrun's own agent listens at the port that it names.
+    # torchrun's agent already listens at its port.
     started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
     for name, value in {**started, "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -130,7 +130,7 @@ def test_all_misspelt_flags_are_named_at_once() -> None:
 def test_arguments_made_in_python_keep_their_values(
     kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script's own command line is none of ms-swift's, and names no flag of a DPO."""
+    """The command line of a script that makes arguments itself is not parsed."""
     swift_grpo_ext.register()
     monkeypatch.setattr(sys, "argv", ["script.py", *BASE, "--logits_shim", "strict"])
     args: Any = kind.__new__(kind)
@@ -145,8 +145,8 @@ def test_arguments_made_in_python_keep_their_values(
 def test_json_flags_do_not_depend_on_what_was_imported_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`Union[str, dict]` and `Union[dict, str]` are one to Python's cache: the first that anyone
-    writes decides the order of both, and argparse takes the later of the two for the type."""
+    """Python caches `Union[str, dict]` and `Union[dict, str]` as one type: the first one that is
+    written decides the order, and argparse converts with the later member."""
 
     def reordered(*args: Any, **kwargs: Any) -> dict[str, Any]:
         hints = get_type_hints(*args, **kwargs)
@@ -161,13 +161,13 @@ def test_json_flags_do_not_depend_on_what_was_imported_first(
 
 @dataclass
 class MegatronRLHFArguments(BaseArguments):
-    """Stands for ms-swift's, which needs Megatron to be imported: it too begins as these do."""
+    """Stands for ms-swift's class of this name, whose import needs Megatron."""
 
     rlhf_type: str = "grpo"
 
 
 def test_megatron_is_told_where_the_plugin_acts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And ms-swift's Ray pipelines, which parse the same class."""
+    """ms-swift's Ray pipelines parse the same class."""
     swift_grpo_ext.register()
     warned: list[str] = []
     monkeypatch.setattr(command_line.logger, "warning", warned.append)
@@ -219,7 +219,7 @@ def test_a_parser_raises(extended: type) -> None:
 @pytest.mark.parametrize("argv", [[], ["--sample_log", "tokens"]])
 @pytest.mark.parametrize("extended", command_line.EXTENDED.values())
 def test_a_server_keeps_a_record_where_it_is_told_to(extended: type, argv: list[str]) -> None:
-    """A training with the plugin, which asks it, has one."""
+    """A training with the plugin keeps one itself."""
     parser = command_line.Parser([extended], allow_abbrev=False)
     default = "none" if extended is command_line.RolloutExtArguments else "all"
     assert parser.parse_known_args(argv)[0].sample_log == (argv[1] if argv else default)

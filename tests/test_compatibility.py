@@ -1,4 +1,4 @@
-"""The table of releases is true to what the plugin says."""
+"""The page's table of releases agrees with the releases that the plugin lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pages import SUPPORT, read_from
 from swift_grpo_ext.upstream.contract import TRIED
 
 NEEDED_CELLS = ("4.6.0-0.23.0", "4.6.0-0.25.1", "4.6.0-0.32.0")
-"""Those that ms-swift recommends, that of its image, and the pinned set."""
+"""Releases of ms-swift and vLLM: recommended by ms-swift, in its image, and pinned here."""
 
 
 def test_the_plugin_says_what_the_table_says() -> None:

@@ -1,4 +1,4 @@
-"""The examples' own rules, on plain values: rewards, a tool's calls, a search's answers."""
+"""The examples' rewards and schedulers, on plain values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASSAGES = ["Eiffel Tower: in Paris, of 1889", "Paris: the capital of France", "
 
 
 def test_a_run_is_held_against_the_band_of_its_own_start_model() -> None:
-    """The demo asks for a gain of every start, and for the band of the published one alone."""
+    """Every start model must gain; only the published start model must also be in the band."""
     published = records.published(200)
     seeds = f"the band of the {len(published)} published seeds"
     run = published[0]
@@ -51,7 +51,7 @@ def test_a_run_is_held_against_the_band_of_its_own_start_model() -> None:
 
 
 def test_the_promised_gain_is_what_the_published_seeds_of_the_demo_show() -> None:
-    """Student's t puts one more run above it with a probability of 99%."""
+    """By Student's t, one more run gains more with a probability of 99%."""
     gains = [record.gain for record in records.published(80)]
     assert len(gains) == 10
     assert band.prediction_interval(gains, miss=0.02).low >= band.PROMISED_GAIN
@@ -96,12 +96,12 @@ def test_a_wrong_call_of_a_tool_brings_a_crop_once(tmp_path: Path) -> None:
     assert not scheduler.check_finished(request, wrong, 1)
     assert scheduler.check_finished(request, wrong, 2)
     assert scheduler.step(request, wrong, 1) == {"infer_request": request}
-    [told] = request.messages
-    assert told == {"role": "tool", "content": "3: no. There is no image to look at."}
+    [answer] = request.messages
+    assert answer == {"role": "tool", "content": "3: no. There is no image to look at."}
     Image.linear_gradient("L").save(path := tmp_path / "image.png")
     content = base64.b64encode(path.read_bytes()).decode()
     crops = []
-    for image in (str(path), content, Image.open(path)):  # what a request may hold
+    for image in (str(path), content, Image.open(path)):  # the forms in requests
         request.messages, request.images = [], [image]
         result = scheduler.step(request, wrong, 1)
         assert result["infer_request"].messages == [{"role": "tool", "content": "3: no. <image>"}]
@@ -114,7 +114,7 @@ def test_a_wrong_call_of_a_tool_brings_a_crop_once(tmp_path: Path) -> None:
     assert shown.size == (256, 256)
     low, high = shown.convert("L").getextrema()
     assert (low, high) == (32, 223)  # of 0 to 255: an eighth is cut off at each end
-    # A stop string that the model was stopped at is a call of its own accord.
+    # A turn that ends at the stop string is a call.
     for reason, reward in ((tools.STOP, 1.2), ("<|im_end|>", 1.0)):
         infos = [{"stop_reason": reason}]
         made = tools.DigitCall()(["<answer>7</answer>"], solution=["7"], rollout_infos=infos)

@@ -1,7 +1,7 @@
-"""`scripts/launch.sh` with a `swift` that only listens, or only waits: each way that it can end.
+"""`scripts/launch.sh` ends in each way that it should, with a stand-in for `swift`.
 
-The stand-in starts a stray process in a session of its own, as torchrun and vLLM do. The real
-`swift` is launched in `tests/stack/test_launch.py`.
+The stand-in also starts a stray process in another session, as torchrun and vLLM do.
+`tests/stack/test_launch.py` launches the real `swift`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ MARKER = "LAUNCH_SCRIPT_TEST"
 PRESET = "examples/presets/server_2x6_lora"
 STAND_IN = f"""#!{sys.executable} -S
 import os, sys
-if sys.argv[1] == "rollout":  # before slow imports: a launch may wait for two seconds only
+if sys.argv[1] == "rollout":  # before slow imports: one launch waits for two seconds only
     port = int(sys.argv[sys.argv.index("--port") + 1])
-    how = os.environ.get(f"SERVER_{{port % 10}}", "ok")
-    print(f"a server that is {{how}}", flush=True)
+    mode = os.environ.get(f"SERVER_{{port % 10}}", "ok")
+    print(f"a server that is {{mode}}", flush=True)
 import http.server, json, netrc, signal, subprocess, time
 TRAINING_HAS_BEGUN = os.path.join(os.path.dirname(__file__), "begun")
 subprocess.Popen(["sleep", "1000"], start_new_session=True)
 if sys.argv[1] == "rollout":
     assert os.environ.get("VLLM_API_KEY") == os.environ.get("KEY_OF_SERVERS")
-    if how == "dead":
+    if mode == "dead":
         sys.exit(4)
-    if how == "deaf":
+    if mode == "deaf":
         time.sleep(1000)
-    if how == "stubborn":
+    if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -49,7 +49,7 @@ if sys.argv[1] == "rollout":
             self.end_headers()
     server = http.server.HTTPServer(("127.0.0.1", port), Handler)
     server.timeout = 1
-    while how != "mortal" or not os.path.exists(TRAINING_HAS_BEGUN):
+    while mode != "mortal" or not os.path.exists(TRAINING_HAS_BEGUN):
         server.handle_request()
     print("last words", flush=True)
     sys.exit(5)
@@ -73,7 +73,8 @@ CHECK = """#!/bin/sh
 [ -z "$CHECKED" ] || echo "$@" >"$CHECKED"
 [ -z "$REFUSAL" ] || { echo "$REFUSAL"; exit 1; }
 """
-"""In place of `swift-grpo-ext check`, which would miss the GPUs and the packages of the preset."""
+"""Stands for `swift-grpo-ext check`, which would refuse the preset for want of GPUs and packages.
+"""
 
 
 @dataclass
@@ -93,9 +94,9 @@ class Launch:
             assert self.process.poll() is None, self.output
             time.sleep(0.1)
 
-    def end(self, seconds: float = 120) -> int:
-        """The exit status, once nothing is left of it."""
-        status = self.process.wait(seconds)
+    def end(self) -> int:
+        """Return the exit status; assert that no process is left."""
+        status = self.process.wait(120)
         left = family(self.marker)
         assert left == [], [process.cmdline() for process in left]
         return status
@@ -112,8 +113,8 @@ def family(marker: str) -> list[psutil.Process]:
 
 
 def free_ports() -> int:
-    """The first, with a 0 at its end, of two free ports: above those of `processes.free_port`,
-    below those that the kernel hands out."""
+    """Return the first of two free ports; its last digit is 0. They lie above those of
+    `processes.free_port` and below those that the kernel hands out."""
     for port in range(32_000 + os.getpid() % 30 * 10, 32_760, 10):
         with suppress(OSError), socket.socket() as one, socket.socket() as two:
             one.bind(("127.0.0.1", port))
@@ -170,15 +171,15 @@ ENDINGS: dict[str, tuple[tuple[str, ...], dict[str, str], int, bool, str]] = {
     "uneven": (("--rollout-gpus", "0,1,9", *TWO), {}, 1, False, "0 1 9 cannot be shared evenly"),
     "one GPU for both": (("--train-gpus", "1-3", PRESET), {}, 1, False, "GPU 1 is in both"),
 }
-"""Arguments, environment, exit status, whether the training was started, and what is said."""
+"""Arguments, environment, exit status, whether the training starts, and a part of the output."""
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_how_it_ends(ending: str, tmp_path: Path) -> None:
-    argv, env, status, has_trained, said = ENDINGS[ending]
+    argv, env, status, has_trained, text = ENDINGS[ending]
     with launched(tmp_path, *argv, **env) as run:
         assert run.end() == status
-    assert said in run.output
+    assert text in run.output
     assert (f"[train] training {PRESET}.train.yaml" in run.output) == has_trained
 
 
@@ -190,12 +191,12 @@ def test_nothing_is_started_that_check_refuses(tmp_path: Path) -> None:
         assert run.end() == 1
     assert "acuracy: is unknown" in run.output
     assert "[server0]" not in run.output
-    asked = "check --quiet --gpus 0,1,2,3,4 --ranks 3 --model m"
-    assert checked.read_text() == f"{asked} {PRESET} -- --dataset rows.jsonl --seed 1\n"
+    command = "check --quiet --gpus 0,1,2,3,4 --ranks 3 --model m"
+    assert checked.read_text() == f"{command} {PRESET} -- --dataset rows.jsonl --seed 1\n"
 
 
 def test_the_servers_api_key_reaches_the_training_by_its_netrc(tmp_path: Path) -> None:
-    """And stands in no log, no command line and no file."""
+    """No log, command line or file has it."""
     own, temporary, found = tmp_path / "netrc", tmp_path / "tmp", tmp_path / "found"
     own.write_text("machine hub login me password mine\nmachine 127.0.0.1 login me password old")
     temporary.mkdir()
@@ -222,8 +223,8 @@ def test_the_servers_api_key_reaches_the_training_by_its_netrc(tmp_path: Path) -
     [("a server that is", signal.SIGINT, 130), ("training examples", signal.SIGTERM, 143)],
 )
 def test_told_to_end(phase: str, number: signal.Signals, status: int, tmp_path: Path) -> None:
-    how = "deaf" if phase.startswith("a server") else "ok"
-    with launched(tmp_path, PRESET, SERVER_0=how, **LONG) as run:
+    mode = "deaf" if phase.startswith("a server") else "ok"
+    with launched(tmp_path, PRESET, SERVER_0=mode, **LONG) as run:
         run.wait_for(phase)
         os.killpg(run.process.pid, number)
         assert run.end() == status
@@ -239,7 +240,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 
 
 def test_torchrun_gets_a_port_that_nobody_holds(tmp_path: Path) -> None:
-    """Its own default is one for all: the second training on a machine died."""
+    """torchrun's default port is the same for all: the second training on a machine died."""
     with ExitStack() as held:
         with suppress(OSError):  # another training may hold it
             held.enter_context(socket.create_server(("127.0.0.1", 29500)))

@@ -1,4 +1,4 @@
-"""Links of a package's page: absolute where the builder names the project's address."""
+"""Links of the package's page are absolute if the builder names the project's address."""
 
 from __future__ import annotations
 

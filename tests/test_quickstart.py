@@ -1,4 +1,5 @@
-"""Settings, trainings and memory of the quickstart hold as a reader types them."""
+"""Settings and trainings of the quickstart work as a reader types them; its table of memory is up
+to date."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ PAGE = ROOT / "docs/quickstart.md"
 
 
 def blocks(language: str) -> list[str]:
-    """Return the page's blocks of code of a language, those within lists too."""
+    """Return the page's code blocks of a language, including blocks within lists."""
     pattern = rf"^ *```{language}\n(.*?)^ *```$"
     found = re.findall(pattern, PAGE.read_text(encoding="utf-8"), re.M | re.S)
     return [textwrap.dedent(text) for text in found]
@@ -40,11 +41,11 @@ def trainings() -> list[tuple[int, list[str]]]:
 def test_each_training_of_the_page_holds_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On 1 GPU, on 8, resumed, with W&B: groups fill the batch, and no setting is unknown."""
+    """Trainings on 1 GPU, on 8, resumed, and with W&B: groups fill the batch, flags are known."""
     from swift_grpo_ext.command_line import Parser, RLHFExtArguments
 
     known = {action.dest for action in Parser([RLHFExtArguments])._actions}
-    settings, *_ = blocks("yaml")  # that for GPUs comes first
+    settings, *_ = blocks("yaml")  # the one for GPUs is first
     (tmp_path / "train.yaml").write_text(settings, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     rounds = []

@@ -1,7 +1,8 @@
-"""Rows to the ranks that ask, samples back to their own rank, failures to all: over real processes.
+"""Ranks in real processes: rows reach the ranks that call engines, samples come back to their rank,
+and failures reach all.
 
-Three processes of one gloo group do everything once, and write down what each of them saw. Two
-nodes are two network namespaces, whose hosts' name stands for 127.0.1.1, as Debian has it.
+Three processes of one gloo group make each exchange once, and record the results. Two network
+namespaces stand for two nodes; as on Debian, each host's name is 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ from swift_grpo_ext.ranks import (
 
 NUM_RANKS = 3
 TENSOR_PARALLEL = [1, 2]
-"""Ranks that run one engine together."""
+"""The ranks that share an engine."""
 
 Seen = dict[str, Any]
 
 
 def exchange(ranks: RankGroup, everyone: list[int]) -> Seen:
-    """What a rank of these ranks of the training sees of each exchange."""
+    """Make each exchange on a rank of this group; return its results. `everyone` has the numbers of
+    the group's ranks in the training."""
     own, asks = everyone[ranks.rank], ranks.drives_engine
     seen: Seen = {"rank": ranks.rank, "asks": asks}
-    seen["told"] = ranks.all_gather(f"parts of {own}")
+    seen["gathered"] = ranks.all_gather(f"parts of {own}")
     seen["rows"] = ranks.gather(f"row of {own}")
     seen["share"] = ranks.scatter([f"samples of {rank}" for rank in everyone] if asks else None)
     try:
@@ -65,7 +67,7 @@ def run_rank(rank: int, folder: Path) -> None:
     seen = {"main": exchange(main, list(range(NUM_RANKS)))}
     if rank in TENSOR_PARALLEL:
         seen["tensor parallel"] = exchange(TensorParallelGroup(group), TENSOR_PARALLEL)
-    if rank == 1:  # and it lives on, until the barrier
+    if rank == 1:  # it lives on until the barrier
         main.end()
     try:
         main.all_gather("after the end of one")
@@ -77,19 +79,18 @@ def run_rank(rank: int, folder: Path) -> None:
 
 
 def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
-    """Rank 0 alone calls the servers: all ranks know all parts, rows reach rank 0 alone, and each
-    sample its own rank (G2). Ranks 1 and 2 of the training are ranks 0 and 1 of an engine: both
-    call it."""
+    """Rank 0 alone calls servers: it gets all rows, and each rank gets its samples (G2). Ranks 1
+    and 2 of the training are ranks 0 and 1 of an engine, and both call it."""
     mp.spawn(run_rank, args=(tmp_path,), nprocs=NUM_RANKS)
     for rank in range(NUM_RANKS):
         seen = pickle.loads((tmp_path / str(rank)).read_bytes())
-        # gloo says "closed by peer", or "reset" where something was on its way.
+        # gloo reports "closed by peer", or "reset" if a message was on its way.
         assert ("Connection " in seen.get("ended", "")) is (rank != 1)
         error = "ConnectionError: server 1 is gone"
         assert seen["main"] == {
             "rank": rank,
             "asks": rank == 0,
-            "told": ["parts of 0", "parts of 1", "parts of 2"],
+            "gathered": ["parts of 0", "parts of 1", "parts of 2"],
             "rows": [] if rank else [f"row of {r}" for r in range(NUM_RANKS)],
             "share": f"samples of {rank}",
             "failed": f"RolloutError: The rollout failed on rank 0: {error}" if rank else error,
@@ -99,7 +100,7 @@ def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
             assert seen["tensor parallel"] == {
                 "rank": rank - 1,
                 "asks": True,
-                "told": ["parts of 1", "parts of 2"],
+                "gathered": ["parts of 1", "parts of 2"],
                 "rows": ["row of 1", "row of 2"],
                 "share": f"samples of {rank}",
                 "failed": error,
@@ -108,13 +109,13 @@ def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
 
 
 def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's watchdog ends ranks that wait through a long rollout; gloo's bound is the run's."""
+    """NCCL's watchdog would end ranks that wait for a long rollout; gloo takes the run's bound."""
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     assert type(training_ranks(60)) is RankGroup
     made: list[timedelta] = []
 
     def new_group(*, backend: str, timeout: timedelta) -> None:
-        """Also beside a default group of gloo's: its own can be ended."""
+        """A default group of gloo gets a second one too: only that one may be ended."""
         assert backend == "gloo"
         made.append(timeout)
 
@@ -137,8 +138,8 @@ def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[str, str]]:
-    """The names of two network namespaces, joined by the interfaces NAMEv of 10.99.73.1 and .2. The
-    first is `main`."""
+    """The names of two network namespaces. Interfaces NAMEv join them, with the addresses
+    10.99.73.1 (the host `main`) and 10.99.73.2."""
     names = (f"gloo{os.getpid()}a", f"gloo{os.getpid()}b")
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("makes network namespaces, as root with iproute2")
@@ -173,7 +174,7 @@ def nodes() -> Iterator[tuple[str, str]]:
             folders[0].parent.rmdir()
 
 
-OF_NODE = """
+NODE_PROGRAM = """
 import json, os, time
 import torch.distributed as dist
 from datetime import timedelta
@@ -190,12 +191,12 @@ try:
 except Exception as e:
     seen = f"{type(e).__name__}: {e}"
 print(json.dumps([seen, time.monotonic() - start]), flush=True)
-os._exit(0)  # a group that was not made may hold a thread
+os._exit(0)  # a thread may still wait for a group
 """
 
 
 def run_nodes(nodes: tuple[str, str], *, keeps_interface: bool) -> list[Any]:
-    """What the only rank of each node saw, and its seconds."""
+    """Return the result and the seconds of each node's only rank."""
     running = []
     for rank, node in enumerate(nodes):
         env = os.environ | {
@@ -207,7 +208,7 @@ def run_nodes(nodes: tuple[str, str], *, keeps_interface: bool) -> list[Any]:
             INTERFACE: f"{node}v",
             "KEEPS_INTERFACE": "1" if keeps_interface else "",
         }
-        argv = ["ip", "netns", "exec", node, sys.executable, "-c", OF_NODE]
+        argv = ["ip", "netns", "exec", node, sys.executable, "-c", NODE_PROGRAM]
         running.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True))
     try:
         outputs = [process.communicate(timeout=120)[0] for process in running]
@@ -224,7 +225,7 @@ def test_nodes_reach_one_another_by_the_interface_that_is_set(nodes: tuple[str, 
 
 
 def test_nodes_that_do_not_reach_one_another_name_the_setting(nodes: tuple[str, str]) -> None:
-    """Each within its bound; the host's name stands for 127.0.1.1 on both."""
+    """Each ends within its bound. Both hosts' names are 127.0.1.1."""
     for seen, seconds in run_nodes(nodes, keeps_interface=False):
         assert seen.startswith("ConnectionError: The training's ranks do not reach one another")
         assert f"This one listens at the address of {socket.gethostname()}. Set " in seen

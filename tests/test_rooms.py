@@ -1,4 +1,4 @@
-"""The rooms of the package: which imports which."""
+"""Rules of imports between the package's rooms."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ PACKAGE = Path(__file__).resolve().parents[1] / "swift_grpo_ext"
 
 
 def room_of(module: str) -> str:
-    """The folder that a module stands in, or the module itself where it stands in none; a tool's
-    room begins with `tools.`."""
+    """Return a module's folder, or the module itself at the top level. Each tool is a room,
+    `tools.NAME`."""
     first, *rest = module.split(".")
     return f"tools.{rest[0]}" if first == "tools" and rest else first
 
 
 def imports() -> Iterator[tuple[str, str]]:
-    """Every import of one room by another, those within functions included."""
+    """Yield each import of one room by another, including imports in functions."""
     for path in PACKAGE.rglob("*.py"):
         module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         own = room_of(module.removesuffix(".__init__"))
@@ -46,14 +46,14 @@ def test_the_core_imports_no_tool_and_upstream_nothing_of_ours() -> None:
 
 
 SERVED = ("server", "rollout.engine", "stops", "sampling", "record", "diversity")
-"""What serves any client: rooms, and one module."""
+"""Rooms, and one module, that serve any client."""
 
 TRAINERS = ("swift.rlhf_trainers", "swift.trainers", "swift.callbacks", "trl")
 CLIENT = "swift.rlhf_trainers.vllm_client"
 
 
 def runtime_imports(path: Path, *, in_calls: bool) -> Iterator[str]:
-    """The names that a module imports as it is loaded, or also in calls; none for types only."""
+    """Yield the names that a module imports when it is loaded, or also in calls; none for types."""
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
@@ -69,7 +69,7 @@ def runtime_imports(path: Path, *, in_calls: bool) -> Iterator[str]:
 
 
 def test_what_serves_any_client_knows_no_trainer() -> None:
-    """ms-swift's next major version has other trainers, and the engine and the server of today."""
+    """ms-swift's next major version has other trainers, but today's engine and server."""
     modules = {
         ".".join(p.relative_to(PACKAGE).with_suffix("").parts): p for p in PACKAGE.rglob("*.py")
     }
@@ -93,7 +93,7 @@ def test_what_serves_any_client_knows_no_trainer() -> None:
 
 
 def test_what_only_a_cpu_needs_is_a_leaf() -> None:
-    """The core meets it where the plugin enters and where arguments are made; engines name it."""
+    """Only the plugin's entry and the parser of arguments import it; engines name its class."""
     assert {other for room, other in imports() if room == "cpu"} <= {"upstream", "weights"}
     users = {room for room, other in imports() if other == "cpu" and not room.startswith("tools")}
     assert users == {"registry", "command_line"}

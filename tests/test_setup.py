@@ -1,4 +1,4 @@
-"""What `scripts/setup.sh` hands from pip to uv."""
+"""`scripts/setup.sh` hands pip's settings to uv."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ download.index-url='https://other/simple'
 
 
 def test_uv_gets_the_indexes_that_pip_install_would_take() -> None:
-    """A section of `pip install` wins over the global one, and a variable over both."""
+    """Settings of `pip install` win over global ones, and environment variables over both."""
     assert uv_settings(LISTING) == {
         "UV_DEFAULT_INDEX": "https://user:secret@mirror/simple",
         "UV_INDEX": "file:///a/simple https://b/simple",

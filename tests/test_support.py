@@ -1,4 +1,4 @@
-"""The tables of docs/support.md are what `scripts/support.py` makes."""
+"""The tables of docs/support.md are up to date with `scripts/support.py`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.newest import is_newest
 
 @pytest.mark.parametrize("name", ["conversations", "families", "experts"])
 def test_a_table_is_up_to_date(name: str) -> None:
-    """Else: `python scripts/support.py --write`."""
+    """If not: `python scripts/support.py --write`."""
     assert read_from(SUPPORT, name) == support.TABLES[name]()
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_tiny_models_have_two_layers_of_each_kind(family: Family) -> None:
-    """Completions read nothing that the last layer makes of a prompt. Gemma 4 was wrong in layers
-    of which its tiny model had one, the last."""
+    """Completions do not depend on the last layer's results for the prompt. A fault in one kind of
+    Gemma 4's layers was hidden because the tiny model's only such layer was the last."""
     config = family.config.get("thinker_config", family.config)
     text = config.get("text_config", config)
     kinds = text.get("layer_types", ["full_attention"] * text["num_hidden_layers"])
@@ -32,7 +32,7 @@ def test_tiny_models_have_two_layers_of_each_kind(family: Family) -> None:
 
 @pytest.mark.skipif(not is_newest("swift"), reason="the page is about the newest ms-swift")
 def test_the_page_of_options_is_up_to_date() -> None:
-    """Else: `python scripts/support.py --write`. Any test that gives the option will do."""
+    """If not: `python scripts/support.py --write`. The page may name any test with the option."""
     options = support.options()
     assert [o.name for o in options if o.is_rl and o.verdict[0] == "not tried"] == []
     on_page = rows_of(read_from(SUPPORT, "options"))

@@ -1,4 +1,5 @@
-"""`--full_determinism true`: what parts two runs, or a resumed one from the other, is said."""
+"""`--full_determinism true`: settings that would make two runs, or a resumed run, differ are
+named."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The forms in which rows have media, and what can be wrong with each: the early checks, `check`,
-`--truncation_strategy delete`, and a round agree on each row, loaded as ms-swift loads it."""
+"""Forms of media in rows, good and bad ones: the early checks, `check`, `--truncation_strategy
+delete` and a round agree on each row that ms-swift loads."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.stack.rounds import write_video
 Rows = list[dict[str, Any]]
 
 TOKENS = 500
-"""That the engine takes."""
+"""The engine's limit for a prompt and its completion."""
 
 
 @pytest.fixture(scope="module")
 def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that are right, and wrong in each way."""
+    """A folder with good files, and with bad ones of each kind."""
     folder = tmp_path_factory.mktemp("media")
     digits = sorted((assets / "digits").rglob("*.png"))[:4]
     image = Image.open(digits[0]).convert("RGB")
@@ -87,7 +87,7 @@ def content_of(path: str) -> str:
 
 
 def good(folder: Path, url: str) -> dict[str, tuple[Rows, list[int]]]:
-    """Rows that run, with how many media each has."""
+    """Return good rows, with the number of media of each."""
     png, mp4 = str(folder / "1.png"), str(folder / "1.mp4")
     content = content_of(png)
     part, of_url = {"type": "image", "image": png}, {"type": "image_url", "image_url": {"url": png}}
@@ -139,7 +139,7 @@ def good(folder: Path, url: str) -> dict[str, tuple[Rows, list[int]]]:
 
 
 def bad(folder: Path) -> dict[str, tuple[Rows, str]]:
-    """Rows of which the first is refused before a model is loaded, and why."""
+    """Return rows whose first one is refused before a model is loaded, and the reason."""
     png, mp4, text, pdf = (str(folder / name) for name in ("1.png", "1.mp4", "text.png", "1.pdf"))
     part, pad = {"type": "image", "image": png}, "<|vision_start|><|image_pad|><|vision_end|>"
     content = content_of(text)
@@ -217,7 +217,7 @@ def bad(folder: Path) -> dict[str, tuple[Rows, str]]:
 
 
 def met(folder: Path, url: str) -> dict[str, tuple[Rows, str]]:
-    """Rows whose fault shows when they are met, and what it is."""
+    """Return rows whose fault shows when they are encoded, and the fault."""
     cut, wide, large = (str(folder / name) for name in ("cut.jpg", "wide.png", "large.png"))
     truncated = f"'{cut}' is not an image that can be read (OSError: image file is truncated"
     content = content_of(cut)
@@ -260,7 +260,7 @@ def loaded(rows: Rows, path: Path) -> Rows:
 
 
 def in_a_round(encoder: BothSides, row: dict[str, Any]) -> None:
-    """What a round makes of a row, up to vLLM's core: raises `RowError`, and nothing else."""
+    """Process a row as a round does, up to vLLM's core; raises only `RowError`."""
     sample = GRPOSample.from_row(prompt_of(row))
     request = named_request(
         sample, lambda samples: [s.to_infer_request() for s in samples], encoder.placeholder_texts
@@ -271,7 +271,7 @@ def in_a_round(encoder: BothSides, row: dict[str, Any]) -> None:
 def wrong(
     cases: dict[str, tuple[Rows, Any]], folder: Path, check: Callable[[Rows, Any], None]
 ) -> dict[str, str]:
-    """What does not hold of each case."""
+    """Return the failed checks, by case."""
     found = {}
     for number, (name, (rows, expected)) in enumerate(cases.items()):
         try:
@@ -321,7 +321,7 @@ def test_faults_that_show_when_a_row_is_met(
         assert row_fault(rows[0], encoder.placeholder_texts) is None
         assert expected in str(encoder.refusal(rows[0]))
         fault = fault_in_a_round(encoder, rows[0])
-        # Of lengths vLLM speaks, in its own words.
+        # vLLM has its own words for lengths.
         assert expected in fault or "maximum" in fault
 
     assert wrong(met(folder, url), tmp_path, check) == {}
@@ -340,7 +340,7 @@ def test_a_row_of_any_form_is_named_by_its_question() -> None:
 
 
 def test_content_in_a_file_of_rows(encoder: BothSides, folder: Path, tmp_path: Path) -> None:
-    """Parquet holds bytes; CSV holds texts, of which an answer is not the question."""
+    """Parquet has bytes; CSV has texts, and its column of answers is not part of the question."""
     png, cut = ((folder / name).read_bytes() for name in ("1.png", "cut.jpg"))
     for name, content, expected in (
         ("good", png, None),

@@ -1,4 +1,4 @@
-"""Rows that no batch holds are named before the start."""
+"""Rows that no batch would have are counted before the start."""
 
 from __future__ import annotations
 

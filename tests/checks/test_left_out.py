@@ -22,8 +22,8 @@ def asks(text: str | None = "Which?", **columns: Any) -> Row:
 
 
 def loaded(rows: list[Row], path: Path, **options: Any) -> tuple[list[str], int | None]:
-    """Return what is said of a file that is loaded as a training does it, and how many rows there
-    are then; None where ms-swift fails."""
+    """Load a file as a training does; return the findings and the number of rows, None if ms-swift
+    fails."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     found: list[Finding] = []
     num_rows = None

@@ -1,4 +1,4 @@
-"""New special tokens that vLLM could not have are refused before anything is loaded."""
+"""New special tokens without a row in the model are refused before it is loaded."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ NOT_TAKEN = "error: --vllm_enable_lora true: vLLM does not take the adapter"
 
 
 def arguments(**changes: Any) -> Any:
-    """Return arguments of `swift rlhf`, or of `swift rollout` where `changes` has a port. They name
-    no model of this machine."""
+    """Return arguments of `swift rlhf`, or of `swift rollout` if `changes` has a port. Their model
+    is not on this machine."""
     if "port" in changes:
         given = {"model": "org/name", "vllm_enforce_eager": True}
         return command_line_arguments("rollout", **{**given, **changes})
@@ -64,7 +64,7 @@ def arguments(**changes: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def newest_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the same findings beside each release."""
+    """Findings are the same with each installed release."""
     newest = {name: versions[-1] for name, versions in TRIED.items()}
     monkeypatch.setattr(rules, "tried_packages", lambda: newest)
 
@@ -74,7 +74,8 @@ def said(findings: Iterable[Finding]) -> list[str]:
 
 
 def assert_says(findings: Iterable[Finding], expected: str | None) -> None:
-    """Hold the only finding against its beginning, with `...` for anything between."""
+    """Assert the beginning of the only finding, with `...` for any text between; None expects
+    none."""
     sentences = said(findings)
     assert len(sentences) == (expected is not None), sentences
     if expected is not None:
@@ -88,7 +89,7 @@ def assert_says(findings: Iterable[Finding], expected: str | None) -> None:
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_mistake_is_printed_alone_and_once(rank: str) -> None:
-    """A traceback of 25 lines stood above it, once for each rank; other errors keep theirs."""
+    """Each rank printed a traceback of 25 lines above it. Other errors keep theirs."""
     lines = (
         "from swift_grpo_ext.checks.finding import SettingsError, hide_tracebacks",
         "hide_tracebacks()",
@@ -242,14 +243,14 @@ def test_what_adapters_in_the_engine_need(
     ],
 )
 def test_adapters_that_vllm_refuses(changes: dict[str, Any], expected: str | None) -> None:
-    """It said so after two minutes."""
+    """Otherwise vLLM refuses it after two minutes."""
     of_trainings = {} if "port" in changes else {"tuner_type": "lora"}
     args = arguments(**{**of_trainings, "vllm_enable_lora": True, **changes})
     assert_says(preflight.check_model(args), expected)
 
 
 def test_an_adapter_that_is_trained_on_keeps_its_settings(tmp_path: Path) -> None:
-    """vLLM reads the settings of the checkpoint, whatever the flags say."""
+    """vLLM reads the settings of the checkpoint, not the flags."""
     args = arguments(**LORA, adapters=[str(tmp_path)], init_weights="olora")
     lora = {"r": 8, "lora_alpha": 8, "target_modules": []}
     for has, expected in (
@@ -264,7 +265,7 @@ def test_an_adapter_that_is_trained_on_keeps_its_settings(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("tuner", [*TRAINED, "bone"])
 def test_servers_say_whether_they_hold_adapters_apart(tuner: str) -> None:
-    """Such as a training that did not give `--vllm_enable_lora` itself, or gave it alone."""
+    """The training may not give `--vllm_enable_lora` itself, or give it with other servers."""
     own = rules.MERGED_TUNERS
     refused = f"error: --tuner_type {tuner}: does not go with" if tuner in own else None
     for serves, trains, expected in (
@@ -324,7 +325,7 @@ def test_a_port_in_use() -> None:
 
 
 def test_old_connections_do_not_hold_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ms-swift takes the next one then, where no trainer looks for it."""
+    """ms-swift would take the next port, where no trainer looks for the server."""
     with socket.socket() as server, socket.socket() as client:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
         server.bind(("", 0))
@@ -359,7 +360,7 @@ def test_sharding_and_sleep_need_an_accelerator(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_engine_that_ranks_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ms-swift's trainer says so, once it has loaded the model."""
+    """ms-swift's trainer would refuse it after it has loaded the model."""
     args = arguments(vllm_tensor_parallel_size=2)
     expected = "error: --vllm_tensor_parallel_size 2: does not divide the 7 training ranks"
     for ranks, mode, refused in (
@@ -428,7 +429,7 @@ def test_data_sets(rows: Any, eval_rows: Any, changes: dict[str, Any], expected:
 
 
 def test_what_the_template_refuses_is_refused_before_a_model_is_loaded(assets: Path) -> None:
-    """Placeholders passed `check` and the rollout, and the first training forward ended the run."""
+    """Without the check, placeholders in text end the run in the first training forward."""
     args = arguments()
     args.model_dir = str(assets / "tiny_vlm")
     typed = {"role": "user", "content": "<image><|vision_start|><|image_pad|><|vision_end|>Which?"}

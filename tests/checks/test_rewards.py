@@ -1,4 +1,5 @@
-"""Reward functions are tried before a model is loaded: what no training survives is refused."""
+"""Reward functions are tried before a model is loaded; those that would end a training are
+refused."""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ MISFIT = "error: --reward_funcs named: does not fit ms-swift's call: "
             "returned values of shape [3, 1] for 3 completions. Expected a list",
         ),
         (returns([1.0]), {"calls": False}, ""),
-        # A user's code may have its reasons.
+        # A user's code may raise or change for good reasons.
         (Raises, {}, "warning: --reward_funcs named: raised KeyError: 'I do not know.' (test_rew"),
         (Served, {}, ""),
         (Loads, {}, ""),
@@ -143,7 +144,7 @@ def test_a_reward_function(
 
 
 def test_what_rewards_of_ms_swift_need() -> None:
-    """Such as a package. ms-swift says so, once it has loaded the model."""
+    """ms-swift would report it after it has loaded the model."""
     args = SimpleNamespace(soft_cache_length=2, soft_max_length=1)
     [found] = check_rewards(["soft_overlong"], [], args, setting="dataset")
     assert found.sentence.startswith(

@@ -1,4 +1,4 @@
-"""Images of a data set's rows are readable, or the row is named."""
+"""Rows whose images cannot be read, or whose prompts cannot be encoded, are named."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_images_of_a_row(row: Any, reason: str | None) -> None:
 
 
 def test_a_mark_that_is_a_token_of_the_model(assets: Path) -> None:
-    """LLaVA's `<image>`: a surplus one cannot stay text."""
+    """LLaVA's `<image>` is one: a surplus one cannot stay text."""
     processor = get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
     template = get_template(processor, template_type="qwen2_5_vl")
     rows = [
@@ -141,7 +141,7 @@ def test_a_bad_row_is_named(png: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
 def test_a_row_is_named_by_its_number_in_its_file(suffix: str, tmp_path: Path) -> None:
-    """All rows ask the same; ms-swift shuffles them as it loads."""
+    """All rows ask the same, and ms-swift shuffles them."""
     asks = "<image>How many, 多少?"
     images = ["a.png", "b.png", "c.png", "b.png", "d.png"]
     answers = ["3", "7", "3", "8", "4"]
@@ -182,7 +182,8 @@ def test_a_data_set_without_media() -> None:
 
 
 def test_marks_without_media() -> None:
-    """ms-swift leaves them as text: a row of a misspelt column is trained on without its image."""
+    """ms-swift leaves them as text: with a misspelt column a row is trained on without its
+    image."""
     asked = {"messages": [{"role": "user", "content": "<image>Which digit?"}]}
     fine = {**asked, "images": [PICTURE]}
     warned, _ = said([fine, {**asked, "image_path": PICTURE}, asked])
@@ -195,7 +196,7 @@ def test_marks_without_media() -> None:
 
 
 def test_rows_of_large_data_sets_are_chosen_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stride of 50 took every 50th row, which lacked its image, for the whole data set."""
+    """Every 50th row lacks its image here: a stride of 50 would see no other rows."""
     opened: list[str] = []
     monkeypatch.setattr(checked, "MAX_ROWS", 20)
     monkeypatch.setattr(checked, "unreadable", lambda image, **_: opened.append(image))
@@ -223,7 +224,7 @@ def test_duplicates() -> None:
 def test_content_in_rows_is_read_up_to_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 20,000 rows of 1 MB each rank read 42 GB."""
+    """Without a limit each rank read 42 GB of 20,000 rows of 1 MB."""
     rows = []
     for color in ("red", "red", "blue", "blue"):
         Image.new("RGB", (200, 200), color).save(buffer := io.BytesIO(), "bmp")
@@ -244,7 +245,7 @@ def test_a_prompt_that_cannot_be_encoded(assets: Path, png: Path) -> None:
     answered = {"messages": [question, {"role": "assistant", "content": "7 " * 50}]}
     assert encoding_error(template, answered) is None
     assert len(answered["messages"]) == 2
-    template.set_mode("train")  # which distillation does with the answers of its data
+    template.set_mode("train")  # as in distillation, for the answers of its data
     whole = encoding_error(template, answered, strip_response=False)
     assert str(whole).startswith("MaxLengthError: ")
     short = {"messages": [question, {"role": "assistant", "content": "7"}]}

@@ -1,4 +1,4 @@
-"""Two ranks of colocated tensor parallelism on CPU (gloo), as vLLM joins them by shared memory.
+"""Two ranks of colocated tensor parallelism on CPU (gloo), joined by vLLM's shared memory.
 
 python -m tests.cpu.shared_memory FOLDER
 """
@@ -31,7 +31,7 @@ def run(rank: int, folder: str) -> None:
     )
     name = f"{_CPUSHMDistributed.make_group_name(group)}_{rank}"
     memory = Path("/dev/shm", name.lstrip("/"))
-    memory.touch()  # what another run has left
+    memory.touch()  # as left by another run
     values = torch.full([8], rank + 1.0)
     _CPUSHMDistributed(group).all_reduce(values)
     assert values.tolist() == [3.0] * 8

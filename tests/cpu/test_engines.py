@@ -1,4 +1,4 @@
-"""vLLM's engines without an accelerator: what is patched has the effect that it is for."""
+"""Patches of vLLM's engines without an accelerator have their effect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) 
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     make(engines.name_shared_memory_by_run)
-    monkeypatch.setenv("VLLM_DIST_IDENT", "//")  # as vLLM makes it of `env://`
+    monkeypatch.setenv("VLLM_DIST_IDENT", "//")  # vLLM's value for `env://`
     ranks: Any = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
     names = []
     for port in ("29500", "29501", "29500"):
@@ -33,7 +33,7 @@ def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.stack
 def test_shared_memory_neither_meets_nor_leaves_any_of_its_name(tmp_path: Path) -> None:
-    """Training processes end by `os._exit` or a signal, and clean up nothing."""
+    """Training processes end by `os._exit` or a signal, without a cleanup."""
     finished = subprocess.run(
         [sys.executable, "-m", "tests.cpu.shared_memory", str(tmp_path)],
         cwd=ROOT,
@@ -46,7 +46,7 @@ def test_shared_memory_neither_meets_nor_leaves_any_of_its_name(tmp_path: Path) 
 
 @needs_packed_convolutions
 def test_packed_convolutions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ms-swift has layers processed once more, behind the update that brought their weights."""
+    """ms-swift has layers processed once more after each update of weights."""
     from vllm.model_executor.layers import utils
 
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)

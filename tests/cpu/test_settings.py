@@ -1,4 +1,4 @@
-"""CPU settings: set where they are needed, never over the user's own."""
+"""Settings for CPUs apply without an accelerator, and never override the user's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*cpu.CPU_ENVIRONMENT, *cpu.KEEP_FREED_MEMORY):
         monkeypatch.setenv(name, "to be removed")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
-    # The allocator of pytest's own process, and what is called at its end, stay as they are.
+    # pytest's own allocator and exit functions are left alone.
     monkeypatch.setattr(cpu.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *_: 1))
     monkeypatch.setattr(cpu.weakref, "finalize", lambda *_: None)
 
@@ -44,7 +44,7 @@ def test_defaults_without_an_accelerator() -> None:
 
 @pytest.mark.usefixtures("no_accelerator")
 def test_what_was_saved_is_loaded_onto_a_rank(tmp_path: Path) -> None:
-    """As transformers before 5.19 does to resume."""
+    """transformers before 5.19 loads so to resume."""
     cpu.apply_cpu_settings(arguments(), given=[])
     make(cpu.load_onto_ranks)
     torch.save(torch.arange(3), tmp_path / "optimizer.pt")
@@ -79,7 +79,8 @@ def test_the_users_own_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lone_process_and_the_size_of_a_cache(
     engine_kwargs: dict[str, int], gib: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No backend, and no variable of vLLM's, which would win over the engine's settings."""
+    """It gets no backend. vLLM's variable is not set if the engine's settings have a cache size:
+    the variable would win."""
     monkeypatch.delenv("RANK")
     args = arguments()
     args.vllm_engine_kwargs = engine_kwargs
@@ -101,7 +102,7 @@ from swift_grpo_ext.cpu.settings import _leave_group
 from types import SimpleNamespace
 
 def gloo_threads(fewer_than=1000):
-    # A thread that was joined stands in /proc until the kernel has buried it.
+    # A joined thread is in /proc until the kernel has removed it.
     deadline = time.monotonic() + 60
     while True:
         names = []
@@ -142,8 +143,8 @@ for _ in range(100):
 @pytest.mark.stack
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are named in /proc")
 def test_no_thread_of_gloo_outlives_its_groups() -> None:
-    """As when a rank ends: its trainer is unreachable, in a cycle that holds DDP's group. And when
-    a thread has still to drop a tensor, which takes the GIL, neither waits for the other."""
+    """As at the end of a rank, the trainer is unreachable, in a cycle that holds DDP's group. A
+    thread that has yet to free a tensor needs the GIL; this causes no deadlock."""
     lone = subprocess.run(
         [sys.executable, "-c", LONE_RANK], check=True, capture_output=True, text=True, timeout=300
     )

@@ -1,9 +1,8 @@
-"""Runs as a training leaves them, for tests of the report."""
+"""Runs with the monitor's rows, for tests of the viewer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
@@ -14,21 +13,19 @@ from tests.record.rows import open_log, read_diversity
 HOSTILE = "<script>alert('数字')</script>"
 
 
-def make_run(
-    folder: Path, rounds: Sequence[list[SampleRow]], media: Sequence[str] = ()
-) -> list[DiversityRow]:
-    """Write the monitor's records and a sample log."""
+def make_run(folder: Path, rounds: Sequence[list[SampleRow]]) -> list[DiversityRow]:
+    """Write a sample log and the monitor's rows; return these rows."""
     analyzer = RoundAnalyzer(is_greedy=False, seed_mode="engine")
     log = open_log(folder)
     for samples in rounds:
         log.append(analyzer.analyze(samples), DIVERSITY)
-        log.append([replace(s, media=list(media)) for s in samples])
+        log.append(samples)
     log.flush()
     return read_diversity(folder)
 
 
 def frozen_rounds() -> list[list[SampleRow]]:
-    """Round 2 generates what round 0 generated."""
+    """Return three rounds; round 2 has the tokens of round 0."""
     ids = [[i * 100 + k for k in range(40)] for i in range(4)]
     others = [[5000 + i * 100 + k for k in range(40)] for i in range(4)]
     return [

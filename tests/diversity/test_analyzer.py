@@ -1,4 +1,4 @@
-"""From rounds to rows of the record and alarms."""
+"""The analyzer turns rounds into rows of the record, and alarms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def analyzer_of(**changes: Any) -> RoundAnalyzer:
 
 
 def copies(step: int, **kwargs: Any) -> list[SampleRow]:
-    """Make a collapsed round: no surprise in it."""
+    """Return a collapsed round: equal samples of low surprisal."""
     return group_of(*[[1, 2, step]] * 4, step=step, bits=0.05, **kwargs)
 
 
@@ -102,7 +102,7 @@ def test_verdicts(log2_p: float, copied: float, common_mode: float, verdict: str
     [(0.49, 0.25, "collapse"), (0.5, 0.25, "healthy"), (1.0, 0.9, "collapse")],
 )
 def test_solved_prompts_are_no_collapse(solved: float, common_mode: float, verdict: str) -> None:
-    """One completion for nearly all prompts is one, whatever its reward."""
+    """One completion for nearly all prompts is a collapse, whatever its reward."""
     metrics = {"copied_ratio": 1.0, "common_mode": common_mode, "solved": solved}
     assert judge(CollisionTest(num_pairs=1), metrics) == verdict
 
@@ -168,7 +168,7 @@ def test_an_alarm_names_who_shares_what(
 
 
 def test_a_long_alarm_names_some() -> None:
-    """It names one collision of three, and four samples of five."""
+    """It names one of three collisions, and four of five samples."""
     groups = groups_of(*[[LONG] * 5] * 3, replica="")
     (record,) = analyzer_of().analyze([s for group in groups for s in group])
     assert str(record.alarm).endswith(

@@ -43,7 +43,7 @@ def flat(groups: Sequence[Sequence[SampleRow]]) -> list[SampleRow]:
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=8))
 def test_shared_prefixes_are_all_there(lists: list[list[int]]) -> None:
-    """Against brute force: for every prefix, who has it."""
+    """Against brute force over all prefixes."""
     holders: dict[frozenset[int], int] = {}
     for ids in lists:
         for length in range(1, len(ids) + 1):
@@ -79,8 +79,8 @@ class Markov:
 @settings(deadline=None, max_examples=10)
 @given(st.lists(st.floats(0, 1), min_size=9, max_size=9))
 def test_bound_holds_exactly_for_every_policy_and_level(weights: list[float]) -> None:
-    """All pairs of completions, with their probabilities: P(p <= alpha) <= alpha, whatever alpha;
-    also with the first of another policy (an earlier round)."""
+    """P(p <= alpha) <= alpha for each alpha, by the probabilities of all pairs of completions; also
+    if the other one comes from another policy, in an earlier round."""
     policy, earlier_policy = Markov(weights), Markov(weights[::-1])
     for other in (policy, earlier_policy):
         outcomes: list[tuple[float, float]] = []
@@ -144,7 +144,7 @@ PAIR = [[(0, 0), (0, 1)]]
             group_of([1, 2], [*LONG[:40], 3], [4], [*LONG[:40], 5, 6]),
             *(log2(6) + 2 - 40, 6, 40, [[(0, 1), (0, 3)]]),
         ),
-        # A prompt that stands twice in a batch: its groups must not share noise either.
+        # Two groups of one prompt in a batch must not share noise either.
         ([sample(LONG), sample(LONG, group=7)], 1 - 60, 1, 60, [[(0, 0), (7, 0)]]),
         ([sample(LONG), sample(LONG, group=7, prompt="other")], 0, 0, 0, []),
         # Three copies, of which two go on alike, are one set; another prompt's pair is another.
@@ -203,7 +203,7 @@ def test_missing_logprobs_are_not_tested_but_counted() -> None:
 
 
 def test_long_copies_stay_in_bounds() -> None:
-    """32k tokens, and a p-value that no float holds."""
+    """32k tokens, and a p-value below the range of floats."""
     test = collision_test(group_of(*[list(range(32_768))] * 8))
     assert test.collisions[0].num_tokens == 4096
     assert test.log2_p == pytest.approx(-7 * 4096, rel=1e-2)
@@ -247,7 +247,7 @@ def test_fisher_is_its_definition_also_beyond_what_floats_hold() -> None:
 
 
 def test_frozen_rounds_of_short_completions_count_together() -> None:
-    """64 completions of 10 bits, all as they were: no one of them is improbable among so many."""
+    """64 completions of 10 bits come again: none is improbable alone, all together are."""
     ids = [[[i * 100 + g, i] for i in range(8)] for g in range(8)]
     first, second = (flat(groups_of(*ids, step=step, bits=5.0)) for step in (0, 1))
     test = collision_test(second, remembering(first))
@@ -257,8 +257,8 @@ def test_frozen_rounds_of_short_completions_count_together() -> None:
 
 
 def test_p_values_count_different_predecessors_of_the_memory_too() -> None:
-    """[1, 2, 9] stands twice in the memory: 2 different ones for the first sample, 3 for the
-    second, which repeats the first."""
+    """[1, 2, 9] is twice in the memory, so the first sample has 2 different predecessors, and the
+    second one 3."""
     memory = remembering(group_of([1, 2, 9], [1, 2, 9], [7]))
     test = collision_test(group_of([1, 2, 3], [1, 2, 3], step=1, bits=[6.0, 6.0, 1.0]), memory)
     # The pair has 13 bits; of it and the memory, the first set of 2 x 6 samples has 12.
@@ -275,7 +275,7 @@ def test_p_values_count_different_predecessors_of_the_memory_too() -> None:
 
 
 def test_memory_is_bounded_over_many_rounds() -> None:
-    """The samples come as other ranks send them. What the memory held is what goes with it."""
+    """Samples arrive pickled, as from other ranks. The memory's size is what its deletion frees."""
     places = [{"step": 1000 + step, "prompt": f"{step:032}"} for step in range(200)]
     groups = [group_of(*[list(range(20))] * 8, seed=2**60, **place) for place in places]
     rounds = [pickle.dumps(group) for group in groups]

@@ -1,4 +1,4 @@
-"""The callback, between a trainer's rollouts and its log; on two ranks with real collectives."""
+"""The monitor's callback, with a trainer's side of it; on two ranks with real collectives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.record.rows import read_diversity
 
 
 class Run:
-    """The trainer's side of the callback: it generates, steps, evaluates and logs."""
+    """The trainer's side of the callback: it generates, scores, steps and logs."""
 
     def __init__(self, folder: Path, start_step: int = 0, **flags: Any) -> None:
         ranks = training_ranks(60)
@@ -110,7 +110,7 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
 
 
 def test_turns_without_an_answer_are_no_copies_of_one_another(tmp_path: Path) -> None:
-    """Their prompts had no room; the sample counts by the turn before."""
+    """Their prompts had no room, so the turn before counts for the sample."""
     run = Run(tmp_path)
     unanswered = [
         replace(s, sample_id=replace(s.sample_id, turn=1)) for s in group_of([], [], [], [])
@@ -124,7 +124,7 @@ def test_turns_without_an_answer_are_no_copies_of_one_another(tmp_path: Path) ->
 def test_rounds_are_analyzed_beside_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step goes on during the analysis, and waits for it at its end."""
+    """A step goes on during the analysis, and waits for it at its end."""
     may_go_on = threading.Event()
     run = Run(tmp_path, diversity_action="stop")
     analyze = RoundAnalyzer.analyze
@@ -234,22 +234,9 @@ def test_flags_reach_the_analysis(tmp_path: Path) -> None:
         assert run.records[0].log10_p == pytest.approx(math.log10(2 * 2**-bits), abs=1e-5)
 
 
-def test_a_resumed_session_replaces_from_its_step_on(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    for step in range(3):
-        run.step(group_of([step], [9], step=step))
-    run.recorder.flush()
-    resumed = Run(tmp_path, start_step=1)
-    assert [r.round.step for r in resumed.records] == [0, 1, 2]
-    resumed.step(group_of([1], [8], step=1))
-    assert [r.round.step for r in resumed.records] == [0, 1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["diversity", "samples"]
-    assert [path.suffix for path in (tmp_path / "samples").iterdir()] == [".lock"] * 2
-
-
 def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Path) -> None:
-    """With `--async_generate` the next round may have arrived when a round is gathered, or when it
-    is scored."""
+    """With `--async_generate` the next round may arrive before a round is gathered, or before it is
+    scored."""
     run = Run(tmp_path, async_generate=True, vllm_mode="server")
 
     def turns_of(step: int, phase: str = "train", group: int = 0) -> list[list[SampleRow]]:
@@ -312,7 +299,7 @@ def _rank(rank: int, work: Callable[[int, str], None], folder: str) -> None:
 
 
 def copies_across_ranks(rank: int, folder: str) -> None:
-    """A group on two ranks, each with its own half; in round 1 both ranks generated the same."""
+    """Each rank has half of a group; in round 1 both generate the same."""
     run = Run(Path(folder) / "run", diversity_action="stop")
     stops = []
     for step in range(2):
@@ -338,7 +325,7 @@ def test_all_ranks_stop_together(tmp_path: Path) -> None:
 
 
 def fail_on_main(rank: int, folder: str) -> None:
-    """The main rank cannot write, which ends nothing, and then analyze; no rank waits for ever."""
+    """The main rank cannot write, which ends nothing, then cannot analyze, which ends all ranks."""
     run = Run(Path(folder) / "run")
     if rank == 0:
         (Path(folder) / "run/diversity").touch()

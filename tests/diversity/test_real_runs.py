@@ -1,5 +1,5 @@
-"""Real trainings with the monitor: frozen noise, a policy that collapses. They write where ms-swift
-makes a folder of --output_dir by default. `tests/stack/test_invariance.py` has sound noise."""
+"""Real trainings with the monitor: frozen noise, and a policy that collapses. They use ms-swift's
+versions of --output_dir. `tests/stack/test_invariance.py` has sound noise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = ("--num_generations", "4", "--learning_rate", "1e-5", "--warmup_steps", 
 def train(
     assets: Path, rows: Path, folder: Path, *argv: str, ranks: int = 1
 ) -> tuple[Finished, list[DiversityRow]]:
-    """The end of a training that is watched, and what was found in its rounds."""
+    """Train with the monitor; return the end, and the monitor's rows."""
     command = [
         *("rlhf", "examples/digits/grpo.yaml", "--external_plugins", *PLUGINS),
         *("--model", str(assets / "tiny_vlm"), "--dataset", str(rows)),
@@ -38,15 +38,15 @@ def train(
 
 @pytest.fixture(scope="module")
 def one_prompt(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prompt that each round meets again, three times."""
+    """A data set of three equal rows."""
     return write_lines(tmp_path_factory.mktemp("rows") / "rows.jsonl", digits(assets, [0] * 3))
 
 
 def test_frozen_noise_stops_the_run_in_its_second_round(
     assets: Path, one_prompt: Path, tmp_path: Path
 ) -> None:
-    """ms-swift's own seeds with tensor parallel 2: every step draws what the first one drew. It is
-    what all of this is about, and the proof that the tests of invariance see it."""
+    """With ms-swift's own seeds and tensor parallel 2, every step generates the samples of the
+    first. This is the plugin's reason, and proves that the tests of invariance would notice it."""
     finished, records = train(
         *(assets, one_prompt, tmp_path, *SMALL),
         *("--rollout_seed_mode", "engine"),

@@ -1,4 +1,4 @@
-"""Rows and messages, sound or not, are taken or refused by name, and none takes long.
+"""Random rows and messages are accepted, or refused by name, within seconds.
 
 FUZZ_CASES=10000 pytest tests/fuzz
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import swift.rl_core.data  # noqa: F401  a case has a deadline, and would import it
+import swift.rl_core.data  # noqa: F401  else a case would import it within its deadline
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -26,7 +26,7 @@ from swift_grpo_ext.sampling.seeding import SampleId
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # PIL's
 fuzz = settings(
     max_examples=int(os.environ.get("FUZZ_CASES", "50")),
-    deadline=10_000,  # milliseconds: the slowest take some; a test that hangs ends with its worker
+    deadline=10_000,  # milliseconds
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
@@ -81,7 +81,7 @@ rows = st.fixed_dictionaries(
 
 
 def test_a_pipe_that_nobody_writes_to_is_no_file(tmp_path: Path) -> None:
-    """It would be waited for, for ever."""
+    """Reading it would wait for ever."""
     os.mkfifo(tmp_path / "pipe.png")
     assert unreadable(str(tmp_path / "pipe.png")) == "is not a file"
     assert unreadable("/dev/zero") == "is not a file"
@@ -122,7 +122,7 @@ junk = st.one_of(json_like, st.sampled_from([2**14 + 1, 2**31, 2**64, 10**30, -(
 
 
 def mutated(message: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """A message of ours, of which up to three entries are others, or missing."""
+    """Return one of our messages with up to three entries changed or missing."""
     others = st.dictionaries(st.sampled_from(list(message)), junk | st.just("missing"), max_size=3)
     return others.map(lambda o: {k: v for k, v in {**message, **o}.items() if v != "missing"})
 

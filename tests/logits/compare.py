@@ -1,4 +1,4 @@
-"""Runs of a model, and what two runs of it must have in common."""
+"""Values and gradients of a model, and comparisons of two runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Gradients = dict[str, Tensor]
 
 
 def values_and_gradients(model: Any, values_of: Callable[[], Tensor]) -> tuple[Tensor, Gradients]:
-    """The values, and the gradient of a fixed mixture of them by every weight that learns."""
+    """Return the values, and the gradients of a fixed mixture of them by all trained weights."""
     model.zero_grad(set_to_none=True)
     values = values_of()
     mixture = torch.linspace(-1, 1, values.numel(), device=values.device).reshape(values.shape)
@@ -27,13 +27,13 @@ def values_and_gradients(model: Any, values_of: Callable[[], Tensor]) -> tuple[T
 def assert_close(
     found: tuple[Tensor, Gradients], expected: tuple[Tensor, Gradients], tolerance: float = 1e-5
 ) -> None:
-    """Equal up to rounding: `tolerance` of the largest value of a tensor."""
+    """Assert that both are equal within `tolerance` of a tensor's largest value."""
     assert found[0].shape == expected[0].shape
     assert found[1].keys() == expected[1].keys()
     assert expected[1], "no weight had a gradient"
     pairs = [("values", found[0], expected[0])]
     pairs += [(name, found[1][name], expected[1][name]) for name in expected[1]]
-    # A sum of terms that cancel is no measure of its own rounding: all weights have one scale.
+    # If terms of a gradient cancel, its size is less than their rounding: use one scale for all.
     scale = max(map(largest, expected[1].values()))
     for name, a, b in pairs:
         measure = largest(b) if name == "values" else scale
@@ -47,11 +47,11 @@ def largest(values: Tensor) -> float:
 
 @contextmanager
 def counted_positions(model: Any) -> Iterator[list[int]]:
-    """Positions whose logits the head computes within the block, one number for each call."""
+    """Count the positions that the head computes within the block, one number for each call."""
     counts: list[int] = []
     head = output_embedding(base_model(model))
     assert head is not None
-    # `forward` and not a hook: the head of a chunked pass is called within its own call.
+    # `forward` and not a hook: a chunked pass calls the head within the head's own call.
     own = type(head).forward
 
     def forward(hidden: Tensor) -> Tensor:

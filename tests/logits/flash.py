@@ -1,6 +1,6 @@
-"""What stands in for the package `flash_attn` without a GPU: its two functions, by the same rules.
+"""Stands for the package `flash_attn` without a GPU: its two functions, by the same rules.
 
-Transformers' own code around them runs: it cuts padding away, and hands on what it is given.
+Transformers' own code around them runs: it removes padding, and passes their arguments on.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
-    """Return [queries, heads, width] of sequences that lie one after the other. The last query of
-    each sees its last key: causality and windows are counted from there."""
+    """Return [queries, heads, width] of concatenated sequences. The last query of a sequence sees
+    its last key; causality and windows are counted from there."""
     assert causal
     assert q.ndim == k.ndim == 3
     assert cu_seqlens_q[-1] == len(q)
@@ -65,7 +65,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-    """Let a model use `flash_attention_2`, which is this."""
+    """Let a model use `flash_attention_2` with these functions."""
     package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
     vars(package).update(
         flash_attn_func=flash_attn_func,

@@ -1,4 +1,4 @@
-"""Groups of samples of tiny models, collated as ms-swift does, and the passes over them."""
+"""Groups of samples for tiny models, collated as in ms-swift, and passes over them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ROWS = ((9, 4, 0, 0), (9, 6, 0, 0), (9, 2, 3, 3), (12, 3, 0, 0), (12, 1, 0, 0))
 
 @dataclass
 class Group(Batch):
-    """Groups of samples, each of one prompt; rows next to each other with prompts of one length are
-    one group. A row with a tool's image is a group of its own."""
+    """Groups of samples with one prompt each. Neighbouring rows with prompts of one length are a
+    group; a row with a tool's image is a group of its own."""
 
     has_images: bool = False
     """Whether each prompt begins with an image."""
 
     images: list[list[dict[str, Tensor]]] = field(default_factory=list)
-    """Those of each row."""
+    """The images of each row."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,8 +46,8 @@ class Group(Batch):
         return int(self.inputs["attention_mask"][row].int().argmax())
 
     def see(self, model: Any, pixels: Callable[[int], dict[str, Tensor]]) -> Group:
-        """Give each prompt an image, and one to the answers of tools, with the positions that
-        ms-swift's template gives them."""
+        """Give prompts and tools' answers an image each, with the positions of ms-swift's
+        template."""
         ids = self.inputs["input_ids"]
         seen: dict[int, Any] = {}
         given = pixels(1)
@@ -71,12 +71,12 @@ class Group(Batch):
         return self
 
     def media(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Return the inputs that hold the images of some rows."""
+        """Return the model inputs of the images of some rows."""
         images = [image for row in rows if self.images for image in self.images[row]]
         return {k: torch.cat([image[k] for image in images]) for k in images[0]} if images else {}
 
     def shared(self) -> Group:
-        """Return the same with inputs that may be packed."""
+        """Return the same batch with inputs that may be packed."""
         attended = self.inputs["attention_mask"].bool()
 
         def group_of(row: int) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class Group(Batch):
 
 
 def positions_of(model: Any) -> list[int]:
-    """How many positions the decoder reads, in each pass from now on."""
+    """Return a list that gets the number of positions of each later pass of the decoder."""
     seen: list[int] = []
     decoder = base_model(model).get_decoder()
     decoder.layers[0].register_forward_pre_hook(
@@ -118,12 +118,12 @@ def positions_of(model: Any) -> list[int]:
 
 
 def sharing() -> Any:
-    """A trainer that packs what it can."""
+    """Return a trainer that packs prompts where it can."""
     return Ours(config_of(), keys=set(), padding_free=False)
 
 
 def make_pass(trainer: Any, model: Any, batch: Batch) -> Tensor:
-    """Log-probabilities without gradients, as of the old policy."""
+    """Return log-probabilities without gradients, as of the old policy."""
     with torch.no_grad():
         logps_BK, _ = trainer._get_per_token_logps_and_entropies_single(
             model, copy(batch.inputs), batch.grpo_batch()

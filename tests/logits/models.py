@@ -1,6 +1,6 @@
-"""Tiny models with random weights, of every kind that the shim has to deal with, and their inputs.
+"""Tiny models with random weights, of each kind that the shim meets, and their inputs.
 
-Real models of the installed transformers, and a few written as remote code writes them.
+Most are models of the installed transformers, some are written like remote code.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ KINDS_OF_LAYERS: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 5,
 }
-"""Two of each kind: completions read nothing that the last layer makes of a prompt."""
+"""Two layers of each kind: completions do not depend on the last layer's results for the prompt."""
 
 
 def some_windows() -> Any:
@@ -110,7 +110,7 @@ GEMMA = {**TEXT, **KINDS_OF_LAYERS, "num_kv_shared_layers": 0, "hidden_size_per_
 
 
 def gemma4() -> Any:
-    """As of 12B parameters: images look ahead."""
+    """Like the model of 12B parameters: positions of images see later ones."""
     text = {**GEMMA, "head_dim": 16, "global_head_dim": 16, "use_bidirectional_attention": "vision"}
     vision = {**SIGLIP, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
     config = transformers.Gemma4Config(
@@ -120,7 +120,7 @@ def gemma4() -> Any:
 
 
 def gemma3n() -> Any:
-    """Its template writes `token_type_ids`, of which it makes no mask."""
+    """Its template writes `token_type_ids`, but the model makes no mask of them."""
     text = {**GEMMA, "head_dim": 16, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
     config = transformers.Gemma3nTextConfig(**text, activation_sparsity_pattern=[0.0] * 4)
     return transformers.Gemma3nForCausalLM(config)
@@ -164,7 +164,7 @@ def scaled_up() -> Any:
 
 
 class RemoteCode(PreTrainedModel):
-    """A decoder as remote code writes it: no keyword, `forward` with a fixed list of arguments."""
+    """A decoder like remote code: no keyword, and a fixed list of arguments."""
 
     config_class = Qwen2Config
     _supports_sdpa = True
@@ -186,15 +186,14 @@ class RemoteCode(PreTrainedModel):
 
 
 class SquashingRemoteCode(RemoteCode):
-    """Ends in an operation that no configuration tells of, whose backward needs its own result, in
-    place."""
+    """Ends in an in-place operation that no configuration names; its backward needs its result."""
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden).tanh_()
 
 
 class TwiceCallingHead(RemoteCode):
-    """Its logits are the mean of two calls."""
+    """Its logits are the mean of two calls of the head."""
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         return (self.lm_head(hidden) + self.lm_head(-hidden)) / 2
@@ -208,7 +207,7 @@ class PassingHeadBy(RemoteCode):
 
 
 class KeepingByKeyword(PassingHeadBy):
-    """As transformers spells it from 4.49 on."""
+    """Has the keyword of transformers 4.49 and later."""
 
     def forward(
         self,
@@ -221,7 +220,7 @@ class KeepingByKeyword(PassingHeadBy):
 
 
 class OldSpelling(KeepingByKeyword):
-    """As transformers 4.45 to 4.48 spelled it."""
+    """Has the keyword of transformers 4.45 to 4.48."""
 
     def forward(
         self,
@@ -233,7 +232,7 @@ class OldSpelling(KeepingByKeyword):
 
 
 class Promising(KeepingByKeyword):
-    """Names the keyword, and does nothing with it."""
+    """Has the keyword, but ignores it."""
 
     def forward(
         self,
@@ -245,7 +244,7 @@ class Promising(KeepingByKeyword):
 
 
 class FixedLength(RemoteCode):
-    """Insists on logits of every position."""
+    """Fails without logits of every position."""
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
@@ -280,20 +279,20 @@ ATTENTIONS: dict[str, Callable[[], Any]] = {
     "Qwen3.5": qwen3_5,
     "Qwen3-Next": qwen3_next,
 }
-"""Models whose layers do not all see everything before."""
+"""Models with layers that do not see all earlier positions."""
 
 BY_KEYWORD: dict[str, Callable[[], Any]] = {
     "new spelling": remote(KeepingByKeyword),
     "old spelling": remote(OldSpelling),
 }
-"""Models that pass their head by, and have a keyword that works."""
+"""Models that do not call their head, but have a keyword that works."""
 
 HOPELESS: dict[str, tuple[Callable[[], Any], str]] = {
     "calls its head twice": (remote(TwiceCallingHead), "2 times"),
     "names the keyword only": (remote(Promising), "0 times"),
     "insists on all positions": (remote(FixedLength), "RuntimeError"),
 }
-"""Models of which only slicing is left, with a part of the reason that is given."""
+"""Models that need slices of all logits, with a part of the reported reason."""
 
 IMAGES: dict[str, Callable[[int], dict[str, Tensor]]] = {
     "Qwen2.5-VL": lambda rows: {
@@ -311,13 +310,13 @@ IMAGES: dict[str, Callable[[int], dict[str, Tensor]]] = {
         "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
     },
 }
-"""The pixels of that many rows, each with an image of `PLACEHOLDERS`."""
+"""By model: the pixels of so many rows, each with an image of `PLACEHOLDERS`."""
 
 PLACEHOLDERS = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
 
 
 def build(name: str, *, lora: bool = False) -> Any:
-    """The model, in training mode, its weights set by its name alone."""
+    """Return the model in training mode; its weights depend on its name alone."""
     torch.manual_seed(0)
     models = MODELS | ATTENTIONS | BY_KEYWORD | {name: make for name, (make, _) in HOPELESS.items()}
     model = models[name]().train()
@@ -334,7 +333,7 @@ def add_lora(model: Any, **more: Any) -> Any:
 
 
 def inputs_of(name: str, lengths: tuple[int, ...] = (17, 11)) -> dict[str, Any]:
-    """A batch with rows of these lengths, an image at the start of each where the model sees."""
+    """Return a batch with rows of these lengths; if the model sees, each starts with an image."""
     torch.manual_seed(1)
     total = max(lengths)
     input_ids = torch.randint(3, 150, (len(lengths), total))

@@ -48,7 +48,7 @@ def chunked_logps(
 
 
 def upstream(logits: Tensor, targets: Tensor, temperature: float) -> Logps:
-    """Compute as ms-swift's `_get_logps_via_local_forward` does, with TRL's functions."""
+    """Compute as in ms-swift's `_get_logps_via_local_forward`, with TRL's functions."""
     logits = logits / temperature
     return Logps(selective_log_softmax(logits, targets), entropy_from_logits(logits))
 
@@ -82,10 +82,10 @@ def test_half_precision_logits_are_computed_with_in_single() -> None:
 
 
 SURE = torch.tensor([[30.0, 30.0 - 16.12, 30.0 - 16.12]])
-"""Of a policy that is sure of itself: p = 1 - 2e-7, entropy 3.3e-6."""
+"""Logits of a nearly certain policy: p = 1 - 2e-7, entropy 3.3e-6."""
 
 LARGE = 2 * torch.randn(8, 151_936, generator=torch.Generator().manual_seed(0))
-"""Of Qwen's vocabulary, over which torch's own log-softmax drifts on some machines."""
+"""Logits of Qwen's vocabulary: on some machines torch's own log-softmax is off there."""
 LARGE[:, 5] = 22.0
 
 CERTAIN = torch.full((1, VOCABULARY), -1e4).index_fill(1, torch.tensor([3]), 0.0)
@@ -105,7 +105,7 @@ def test_values_against_double_precision(logits: Tensor, target: int, tolerance:
 
 
 def test_logits_of_a_chunk_are_dropped() -> None:
-    """Between forward and backward nothing of size V is kept."""
+    """No tensor of size V is kept between forward and backward."""
     head, hidden, targets = problem(20)
     kept: list[Tensor] = []
 
@@ -119,7 +119,7 @@ def test_logits_of_a_chunk_are_dropped() -> None:
 
 
 def test_empty_chunks_are_added() -> None:
-    """The head is called for each, in the backward too, and nothing changes."""
+    """The head is called for each, also in the backward, and results do not change."""
     head, hidden, targets = problem(5)
     options = {"chunk_size": 2, "with_entropy": True}
     expected = backward(chunked_logps(head, hidden, targets, **options), head, hidden)
@@ -132,8 +132,8 @@ def test_empty_chunks_are_added() -> None:
 
 
 def test_chunks_without_tokens_come_to_the_head_as_others_do() -> None:
-    """Made again before the head's own backward: ranks that share its weight gather it in one
-    order, also where a loss keeps nothing of no tokens (`jsd_loss` of ms-swift)."""
+    """The head's forward is repeated before its backward, so ranks that share its weight gather it
+    in one order, also if a loss drops empty chunks (ms-swift's `jsd_loss`)."""
     events: list[str] = []
     head, hidden, _ = problem(4)
     head.register_forward_hook(lambda *_: events.append("forward"))

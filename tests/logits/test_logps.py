@@ -1,4 +1,4 @@
-"""Our trainer against ms-swift's own functions, over all layouts of a batch."""
+"""Our trainer's log-probabilities equal ms-swift's, over all layouts of a batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.logits.models import build
 
 
 class Upstream(GRPOTrainer):
-    """The functions of ms-swift's trainer that compute log-probabilities, as they are."""
+    """ms-swift's trainer, with the attributes that its log-probabilities use."""
 
     def __init__(self, config: Any, *, keys: set[str], padding_free: bool) -> None:
         self.args = config
@@ -35,7 +35,7 @@ class Upstream(GRPOTrainer):
 
 
 class Ours(RolloutGRPOTrainer):
-    """The same functions of our trainer."""
+    """Our trainer, with the same attributes."""
 
     def __init__(self, config: Any, *, keys: set[str], padding_free: bool) -> None:
         Upstream.__init__(self, config, keys=keys, padding_free=padding_free)
@@ -48,8 +48,8 @@ def config_of(**flags: Any) -> RolloutGRPOConfig:
 
 @dataclass
 class Batch:
-    """Rows of (prompt, completion, tool answer, completion) lengths; only completions are trained
-    on, as in a conversation of several turns."""
+    """Rows with lengths of prompt, completion, tool's answer and completion. Only completions are
+    trained on, as in a conversation."""
 
     rows: tuple[tuple[int, int, int, int], ...]
     layout: str = "right"
@@ -100,8 +100,8 @@ UNEQUAL = ((9, 4, 0, 0), (3, 6, 0, 0), (5, 2, 3, 3))
 def run(
     host: type[Any], model: Any, batch: Batch, *, keys: set[str], entropy: bool = True, **flags: Any
 ) -> tuple[Any, Tensor, list[int]]:
-    """Log-probabilities (and entropies) of the completion tokens with their gradients; the same
-    in ms-swift's layout; the positions that the head computed."""
+    """Return the log-probabilities (and entropies) of completion tokens with gradients, the
+    log-probabilities in ms-swift's layout, and the numbers of positions at the head."""
     trainer = host(config_of(**flags), keys=keys, padding_free=batch.layout == "packed")
     grpo_batch = batch.grpo_batch()
     whole = []
@@ -142,12 +142,12 @@ def test_as_ms_swift_but_for_rounding(
     # A pass in chunks ends with one position, and its backward computes the others again.
     assert sum(counts) == 2 * num_tokens + 1
     assert max(theirs) > num_tokens
-    # Places of no completion token are masked in every use: none may be infinite or no number.
+    # Other places are masked by multiplication: they may be neither infinite nor NaN.
     assert whole.isfinite().all()
 
 
 def test_without_the_shim() -> None:
-    """`--logits_shim off` leaves ms-swift's arithmetic alone."""
+    """`--logits_shim off` has ms-swift's own arithmetic."""
     model, batch = build("Qwen2"), Batch(UNEQUAL)
     expected, _, theirs = run(Upstream, model, batch, keys={"logits_to_keep"})
     found, _, counts = run(Ours, model, batch, keys={"logits_to_keep"}, logits_shim="off")

@@ -1,7 +1,7 @@
-"""Logits of other positions are never computed, and chunks bound those that are: peak memory.
+"""Peak memory: logits of other positions are never computed, and chunks bound the others.
 
-`python -m tests.logits.test_memory` prints a line of JSON: the bytes of each way to a model's
-log-probabilities, forward and backward. It runs by itself, so that no other test's memory counts.
+`python -m tests.logits.test_memory` prints a line of JSON with the bytes of each way to
+log-probabilities, forward and backward. It is a process of its own, without other tests' memory.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def test_logits_take_no_more_memory_than_is_asked_for() -> None:
     peak = json.loads(finished.stdout.splitlines()[-1])
     new, positions = sum(new for _, new in LENGTHS), len(LENGTHS) * max(map(sum, LENGTHS))
     assert peak["chosen"] <= (new / positions + 0.05) * peak["all"]
-    # A chunk is a 28th of the completions, and these a 5th of all positions; the rest are
-    # activations.
+    # A chunk is a 28th of the completions, which are a 5th of all positions; activations remain.
     assert peak["chunked"] <= 0.1 * peak["all"]
 
 

@@ -1,5 +1,5 @@
-"""A group's prompt is read once: layouts with exact values, and real models against ms-swift's
-own passes over the whole micro-batch."""
+"""A group's prompt is read once: exact layouts, and real models against ms-swift's own passes over
+the micro-batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAD = -100
 
 
 def labelled(prompt: int, *rows: tuple[list[int], str]) -> GroupRows:
-    """A group of rows, with a letter `x` for each token of a response that is trained on."""
+    """Return a group of rows; a letter `x` marks each token that is trained on."""
     labels = [
         [i if letter == "x" else PAD for i, letter in zip(ids, letters, strict=True)]
         for ids, letters in rows
@@ -70,7 +70,7 @@ def labelled(prompt: int, *rows: tuple[list[int], str]) -> GroupRows:
 def test_samples_lie_behind_their_prompt(
     groups: list[GroupRows], row: Any, positions: Any, segments: str, predicted: Any
 ) -> None:
-    """Capitals are prompts; small letters the samples of the one before."""
+    """Capitals stand for prompts, small letters for samples of the prompt before."""
     ones = torch.ones(len(groups), 9, dtype=torch.int64)
     heads = {"input_ids": ones, "attention_mask": ones}
     found = layout_of(groups, heads)
@@ -85,8 +85,8 @@ def test_samples_lie_behind_their_prompt(
 
 
 def test_what_a_row_of_each_group_says_of_all_tokens() -> None:
-    """Positions of a sample's own tokens count on from an image; such tokens are text. The first
-    row has its padding on the left."""
+    """A sample's own tokens are text, with positions that continue those of the prompt's image. The
+    first row has padding on the left."""
     groups = [
         labelled(3, ([8, 8, 7, 1, 2], "---xx"), ([8, 8, 7, 3, 4, 5], "---xxx")),
         labelled(0, ([8, 8, 8, 8, 7, 6, 1], "------x")),
@@ -115,7 +115,7 @@ def test_what_a_row_of_each_group_says_of_all_tokens() -> None:
 
 
 def test_a_prompt_of_one_token_is_not_packed() -> None:
-    """All that samples have in common is the token that predicts their first ones."""
+    """The samples share only the token that predicts their first ones."""
     groups = [labelled(1, ([7, 1], "-x"), ([7, 2], "-x"))]
     inputs = SharedPromptInputs({}, groups, {}, dict)
     with pytest.raises(UnknownInputError, match="a prompt has one token"):
@@ -123,7 +123,7 @@ def test_a_prompt_of_one_token_is_not_packed() -> None:
 
 
 def test_what_is_expected_to_be_saved() -> None:
-    """Three samples of 12, 12 and 2 positions of a prompt of 89 stand in rows of 101."""
+    """A packed row has 89 positions of the prompt and 12, 12 and 2 of samples, in place of 303."""
     rows = [([1] * length, "-" * length) for length in (101, 101, 91)]
     assert 1 - saving([labelled(90, *rows)]) == pytest.approx((89 + 12 + 12 + 2) / 303)
 
@@ -158,13 +158,13 @@ def test_text_as_ms_swift_but_for_rounding(
 TYPES = {"Gemma3": "token_type_ids", "Gemma4": "mm_token_type_ids"}
 
 TOOL_ROWS = ((9, 4, 0, 0), (9, 5, 0, 0), (9, 2, 7, 3), (12, 4, 6, 2), (12, 3, 0, 0), (12, 2, 0, 0))
-"""The images of tools are those of groups of one sample."""
+"""Rows with a tool's image are groups of one sample."""
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-VL", "InternVL", "Gemma3", "Gemma4", "Qwen3.5"])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_images_as_ms_swift_but_for_rounding(name: str, side: str, warned: list[str]) -> None:
-    """The tower, which learns too, sees the image of a group once."""
+    """The tower, which is trained too, encodes the image of a group once."""
     model = build(name, lora=True)
     if name == "Qwen3.5" and "linear_attention" not in segments.KINDS:
         pytest.skip("transformers 5.12 has other states of gated delta nets")
@@ -181,7 +181,7 @@ def test_images_as_ms_swift_but_for_rounding(name: str, side: str, warned: list[
     )
     found, _, _ = run(Ours, model, batch.shared(), keys={"logits_to_keep"})
     assert_close(found, expected, 5e-5)
-    # Two groups' prompts, and two samples' prompts and tools; the plain form has all six prompts.
+    # Packed: two prompts, and two samples with prompt and tool. Plain: six prompts and two tools.
     assert num_images == [6, 8, 8, 6]
     assert not warned
 
@@ -228,7 +228,7 @@ def test_where_prompts_are_shared(flags: dict[str, Any], padding_free: bool, sha
 
 
 def test_inputs_that_are_not_packed_are_collated_by_ms_swift() -> None:
-    """The trainer's own settings reach them too."""
+    """The trainer's settings, such as `use_cache`, apply too."""
     model, batch = build("Qwen2"), Group(ROWS)
     expected, _, _ = run(Upstream, model, batch, keys={"use_cache"})
     told: list[Any] = []

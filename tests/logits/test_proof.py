@@ -1,4 +1,4 @@
-"""The proof that packed rows have the log-probabilities of plain ones."""
+"""Packed rows are proven to have the log-probabilities of plain ones before they are used."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def blind_to_masks(model: Any) -> None:
 
 
 def test_a_pass_over_one_sample_decides_nothing(warned: list[str]) -> None:
-    """It has nothing to share; later micro-batches say what is true of them."""
+    """It shares nothing; a later micro-batch is the proof."""
     trainer, model = sharing(), build("Qwen2")
     seen = positions_of(model)
     for rows in (ROWS[:1], ROWS, ROWS):
@@ -62,9 +62,9 @@ def test_rows_within_a_window_prove_nothing_of_longer_ones(warned: list[str]) ->
 
 
 def test_text_proves_nothing_of_images(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 4's images look ahead in all layers here, and should in those with windows alone.
+    """The fault: Gemma 4's images look ahead in all layers, and not only in those with windows.
 
-    In a tiny model the fault moves log-probabilities by 0.006 to 0.07 nats: bfloat16 allows 0.033.
+    In a tiny model it moves log-probabilities by 0.006 to 0.07 nats; bfloat16 allows 0.033.
     """
     right = packed_rows.images_that_look_ahead
     if right(build("Gemma4"))[1] == segments.EVERYWHERE:
@@ -86,7 +86,7 @@ def test_text_proves_nothing_of_images(warned: list[str], monkeypatch: pytest.Mo
 
 
 def test_a_small_fault_is_no_rounding(warned: list[str]) -> None:
-    """A thousandth of each logit is less than engines and training may lie apart."""
+    """A fault of a thousandth of each logit is less than the limit between engines and training."""
     model = build("Qwen2")
 
     def shift(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -106,7 +106,7 @@ def test_a_small_fault_is_no_rounding(warned: list[str]) -> None:
     ],
 )
 def test_angles_that_follow_the_longest_row(rope: dict[str, Any]) -> None:
-    """A packed row has the positions of the longest row, also where that lies 1 beyond a border."""
+    """A packed row has the angles of the longest row, also if that is 1 beyond a border."""
     rope |= {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
     model = qwen2(rope_parameters=rope, max_position_embeddings=16)
     trainer, seen = sharing(), positions_of(model)
@@ -146,8 +146,8 @@ def test_a_packed_pass_that_fails_ends_nothing(warned: list[str]) -> None:
 
 
 def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
-    """Rank 1's model sees more than the mask says, and rank 0's does not. Rank 0 makes a pass more,
-    as with a teacher of some rows alone, and waits for nobody in it."""
+    """Rank 1's model ignores masks, rank 0's does not. Rank 0 makes one pass more, as with a
+    teacher of some rows, and waits for nobody in it."""
     models = [build("Qwen2") for _ in range(2)]
     blind_to_masks(models[1])
     seen = [positions_of(model) for model in models]

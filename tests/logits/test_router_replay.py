@@ -1,4 +1,4 @@
-"""A training pass goes through the experts that it is given, recomputed or not."""
+"""A training pass uses the given experts, with gradient checkpointing and without."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ E, K = 8, 2
 
 
 def make_model() -> Qwen3MoeForCausalLM:
-    """A mixture of experts whose second layer has none."""
+    """Return a mixture of experts whose second layer is dense."""
     torch.manual_seed(0)
     experts = {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": 16}
     model = Qwen3MoeForCausalLM(
@@ -43,7 +43,7 @@ def make_model() -> Qwen3MoeForCausalLM:
 
 
 def some_ids(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of 7 and 5 tokens, and its attention mask."""
+    """Return a batch of 7 and 5 tokens, and its attention mask."""
     ids = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
     ids[1, 5:] = mask[1, 5:] = 0
@@ -51,7 +51,7 @@ def some_ids(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def some_experts(seed: int, mask: torch.Tensor) -> torch.Tensor:
-    """Other experts for each token of a batch than it would choose, but for each row's last."""
+    """Return random experts for each token of a batch except the last of each row."""
     generator = torch.Generator().manual_seed(seed)
     shape = (*mask.shape, SIZES["num_hidden_layers"], E)
     experts = torch.rand(shape, generator=generator).argsort(-1)[..., :K].to(torch.int16)
@@ -63,7 +63,7 @@ def some_experts(seed: int, mask: torch.Tensor) -> torch.Tensor:
 def forced(
     model: Qwen3MoeForCausalLM, batch: tuple[torch.Tensor, torch.Tensor], experts: torch.Tensor
 ) -> torch.Tensor:
-    """The logits of a model whose routers are told what to choose by their own top k."""
+    """Return the logits of a model with hooks that make its routers choose the experts."""
     handles = []
     for name, (_, router) in routers_of(model).items():
         number = int(name.rpartition(".")[2])
@@ -121,7 +121,7 @@ def logits_of(
 
 
 def test_gradients_are_those_of_the_given_experts() -> None:
-    """The backward passes of two batches come after both forwards, and compute layers anew."""
+    """The backward passes of two batches follow both forwards, and recompute layers."""
     gradients = []
     for checkpoints in (False, True):
         model = make_model().train()
@@ -163,7 +163,7 @@ def sample(length: int, experts: np.ndarray | None) -> SimpleNamespace:
 
 
 def rows(*numbers: int) -> np.ndarray:
-    """Experts of one layer that say which token they are of."""
+    """Return experts of one layer, each the number of its token."""
     return np.array(numbers, np.uint8)[:, None, None]
 
 

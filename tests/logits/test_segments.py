@@ -1,5 +1,5 @@
-"""Attention and gated delta nets read packed rows by segments: real models on packed rows against
-the same models on the batches that were packed."""
+"""Attention and gated delta nets read packed rows by segments: real models give the same on packed
+rows as on the unpacked batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.logits.compare import Gradients, assert_close, values_and_gradients
 from tests.logits.models import add_lora, build
 
 ROWS = ((7, 9), (7, 3), (7, 12), (10, 4), (10, 6), (8, 5))
-"""Tokens of each row's prompt and completion; the last prompt is nobody else's."""
+"""Tokens of each row's prompt and completion. No other row has the last prompt."""
 
 TEXTS = (
     "Qwen2", "Mistral", "Qwen2, some windows", "Gemma3", "Gemma4",
@@ -105,7 +105,7 @@ def test_a_packed_row_is_the_batch_but_for_rounding(
 @pytest.mark.parametrize("is_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["Qwen2, some windows", "Qwen3.5"])
 def test_recomputation_reads_by_segments_too(name: str, is_reentrant: bool) -> None:
-    """As ms-swift trains: adapters, and layers that are computed again in the backward."""
+    """Adapters are trained, and the backward recomputes layers, as in ms-swift."""
     targets = ["q_proj", "v_proj", "in_proj_qkv", "out_proj"]
     model = add_lora(build(name), target_modules=targets, use_dora=is_reentrant)
     inputs, predicts = batch_of()
@@ -140,7 +140,7 @@ def test_states_go_on_from_prompts_of_any_length(name: str, rows: Any) -> None:
 
 
 def test_states_go_on_under_ms_swifts_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ms-swift gives gated delta nets a forward that drops keywords which it does not know."""
+    """ms-swift's forward of gated delta nets drops keywords that it does not know."""
     from swift.model.models.qwen import _patch_qwen3_5_linear_attention_sequence_parallel
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet as Net
 
@@ -155,7 +155,7 @@ def test_states_go_on_under_ms_swifts_own_forward(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_state_without_its_gradient_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities would be right, and the prompt would learn less than it should."""
+    """Log-probabilities would be right, but the prompt's gradient would be too small."""
     own = segments.DeltaNetCache.update_recurrent_state
     monkeypatch.setattr(
         segments.DeltaNetCache,
@@ -181,7 +181,7 @@ def test_a_state_without_its_gradient_is_an_error(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_images_whose_positions_see_each_other(name: str, kinds: str, looks_ahead: bool) -> None:
-    """The second image lies across the border of a window, and one is a tool's: its sample is a
+    """The second image crosses the border of a window. One image is a tool's, so its sample is a
     group of its own."""
     model = build(name)
     inputs, predicts = batch_of(((9, 4), (9, 3), (12, 8), (12, 2), (8, 10)))
@@ -199,7 +199,7 @@ def test_images_whose_positions_see_each_other(name: str, kinds: str, looks_ahea
 
 @pytest.mark.parametrize("name", ["Qwen2, some windows", "Qwen3.5"])
 def test_a_sample_sees_no_other(name: str) -> None:
-    """Another sample's tokens change nothing, to the bit; those of the prompt do."""
+    """Logits do not depend on another sample's tokens, to the bit, but on those of the prompt."""
     model = build(name).eval()
     inputs, predicts = batch_of()
     with torch.no_grad():
@@ -245,8 +245,8 @@ def test_a_mask_that_was_copied_says_the_same() -> None:
 
 
 def test_blocks_compute_at_most_twice_what_is_seen() -> None:
-    """Blocks of samples, (start, stop), behind a prompt of 10: they share a call while they are no
-    longer than it."""
+    """Samples after a prompt of 10 share a call as long as they are together no longer than it;
+    blocks are (start, stop)."""
     sizes = [10, 4, 4, 4, 12, 1, 1]
     numbers = torch.arange(7).repeat_interleave(torch.tensor(sizes))
     mask = torch.zeros(1, 1, 4, len(numbers), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What ranks that share weights agree on; `two_ranks.py` finds out which ones do."""
+"""Ranks that share weights agree; `two_ranks.py` has real ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swift_grpo_ext.logits.sharding import ShardRanks
 
 
 def test_what_ranks_agree_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two dimensions of a mesh, in each of which another rank has other numbers."""
+    """A mesh has two dimensions; in each, another rank has other numbers."""
     alone = ShardRanks()
     assert (alone.all(True), alone.all(False)) == (True, False)
 

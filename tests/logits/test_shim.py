@@ -1,5 +1,5 @@
-"""Every kind of model gives log-probabilities of the wanted positions from their logits alone, with
-the values and gradients of all logits."""
+"""Each kind of model computes logits of the wanted positions alone, with the values and gradients
+of a pass with all logits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def shim_of(
 
 
 def chosen_mask(inputs: dict[str, Any]) -> Tensor:
-    """Choose positions as right padding leaves them: those of each row's own completion."""
+    """Choose the positions of each row's completion, with padding on the right."""
     mask = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
     for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
         mask[row, length - KEPT + row : length] = True
@@ -90,7 +90,7 @@ def shim_logps(shim: LogitsShim, model: Any, inputs: Any, mask: Tensor) -> Calla
 @pytest.mark.parametrize("chunk_size", [1024, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probabilities(name: str, chunk_size: int, warned: list[str]) -> None:
-    """With what each model does to its logits."""
+    """Models may scale, cap or squash their logits."""
     model, inputs = build(name), inputs_of(name)
     mask = chosen_mask(inputs)
     expected = values_and_gradients(model, plain_logps(model, inputs, mask))
@@ -110,7 +110,7 @@ def test_log_probabilities(name: str, chunk_size: int, warned: list[str]) -> Non
 
 @pytest.mark.parametrize("name", BY_KEYWORD)
 def test_a_keyword_serves_where_the_head_cannot(name: str, warned: list[str]) -> None:
-    """Of the last 11 positions, from the first that is wanted on."""
+    """The model computes the last 11 positions, from the first wanted one on."""
     model, inputs = build(name), inputs_of(name)
     mask = chosen_mask(inputs)
     expected = values_and_gradients(model, plain_logps(model, inputs, mask))
@@ -126,7 +126,7 @@ def test_a_keyword_serves_where_the_head_cannot(name: str, warned: list[str]) ->
 
 @pytest.mark.parametrize("name", HOPELESS)
 def test_slices_with_one_warning(name: str, warned: list[str]) -> None:
-    """Where the head cannot be worked at: right all the same, and said; or refused."""
+    """If the head cannot be hooked, results are right with one warning; `strict` refuses."""
     model, inputs = build(name, lora=True), inputs_of(name)
     mask = chosen_mask(inputs)
     expected = values_and_gradients(model, plain_logps(model, inputs, mask))
@@ -146,7 +146,7 @@ def test_slices_with_one_warning(name: str, warned: list[str]) -> None:
 
 @pytest.mark.parametrize(("is_in_place", "is_called_before"), [(False, True), (True, False)])
 def test_compiled_models(is_in_place: bool, is_called_before: bool) -> None:
-    """In turns with calls that nobody chooses positions of: those compile code without hooks."""
+    """Passes alternate with plain calls, which compile code without hooks."""
     torch._dynamo.reset()
     model = compiled = build("soft-capped (Gemma2)")
     inputs = inputs_of("Qwen2")
@@ -176,7 +176,7 @@ def with_checkpointing(use_reentrant: bool) -> Callable[[Any], Any]:
 
 
 def with_hooks(model: Any) -> Any:
-    """Hook the head before and after, each to be applied once: so tokens are ruled out."""
+    """Hook the head before and after, as masks of tokens do; each hook must run once."""
     ruled_out, lowest = torch.tensor([150, 155]), torch.finfo(torch.float32).min / 16
     head = model.get_output_embeddings()
     head.register_forward_pre_hook(lambda _, args: (1.5 * args[0],))
@@ -222,7 +222,7 @@ def test_base_model() -> None:
 
 
 def test_a_wrapper_without_a_head_of_its_own() -> None:
-    """As in remote-code VLMs that hold a language model, and in Qwen2.5-Omni's thinker."""
+    """As in remote code that wraps a language model, and in Qwen2.5-Omni's thinker."""
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -246,7 +246,8 @@ def test_a_wrapper_without_a_head_of_its_own() -> None:
 
 @pytest.mark.parametrize("chunk_size", [1024, 4])
 def test_no_position_at_all(chunk_size: int) -> None:
-    """A micro-batch without a completion token has a graph all the same, for other ranks' sake."""
+    """A micro-batch without completion tokens still has a graph: other ranks wait for its
+    backward."""
     model, inputs = build("Qwen2"), inputs_of("Qwen2")
     mask = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
     logps_N = shim_logps(shim_of(model, chunk_size=chunk_size), model, inputs, mask)()
@@ -270,7 +271,7 @@ def test_no_other_forward_after_what_is_no_fault_of_the_way(
     kind: type[Exception],
     text: str,
 ) -> None:
-    """The other ranks would wait in their first forward, this one in its second."""
+    """Otherwise other ranks would wait in their first forward, this one in a second."""
     model, inputs = build("remote code"), inputs_of("remote code")
     ours = shim_logps(shim_of(model), model, inputs, chosen_mask(inputs))
     for _ in range(num_passes):
@@ -318,7 +319,7 @@ CAP = config_of(final_logit_softcapping=30.0)
     [
         (config_of(), RAW, True),
         (CAP, 30 * (RAW / 30).tanh(), True),
-        (CAP, RAW, True),  # a setting that the model does not follow
+        (CAP, RAW, True),  # the model ignores its setting
         (config_of(logit_scale=0.0625), RAW * 0.0625, True),
         (config_of(logits_scaling=8.0), RAW / 8, True),
         (CAP, RAW + 1, False),
@@ -339,7 +340,7 @@ def test_a_transform_is_found_and_not_guessed(
 
 
 def test_ranks_find_one_transform() -> None:
-    """Here both transforms would do; on another rank, capping alone does."""
+    """Here both transforms fit; on another rank only capping does."""
     small = RAW / 1e5
     elsewhere = torch.tensor([0.0, 1.0])
     transform = find_transform(CAP, small, small, lambda errors: torch.maximum(errors, elsewhere))

@@ -1,5 +1,5 @@
-"""Two real ranks: chosen positions, chunks and shared prompts leave values and gradients what they
-were."""
+"""Two real ranks: chosen positions, chunks and shared prompts do not change values and
+gradients."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def calls_of_the_head(case: Case, count: int) -> int:
         return of_pass + PASSES
     # The backward computes chunks once more.
     recomputed = (of_pass - 1) * two_ranks.STEPS
-    # What a capped model does to logits takes one more pass to find out.
+    # A capped model needs one more pass to find its transform of logits.
     return of_pass * (PASSES + (case.name == "capped")) + recomputed
 
 

@@ -1,11 +1,11 @@
-"""Two ranks on CPU (gloo), each with rows of its own: training by ours, replicated or sharded,
-beside training by full logits of unsharded copies of the same model.
+"""Two ranks on CPU (gloo) with their own rows: our passes of replicated or sharded models, and
+passes with full logits of unsharded copies.
 
     python -m tests.logits.two_ranks FOLDER [zero3]
 
-Writes `FOLDER/rankR.pt`, by case: what `compare` and `share_prompts` return; of `zero3`, whose
-process group is DeepSpeed's, those of `ZERO3` alone. A rank that calls a sharded
-module more often than the other waits for ever; here it fails after `WAIT`.
+Writes the results of `compare` and `share_prompts` to `FOLDER/rankR.pt`, by case; with `zero3`
+those of `ZERO3` alone, since DeepSpeed makes its own process group. If a rank calls a sharded
+module more often than the other one, it fails after `WAIT`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LENGTHS = (12, 9)
 """Positions of rank 0's two rows; rank 1's second has one more."""
 
 WAIT = timedelta(seconds=120)
-"""A collective that only one rank takes part in fails after it; a busy machine may hold one up."""
+"""Bound on a collective that only one rank enters; long enough for a busy machine."""
 
 
 class Case(NamedTuple):
@@ -88,7 +88,7 @@ SHARED_PROMPTS_ZERO3 = ["ZeRO-3", "ZeRO-3, gated delta nets, recomputed"]
 
 
 class RefusingOnRank0(RemoteCode):
-    """Fails on one rank alone, with fewer positions than it was given."""
+    """Fails on rank 0 if it computes fewer positions than it gets."""
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         logits = self.lm_head(hidden)
@@ -128,7 +128,7 @@ class Trained:
 
     def step(self, values_of: Callable[[Any], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the values and gradients of a step, after a pass as for old log-probabilities."""
-        # First: after a pass, FSDP2's root holds whole weights, whose gradients these are not.
+        # First: after a pass, FSDP2's root has whole weights, which have no such gradients.
         self.model.zero_grad()
         with torch.no_grad():
             without = values_of(self.model)
@@ -145,8 +145,9 @@ class Trained:
 
 
 def compare(rank: int, case: Case) -> dict[str, Any]:
-    """Train by ours (`found`) and, whole, by full logits (`expected`): this rank's values, and the
-    gradients. Also how often each rank called the head (`calls`), and what was `warned` of."""
+    """Return values and gradients of our training (`found`) and of an unsharded one with full
+    logits (`expected`), each rank's number of calls of the head (`calls`), and warnings
+    (`warned`)."""
     batches = [batch(r, count) for r, count in enumerate(case.counts)]
     plain = [Trained(built(case)).step(lambda model, b=b: plain_logps(model, *b)) for b in batches]
     mean = {n: torch.stack([gradients[n] for _, gradients in plain]).mean(0) for n in plain[0][1]}
@@ -240,16 +241,16 @@ def zero3(model: Any) -> Trained:
 
 
 APART = ((9, 4, 0, 0), (12, 3, 0, 0))
-"""Rows of two prompts: nothing to pack."""
+"""Rows of two prompts, with nothing to pack."""
 
 BATCHES = ((ROWS, APART), (ROWS, ROWS), (APART, ROWS))
-"""Of each step, each rank's."""
+"""The rows of each rank, by step."""
 
 
 def share_prompts(rank: int, case: str) -> dict[str, Any]:
-    """Take steps in which the ranks' batches can be packed at different times (`found`), beside
-    ms-swift's over whole models (`expected`); and how many positions the decoder read in each of
-    this rank's passes (`positions`)."""
+    """Return the results of steps in which the ranks' batches can be packed at different times
+    (`found`), those of ms-swift's passes of whole models (`expected`), and the number of positions
+    in each of this rank's passes of the decoder (`positions`)."""
     name = "Qwen3-Next" if "delta nets" in case else "Qwen2"
     model = models.build(name)
     if case.endswith("recomputed"):
@@ -279,7 +280,7 @@ def share_prompts(rank: int, case: str) -> dict[str, Any]:
         trained.backward(values.sum())
         if case.endswith("recomputed"):
             del seen[num_before + len(seen[num_before:]) // 2 :]
-        dist.all_reduce(torch.zeros(1))  # as of the round: it has to meet its like
+        dist.all_reduce(torch.zeros(1))  # must pair with the other rank's, as at a round's end
         gradients = {n: trained.gradient(p) for n, p in model.named_parameters()}
         found.append(
             (values.detach(), {n: g.clone() for n, g in gradients.items() if g is not None})

@@ -1,4 +1,4 @@
-"""Which media a request may name, and what a replica makes of them (F7)."""
+"""The media that a request may name, and a replica's fetches (F7)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_ways_around_are_refused(name: str, allowed: Path) -> None:
 
 
 def test_what_is_no_file_passes(allowed: Path) -> None:
-    """But for protocols, some of which read files."""
+    """Except for protocols: some of them read files."""
     with pytest.raises(ValueError, match=r"Refusing to read 'concat:/etc/passwd': concat:"):
         check_media({"videos": ["concat:/etc/passwd"]})
     pixels = base64.b64encode(bytes(300)).decode()
@@ -125,7 +125,7 @@ def test_what_is_no_file_passes(allowed: Path) -> None:
 
 
 def test_the_settings_of_ms_swift_hold(allowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder for relative paths; and without its rule, all is read."""
+    """Its folder for relative paths is used. Without its list of folders, all files are read."""
     secrets = in_each_place(str(allowed.parent / "secret.png"))
     monkeypatch.setenv("ROOT_IMAGE_DIR", str(allowed))
     check_media({"images": ["digit.png"]})
@@ -172,7 +172,7 @@ class Site(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A server by whose number alone it may be asked, in a replica's process."""
+    """A server that a replica may fetch from by its number alone, not by the name localhost."""
     monkeypatch.setenv("SWIFT_URL_ALLOWED_HOSTS", "127.0.0.1")
     monkeypatch.setattr(Template, "encode", Template.encode)
     check_redirects()
@@ -212,7 +212,7 @@ LOADERS: dict[str, dict[str, Callable[[str], Any]]] = {
 
 
 def encode(processor: Any, load: Callable[[str], Any], **media: Any) -> list[Any]:
-    """What a template's loader makes of media, one after the other."""
+    """Return the media of a request as a template's loader reads them."""
     template, loaded = get_template(processor, template_type="qwen2_5_vl"), []
     template.set_mode("vllm")
 
@@ -253,7 +253,7 @@ def test_a_replica_judges_each_hop_of_what_it_fetches(
 def test_what_a_replica_fetches_is_what_a_file_is(
     site: Any, processor: Any, tmp_path: Path
 ) -> None:
-    """For each loader; once, and the files are gone thereafter."""
+    """With each loader a medium is fetched once, and equals that of a file. No file is left."""
     Image.new("RGB", (60, 30), "red").save(tmp_path / "image.png")
     write_video(tmp_path / "video.mp4")
     with wave.open(str(tmp_path / "audio.wav"), "wb") as audio:
@@ -279,7 +279,7 @@ def with_name(load: Callable[[str], Any], name: str) -> tuple[str, Any]:
 
 
 def repr_of(loaded: Any) -> Any:
-    """All numbers of what was loaded."""
+    """Return all numbers of a loaded medium."""
     if isinstance(loaded, (list, tuple)):
         return [repr_of(item) for item in loaded]
     is_array = hasattr(loaded, "__array__") or isinstance(loaded, Image.Image)
@@ -306,7 +306,7 @@ def test_a_replica_fetches_no_more_than_it_may(
 
 
 def test_a_replica_names_the_cause_without_another_fetch(site: Any, processor: Any) -> None:
-    """The look for the cause would follow a redirect that nobody judges."""
+    """A search for the cause would follow a redirect without a check."""
     row = {"messages": [{"role": "user", "content": "<image>?"}], "images": [f"{site.url}/moved"]}
     with pytest.raises(ValueError, match="'localhost' is not listed") as refused:
         encode(processor, vision_utils.load_image, **row)
@@ -327,7 +327,7 @@ PLAYLISTS = {
 
 @pytest.mark.parametrize("name", PLAYLISTS)
 def test_a_playlist_is_no_medium(name: str, site: Any, processor: Any, tmp_path: Path) -> None:
-    """decord fetches what one names, with no rule at all."""
+    """decord would fetch the addresses in it without a check."""
     content = PLAYLISTS[name].format(site.url).encode()
     site.content["/list.mp4"] = content
     (tmp_path / "list.mp4").write_bytes(content)
@@ -357,7 +357,7 @@ def test_a_playlist_is_no_medium(name: str, site: Any, processor: Any, tmp_path:
     ],
 )
 def test_protocols_are_refused_without_a_list_of_folders(text: str) -> None:
-    """ffmpeg knows dozens, which ms-swift's own list of files does not stop where it is not set."""
+    """ffmpeg has dozens, and ms-swift refuses none if its list of folders is not set."""
     for request in in_each_place(text):
         with pytest.raises(ValueError, match=r"Refusing to (read|fetch)"):
             check_media(request)

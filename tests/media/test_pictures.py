@@ -1,4 +1,4 @@
-"""What is kept of a medium that a scheduler put into a conversation."""
+"""The record's copy of a medium that a scheduler adds to a conversation."""
 
 from __future__ import annotations
 

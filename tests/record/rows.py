@@ -33,7 +33,7 @@ def sample_id(step: int = 0, phase: Any = "train", **place: int) -> SampleId:
 
 
 def row_of(name: SampleId, **changes: Any) -> SampleRow:
-    """A row whose prompt and completion are longer or shorter than those of its neighbours."""
+    """Return a row whose prompt and completion differ in length from its neighbours'."""
     words = name.step + 2 * name.group + name.index + name.turn
     length = 1 + (3 * words + 2) % 5
     made = replace(

@@ -1,4 +1,4 @@
-"""Sessions of one run: what was drawn again counts once, and groups are found."""
+"""A resumed session replaces rounds of earlier ones; groups and diversity rows are found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from swift_grpo_ext.record.query import read_group, read_samples
 from swift_grpo_ext.record.tables import DIVERSITY
-from swift_grpo_ext.sampling.seeding import Phase, SampleId
 from tests.record.rows import (
     diversity_row,
     open_log,
@@ -19,59 +18,15 @@ from tests.record.rows import (
     write_session,
 )
 
-Session = tuple[int, list[SampleId]]
-"""Step that it starts at, and the samples that it writes."""
-
-
-def write(run_dir: Path, sessions: list[Session]) -> None:
-    """Write rows whose seed is the number of their session."""
-    for session, (start_step, sample_ids) in enumerate(sessions):
-        rows = [row_of(p, seed=session) for p in sample_ids]
-        write_session(run_dir, rows, session=session, start_step=start_step)
-
-
-def train(*steps: int) -> list[SampleId]:
-    return [sample_id(step) for step in steps]
-
-
-def evaluate(*steps: int) -> list[SampleId]:
-    return [sample_id(step, "eval") for step in steps]
-
-
-@pytest.mark.parametrize(
-    ("phase", "sessions", "expected"),
-    [
-        # What the resumed run has not reached again is gone all the same.
-        ("train", [(0, train(0, 1, 2, 3)), (2, train(2))], [(0, 0), (1, 0), (2, 1)]),
-        # A round that began before the checkpoint, and was resumed midway.
-        ("train", [(0, train(0, 1, 2)), (2, train(1, 2))], [(0, 0), (1, 1), (2, 1)]),
-        # Resumed from an earlier checkpoint than the session before was.
-        ("train", [(0, train(0, 1, 2)), (2, train(2, 3)), (1, train(1))], [(0, 0), (1, 2)]),
-        # A session without rows supersedes nothing.
-        ("train", [(0, train(0, 1, 2)), (1, [])], [(0, 0), (1, 0), (2, 0)]),
-        # A run that began anew has no rounds of another's, also where it has none of that phase.
-        ("train", [(0, train(0, 1, 2)), (0, train(0))], [(0, 1)]),
-        ("eval", [(0, evaluate(0, 2)), (0, train(0))], []),
-        # Evaluated at 2, then saved: the resumed run does not evaluate there again.
-        ("eval", [(0, evaluate(2, 4)), (2, [*train(2), *evaluate(4)])], [(2, 0), (4, 1)]),
-        # With --eval_on_start it does.
-        ("eval", [(0, evaluate(0, 2, 4)), (2, evaluate(2))], [(0, 0), (2, 1)]),
-    ],
-)
-def test_rounds_count_once(
-    tmp_path: Path, phase: Phase, sessions: list[Session], expected: list[tuple[int, int]]
-) -> None:
-    write(tmp_path, sessions)
-    rows = read_samples(tmp_path, columns=["phase", "step", "seed"]).to_pylist()
-    assert [(row["step"], row["seed"]) for row in rows if row["phase"] == phase] == expected
-
 
 def test_a_round_is_replaced_whole(tmp_path: Path) -> None:
-    """Also where the later session drew fewer turns or groups."""
+    """The later session drew fewer turns and groups. `test_query.py` has random histories."""
     earlier = [
         sample_id(1, group=g, index=i, turn=t) for g in (0, 1) for i in (0, 1) for t in (0, 1)
     ]
-    write(tmp_path, [(0, earlier), (2, [sample_id(1, index=0), sample_id(1, index=1)])])
+    later = [sample_id(1, index=index) for index in (0, 1)]
+    write_session(tmp_path, [row_of(name, seed=0) for name in earlier])
+    write_session(tmp_path, [row_of(name, seed=1) for name in later], session=1, start_step=2)
     table = read_samples(tmp_path, columns=["group", "index", "turn", "seed"])
     assert [tuple(row.values()) for row in table.to_pylist()] == [(0, 0, 0, 1), (0, 1, 0, 1)]
 
@@ -97,7 +52,7 @@ def test_a_group_stands_in_its_order(tmp_path: Path) -> None:
 def test_a_file_that_lacks_a_column_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(tmp_path, [(0, train(0, 1))])
+    write_session(tmp_path, [row_of(sample_id(step)) for step in (0, 1)])
     path, _ = sorted((tmp_path / "samples").glob("*-file-*"))
     pq.write_table(pq.read_table(path).drop_columns(["mask"]), path)
     assert read_samples(tmp_path, columns=["step", "mask"])["step"].to_pylist() == [1]

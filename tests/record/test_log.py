@@ -1,4 +1,4 @@
-"""The record: what is appended is what is read, in few files, also where some are damaged."""
+"""The record is read as it was written; it has few files, a bound, and survives damage."""
 
 from __future__ import annotations
 
@@ -29,11 +29,9 @@ from swift_grpo_ext.record.log import SampleLog, claim_session, next_session, re
 from swift_grpo_ext.record.query import Record, read_rewards, read_samples
 from swift_grpo_ext.record.tables import (
     REWARDS,
-    ROUND_COLUMNS,
     SAMPLES,
     RewardRow,
     SampleRow,
-    Table,
     to_rows,
 )
 from tests.arguments import ROOT
@@ -45,7 +43,7 @@ def read_rows(run_dir: Path) -> list[SampleRow]:
 
 
 def write_steps(log: SampleLog, *steps: int, **changes: Any) -> None:
-    """Append a row for each step, each in a file of its own."""
+    """Append a row for each step, each in its own file."""
     for step in steps:
         log.append([row_of(sample_id(step), **changes)])
         log.flush()
@@ -77,14 +75,6 @@ def test_a_row_comes_back_as_it_was(tmp_path: Path, change: dict[str, Any]) -> N
     assert read_rows(tmp_path) == [row]
     counts = read_samples(tmp_path, columns=["num_tokens"])["num_tokens"].to_pylist()
     assert counts == [len(row.token_ids)]
-
-
-def test_a_table_s_columns() -> None:
-    """What names a session and a round, and the fields of the row."""
-    names = [field.name for field in REWARDS.schema]
-    assert names[:7] == ["session", *ROUND_COLUMNS, "group", "index", "reward"]
-    assert REWARDS.schema.field("reward") == pa.field("reward", pa.float32(), nullable=True)
-    assert REWARDS.schema.field("fate") == pa.field("fate", pa.utf8(), nullable=False)
 
 
 def test_how_exact_log_probabilities_are(tmp_path: Path) -> None:
@@ -141,16 +131,16 @@ def test_the_step_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     assert read_rows(tmp_path) == [ROW]
 
 
-def names_of(run_dir: Path, table: Table = SAMPLES) -> list[str]:
-    """What the names of files say behind the session's step."""
-    paths = sorted(table.folder(run_dir).glob("*.parquet"))
+def names_of(run_dir: Path) -> list[str]:
+    """Return the part of files' names after the session's step."""
+    paths = sorted(SAMPLES.folder(run_dir).glob("*.parquet"))
     return [path.stem.partition("step-")[2].partition("-")[2] for path in paths]
 
 
 def test_a_round_is_a_file_and_small_ones_are_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing changes for a reader, also for one that looked before."""
+    """A reader sees no change, also one that read before the merge."""
     monkeypatch.setattr(sample_log, "FILES", 3)
     monkeypatch.setattr(sample_log, "FILE_BYTES", 50_000)
     log = open_log(tmp_path)
@@ -158,14 +148,14 @@ def test_a_round_is_a_file_and_small_ones_are_merged(
     assert names_of(tmp_path) == ["file-000000-train-000000-00", "file-000001-train-000001-00"]
     before = Record(tmp_path)
     before.refresh()
-    # A round of each call, and one call with two rounds.
+    # One call with two rounds, and one with another phase.
     log.append([row_of(sample_id(step)) for step in (2, 3)])
     log.append([row_of(sample_id(4, "eval"))])
     wait(log)
     single = ["file-000003-train-000003-00", "file-000004-eval-000004-00"]
     assert names_of(tmp_path) == [*single, "files-000000-000002"]
     found = before.rows("select step from samples order by step")
-    assert [row["step"] for row in found] == [0, 1, 2, 3, 4]  # it looks for what has gone
+    assert [row["step"] for row in found] == [0, 1, 2, 3, 4]  # it looks for files that have gone
     assert steps_of(tmp_path) == [4, 0, 1, 2, 3]
     write_steps(
         log, 5, token_ids=np.random.default_rng(0).integers(0, 2**31, 20_000), logprobs=None
@@ -213,7 +203,7 @@ log.finish()
         ("sample_log.pq.ParquetWriter.write_table", 2, 4),  # the merged file is half written
         ("os.fsync", 1, 4),
         ("Path.replace", 1, 4),
-        ("Path.unlink", 1, 5),  # it stands, and so do all
+        ("Path.unlink", 1, 5),  # the merged file is there beside all others
         ("Path.unlink", 3, 3),
     ],
 )
@@ -233,7 +223,7 @@ def test_a_merge_that_dies_loses_and_doubles_nothing(
 
 
 def test_rows_of_one_round_are_one_file(tmp_path: Path) -> None:
-    """Wherever they stand in a call: each rank hands over its own."""
+    """Rows of several rounds may be mixed in a call."""
     log = open_log(tmp_path)
     rows = [row_of(sample_id(step, group=group)) for group in (1, 0) for step in (0, 1)]
     log.append(rows)
@@ -260,7 +250,7 @@ def all_files(run_dir: Path) -> list[Path]:
 
 
 def score(step: int) -> RewardRow:
-    """The score of a sample; values are such as do not compress."""
+    """Return the score of a sample, with values that do not compress."""
     values = np.random.default_rng(step).random(200).tolist()
     return RewardRow(
         sample_id=sample_id(step), reward=0.5, rewards=[(f"{v}", v) for v in values],
@@ -272,9 +262,9 @@ def score(step: int) -> RewardRow:
 def test_a_bound_holds_for_the_whole_record(
     tmp_path: Path, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of earlier sessions too, and of the scores: the oldest go first."""
+    """It includes earlier sessions and scores. The oldest rounds go first."""
     monkeypatch.setattr(sample_log, "LARGE", large)
-    ids = np.random.default_rng(0).integers(0, 2**31, 2000)  # which do not compress
+    ids = np.random.default_rng(0).integers(0, 2**31, 2000)  # these do not compress
 
     def write(log: SampleLog, steps: range) -> None:
         for step in steps:
@@ -306,7 +296,7 @@ def test_a_bound_holds_for_the_whole_record(
 def test_files_that_cannot_be_removed_end_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor do they count as rounds that were not written."""
+    """The failed removal does not count as a failed write."""
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
@@ -324,7 +314,7 @@ def test_files_that_cannot_be_removed_end_nothing(
 
 @pytest.mark.parametrize("num_samples", [64, 1024])
 def test_what_a_sample_takes_beside_its_tokens(tmp_path: Path, num_samples: int) -> None:
-    """As docs/promises.md says (V1): seeds and scores that do not compress."""
+    """V1's bounds hold for seeds and scores that do not compress."""
     promises = Path(__file__).parents[2] / "docs/promises.md"
     pattern = r"of 64 samples .* at most (\d+) bytes beside .* of 1,024 samples .* and (\d+) bytes"
     promised = re.search(pattern, promises.read_text(encoding="utf-8"))
@@ -358,10 +348,10 @@ def test_a_bad_row_is_an_error(tmp_path: Path) -> None:
 
 
 @contextmanager
-def full_disk(limit: int = 1000) -> Iterator[None]:
-    """Files take no more than so many bytes."""
+def full_disk() -> Iterator[None]:
+    """Let files take 1,000 bytes at most."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -369,7 +359,7 @@ def full_disk(limit: int = 1000) -> Iterator[None]:
 def test_what_a_full_disk_did_not_take_is_written_in_its_order(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was on disk before stays readable; scores wait with their samples."""
+    """Earlier rounds stay readable. Scores wait with their samples."""
     log = open_log(tmp_path)
 
     def write(*steps: int) -> None:
@@ -404,14 +394,14 @@ def test_what_a_full_disk_did_not_take_is_written_in_its_order(
 def test_what_fails_behind_a_files_name_doubles_no_round(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network disk that goes away for a moment: the round is tried again."""
+    """A network disk fails for a moment, and the round is written again."""
     log = open_log(tmp_path)
     write_steps(log, 0)
     owner: Any = Path if call == "stat" else os
     own, num_failed = getattr(owner, call), 0
 
     def fail_once(path: Any, **kwargs: Any) -> Any:
-        """Of the file that has its name, or of the folder that holds it."""
+        """Fail at the renamed file, or at its folder."""
         nonlocal num_failed
         is_behind = Path(path).suffix == ".parquet" if call == "stat" else is_folder(path)
         if is_behind and not num_failed:

@@ -1,4 +1,4 @@
-"""What SQL finds of a record: random histories against the rule in Python, damage, a run that goes
+"""Queries of a record: random histories against the rule in Python, damage, and a run that goes
 on."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Session:
     """Phase, step, number, and whether it was scored."""
 
     ends_whole: bool = True
-    """Else it is killed, and its small files stay."""
+    """False if it is killed: its small files stay."""
 
 
 ROUNDS = st.tuples(
@@ -80,7 +80,7 @@ def round_of(row: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def rows_that_count(folder: Path, damaged: set[Path]) -> tuple[list[Any], list[Any]]:
-    """The samples and scores that the module's rule says, of the files that are sound."""
+    """Return the samples and scores of sound files that count by the module's rule."""
 
     def read(table: Table) -> list[tuple[int, dict[str, Any]]]:
         files = [f for f in record_files(table.folder(folder)) if f.path not in damaged]
@@ -113,7 +113,7 @@ def in_order(rows: list[dict[str, Any]]) -> list[str]:
 def test_each_row_counts_once(
     sessions: list[Session], removed: list[int], damaged: list[int]
 ) -> None:
-    """Of sessions that were killed and resumed, with files that are gone or damaged."""
+    """In histories of killed and resumed sessions, with removed and damaged files."""
     with history(sessions) as folder:
         spoilt = set()
         for numbers in (removed, damaged):
@@ -135,7 +135,7 @@ def test_each_row_counts_once(
 
 
 def write(folder: Path, *steps: int) -> None:
-    """Write a session with a round for each step, each in a file of its own."""
+    """Write a session with a round for each step, each in its own file."""
     log = open_log(folder, session=len(files_of(folder)), start_step=min(steps, default=0))
     for step in steps:
         log.append([row_of(sample_id(step))])
@@ -149,7 +149,8 @@ def steps_of(record: Record) -> list[int]:
 def test_flipped_bits_are_named_or_harmless(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DuckDB alone reads most as other values; pyarrow reads headers that DuckDB does not."""
+    """DuckDB alone would read other values for most; pyarrow reads some headers that DuckDB
+    cannot."""
     write(tmp_path, 0)
     [path] = files_of(tmp_path)
     sound, expected = path.read_bytes(), read_samples(tmp_path)
@@ -188,7 +189,7 @@ def test_a_damaged_file_is_named_once_and_read_when_it_is_restored(
 
 
 class Disk:
-    """Counts the files that are checked, and lets checks fail as a file server's do."""
+    """Counts checked files, and lets checks fail like a file server."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_checked, self.fails = 0, False
@@ -206,7 +207,7 @@ class Disk:
 def test_a_read_that_fails_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no damage, and what was read before stays in sight."""
+    """It counts as no damage; rows that were read before stay."""
     write(tmp_path, 0)
     record, disk = Record(tmp_path), Disk(monkeypatch)
     record.refresh()
@@ -230,5 +231,5 @@ def test_a_poll_costs_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert disk.num_checked == num_new
     for path in files_of(tmp_path)[:5]:  # as a bounded record does
         path.unlink()
-    assert steps_of(record) == [*range(5, 21)]  # a query looks for what has gone
+    assert steps_of(record) == [*range(5, 21)]  # a query looks for files that have gone
     assert not record.refresh()

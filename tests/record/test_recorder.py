@@ -1,4 +1,4 @@
-"""How what a rollout returned is written down, and shown to listeners."""
+"""Samples of a rollout are recorded, and passed to listeners."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ids(*indices: int, group: int = 2) -> list[SampleId]:
 def output(
     ids: list[int] | None, text: str = "七", logprobs: Sequence[float] = (), **infos: Any
 ) -> RolloutOutput:
-    """As ms-swift itself answers."""
+    """Return an output in ms-swift's own form."""
     choice = ChatCompletionResponseChoice(
         index=0,
         message=ChatMessage(role="assistant", content=text),
@@ -66,7 +66,7 @@ def record(
     *,
     num_ranks: int = 1,
 ) -> None:
-    """Record up to three tokens of each sample, or other outputs; prompts too differ in length."""
+    """Record up to three tokens for each sample, or given outputs. Prompts differ in length too."""
     lengths = [2 - number % 3 for number in range(len(sample_ids))]
     if outputs is None:
         outputs = [
@@ -103,7 +103,7 @@ def noted(sample: Any, out: RolloutOutput, sample_id: SampleId, prompt: str) -> 
 
 
 def test_columns_beside_the_messages() -> None:
-    """Long values keep their beginning; what is null, or ms-swift's own, is left out."""
+    """Long values are cut. Null values and ms-swift's own columns are left out."""
     extra = {"solution": "七\ud83d", "boxes": [[1, 2]], "level": 3, "long": [1] * 1000}
     columns = other_columns({**extra, "absent": None, "_id": 1})
     assert columns is not None
@@ -134,7 +134,7 @@ def read(folder: Path) -> list[SampleRow]:
 
 
 def with_lists(row: SampleRow) -> SampleRow:
-    """Listeners get numbers as arrays, which have no equality."""
+    """Return a row with lists: listeners get arrays, which `==` does not compare."""
     logprobs = None if row.logprobs is None else list(row.logprobs)
     return replace(row, token_ids=list(row.token_ids), logprobs=logprobs)
 
@@ -147,7 +147,7 @@ def with_lists(row: SampleRow) -> SampleRow:
             output([5, 6], "七", [-1.0, -2.0], replica="server 0 replica 1", stop_reason=5),
             ("七", [5, 6], [-1.0, -2.0], "server 0 replica 1", "5"),
         ),
-        # What UTF-8 cannot hold.
+        # Not valid in UTF-8.
         (
             output(None, "7\ud83d", stop_reason="\ud83d"),
             ("7\\ud83d", [], None, "", "\\ud83d"),
@@ -206,7 +206,7 @@ def test_rank_0_writes_a_round_of_all_ranks_as_one_file(
 def test_samples_that_rank_0_has_not_got_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rollout that fails on one rank ends them all, before the round's samples are gathered."""
+    """If a rollout fails on one rank, all end before the round's samples are gathered."""
 
     def work(ranks: ThreadRanks) -> None:
         recorder = SampleRecorder(str(tmp_path), ranks)
@@ -234,7 +234,7 @@ def test_one_rank_generates_for_all(tmp_path: Path) -> None:
 
 
 def test_media_in_parts_are_media_and_no_text(tmp_path: Path) -> None:
-    """Content took 50 bytes of a file for each token of a completion, and the viewer had none."""
+    """Content in the prompt's text took 50 bytes a token, and the viewer showed no picture."""
     inline = "data:image/png;base64," + "A" * 4000
     parts = [
         {"type": "image_url", "image_url": {"url": inline}},
@@ -289,7 +289,7 @@ def test_media_go_by_their_names_never_by_their_content(media: Any, name: str) -
 
 
 def test_equal_pixels_have_one_name() -> None:
-    """However the images were made; a frame of another mode, size or pixel has another."""
+    """Images with another mode, size or pixel have another name."""
     red, again, blue = (Image.new("RGB", (4, 2), color) for color in ("red", "red", "blue"))
     turned = Image.frombytes("RGB", (2, 4), red.tobytes())
     assert media_name(red) == media_name(again)

@@ -1,4 +1,4 @@
-"""How samples scored: recorded once, with the samples' names, over ranks, rounds and sessions."""
+"""Scores are recorded once, with the samples' names, over ranks and rounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swift_grpo_ext.record.rewards import RewardRecorder, scores_of_ranks, train
 from swift_grpo_ext.record.tables import REWARDS, RewardRow
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from tests.ranks import Gather, run_ranks
-from tests.record.rows import row_of, sample_id, write_session
+from tests.record.rows import row_of, sample_id
 
 FUNCTIONS, WEIGHTS = ["accuracy", "format"], [1.0, 0.5]
 
@@ -78,8 +78,8 @@ def test_functions_that_gave_nothing_or_share_a_name() -> None:
 
 
 def test_what_dynamic_sampling_drops_has_a_score() -> None:
-    """Each of two ranks draws a group, then another; ms-swift trains on group 1 and 2, and gives
-    rank 0 the samples that rank 1 drew."""
+    """Each of two ranks generates a group twice. ms-swift trains on groups 1 and 2, and rank 0 gets
+    samples that rank 1 generated."""
     recorded: dict[int, list[RewardRow]] = {}
 
     def work(rank: int, gather: Gather) -> None:
@@ -123,28 +123,6 @@ def test_groups_that_got_another_prompt() -> None:
     ]
 
 
-def test_a_resumed_session_replaces_scores_with_samples(tmp_path: Path) -> None:
-    def scores() -> list[tuple[int, float]]:
-        rows = read_rewards(tmp_path, columns=["step", "reward"]).to_pylist()
-        return [(row["step"], row["reward"]) for row in rows]
-
-    def write(session: int, *steps: int) -> None:
-        names = [sample_id(step) for step in steps]
-        log = SampleLog(tmp_path, session=session, start_step=steps[0])
-        log.append([row_of(name) for name in names])
-        rows = record(RewardRecorder(FUNCTIONS, WEIGHTS), names, [[session, 0.0]] * len(steps))
-        log.append(rows, REWARDS)
-        log.flush()
-
-    write(0, 0, 1, 2)
-    assert scores() == [(0, 0.0), (1, 0.0), (2, 0.0)]
-    write(1, 1)
-    assert scores() == [(0, 0.0), (1, 1.0)]
-    # Samples that were drawn anew and not scored yet have no score of before.
-    write_session(tmp_path, [row_of(sample_id(1))], session=2, start_step=1)
-    assert scores() == [(0, 0.0)]
-
-
 def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards, "MOST_GAPS", 2)
     first, second, third = (Sample(sample_id(index=i)) for i in range(3))
@@ -166,7 +144,7 @@ def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:
             **{"advantage": 0.5, "gap_mean": 0.3984375, "gap_max": 1.0},
             "gaps": [(0, 0.5), (1, 1.0)],  # positions in the completion; the greatest two
         },
-        # It has more tokens than training saw: their positions are not known.
+        # It has more tokens than the training saw, so positions are not known.
         second.sample_id: {"advantage": -1.5, "gap_mean": 0.25, "gap_max": 0.25},
         third.sample_id: {"advantage": 0.0},
     }

@@ -1,4 +1,5 @@
-"""Sessions of one folder: numbered once, resumed whatever was killed, and never two trainings."""
+"""Sessions of a folder have unique numbers and can be resumed after a kill; two trainings never
+share it."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def write(recorder: SampleRecorder, steps: range) -> None:
 
 @contextmanager
 def training(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has recorded twelve steps and lives."""
+    """Run another process that has recorded twelve steps."""
     argv = [sys.executable, "-c", TRAINING, str(folder)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(argv, cwd=ROOT, **pipes) as process:
@@ -73,8 +74,8 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def test_two_trainings_in_one_folder_and_a_resume_after_a_kill(tmp_path: Path) -> None:
-    """The second is refused on all ranks, and before its model is loaded; once the first was
-    killed, a resume goes on where it was."""
+    """The second is refused on all ranks, and before its model is loaded. After the first was
+    killed, it can be resumed."""
     said = dict[int, str]()
     args = command_line_arguments("rlhf", output_dir=str(tmp_path))
 
@@ -114,7 +115,7 @@ def test_two_trainings_in_one_folder_and_a_resume_after_a_kill(tmp_path: Path) -
 
 
 def test_disks_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each training has files of its own."""
+    """Each training still has its own files."""
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -127,8 +128,7 @@ def test_disks_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_sessions_of_one_process_have_files_of_their_own(tmp_path: Path) -> None:
-    """Two that are open, and one after the other, as in a notebook; none of the first's locks is
-    lost."""
+    """Two sessions are open at once, as in a notebook; the first one keeps its lock."""
     first, second = open_run(tmp_path), open_run(tmp_path)
     for recorder in (first, second):
         write(recorder, range(12))
@@ -146,7 +146,7 @@ print(reason_against({str(tmp_path)!r}))
 def test_a_folder_that_cannot_be_read_ends_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start, before a round is generated; else no session could tell its number."""
+    """They end at the start: a session could not find its number later."""
 
     def fail(run_dir: str) -> int:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))

@@ -1,4 +1,4 @@
-"""ms-swift's registry of schedulers, as it was before each test."""
+"""Restores ms-swift's registry of schedulers after each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is noted of each turn, and how it comes from a server."""
+"""The record of each turn, and how it travels from a server."""
 
 from __future__ import annotations
 
@@ -68,16 +68,8 @@ def note(conversation: Conversation, asked: RolloutInferRequest, answer: Answer 
     conversation.record(asked, turn)
 
 
-def test_a_turn_holds_what_the_engine_saw_and_gave() -> None:
-    note(conversation := Conversation(), request("?"))
-    [made] = conversation.turns
-    assert ([made.completion], made.prompt) == ANSWER
-    assert (made.sample_id, made.fingerprint) == (FIRST, "print 0")
-    assert (made.engine_seconds, made.tool_seconds) == (1.0, 2.0)
-
-
 def test_a_sample_has_what_its_conversations_end_says() -> None:
-    """Seed and replica of the last answer; a turn without room has none, and no stop."""
+    """Seed and replica are the last answer's. A turn without room has none, and no stop."""
     note(conversation := Conversation(), request("?"))
     drawn = replace(ANSWER.completions[0], token_ids=[], stop_reason=None, seed=8)
     note(conversation, request("?", "3", "no"), Answer([drawn], Prompt([])))
@@ -95,7 +87,7 @@ def test_each_turn_shows_what_was_added_for_it() -> None:
     # ms-swift leaves an empty answer for a template to go on from.
     going_on = ("<image>?", "3", "<image>no", "4, but", "")
     note(conversation, request(*going_on, images=["七.png", CROP]))
-    # A scheduler that began anew, with fewer.
+    # A scheduler that starts over with fewer messages.
     note(conversation, request("<image>!", images=[CROP]))
     first, second, third, fourth = conversation.turns
     assert first.messages == [{"role": "user", "content": "<image>?"}]
@@ -119,7 +111,7 @@ def test_a_first_prompt_has_marks_for_media_in_parts() -> None:
 
 
 def test_media_in_parts_of_a_later_message_are_media() -> None:
-    """Their content is not written down as text."""
+    """The record does not have their content as text."""
     conversation = Conversation()
     note(conversation, request("?"))
     later = request("?", "3", "")

@@ -1,4 +1,4 @@
-"""Requests over workers: evenly (G5), and to others where workers fail (F3, F5)."""
+"""Requests are spread evenly over workers (G5), and go to others when workers fail (F3, F5)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_shares_by_example(
 def test_every_request_is_served_once_and_no_replica_waits_longer_than_one(
     costs: list[int], capacities: list[float]
 ) -> None:
-    """Also where replicas differ in speed."""
+    """Also if replicas differ in speed."""
     shares = balance(costs, capacities)
     assert sorted(i for share in shares for i in share) == list(range(len(costs)))
     assert all(share == sorted(share) for share in shares)
@@ -56,7 +56,7 @@ def test_every_request_is_served_once_and_no_replica_waits_longer_than_one(
 PARTS = [
     {"type": "text", "text": "词" * 400},
     {"type": "image_url", "image_url": {"url": "a.png"}},
-    {"type": "image"},  # which stands for the column's
+    {"type": "image"},  # stands for an image of the column
 ]
 PROMPT: dict[str, Any] = {"messages": [{"role": "user", "content": "词" * 400}]}
 
@@ -82,7 +82,7 @@ def test_costs_by_example(
 
 
 class Workers:
-    """Workers by name; `fails` has the error of each that fails, always."""
+    """Workers by name; `fails` has the errors of those that always fail."""
 
     def __init__(self, names: str, **fails: Exception) -> None:
         self.speeds = dict.fromkeys(names, 1.0)
@@ -134,7 +134,7 @@ def test_with_none_left_the_causes_are_named() -> None:
 
 
 def test_a_request_is_with_at_most_two_workers_that_are_lost() -> None:
-    """Not counted: workers that live on, and those that were with another request."""
+    """Workers that live on, and workers lost with other requests, do not count."""
     lost = {name: WorkerLostError(name) for name in "ab"}
     workers = Workers("abc", **lost)
     with pytest.raises(RequestError, match=r"^requests 0 of the batch were with 2 .*: a; b$"):

@@ -1,4 +1,4 @@
-"""The rollout engine over ms-swift's own code and a vLLM that records what it is asked."""
+"""The rollout engine with ms-swift's own code, over a stand-in for vLLM that records requests."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ RUN_SEED = 42
 EOS, END_OF_TEXT, IMAGE, VIDEO = 151645, 151643, 151655, 151656
 BIAS = {IMAGE: float("-inf"), VIDEO: float("-inf")}
 ID = SampleId(phase="train", step=0, number=0, group=0, index=0)
-OTHERS = {"as_arrays": False, "stop_token_ids": None}  # for a client that sends no metadata
+OTHERS = {"as_arrays": False, "stop_token_ids": None}  # a server's for clients without metadata
 
 
 def ids_of(text: str) -> list[int]:
-    """Return a token for each character: Qwen's first tokens are those of bytes; "." is an end."""
+    """Return a token for each character, as Qwen's first tokens are bytes; "." ends a turn."""
     return [EOS if c == "." else ord(c) - 33 if c != "\n" else 198 for c in text]
 
 
@@ -68,7 +68,7 @@ def template(assets: Path) -> Any:
 
 
 class RecordingVllm:
-    """Keeps the parameters of each request, and answers with the words of `says`, in order."""
+    """Keeps the parameters of each request, and answers with the texts of `says`, in order."""
 
     engine_core = None  # it has no processes of its own
 
@@ -77,7 +77,7 @@ class RecordingVllm:
         self.inputs: list[Any] = []
         self.ranks: list[int | None] = []
         self.experts: Any = None
-        self.answers: asyncio.Event | None = None  # not before
+        self.answers: asyncio.Event | None = None  # answers wait for it
         self.likelier: dict[int, Logprob] = {}  # at each position
         self._says, self._finish_reason = iter(says), finish_reason
         self._waiting: list[Any] = []
@@ -208,7 +208,7 @@ def test_a_group_is_one_request_with_its_seed(make: Any) -> None:
 def test_vllm_sees_the_frames_that_training_sees(
     make: Any, template: Any, metadata: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are not sampled again."""
+    """vLLM does not sample frames again."""
     media: dict[str, Any] = {"videos": [np.zeros((4, 3, 2, 2))]}
     media["mm_processor_kwargs"] = {"fps": [2.0]}
     encode = template.encode
@@ -224,8 +224,8 @@ def test_vllm_sees_the_frames_that_training_sees(
 def test_what_cannot_be_encoded_is_named(
     make: Any, serves: bool, use_async: bool, assets: Path, tmp_path: Path
 ) -> None:
-    """A file that is cut in its middle has a whole header; vLLM names no row either. Another
-    machine may have a file that is absent here."""
+    """A truncated file has a whole header, and neither ms-swift nor vLLM names its row. A file that
+    is absent here may exist on another machine, so it is no fault of the request."""
     digit = sorted((assets / "digits").rglob("*.png"))[0]
     Image.open(digit).convert("RGB").save(whole := tmp_path / "whole.jpg")
     (cut := tmp_path / "cut.jpg").write_bytes(whole.read_bytes()[:-200])
@@ -238,7 +238,7 @@ def test_what_cannot_be_encoded_is_named(
                 return engine.infer(asked, config(), use_tqdm=False)
             return asyncio.run(engine.async_infer(asked, config(), use_tqdm=False))
 
-        # In a thread: ms-swift's requests side by side leave theirs in inference mode.
+        # In a thread: concurrent requests of ms-swift leave their thread in inference mode.
         with ThreadPoolExecutor(1) as pool:
             if serves:
                 reply = pool.submit(infer).result()
@@ -274,7 +274,7 @@ def test_what_cannot_be_encoded_is_named(
     [(None, 5), (metadata_of(**OTHERS, run_seed=None), 5), (metadata_of(**OTHERS), None)],
 )
 def test_a_request_without_metadata_is_ms_swifts(make: Any, metadata: Any, seed: Any) -> None:
-    """So is one that a server gave a name; its seed may be the server's, and is told."""
+    """So is a request that a server named; it may get the server's seed, which is reported."""
     vllm = RecordingVllm(["a."])
     engine = make(vllm, serves=metadata is not None)
     output = ask(engine, metadata, seed=5)
@@ -341,7 +341,7 @@ def test_stop_strings_are_searched_in_all_text(make: Any) -> None:
     ("said", "finish_reason", "expected"),
     [
         ("abc", "length", ("abc", "length", None)),
-        ("aXyz", "length", ("aX", "stop", *ids_of("X"))),  # what follows is taken off everything
+        ("aXyz", "length", ("aX", "stop", *ids_of("X"))),  # later tokens are cut off
         # `generation_config.json` may list ends that neither the template nor the user knows.
         ("ab", "stop", ("ab", "stop", *ids_of("b"))),
         ("", "length", ("", "length", None)),
@@ -388,8 +388,8 @@ def test_schedulers_read_ms_swifts_form_with_our_text(
 
 
 def served(cls: type[MultiTurnScheduler], engine: Any, asked: list[Any]) -> Any:
-    """What a server's replica replies with a scheduler, in a thread of its own: ms-swift enters
-    inference mode around its awaits, and requests side by side leave it on behind them."""
+    """Return the reply of a server's replica with a scheduler. It runs in a thread: concurrent
+    requests of ms-swift leave their thread in inference mode."""
     multi_turns["one"] = cls
     watch("one", 30.0)
     scheduler = multi_turns["one"](infer_engine=engine)
@@ -399,7 +399,7 @@ def served(cls: type[MultiTurnScheduler], engine: Any, asked: list[Any]) -> Any:
 
 
 class OwnRequests(MultiTurnScheduler):
-    """Asks questions of its own, two of them at once, before and after the sample's."""
+    """Asks questions of its own before and after the sample's, two of them at once."""
 
     async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> RolloutOutput:
         async def ask(request: Any) -> Any:
@@ -415,8 +415,8 @@ class OwnRequests(MultiTurnScheduler):
 def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(
     make: Any, stops: Any
 ) -> None:
-    """Its requests have no metadata; copies of one request have the same. So it is for a client
-    that sends none."""
+    """Its own requests have no metadata, and copies of a request share it; each gets a turn. The
+    same holds for a client that sends no metadata."""
     vllm = RecordingVllm([*"abcdefgh"])
     engine = make(vllm, use_async=True, serves=True)
     other = replace(ID, index=1)
@@ -431,7 +431,7 @@ def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(
 
 
 def test_a_scheduler_that_leads_without_run_is_refused(make: Any) -> None:
-    """Its seeds would be vLLM's, in silence."""
+    """Otherwise its samples would silently get vLLM's seeds."""
 
     class Alone(MultiTurnScheduler):
         async def async_infer(self, infer_requests: list[Any], *args: Any, **kw: Any) -> Any:
@@ -446,7 +446,7 @@ def test_a_scheduler_that_leads_without_run_is_refused(make: Any) -> None:
 
 @pytest.mark.parametrize(("is_engines", "named"), [(True, False), (False, True)])
 def test_a_conversation_that_fails_is_named(make: Any, is_engines: bool, named: bool) -> None:
-    """But for the engine's own failures."""
+    """Failures of the engine itself are not attributed to a conversation."""
 
     class Fails(MultiTurnScheduler):
         async def run(self, infer_request: Any, request_config: Any, **_: Any) -> Any:
@@ -465,7 +465,7 @@ def test_a_conversation_that_fails_is_named(make: Any, is_engines: bool, named: 
 
 
 def test_conversations_that_nobody_waits_for_end(make: Any) -> None:
-    """One whose tool is at work asks for nothing more; one in the engine is taken from it."""
+    """A conversation whose tool works makes no more requests; one in the engine is aborted."""
     vllm = RecordingVllm(["a."])
     engine = make(vllm, serves=True, use_async=True)
     at_work, is_over, refused = threading.Event(), threading.Event(), list[str]()
@@ -506,7 +506,7 @@ def test_conversations_that_nobody_waits_for_end(make: Any) -> None:
 
 
 def test_several_completions_of_a_schedulers_request_are_refused(make: Any) -> None:
-    """Their seeds would be those of other samples of the group; another client has none."""
+    """They would share seeds with other samples of the group. Another client has no groups."""
     vllm = RecordingVllm([*"ab"])
     engine = make(vllm, use_async=True, serves=True)
 
@@ -546,7 +546,7 @@ def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_an_async_engine_gives_each_group_to_the_replica_that_draws_least(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer names that replica; what has ended or failed no longer counts."""
+    """The answer names that replica. Requests that have ended or failed do not count."""
     heard: list[Any] = []
     monkeypatch.setattr(vllm_repairs, "collect_rpc_from_all_replicas", heard.append)
     vllm = RecordingVllm(["a."] * 20)
@@ -554,8 +554,8 @@ def test_an_async_engine_gives_each_group_to_the_replica_that_draws_least(
     assert heard == [vllm]
 
     async def draw(engine: Any, vllm: RecordingVllm, *counts: int) -> list[str]:
-        """Ask for groups of such sizes, one after another, and let none end before all are asked
-        for; return the names of the replicas that drew them."""
+        """Request groups of these sizes in turn, all before the first one ends; return the names of
+        the replicas that generated them."""
         vllm.ranks.clear()
         vllm.answers = asyncio.Event()
         tasks = []
@@ -573,8 +573,8 @@ def test_an_async_engine_gives_each_group_to_the_replica_that_draws_least(
         ]
 
     def drawers(*args: Any) -> list[str]:
-        # In a thread of its own: side by side they leave torch's inference mode on, which ms-swift
-        # 4.6 holds around an `await` (`VllmEngine.infer_async`).
+        # In a thread: ms-swift 4.6 awaits in inference mode (`VllmEngine.infer_async`), and
+        # concurrent requests leave it on.
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(asyncio.run, draw(*args)).result()
 

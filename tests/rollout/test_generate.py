@@ -1,4 +1,4 @@
-"""One rollout over ranks: what is requested, with which metadata, and whose sample comes back."""
+"""One rollout over ranks: its requests with their metadata, and the samples of each rank."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def sample_id(group: int, index: int) -> SampleId:
 
 
 def test_every_sample_is_asked_for_once_by_its_group() -> None:
-    """Whichever ranks have it; one that differs from its group makes each a request of its own
-    (S2 and S6: vLLM counts a request's seeds up)."""
+    """Whichever ranks have its samples. If rows of a group differ, each sample is a request (S2,
+    S6: vLLM counts a request's seeds up)."""
     rows = ["a", "aab", "", "bbccb", "cdd"]
     ids = iter(sample_ids_at(ROUND, range(12), 3))
     requests, uneven = plan_requests([[(next(ids), row) for row in of_rank] for of_rank in rows])
@@ -118,8 +118,8 @@ class RecordingEngine:
 
 
 def test_a_group_over_two_ranks_is_one_request_of_rank_0() -> None:
-    """Each rank gets its own samples; one row for each request is made, on its first rank. Rows
-    that differ in a group are requests of their own."""
+    """Each rank gets its own samples. The first rank of a request makes its row. Rows that differ
+    within a group are separate requests."""
     engine = RecordingEngine()
     made: list[tuple[int, int]] = []
     samples_of_ranks = [[(0, 0), (0, 1)], [(0, 2), (1, 0)], [(1, 1), (1, 2)]]
@@ -152,7 +152,7 @@ def test_a_group_over_two_ranks_is_one_request_of_rank_0() -> None:
 
 @pytest.mark.parametrize("fault", ["row", "engine"])
 def test_a_failure_ends_the_round_on_every_rank(fault: str) -> None:
-    """One of rank 1, which cannot make its row, or of the engine that rank 0 drives."""
+    """Rank 1 cannot make its row, or rank 0's engine fails."""
     engine = RecordingEngine()
 
     def work(ranks: ThreadRanks) -> str:

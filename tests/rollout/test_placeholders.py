@@ -1,4 +1,4 @@
-"""Tokens that stand for media have no probability."""
+"""Placeholder tokens of media have no probability."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def model() -> Qwen2ForCausalLM:
 
 
 def test_ids_of_a_template_and_a_configuration() -> None:
-    """Gemma3's processor names another token than the one that its model takes; a placeholder
-    outside the vocabulary would make vLLM refuse every request. An omni model fails in training
-    where a completion ends with the start of a medium (transformers 5.19, `get_rope_index`)."""
+    """Gemma3's processor and model name different tokens. vLLM refuses requests that ban a token
+    outside the vocabulary. Training of an omni model fails if a completion ends with the start of
+    a medium (transformers 5.19, `get_rope_index`)."""
 
     def ids(placeholder_tokens: list[Any], **fields: Any) -> list[int]:
         return placeholder_ids(SimpleNamespace(placeholder_tokens=placeholder_tokens, **fields))
@@ -77,7 +77,7 @@ def test_what_cannot_be_masked_is_said(
 
 
 class Whole(torch.nn.Module):
-    """Names no head: a part of it does, as Qwen2.5-Omni's thinker."""
+    """Only a part of it names a head, as Qwen2.5-Omni's thinker does."""
 
     def __init__(self, thinker: torch.nn.Module) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_the_softmax_is_over_the_others(
 def test_a_loss_from_hidden_states_leaves_them_out_too(
     bias: bool, dtype: torch.dtype, temperature: float
 ) -> None:
-    """As Liger's, which multiplies with the head's weight itself, and adds its bias."""
+    """Liger's loss multiplies with the head's weight itself, and adds its bias."""
     head = torch.nn.Linear(8, VOCAB, bias=bias).to(dtype)
     hidden_BTH = torch.randn(2, 3, 8, dtype=dtype)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The trainer's samples: ms-swift's, with our fields, and with every column of the data set."""
+"""The trainer's samples have our fields beside ms-swift's, and every column of the data set."""
 
 from __future__ import annotations
 

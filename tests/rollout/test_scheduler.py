@@ -1,5 +1,5 @@
-"""Users' schedulers in ms-swift's own loops, of the training and of a server; the engine's answers
-are given."""
+"""Users' schedulers in ms-swift's own loops, of the training and of a server, with given answers of
+the engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Crop(MultiTurnScheduler):
 
 
 def made(cls: type[MultiTurnScheduler], side: str, answers: Any, **settings: Any) -> Any:
-    """A scheduler from ms-swift's registry, as that side makes it."""
+    """Return a scheduler from ms-swift's registry, made as that side makes it."""
     multi_turns["one"] = cls
     watch("one", settings.pop("timeout", 30.0))
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(f"<{i}>" for i in ids))
@@ -89,7 +89,7 @@ def lead(
     num: int = 1,
     **settings: Any,
 ) -> list[RolloutOutput]:
-    """Conversations in ms-swift's loop of that side; each gets the answers in turn."""
+    """Run conversations in ms-swift's loop of that side; each gets the answers in turn."""
     requests = [request(index) for index in range(num)]
     config = RequestConfig(n=1)
     if side == "training":
@@ -151,7 +151,7 @@ def test_a_second_training_of_a_process_watches_once() -> None:
     assert type(again).__mro__.count(scheduler.WatchedScheduler) == 1
     assert (one.tool_timeout, again.tool_timeout) == (1.0, 2.0)
     watch(None, 1.0)
-    watch("none of this name", 1.0)  # ms-swift says so
+    watch("none of this name", 1.0)  # ms-swift reports it
 
 
 # --- conversations that have no room for another turn ---
@@ -159,8 +159,8 @@ def test_a_second_training_of_a_process_watches_once() -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_conversation_without_room_ends_with_its_last_answer(side: str) -> None:
-    """As "length", with the messages and media that the answer before saw; whatever the scheduler
-    makes of it."""
+    """It ends as "length" with the messages and media of the answer before, whatever the scheduler
+    returns."""
 
     class Endless(Crop):
         def check_finished(self, *_: Any) -> bool:
@@ -271,7 +271,7 @@ def test_a_check_is_bounded_on_a_server_and_may_use_signals_in_the_training() ->
 
 @pytest.mark.parametrize("hook", ["step", "on_turn_end"])
 def test_tools_of_a_servers_conversations_work_side_by_side(hook: str) -> None:
-    """Also those that wait in a coroutine without an `await`."""
+    """Also tools that block within a coroutine."""
     at_work = threading.Barrier(8, timeout=60)  # broken, unless all eight wait at once
 
     class Slow(Crop):
@@ -291,7 +291,7 @@ def test_tools_of_a_servers_conversations_work_side_by_side(hook: str) -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_step_sees_earlier_answers_as_without_us(side: str) -> None:
-    """The newest as text, those before as token ids; what it makes of them stays."""
+    """It sees the newest answer as text, earlier ones as token ids. Its changes stay."""
     seen: list[Any] = []
 
     class Looks(Crop):

@@ -1,4 +1,4 @@
-"""What travels: read as it was written, refused when not ours, and small (promises G6, M6)."""
+"""Messages are read as they were written, refused if malformed, and small (G6, M6)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def over_http(message: Any) -> Any:
 
 
 def test_an_envelope_is_read_as_it_was_written() -> None:
-    """S2: the engine finds the seeds that the place of each sample has."""
+    """S2: the engine gets the seed of each sample's place."""
     place = SampleId(phase="eval", step=12, number=3, group=5, index=1, turn=2)
     whole = RequestMetadata(
         sample_id=place,
@@ -125,7 +125,7 @@ ANSWER = write_answer(
 
 
 def listed(found: Completion) -> Completion:
-    """With lists instead of arrays, which have no `==` of their own."""
+    """Return a completion with lists in place of arrays, to compare by `==`."""
     logprobs = None if found.logprobs is None else np.asarray(found.logprobs).tolist()
     return replace(found, token_ids=np.asarray(found.token_ids).tolist(), logprobs=logprobs)
 

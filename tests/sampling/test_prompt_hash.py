@@ -1,4 +1,4 @@
-"""What a prompt is (docs/promises.md, G7)."""
+"""The hash by which prompts are equal (G4, G7)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_prompts_that_share_their_words_differ_by_their_media() -> None:
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_copies_and_objects_are_the_same_prompt(name: str) -> None:
-    """A data set's row, and ms-swift's sample made from it, which has few columns as fields."""
+    """A row of a data set, and ms-swift's sample of it, have one hash."""
     prompt = row(**PROMPTS[name])
     assert prompt_hash(copy.deepcopy(prompt)) == prompt_hash(prompt)
     assert len(prompt_hash(prompt)) == 32
@@ -101,7 +101,7 @@ def test_no_media_is_no_media(field: str) -> None:
 
 
 def test_half_a_surrogate_pair_is_no_accident() -> None:
-    """Some data sets hold them; UTF-8 does not."""
+    """Some data sets have them, though UTF-8 cannot encode them."""
     halves = ["\ud83d", "\ude00"]
     prints = {prompt_hash({"messages": [{"role": "user", "content": h}]}) for h in halves}
     assert len(prints) == 2
@@ -111,7 +111,7 @@ def test_half_a_surrogate_pair_is_no_accident() -> None:
     ("one", "other"), [(1, True), (1, 1.0), (0, False), (0.0, -0.0), ([1], [True])]
 )
 def test_equal_numbers_of_other_types_are_other_prompts(one: Any, other: Any) -> None:
-    """Python calls them equal; a template writes them differently."""
+    """They are equal in Python, but a template writes them differently."""
     hashes = {prompt_hash({"objects": {"value": value}}) for value in (one, other)}
     assert len(hashes) == 2
 

@@ -1,4 +1,4 @@
-"""Names of rounds: unique in a run, and the same when it is resumed anywhere (promises S1, S4)."""
+"""Names of rounds are unique in a run, and the same when it is resumed (S1, S4)."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def clocks(draw: st.DrawFn) -> RoundClock:
 
 
 class Batch(NamedTuple):
-    """A training batch as an uninterrupted run meets it."""
+    """A training batch of an uninterrupted run."""
 
     number: int
     epoch: int
     step: int
-    """Optimizer step that it belongs to."""
+    """Its optimizer step."""
 
     round: RoundId
-    """That serves it."""
+    """The round that serves it."""
 
 
 def run(clock: RoundClock) -> Iterator[Batch]:
-    """What transformers' and TRL's loops do, counted: steps do not reach over the end of an epoch,
-    and a round is drawn whenever `batches_per_round` batches are used up."""
+    """Count as transformers' and TRL's loops do: a step ends with its epoch at the latest, and a
+    round is generated whenever `batches_per_round` batches are used up."""
     step = number = 0
     round_ = RoundId("train", 0, 0)
     for epoch in range(EPOCHS):
@@ -61,7 +61,8 @@ def run(clock: RoundClock) -> Iterator[Batch]:
 
 
 def names_from(clock: RoundClock, first_batch: int) -> list[list[tuple[RoundId, int | None]]]:
-    """For each batch from there on: its regular round, then all resample rounds and positions."""
+    """Return, for each batch from `first_batch` on, its regular round, then its resample rounds
+    with their positions."""
     names, found = RoundNames(clock), []
     for batch in range(first_batch, EPOCHS * clock.batches_per_epoch):
         names.begin_training(batch)
@@ -86,7 +87,7 @@ def test_rounds_are_named_by_where_they_begin(clock: RoundClock) -> None:
 @settings(deadline=None)
 @given(clocks())
 def test_names_and_resampled_batches_are_unique_over_a_run(clock: RoundClock) -> None:
-    """Each regular round once, with all the rounds that dynamic sampling may add to it."""
+    """Names of regular rounds, and of all that dynamic sampling may add, are unique."""
     rounds = names_from(clock, 0)[:: clock.batches_per_round]
     names = [round_ for of_one in rounds for round_, _ in of_one]
     assert len(rounds) == EPOCHS * (clock.batches_per_epoch // clock.batches_per_round)
@@ -101,7 +102,7 @@ def test_names_and_resampled_batches_are_unique_over_a_run(clock: RoundClock) ->
 def test_a_resumed_run_names_its_rounds_as_the_uninterrupted_one(
     clock: RoundClock, data: st.DataObject
 ) -> None:
-    """S4, also from the middle of a round, and with what dynamic sampling adds."""
+    """S4, also from the middle of a round, and with rounds that dynamic sampling adds."""
     last_step = max(batch.step for batch in run(clock))
     step = data.draw(st.integers(0, last_step), label="step")
     first_batch = clock.batches_at(step)
@@ -109,7 +110,7 @@ def test_a_resumed_run_names_its_rounds_as_the_uninterrupted_one(
 
 
 def test_evaluations_are_counted_within_their_step() -> None:
-    """Several validation sets at one step do not share their noise; the next step starts anew."""
+    """Several validation sets of one step have different noise; the next step counts from 0."""
     names = RoundNames(RoundClock(batches_per_step=1, batches_per_round=1, batches_per_epoch=9))
     names.begin_training(3)
     rounds = []
@@ -169,7 +170,8 @@ def test_the_clock_of_a_run(
 
 
 def test_ahead_is_the_next_round() -> None:
-    """`--async_generate` draws while it trains: names follow the step that uses the samples."""
+    """`--async_generate` generates while it trains; a round has the name of the step that uses
+    it."""
     clock = RoundClock.of(arguments(steps_per_generation=2), 6, 1)
     names = RoundNames(clock)
     names.begin_training(0)

@@ -1,4 +1,4 @@
-"""The order of prompts: TRL's own in an uninterrupted run, and the same in a resumed one."""
+"""The order of prompts is TRL's, also in a resumed run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def at_epoch(upstream: dict[str, Any], epoch: int) -> EpochSampler:
 @settings(deadline=None)
 @given(upstream_settings())
 def test_every_epoch_has_the_order_of_trl_also_in_a_resumed_run(upstream: dict[str, Any]) -> None:
-    """S4: TRL's sampler, made anew, would begin with the first epoch's order again."""
+    """S4: a new sampler of TRL's would begin with the first epoch's order again."""
     theirs = RepeatSampler(**upstream)
     uninterrupted = [list(theirs) for _ in range(EPOCHS)]
     epochs = iter(range(EPOCHS))

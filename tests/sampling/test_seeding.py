@@ -1,4 +1,4 @@
-"""The seed rule: its exact values, and what follows from them (promises S1 to S7)."""
+"""The seed rule: its exact values and their consequences (S1 to S7)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GOLDEN = [
         2197497676260700548,
     ),
 ]
-"""Frozen: logged seeds, and resumed runs, rest on them."""
+"""These never change: recorded seeds and resumed runs depend on them."""
 
 sample_ids = st.builds(
     SampleId,
@@ -54,7 +54,7 @@ def test_frozen_seeds(run_seed: int, sample_id: SampleId, seed: int) -> None:
 @settings(deadline=None)
 @given(run_seeds, sample_ids)
 def test_the_rule_is_the_documented_one(run_seed: int, sample_id: SampleId) -> None:
-    """Recomputed with numpy alone, as a reader of the docs would."""
+    """numpy alone recomputes a seed by the documented rule."""
     phase = {"train": 0, "eval": 1}[sample_id.phase]
     key = (phase, sample_id.step, sample_id.number, sample_id.turn)
     (low,) = np.random.SeedSequence(run_seed, spawn_key=key).generate_state(1)
@@ -102,9 +102,9 @@ def test_an_index_out_of_range_is_refused(index: int) -> None:
 
 
 def test_the_rules_import_without_torch_and_vllm() -> None:
-    """So that anyone can recompute a seed or read an answer anywhere."""
+    """So that anyone can recompute a seed, read an answer or analyze diversity anywhere."""
     names = ("sampling.seeding", "sampling.prompt_hash", "sampling.rounds", "stops.rule")
-    names += ("rollout.dispatch", "rollout.wire")
+    names += ("rollout.dispatch", "rollout.wire", "diversity.analyzer")
     code = "import sys\n" + "\n".join(f"import swift_grpo_ext.{name}" for name in names)
     code += "\nprint(sorted({'torch', 'vllm', 'swift', 'trl', 'transformers'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -117,7 +117,7 @@ def test_the_rules_import_without_torch_and_vllm() -> None:
 @settings(deadline=None)
 @given(sample_ids)
 def test_a_name_tells_its_sample(sample_id: SampleId) -> None:
-    """All but the turn: a conversation has one name."""
+    """The name has all but the turn: a conversation has one name."""
     assert SampleId.parse(sample_id.request_id) == replace(sample_id, turn=0)
     assert sample_id.request_id == f"{sample_id.prompt_id}-{sample_id.index}"
 

@@ -1,4 +1,4 @@
-"""How many groups dynamic sampling draws at once."""
+"""The number of groups that dynamic sampling generates at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTS = st.lists(st.tuples(st.integers(0, 12), st.integers(12, 24)), max_size=1
 def test_waves_are_bounded_and_fit_the_ranks(
     counts: list[tuple[int, int]], missing: int, unit: int
 ) -> None:
-    """A first wave has at most twice the batch, and a further one adds something."""
+    """The batch and its first wave are at most twice the batch; a further wave is not empty."""
     waves = Waves(12, unit, draws_ahead=True)
     for kept, drawn in counts:
         waves.note(kept, drawn)
@@ -26,7 +26,8 @@ def test_waves_are_bounded_and_fit_the_ranks(
 
 
 def test_a_wave_is_expected_to_leave_a_full_batch() -> None:
-    """Half of the groups are kept: twice as many are drawn, and one standard deviation more."""
+    """If half of the groups are kept, twice as many are generated; more if a wave costs more than
+    scores."""
     waves = Waves(64, 1, draws_ahead=True)
     assert waves.first() == 0, "nothing is known yet"
     waves.note(32, 64)

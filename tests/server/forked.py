@@ -1,8 +1,8 @@
-"""Whole trainings against servers whose replicas are processes that echo.
+"""Whole trainings with servers whose replicas are processes that echo.
 
-All but the model is real: ms-swift's client, its routes and its workers' loop, our pipes, turns,
-weight updates over gloo, and two training ranks (threads). A replica's tokens are the seeds of its
-samples and the weights that it holds, so that stale weights and shifted answers show.
+All but the model is real: ms-swift's client, routes and workers' loop, our pipes and locks, and
+weight updates over gloo. The two training ranks are threads. The tokens of a replica are the seeds
+of its samples and its weights, so stale weights and shifted answers show.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 OF_CONNECTIONS = ("cut", "lose")
 
 Outcome = list[list[list[int]] | str]
-"""Of each rank: the tokens of its samples, or the error that ended it."""
+"""For each rank, the tokens of its samples, or the error that ended it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to one replica, or on the way to its server, and when."""
+    """A fault of one replica, or of a connection to its server."""
 
     action: str
-    """kill, stop, corrupt: of the replica. cut, lose: a connection, before the server has the
-    request, or the answer to it."""
+    """kill, stop, corrupt: a fault of the replica. cut, lose: the connection breaks before the
+    server has the request, or before the client has the answer."""
 
     method: str
-    """Of the replica that meets it; a route, for connections; `idle` between two rounds."""
+    """The replica's method at which it happens; for connections a route; `idle`: between rounds."""
 
     call: int = 1
-    """Which call of the method meets it, counted from 1."""
+    """The number of the call at which it happens, from 1."""
 
     replica: int = 0
     server: int = 0
 
     lives: int = 1
-    """Of the replica's starts, how many meet it."""
+    """The number of the replica's starts in which it happens."""
 
 
 # --- a replica's process ---
@@ -88,7 +88,7 @@ class Fault:
 class Model(torch.nn.Module):
     """Two tensors."""
 
-    _swift_moe_weight_loader_patched = True  # else ms-swift imports vLLM's models to find out
+    _swift_moe_weight_loader_patched = True  # otherwise ms-swift imports vLLM's models
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Worker(CPUWeightSyncWorkerExtension):
 
 
 class EchoEngine:
-    """What ms-swift's workers ask of their engine."""
+    """The methods of an engine that ms-swift's workers call."""
 
     def __init__(self, connection: Any, fault: Fault | None) -> None:
         self.engine = self
@@ -163,7 +163,7 @@ class EchoEngine:
         return RolloutOutput(response=response, rollout_infos=infos)
 
     def _meet(self, method: str) -> bool:
-        """Meet the fault, if it is due; returns whether something is to be spoilt."""
+        """Let the fault happen if it is due; return whether to corrupt something."""
         self._calls[method] += 1
         fault = self._fault
         if fault is None or (fault.method, fault.call) != (method, self._calls[method]):
@@ -174,8 +174,8 @@ class EchoEngine:
 
 
 def _let_go_of_files(but: int) -> None:
-    """Hold none of the parent's connections open, and keep the numbers of all its files taken: a
-    socket of the replica would get one, and what the parent's loggers write to it."""
+    """Close the parent's connections, but keep the numbers of all its files in use: otherwise a
+    socket of the replica could get the number of a log file, and its lines."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (int(file.name) for file in Path("/proc/self/fd").iterdir()):
         if number > 2 and number != but:
@@ -185,7 +185,7 @@ def _let_go_of_files(but: int) -> None:
 def run_echo(
     fault: Fault | None, worker: Any, args: Any, rank: int, port: int, connection: Any
 ) -> None:
-    """A worker of ms-swift with an engine that echoes; in a forked process."""
+    """Run a worker of ms-swift with an echoing engine, in a forked process."""
     _let_go_of_files(but=connection.connection.fileno())
     rollout.get_world_group = lambda: SimpleNamespace(rank=0)
     SwiftRolloutDeploy.get_infer_engine = lambda *_, **__: EchoEngine(connection.connection, fault)
@@ -197,7 +197,7 @@ def run_echo(
 
 
 class EchoServer(Deployed):
-    """ms-swift's server over replicas that echo; its processes are forked, not spawned."""
+    """ms-swift's server with echoing replicas, which are forked and not spawned."""
 
     def __init__(
         self, num_replicas: int, timeout: float, restarts: int, fault: Fault | None
@@ -228,7 +228,7 @@ class EchoServer(Deployed):
 
 
 def breaking(fault: Fault) -> type[H11Protocol]:
-    """HTTP connections, of which one breaks."""
+    """Return a protocol of HTTP connections, one of which breaks."""
     seen: Counter[bytes] = Counter()
 
     class Breaking(H11Protocol):
@@ -250,8 +250,9 @@ def breaking(fault: Fault) -> type[H11Protocol]:
 def deployed(
     replicas: Sequence[int], timeout: float, fault: Fault | None, restarts: int
 ) -> Iterator[tuple[list[EchoServer], list[str]]]:
-    """Servers of so many replicas, and their URLs. Replicas are forked before threads are there."""
-    gc.collect()  # a replica that found an earlier training's groups would wait for their threads
+    """Run servers with these numbers of replicas; yield them and their URLs. Replicas are forked
+    before there are threads."""
+    gc.collect()  # a replica that collected an earlier training's groups would wait for threads
     faults = [fault if fault and fault.server == s else None for s in range(len(replicas))]
     servers = [
         EchoServer(count, timeout, restarts, own)
@@ -264,12 +265,12 @@ def deployed(
             process.join()
 
     with ExitStack() as stack:
-        stack.callback(end_replicas)  # of those, too, that a server's last answer has started
+        stack.callback(end_replicas)  # also replicas that were started by a server's last answer
         urls = []
         for server, own in zip(servers, faults, strict=True):
             settings: dict[str, Any] = {}
             if own and own.action in OF_CONNECTIONS:
-                # uvloop's connections cannot be tampered with.
+                # uvloop's connections cannot be changed.
                 settings = {"http": breaking(own), "loop": "asyncio"}
             urls.append(stack.enter_context(listening(server, **settings)))
         stack.callback(end_replicas)
@@ -281,7 +282,7 @@ def deployed(
 
 @dataclass
 class Training:
-    """Rounds of two ranks against servers, as the trainer makes them."""
+    """Rounds of two ranks with servers, as the trainer makes them."""
 
     urls: list[str]
     group_ports: list[int]
@@ -290,14 +291,14 @@ class Training:
     """Called on rank 0 after each round."""
 
     drew: dict[int, set[int]] = field(default_factory=dict)
-    """Of each round: the process ids of the replicas that drew it."""
+    """By round: the process ids of the replicas that generated it."""
 
     def run(self) -> Outcome:
         client, connected = None, None
         try:
             client = VLLMClient(self.urls, group_ports=self.group_ports, connection_timeout=5.0)
             apply(Moment.TRAINER)
-            with bounded_rendezvous(vllm_client, self.timeout):  # of ms-swift's own 300 s
+            with bounded_rendezvous(vllm_client, self.timeout):  # ms-swift would wait 300 s
                 client.init_communicator(device="cpu")
             args = SimpleNamespace(
                 rollout_timeout=self.timeout,
@@ -362,7 +363,8 @@ class Training:
 
 
 def _move(client: Any, updates: WeightSync, ranks: ThreadRanks, step: int, _: bool) -> None:
-    """ms-swift's `_move_full_model_to_vllm` and `_reset_vllm_cache`: two parts, each gathered."""
+    """Do as ms-swift's `_move_full_model_to_vllm` and `_reset_vllm_cache`, in two gathered
+    parts."""
 
     def load(state_dict: dict[str, torch.Tensor]) -> None:
         if ranks.rank == 0:
@@ -396,8 +398,8 @@ def use_fork(monkeypatch: Any) -> None:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Keep what is there from the garbage collector, which would copy it in every forked process:
-    closing a group collects."""
+    """Hide existing objects from the garbage collector: closing a group collects, and would copy
+    their pages in every forked process."""
     gc.freeze()
     yield
     gc.unfreeze()

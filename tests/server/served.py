@@ -1,4 +1,4 @@
-"""Echoing replicas behind the real routes, locks and pipes of `swift rollout`."""
+"""Echoing replicas with the real routes, locks and pipes of `swift rollout`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def request(group: int, words: int = 1, **fields: Any) -> dict[str, Any]:
 
 
 def drawn_by(metadata: RequestMetadata, replica: str) -> dict[str, Any]:
-    """The answer of a replica: its samples' texts are their group and number."""
+    """Return a replica's answer, with the group and the number of each sample as its text."""
     group = metadata.sample_id.group
     values: dict[str, Any] = {"logprobs": None, "finish_reason": None, "replica": replica}
     drawn = [
@@ -51,11 +51,8 @@ def drawn_by(metadata: RequestMetadata, replica: str) -> dict[str, Any]:
 
 
 class Replica:
-    """A worker at the end of a pipe, which runs ms-swift's loop in a thread: it answers each
-    request with its group, or meets its fault.
-
-    `faults` names one for each call (by method, or `infer`); the last one stays.
-    """
+    """A worker at the end of a pipe, which runs ms-swift's loop in a thread. It answers each
+    request with its group, or has a fault: `faults`, by method."""
 
     def __init__(
         self,
@@ -77,7 +74,7 @@ class Replica:
         self.requests: list[dict[str, Any]] = []
         self.says_to_others: list[Any] = []
         self.reports = [WeightReport({"w": "float32 (1,)"})]
-        """Of its workers, but for what their watches have found."""
+        """The reports of its workers; `weight_faults` has the findings of their watches."""
 
         self.weight_faults: list[str] | None = []
         self.exitcode = -9
@@ -92,7 +89,7 @@ class Replica:
         with suppress(EOFError, OSError):
             while self._alive:
                 command = connection.recv()
-                assert command["type"] in ("call", "fire_and_forget")  # all that ms-swift knows
+                assert command["type"] in ("call", "fire_and_forget")  # ms-swift has no others
                 kwargs = command.get("kwargs", {})
                 method = kwargs.get("method", command["method"])
                 if method not in ("read_weight_report", "read_number_bits"):
@@ -133,7 +130,7 @@ class Replica:
 
     def _outputs(self, requests: list[dict[str, Any]], fault: str) -> Any:
         metadatas = [wire.read_metadata(r.get("data_dict")) for r in requests]
-        # Another client's have names of the server's making.
+        # Requests of another client have names from the server.
         metadatas = [m if m and not m.from_other_client else None for m in metadatas]
         groups = [-1 if metadata is None else metadata.sample_id.group for metadata in metadatas]
         self.groups += groups
@@ -155,16 +152,16 @@ class Replica:
         return RolloutOutput(response=response, rollout_infos=infos)
 
     def says(self, status: dict[str, str]) -> None:
-        """Say unasked that it is ready, or why it is not."""
+        """Send the status of a start: ready, or why not."""
         self._child.send((None, status))
 
-    # What is asked of its process:
+    # The interface of its process:
 
     def is_alive(self) -> bool:
         return self._alive
 
     def kill(self) -> None:
-        with self._ending:  # both sides may want it at the same moment
+        with self._ending:  # both sides may call it at the same moment
             self._alive = False
             self._child.close()
             self.goes_on.set()
@@ -174,7 +171,7 @@ class Replica:
 
 
 class Deployed(SwiftRolloutDeploy):
-    """ms-swift's server with its routes, over these replicas."""
+    """ms-swift's server with its routes and these replicas."""
 
     def __init__(
         self,
@@ -209,10 +206,10 @@ class Deployed(SwiftRolloutDeploy):
 
 @contextmanager
 def listening(deployed: SwiftRolloutDeploy, **settings: Any) -> Iterator[str]:
-    """The URL of the server, which listens at a port of its own while the context lasts.
+    """Run the server at a free port; yield its URL.
 
     Args:
-        settings: further ones of uvicorn's.
+        settings: further settings of uvicorn.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

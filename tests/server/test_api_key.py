@@ -1,4 +1,4 @@
-"""The API key of `swift rollout`: taken out of what is printed, and asked for by every route."""
+"""The API key of `swift rollout` is never printed, and every route asks for it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_every_route_but_health_asks_for_the_key(monkeypatch: pytest.MonkeyPatch
     assert refused.headers["WWW-Authenticate"] == "Bearer"
     wrong = client.post("/infer/", headers={"Authorization": basic("swift:key")})
     assert "401 Unauthorized: the API key is not this server's" in wrong.json()["detail"]
-    # starlette up to 1.0.0 made `request.url` of the client's `Host`.
+    # starlette up to 1.0.0 built `request.url` from the client's `Host`.
     for host in ("a/health?", "a/health", "/health/?x="):
         assert client.post("/infer/", headers={"Host": host}).status_code == 401
     authorized = {"Authorization": basic(f"swift:{KEY}")}

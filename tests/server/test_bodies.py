@@ -32,7 +32,7 @@ def body_of(images: list[str]) -> bytes:
 
 
 def in_parts(body: bytes) -> Iterator[bytes]:
-    """Sent without a length."""
+    """Yield parts of a body, which is then sent without a length."""
     yield from (body[i : i + 2**20] for i in range(0, len(body), 2**20))
 
 
@@ -43,7 +43,8 @@ def in_parts(body: bytes) -> Iterator[bytes]:
 def test_a_body_that_is_too_large_is_refused(
     has_length: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By size and limit, which the client reads, though it was still sending; on every route."""
+    """Every route refuses it by size and limit. The client reads this although it is still
+    sending."""
     monkeypatch.setattr(bodies, "MAX_BYTES", 2**20)
     replica, large = Replica(), body_of(["A" * 20_000_000])
     headers = {"Content-Type": "application/json"}
@@ -60,8 +61,8 @@ def test_a_body_that_is_too_large_is_refused(
 
 
 def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that wait for their turn are in memory all the while; one is taken again when they are
-    answered, or have failed."""
+    """Waiting bodies count, since they are in memory. Once they are answered or have failed,
+    another one is accepted."""
     monkeypatch.setattr(bodies, "MAX_BYTES", 2**20)
     replica, body = Replica("is late"), body_of(["A" * 600_000])
     headers = {"Content-Type": "application/json"}
@@ -87,7 +88,7 @@ def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_training_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends by it: no server would take these rows, and none is lost."""
+    """It ends: no server would take these rows. No server counts as lost."""
     monkeypatch.setattr(bodies, "MAX_BYTES", 2**20)
     replica, row = Replica(), request(0) | {"images": ["A" * 20_000_000]}
     metadata: Any = wire.read_metadata(row["data_dict"])
@@ -102,7 +103,7 @@ def test_a_training_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_limit_follows_the_memory(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of this machine, or of its container; a round of a thousand images of 1 MB is no attack."""
+    """It depends on the memory of the machine or its container. A thousand images of 1 MB pass."""
     assert 2**28 < bodies.MAX_BYTES < 2**43
     monkeypatch.setattr(bodies, "CONTROL_GROUPS", tmp_path)
     of_machine = bodies.memory_bytes()
@@ -122,9 +123,9 @@ def test_the_limit_follows_the_memory(
 def test_health_is_not_held_up_while_a_large_body_arrives(
     num_images: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 400 MB, which are read, parsed, judged and handed to a replica. In seconds of this
-    process between two answers, which do not count what else the machine does; beside many others
-    on few cores, all threads wait for one another, and the bound does not hold."""
+    """A body of 400 MB is read, parsed, checked and passed to a replica. The bound is in CPU
+    seconds of this process between two answers. It does not hold beside many other processes on few
+    cores, where all threads wait for one another."""
     apply(Moment.SERVER)
     use_fork(monkeypatch)
     has_ended, spent = threading.Event(), []
@@ -180,7 +181,7 @@ def test_what_is_no_json_is_refused_alike(sent: bytes, monkeypatch: pytest.Monke
 
 
 def test_a_refusal_holds_the_beginning_of_a_value() -> None:
-    """Of the first row that is wrong: not a body's worth of both."""
+    """The refusal shows the beginning of the first bad row's value, not all of both."""
     client = TestClient(Deployed(Replica()).app)
     rows = [{"messages": "a" * 10_000_000}] * 10 + [{"messages": {"b": "c" * 10_000_000}}]
     refused = client.post("/infer/", json={"infer_requests": rows})

@@ -1,5 +1,5 @@
-"""The trainer's side of `swift rollout`, against servers that answer in memory; over real HTTP in
-`test_server.py` and `test_fault_matrix.py`."""
+"""The trainer's client of `swift rollout`, with servers in memory. `test_server.py` and
+`test_fault_matrix.py` use real HTTP."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def ours_of(replicas: int = 1, instance: str = "first start", starting: int = 0)
 
 @dataclass
 class Server:
-    """What a server says of itself, how it answers requests for samples, and which it had."""
+    """A server's description of itself, its answers, and the requests that it had."""
 
     ours: Any = field(default_factory=ours_of)
     fault: Any = None
-    """An error of the connection, a status, or what is wrong with the answer."""
+    """An error of the connection, a status, or a fault of the answer."""
 
     asked: list[dict[str, Any]] = field(default_factory=list)
     timeouts: list[Any] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Server:
 
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> MakeClient:
-    """Makes what is read of ms-swift's client, connected to `http://host0` and so on."""
+    """A function that makes ms-swift's client, connected to `http://host0` and so on."""
 
     def make(*servers: Server) -> Any:
         hosts = [f"host{number}" for number in range(len(servers))]
@@ -141,7 +141,7 @@ def test_samples_come_back_to_their_requests(connected: MakeClient) -> None:
 
 
 def test_the_shortest_engine_bounds_prompts(connected: MakeClient) -> None:
-    lengths = (1024, 512, None)  # of a release that does not say it
+    lengths = (1024, 512, None)  # None: an older release does not report it
     facts = [{"max_model_len": n, "number_bits": n and n // 32} for n in lengths]
     of_servers = [Server(ours=ours_of() | fact) for fact in facts]
     servers = RolloutServers(connected(*of_servers), TIMEOUT)
@@ -192,7 +192,7 @@ def test_a_server_that_does_not_fit_is_refused(
 def test_what_one_server_cannot_answer_another_does(
     fault: Any, error: str, is_lost: bool, connected: MakeClient
 ) -> None:
-    """With no other, its error names it and the cause."""
+    """Without another server, the error names this one and the cause."""
     with pytest.raises(RolloutError, match=rf"^server 0 \(http://host0\) {error}"):
         ask(RolloutServers(connected(Server(fault=fault)), TIMEOUT), 2)
     client = connected(Server(fault=fault), Server())
@@ -201,7 +201,7 @@ def test_what_one_server_cannot_answer_another_does(
     assert [[c.text for c in cs] for cs, _ in answers] == [
         [f"{group}.{k}" for k in range(4)] for group in range(4)
     ]
-    # Weights, too, go to the other alone from now on; its name stays what it was.
+    # From now on only the other one gets weights; its name does not change.
     assert client.pynccl_comms == ["group 0", "group 1"][is_lost:]
     assert client.num_servers == len(client.sessions) == 2 - is_lost
     if is_lost:
@@ -212,7 +212,8 @@ def test_what_one_server_cannot_answer_another_does(
 def test_servers_are_connected_again_where_they_changed(
     connected: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fewer replicas, a start anew, an update that failed."""
+    """Servers are connected again after they lost replicas, after a restart, and after a failed
+    update."""
     other, server = Server(), Server(ours=ours_of(2))
     client = connected(other, server)
     made: list[Any] = []
@@ -266,7 +267,7 @@ def test_a_group_that_cannot_be_made_is_tried_thrice(
 
 
 class Clock:
-    """In the place of `time`: a pause is over at once."""
+    """Stands for `time`: a pause is over at once."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -281,7 +282,7 @@ class Clock:
 def test_replicas_that_are_being_started_are_waited_for(
     connected: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a server has no other; within the timeout."""
+    """The client waits within the timeout if the server has no other replica."""
     server, clock = Server(), Clock()
     monkeypatch.setattr(servers_module, "time", clock)
     monkeypatch.setattr(servers_module, "SECONDS_BETWEEN_LOOKS", 0.5)
@@ -305,8 +306,8 @@ def test_replicas_that_are_being_started_are_waited_for(
 def test_a_lost_server_leaves_the_other_its_own_group_and_name(
     connected: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between rounds: weights, requests and replica counts go on with the other's. Once it answers
-    again, it is taken back with the next weight update, and has a group of its own."""
+    """A server is lost between rounds: weights and requests go to the other one. When it answers
+    again, the next weight update takes it back, with a group of its own."""
     lost, healthy = Server(ours=ours_of(3)), Server(ours=ours_of(2, "second"))
     client = connected(lost, healthy)
     monkeypatch.setattr(
@@ -336,7 +337,7 @@ def test_a_lost_server_leaves_the_other_its_own_group_and_name(
 def test_only_what_may_be_repeated_is_sent_again(
     path: str, num_tries: int, connected: MakeClient
 ) -> None:
-    """Where the connection breaks before the answer."""
+    """The connection breaks before the answer."""
     client, tries = connected(Server()), list[int]()
     RolloutServers(client, TIMEOUT)
     with socket.create_server(("127.0.0.1", 0)) as listener:

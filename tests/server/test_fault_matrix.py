@@ -1,5 +1,5 @@
-"""Faults from a table: the run ends with the tokens of an undisturbed one, or on every rank, by
-name, within its bound (F1 to F4)."""
+"""A table of faults: a run has the tokens of an undisturbed one, or it ends on every rank, with a
+named cause and within its bound (F1 to F4)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ pytestmark = pytest.mark.stack
 TIMEOUT = 5.0
 OF_ONE_THAT_STOPS = 1.5
 BOUND = 10
-"""Times the timeout: a trainer waits three for each call that fails."""
+"""Multiple of the timeout: a trainer waits three timeouts for each failed call."""
 
 REPLICA_PHASES = {
-    # phase: the method and the call of it that meet the fault
+    # phase: the method, and the number of its call with the fault
     "connecting": ("join_group", 1),
     "weight update": ("update_flattened_params", 3),
     "loading": ("process_weights_after_loading", 2),
@@ -57,16 +57,16 @@ CONNECTION_PHASES = {
     "evaluation": ("infer", 3),
 }
 CORRUPTIBLE = ("loading", "reset of caches", "round", "evaluation")
-"""Phases in which a replica's answer, or what it loads, can be another one."""
+"""Phases in which a replica can give another answer, or load other weights."""
 
 PLACES = (((2,), 0, 0), ((1, 1), 1, 0), ((1, 1), 0, 0), ((2,), 0, 1))
-"""Replicas of each server, and the server and the replica that meet the fault. Of a server's
-replicas the first is the host of the weights' group."""
+"""The replicas of each server, then the server and the replica with the fault. The first replica of
+a server hosts the group of its weights."""
 
 
 def cells() -> Iterator[tuple[str, Fault, tuple[int, ...], str]]:
-    """Each action in each phase, at one place or two, which take turns; with words of the error
-    that ends every rank, "" where the run goes on."""
+    """Yield each action in each phase, at one place or two in turn, with a pattern of the error
+    that ends every rank, or "" if the run goes on."""
     places = cycle(PLACES)
     for action in ("kill", "stop", "corrupt", *OF_CONNECTIONS):
         phases = CONNECTION_PHASES if action in OF_CONNECTIONS else REPLICA_PHASES
@@ -74,7 +74,7 @@ def cells() -> Iterator[tuple[str, Fault, tuple[int, ...], str]]:
             if action == "corrupt" and phase not in CORRUPTIBLE:
                 continue
             error = ""
-            if phase == "connecting":  # before plugins are there; ms-swift does not try again
+            if phase == "connecting":  # ms-swift's own phase, which it does not repeat
                 cut = action in OF_CONNECTIONS
                 error = "Connection aborted" if cut else "timed out|has not answered"
             elif (action, phase) == ("corrupt", "loading"):
@@ -109,8 +109,7 @@ def _forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def run(
     replicas: tuple[int, ...], fault: Fault | None, timeout: float, restarts: int = 0
 ) -> tuple[Outcome, list[EchoServer], set[int]]:
-    """What each rank's run came to, the servers of it, and the process ids of the replicas that
-    drew its last round."""
+    """Return the outcome, the servers, and the process ids of the last round's replicas."""
     with deployed(replicas, timeout, fault, restarts) as (running, urls):
 
         def between(step: int) -> None:
@@ -154,8 +153,8 @@ def test_faults(cell: tuple[str, Fault, tuple[int, ...], str]) -> None:
 
 
 def test_no_logger_of_this_process_writes_to_a_replicas_sockets() -> None:
-    """Whatever numbers its files have: a line in a store's socket would end every weight update."""
-    logger = logging.getLogger("vllm")  # which tells that there is no NCCL
+    """A line in a store's socket would end every weight update."""
+    logger = logging.getLogger("vllm")  # it logs that there is no NCCL
     with ExitStack() as files:
         for _ in range(16):
             file = files.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
@@ -173,7 +172,7 @@ def test_no_logger_of_this_process_writes_to_a_replicas_sockets() -> None:
     ("phase", "replicas"), [("round", (2,)), ("idle", (1,)), ("round", (1, 1)), ("loading", (2,))]
 )
 def test_a_replica_that_was_lost_comes_back(phase: str, replicas: tuple[int, ...]) -> None:
-    """With the next weights; it draws again, and the tokens are the same."""
+    """It gets the next weights and generates again, and tokens are the same."""
     method, _ = REPLICA_PHASES[phase]
     fault = Fault(action="kill", method=method, call=1)
     outcome, [first, *_], last_drew = run(replicas, fault, TIMEOUT, restarts=1)
@@ -186,7 +185,7 @@ def test_a_replica_that_was_lost_comes_back(phase: str, replicas: tuple[int, ...
 
 
 def test_restarts_end_with_their_budget() -> None:
-    """One that is lost again after its second start stays lost; the other draws."""
+    """A replica that is lost again after its restart stays lost; the other one generates."""
     fault = Fault(action="kill", method="infer train", call=1, lives=2)
     outcome, [first], _ = run((2,), fault, TIMEOUT, restarts=1)
     assert outcome == undisturbed()

@@ -1,4 +1,4 @@
-"""A server belongs to one training at a time; a dead one's lease ends by itself (F6)."""
+"""A server belongs to one training at a time; the lease of a dead training ends (F6)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def connect(url: str, headers: Any = None) -> requests.Response:
 
 
 def test_a_second_training_is_refused_by_the_name_of_the_first(url: str) -> None:
-    """ms-swift's client connects before it has a name."""
+    """ms-swift's client connects before the training has a name."""
     first = lease_of(url, "runs/a")
     assert connect(url).status_code == 200
     first.keep()
@@ -54,8 +54,8 @@ def test_a_second_training_is_refused_by_the_name_of_the_first(url: str) -> None
 
 
 def test_a_dead_trainings_lease_ends_by_itself(url: str) -> None:
-    """One that takes its place waits for that, first of all with the end of the dead one's group:
-    replicas that are still in it would not join another."""
+    """The next training waits for it. Its first call ends the dead one's group: replicas in that
+    group would not join another."""
     requests.post(f"{url}{PATH}", headers=lease_of(url, "runs/a").headers, timeout=20)
     assert requests.post(f"{url}/update_named_param/", timeout=20).status_code == 409
     assert requests.post(f"{url}/close_communicator/", timeout=20).status_code == 200
@@ -77,8 +77,8 @@ def test_a_dead_trainings_lease_ends_by_itself(url: str) -> None:
     ],
 )
 def test_what_others_may_ask(method: str, path: str, refused: bool) -> None:
-    """Whoever has no name may ask what a server is. What changes it, or takes its replicas' time,
-    is the owner's; another training may do neither."""
+    """A client without a name may ask for facts of a server. Only the owner may change it, or use
+    its replicas. Another training may do neither."""
     client = TestClient(Deployed(Replica()).app)
     client.post(PATH, headers={OWNER_HEADER: "runs/a"})
     status = client.request(method, path).status_code
@@ -90,7 +90,7 @@ def test_what_others_may_ask(method: str, path: str, refused: bool) -> None:
 
 
 def test_the_name_that_all_are_told_gives_nobody_the_server() -> None:
-    """Neither to end the lease, nor to shorten what a replica has."""
+    """The name alone neither ends the lease nor shortens a replica's timeout."""
     client = TestClient(Deployed(Replica()).app)
     holder = Leaseholder(SimpleNamespace(sessions=[], base_urls=[]), "runs/a")
     client.post(PATH, headers=holder.headers)

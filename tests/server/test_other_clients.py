@@ -1,4 +1,4 @@
-"""Requests without metadata: each gets a name and a seed of the server's making."""
+"""Requests without metadata get names and seeds from the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def asked(*words: str, **fields: Any) -> list[dict[str, Any]]:
 def served(
     deployed: Deployed, requests: list[dict[str, Any]], **config: Any
 ) -> list[RequestMetadata]:
-    """What the replicas were told of the requests of a call, in their order."""
+    """Send a call; return the metadata that its requests have at the replicas, in order."""
     replicas: list[Any] = deployed.processes
     before = [len(replica.requests) for replica in replicas]
     body = {"infer_requests": requests, "request_config": {"temperature": 1.0, **config}}
@@ -37,7 +37,7 @@ def seeds_of(metadatas: list[RequestMetadata]) -> list[int]:
 
 
 def test_no_two_requests_share_a_seed_in_the_life_of_a_server() -> None:
-    """Nor do those of two servers. Within a call their low 32 bits differ too."""
+    """Seeds of two servers differ too. Within a call, their low 32 bits differ."""
     seeds: list[int] = []
     for _ in range(2):
         deployed = Deployed(Replica(), Replica())
@@ -60,7 +60,7 @@ def test_a_call_is_a_round_and_its_equal_prompts_are_a_group() -> None:
         assert [(i.group, i.index) for i in ids] == [(0, 0), (0, 3), (1, 0), (0, 6)]
         assert {m.count for m in told} == {3}
         assert len({*seeds_of(told)}) == 12
-    # An image makes another prompt; what else a client sends along stays.
+    # Tools make another prompt; other columns of a client are kept.
     two = [*asked("a"), *asked("a", data_dict={"solution": "7"})]
     two[1]["tools"] = [{"type": "function"}]
     told = served(deployed, two)
@@ -94,11 +94,3 @@ def test_engine_mode_leaves_all_seeds_alone() -> None:
     deployed = Deployed(Replica(), rollout_seed_mode="engine")
     for config in ({}, {"seed": 5}):
         assert [m.seed_of(0) for m in served(deployed, asked("a", "b"), **config)] == [None, None]
-
-
-def test_a_refused_call_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SWIFT_ALLOW_INTERNAL_URL", raising=False)
-    deployed = Deployed(Replica())
-    body = {"infer_requests": asked("a", images=["http://10.0.0.1/x.png"])}
-    assert TestClient(deployed.app).post("/infer/", json=body).status_code == 400
-    assert [m.sample_id.step for m in served(deployed, asked("a"))] == [0]

@@ -1,4 +1,5 @@
-"""The page from which a client can be written (docs/internals.md) has the names of the code."""
+"""The page of the protocol (docs/internals.md), for writers of clients, has the names of the
+code."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_its_headers_are_all_that_there_are() -> None:
 def test_its_routes_are_those_of_a_server() -> None:
     deployed = Deployed(Replica())
     found = {each.path for each in deployed.app.routes if isinstance(each, Route)}
-    # Without a slash it is the same, and without buckets no trainer asks.
+    # `/health` is the same without a slash, and all trainers send adapters in buckets.
     left_out = {"/health", "/update_adapter_param/"}
     told = {name for name in NAMES if re.fullmatch(r"/[a-z_/]+/", name)}
     assert found - left_out == told
@@ -46,7 +47,7 @@ def test_its_routes_are_those_of_a_server() -> None:
 def test_its_request_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     [text] = re.findall(r"```json\n(.*?)```", PROTOCOL, re.S)
     request = json.loads(text)
-    monkeypatch.setattr(routes, "check_media", lambda _: None)  # its picture is nowhere
+    monkeypatch.setattr(routes, "check_media", lambda _: None)  # its picture does not exist
     answer = TestClient(Deployed(Replica()).app).post("/infer/", json={"infer_requests": [request]})
     assert answer.status_code == 200
     written = request["data_dict"][wire.KEY]

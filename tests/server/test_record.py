@@ -1,4 +1,4 @@
-"""What a server writes down of what its replicas draw, for other clients and for ours."""
+"""A server's record of its samples, for other clients and for our trainings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENS = list(range(40))
 
 
 def choice(text: str, token_ids: list[int] | None = None) -> ChatCompletionResponseChoice:
-    """A choice of ms-swift's form, of tokens that nobody would draw twice."""
+    """Return a choice in ms-swift's form; nobody would generate its tokens twice."""
     ids = TOKENS if token_ids is None else token_ids
     content = [{"token": "", "logprob": -1.5} for _ in ids]
     message = ChatMessage(role="assistant", content=text)
@@ -40,7 +40,7 @@ def choice(text: str, token_ids: list[int] | None = None) -> ChatCompletionRespo
 
 
 class Recording(Deployed):
-    """A server with `--sample_log all`, or what `settings` say."""
+    """A server with `--sample_log all`, unless `settings` have another value."""
 
     def __init__(self, folder: Path, *replicas: Replica, **settings: Any) -> None:
         own = {"sample_log": "all", "sample_log_gb": 0.0}
@@ -94,7 +94,8 @@ def test_a_call_of_another_client_is_a_round(tmp_path: Path) -> None:
 
 
 def test_shared_noise_is_named_for_any_client(tmp_path: Path, warnings: list[str]) -> None:
-    """Each call repeats the first one's tokens, which greedy decoding may, and a client's seed."""
+    """All calls have the same tokens. A greedy call, and one with a client's seed, may repeat
+    them."""
     replica = Replica()
     replica.says_to_others = [choice("same")]
     server = Recording(tmp_path, replica)
@@ -129,7 +130,7 @@ def test_a_trainings_samples_bear_its_own_names(tmp_path: Path) -> None:
 
 
 def turns(name: SampleId) -> RolloutOutput:
-    """What a server's scheduler made of a conversation of two turns."""
+    """Return the output of a server's scheduler for a conversation of two turns."""
     output = RolloutOutput(response=ChatCompletionResponse("m", [choice("b")], UsageInfo(1, 1, 2)))
     drawn = Completion(text="b", token_ids=[1], logprobs=[-1.0], finish_reason="stop", replica="r")
     parts: dict[str, Any] = {"prompt": Prompt([1]), "completion": drawn, "fingerprint": "f"}
@@ -141,7 +142,7 @@ def turns(name: SampleId) -> RolloutOutput:
 def test_a_conversation_has_a_row_for_each_turn(
     is_ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our trainer needs the turns that came with the answer; another client cannot read them."""
+    """Only our trainer gets the turns with the answer; another client could not read them."""
     name = SampleId(phase="train", step=0, number=0, group=0, index=0)
     monkeypatch.setattr(Replica, "_output", lambda *_: turns(name))
     server = Recording(tmp_path, Replica())
@@ -170,7 +171,7 @@ def test_what_cannot_be_written_is_said_once_and_ends_nothing(
 def test_a_call_behind_a_slow_disk_is_left_out(
     tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And named; those behind it are recorded once the disk has taken what came before."""
+    """It is named. Later calls are recorded once the disk has caught up."""
     monkeypatch.setattr(record_module, "SECONDS_TO_WRITE", 0.05)
     server, may_write = Recording(tmp_path, Replica()), threading.Event()
     assert server.record is not None

@@ -1,4 +1,4 @@
-"""Replicas of `swift rollout` that were lost come back (docs/promises.md, F4)."""
+"""Lost replicas of `swift rollout` are restarted (F4)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.server.served import Deployed, Replica, groups_of, request
 
 
 def deploy(*workers: Replica, num_restarts: int) -> Deployed:
-    """Return a server that starts lost replicas anew so many times."""
+    """Return a server that restarts lost replicas so many times."""
     deployed = Deployed(*workers)
     deployed.restarts, deployed.master_port = Restarts(deployed, num_restarts), 5
     return deployed
@@ -27,7 +27,7 @@ def deploy(*workers: Replica, num_restarts: int) -> Deployed:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The test gets what the server's log warns of."""
+    """The warnings and errors of the server's log."""
     lines: list[str] = []
     monkeypatch.setattr(replicas.logger, "error", lines.append)
     monkeypatch.setattr(replicas.logger, "warning", lines.append)
@@ -37,8 +37,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_replica_that_was_lost_is_started_anew(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    """It joins when a connected training asks (one that connects has been told how many there are),
-    and generates once it has weights. Three starts are the budget."""
+    """It joins when a connected training asks, since a connecting one already has the number of
+    replicas. It generates once it has weights. Three restarts are the budget."""
     ended, healthy = Replica(number=0), Replica(number=1)
     deployed = deploy(ended, healthy, num_restarts=3)
     started: list[Any] = []
@@ -104,7 +104,7 @@ def test_a_replica_that_was_lost_is_started_anew(
 def test_a_machine_that_cannot_start_a_replica_goes_on_serving(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    """As where memory has run out: the request has its answer, and so has the next."""
+    """If memory has run out, this request and the next ones are still answered."""
     ended, healthy = Replica(number=0), Replica(number=1)
     deployed = deploy(ended, healthy, num_restarts=2)
 

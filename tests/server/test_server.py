@@ -1,4 +1,4 @@
-"""`swift rollout` over its real routes: whole requests, over replicas, in turn, bounded in time."""
+"""The routes of `swift rollout`: requests over replicas, bounded in time; faults; weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def infer(
 def test_groups_go_to_replicas_by_cost(
     words: int, count: int, config: dict[str, int] | None, shares: list[list[int]]
 ) -> None:
-    """A long prompt or a large group is a replica's only one."""
+    """A replica with a long prompt or a large group gets no other."""
     two = [Replica(), Replica()]
     asked = [request(0, words, count=count), *(request(group, count=4) for group in range(1, 6))]
     body = {"infer_requests": asked, "request_config": config}
@@ -73,7 +73,7 @@ def test_requests_of_other_clients_go_in_contiguous_slices() -> None:
 
 
 OF_ONE_THAT_HANGS = 1.5
-"""Seconds. The other replica answers in milliseconds, but has to on a busy machine too."""
+"""Timeout in seconds. The other replica needs milliseconds, but more on a busy machine."""
 
 FAULTS = {
     "raises": "a replica failed: OSError: the disk is gone",
@@ -88,7 +88,7 @@ LOST = ("ends", "hangs", "answers another")
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_one_replica_cannot_answer_another_does(fault: str) -> None:
-    """With no other, the cause is named."""
+    """Without another replica, the cause is named."""
     timeout = OF_ONE_THAT_HANGS if fault == "hangs" else 60.0
     failing, healthy = Replica(fault), Replica()
     both = [failing, healthy] if fault < "c" else [healthy, failing]
@@ -143,7 +143,7 @@ SHORT = {wire.TIMEOUT_HEADER: "1"}
 
 @pytest.mark.parametrize("path", [*(f"/{name}/" for name in RESETS), "/get_engine_type/"])
 def test_every_call_is_bounded(path: str) -> None:
-    """By the bound of the training that has the lease, where that is shorter."""
+    """The bound is the owner's if that is shorter than the server's."""
     method = path.strip("/")
     stuck = Replica(**{method: "hangs"})
     if method == "get_engine_type":  # a replica whose loop hangs answers nothing
@@ -158,7 +158,7 @@ def test_every_call_is_bounded(path: str) -> None:
 
 @pytest.mark.parametrize("is_leased", [True, False])
 def test_the_bound_of_a_stranger_ends_no_replica(is_leased: bool) -> None:
-    """A replica that is busy for longer answers the stranger, too."""
+    """A busy replica is not ended by the stranger's bound, and answers later."""
     slow = Replica(read_weight_report="is late")
     deployed = Deployed(slow, timeout=60.0)
     client = TestClient(deployed.app)
@@ -176,7 +176,7 @@ def test_the_bound_of_a_stranger_ends_no_replica(is_leased: bool) -> None:
 
 @pytest.mark.parametrize("headers", [{}, OWNED])
 def test_a_bound_that_is_none_is_refused(headers: dict[str, str]) -> None:
-    """On every route, whoever asks; replicas go on."""
+    """Every route refuses it, for any client; replicas are left alone."""
     replica = Replica()
     deployed = Deployed(replica)
     client = TestClient(deployed.app, headers=headers | {wire.TIMEOUT_HEADER: "1,2"})
@@ -200,7 +200,7 @@ def test_a_bound_lies_between_a_second_and_the_servers_own(bound: str, expected:
 
 
 def test_a_stranger_lets_no_replica_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever repeats the name of the server's start, which all are told, is not yet its owner."""
+    """All clients know the name of the server's start; it does not make them owners."""
     deployed = Deployed(Replica())
     admitted: list[str] = []
     monkeypatch.setattr(deployed.restarts, "admit", lambda: admitted.append("one"))
@@ -335,7 +335,7 @@ def test_what_cannot_be_encoded_is_tried_once() -> None:
 
 
 def test_a_server_that_was_started_anew_takes_no_work() -> None:
-    """409 until the trainer has given it weights; what needs none is answered."""
+    """It answers 409 until the trainer has sent weights; calls that need none are answered."""
     client = TestClient(Deployed(Replica()).app, headers={wire.INSTANCE_HEADER: "another start"})
     for path in ("/infer/", "/update_flattened_params/", "/process_weights_after_loading/"):
         refused = client.post(path, json={})
@@ -383,8 +383,8 @@ def test_replicas_join_the_group_under_their_numbers() -> None:
 def test_the_weights_store_opens_where_the_training_came_in(
     host: str, headers: dict[str, str], opens_at: str
 ) -> None:
-    """Not at every address of the machine: the store asks nobody for a key. Behind a proxy nobody
-    knows by which address weights will come."""
+    """The store asks for no key, so it does not open at every address of the machine. Behind a
+    proxy the address of the trainer is not known."""
     replica = Replica()
     deployed = Deployed(replica)
     deployed.args.host = host
@@ -411,7 +411,8 @@ def test_reports_are_those_of_each_worker_of_each_replica() -> None:
 
 
 def test_a_replica_that_refused_an_adapter_draws_no_more() -> None:
-    """Until it has taken another: of its two workers one says that it did not."""
+    """It generates again once it has taken another adapter. One of its two workers reports a
+    refusal."""
     one, two = Replica(number=1), Replica(number=2)
     deployed = Deployed(one, two)
     client = TestClient(deployed.app)
@@ -429,12 +430,6 @@ def test_a_replica_that_refused_an_adapter_draws_no_more() -> None:
         assert groups_of(answer) == [0, 1, 2, 3]
         drew = {r.name for r in (one, two) if len(r.groups) > before[r.name]}
         assert drew == draw
-
-
-def test_weights_that_a_replica_could_not_load_are_an_error() -> None:
-    client = TestClient(Deployed(Replica(), Replica(process_weights_after_loading="raises")).app)
-    failed = client.post("/process_weights_after_loading/")
-    assert (failed.status_code, "could not load its weights" in failed.text) == (500, True)
 
 
 def test_parameter_names_are_those_of_a_worker() -> None:

@@ -1,4 +1,4 @@
-"""A server's verdict on the last weight update: in its answers, in `/health`, and in its log."""
+"""A server reports the state of its last weight update in answers, in `/health`, and in its log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAULT = "weights changed implausibly: q_proj moved by 141% of its norm"
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the server's log says of updates."""
+    """The errors about updates in the server's log."""
     lines: list[str] = []
     monkeypatch.setattr(other_clients.logger, "error", lines.append)
     return lines
@@ -65,7 +65,7 @@ def test_a_faulty_update_is_told_and_nothing_is_drawn_until_one_is_sound(said: l
 
 
 def test_who_may_go_on(said: list[str]) -> None:
-    """A training with the plugin judges by itself; others where the server is told so."""
+    """A training with the plugin decides itself; others go on if the server is set to warn."""
     replica = Replica()
     replica.weight_faults = [FAULT]
     deployed = Deployed(replica)
@@ -83,7 +83,8 @@ def test_who_may_go_on(said: list[str]) -> None:
 
 @pytest.mark.parametrize("path", ["/reset_prefix_cache/", "/infer/"])
 def test_what_comes_behind_an_answered_update_tells_of_it(path: str, said: list[str]) -> None:
-    """An adapter is broadcast after the server has answered; clients empty caches, and draw."""
+    """An adapter is broadcast after the server's answer; then clients reset caches, and
+    generate."""
     replica = Replica()
     client = TestClient(Deployed(replica).app)
     replica.reports = [WeightReport(adapter_fault="vLLM refuses the adapter")]
@@ -94,7 +95,7 @@ def test_what_comes_behind_an_answered_update_tells_of_it(path: str, said: list[
 
 
 def test_a_training_begins_behind_one_that_failed(said: list[str]) -> None:
-    """ms-swift's client empties a cache once it has joined, before it brings weights."""
+    """ms-swift's client resets a cache after it has joined, before it sends weights."""
     replica = Replica()
     client = TestClient(Deployed(replica).app)
     replica.reports = [WeightReport(adapter_fault="vLLM refuses the adapter")]
@@ -121,7 +122,7 @@ def test_weights_that_a_replica_cannot_load_are_named_until_others_come(said: li
 
 
 def test_health_says_where_nothing_looked(said: list[str]) -> None:
-    """The watch of one of two replicas has ended, or the replica could not answer."""
+    """The watch of one of two replicas has ended, or that replica cannot report."""
     one, two = Replica(number=0), Replica(number=1)
     client = TestClient(Deployed(one, two).app)
 
@@ -143,8 +144,8 @@ def test_health_says_where_nothing_looked(said: list[str]) -> None:
 
 
 def test_an_update_is_judged_when_it_has_ended(said: list[str]) -> None:
-    """Workers on GPUs load each part at once. Another client that draws between two parts waits,
-    and is told so in the end; what draws behind the update, or asks for health, does not."""
+    """Workers on GPUs load each part at once. Another client's request between two parts waits, at
+    last with an error. Requests for health, or after the update, do not wait."""
     replica = Replica()
     with listening(Deployed(replica, timeout=2.0)) as url:
 
@@ -171,7 +172,7 @@ def test_an_update_is_judged_when_it_has_ended(said: list[str]) -> None:
 
 @pytest.mark.parametrize("ending", ["/reset_prefix_cache/", "/init_communicator/"])
 def test_what_else_ends_an_update(ending: str, said: list[str]) -> None:
-    """Clients that do not say that all has come empty caches; one that has ended sends no more."""
+    """Clients that do not report the end of an update reset caches; a new one joins."""
     client = TestClient(Deployed(Replica(), timeout=2.0).app)
     assert asked(client, "/update_named_param/", NAMED)[0] == 200
     assert drew(client) == 503

@@ -1,4 +1,4 @@
-"""Trainings and servers that several modules of stack tests share."""
+"""Trainings and servers that several modules share."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rows(assets: Path, folder: Path) -> Path:
-    """Two generation batches; one prompt stands in it three times, so that it meets itself."""
+    """Six rows, two generation batches. Three rows are equal, so a batch can hold duplicates."""
     return write_lines(folder / "rows.jsonl", digits(assets, [0, 0, 0, 1, 2, 3]))
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """A folder that the first of pytest's workers to ask for it makes, for all of them."""
+    """Return a folder for all of pytest's workers; the first worker that needs it makes it."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     done = folder / "done"
@@ -59,7 +59,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture(scope="session")
 def reference_folder(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One colocated rank draws 6 rounds, three epochs."""
+    """A colocated rank generates 6 rounds, which are three epochs."""
 
     def make(folder: Path) -> rounds.Samples:
         return train(assets, rows, folder, "--rollout_mismatch", "warn", steps=STEPS)
@@ -74,7 +74,7 @@ def reference(reference_folder: Path) -> rounds.Samples:
 
 @pytest.fixture(scope="session")
 def learning_rows(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three rows, so that all are in each round; one image is given as base64, too long to log."""
+    """Three rows, all in each round. One image is base64 text too long for the record."""
 
     def write(folder: Path) -> None:
         folder.mkdir()
@@ -91,8 +91,8 @@ def learning_rows(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def learned_full(
     assets: Path, learning_rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """One colocated rank trains all weights for `LEARNED_STEPS`, each of which leaves a checkpoint.
-    Training, replay and resuming look at it."""
+    """A colocated rank trains all weights for `LEARNED_STEPS` and saves a checkpoint after each.
+    Tests of training, replay and resuming read it."""
     make = partial(train, assets, learning_rows, steps=LEARNED_STEPS)
     argv = (*LEARNING, *best_argv(learning_rows))
     return once(tmp_path_factory, "learned-full", lambda folder: make(folder, *argv))
@@ -102,13 +102,13 @@ def learned_full(
 def learned_lora(
     assets: Path, learning_rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Two ranks do the same with LoRA."""
+    """The same training with LoRA on two ranks."""
     make = partial(train, assets, learning_rows, ranks=2, steps=LEARNED_STEPS)
     argv = (*LEARNING, *LORA, *best_argv(learning_rows, ranks=2))
     return once(tmp_path_factory, "learned-lora", lambda folder: make(folder, *argv))
 
 
-@pytest.fixture(scope="module")  # no longer than they are needed: they hold memory
+@pytest.fixture(scope="module")  # and not longer: servers hold memory
 def servers(assets: Path, folder: Path) -> Iterator[tuple[int, int]]:
     """Ports of a server with one replica and of one with two."""
     one, two = server_argv(assets), server_argv(assets, "--vllm_data_parallel_size", "2")

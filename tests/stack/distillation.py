@@ -1,4 +1,4 @@
-"""Trainings that distill the tiny model from a teacher of another size."""
+"""Distillation of the tiny model from a larger teacher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLOCATED = (*ON_VLLM, "--vllm_mode", "colocate")
 
 
 def write_teacher(assets: Path, folder: Path) -> Path:
-    """A model with one layer more than the tiny one, and wider ones, drawn at random."""
+    """Save a model with random weights, one layer more than the tiny one and wider MLPs."""
     source = assets / "tiny_vlm"
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = AutoConfig.from_pretrained(source)
@@ -37,7 +37,7 @@ def write_teacher(assets: Path, folder: Path) -> Path:
 
 
 def write_rows(assets: Path, path: Path) -> Path:
-    """Rows of one image, none and two, with answers of unequal lengths; some images come again."""
+    """Write rows with one, no and two images, some of them equal, and answers of unequal length."""
     rows = digits(assets, range(BATCH))
     for number, row in enumerate(rows):
         if number % 4 == 1:
@@ -63,7 +63,7 @@ def distill(
     plugins: tuple[str, ...] = (PLUGIN,),
     env: dict[str, str] | None = None,
 ) -> Finished:
-    """A training, however it ends; its run is in `folder / "run"`, its log in `log`."""
+    """Run a training to its end, good or bad; its run is `folder / "run"`, its log `log`."""
     folder.mkdir(parents=True)
     command = [
         *("rlhf", "--rlhf_type", "gkd", "--model", str(assets / "tiny_vlm")),
@@ -84,13 +84,13 @@ def distill(
     return swift(*command, log=folder / "log", env={**own, **(env or {})})
 
 
-def drawn(folder: Path) -> dict[str, tuple[int | None, list[int]]]:
-    """The seed and the tokens of each sample of a training, by name, as its record has them."""
+def recorded_tokens(folder: Path) -> dict[str, tuple[int | None, list[int]]]:
+    """Return the recorded seed and tokens of each sample, by the sample's name."""
     rows = to_rows(read_samples(folder / "run"))
     return {row.sample_id.request_id: (row.seed, list(row.token_ids)) for row in rows}
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step."""
+    """Return loss and gradient norm of each step."""
     lines = (folder / "run/logging.jsonl").read_text(encoding="utf-8").splitlines()
     return [(log["loss"], log["grad_norm"]) for log in map(json.loads, lines) if "loss" in log]

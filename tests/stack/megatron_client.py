@@ -1,8 +1,7 @@
-"""What Megatron's trainers (`megatron rlhf --rlhf_type grpo|gkd`) ask of a `swift rollout`, request
-by request and in their order, without Megatron.
+"""The requests of Megatron's trainers (`megatron rlhf --rlhf_type grpo|gkd`) to a `swift rollout`,
+in their order and without Megatron. In Megatron the last rank sends them for all ranks.
 
-Places are those of ms-swift 4.6, below swift/megatron/ where no other folder is named. The main
-process, its last rank, asks for all.
+Comments name the places in ms-swift 4.6, below swift/megatron/ unless another folder is named.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from swift_grpo_ext import cpu
 from swift_grpo_ext.upstream.patches import Moment, apply
 
 BUCKET_BYTES = 1 << 20
-"""Instead of 512 MB (SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE), for several buckets of a tiny model."""
+"""Small enough for several buckets of a tiny model; SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE is 512 MB."""
 
 Weights = dict[str, torch.Tensor]
-"""By the names of the checkpoint, as `bridge.export_weights` yields them."""
+"""Tensors by their names in the checkpoint, as `bridge.export_weights` yields them."""
 
 
 class MegatronClient:
-    """Connects, as a training does before its first step."""
+    """Connects as a training does before its first step."""
 
     def __init__(self, port: int, group_port: int) -> None:
         # pipelines/train/rlhf.py, `_prepare_vllm_client`
@@ -47,7 +46,7 @@ class MegatronClient:
             connection_timeout=60.0,
         )
         self._client.close_communicator()
-        # On CPU the plugin's own broadcasts, which a user's Megatron with NCCL does not need.
+        # On CPU the plugin broadcasts weights over gloo; Megatron with NCCL needs no plugin.
         cpu.register()
         apply(Moment.TRAINER)
         self._client.init_communicator(device="cpu")
@@ -71,8 +70,8 @@ class MegatronClient:
         )
 
     def send(self, weights: Weights, adapter: Weights | None, config: LoraConfig) -> None:
-        """Send whole weights and, where the server takes them apart, the adapter."""
-        # trainers/rollout_mixin.py, `_move_full_model_to_vllm`: else the adapter is merged before.
+        """Send whole weights, and the adapter to a server with `--vllm_enable_lora`."""
+        # trainers/rollout_mixin.py, `_move_full_model_to_vllm`; other servers get merged weights.
         named = iter(weights.items())
         if self._enables_lora:  # `_get_vllm_param_names_for_mapping`
             names = expand_vllm_param_name_aliases({*self._client.get_model_state_keys()})
@@ -112,14 +111,14 @@ class MegatronClient:
             self._client.reset_encoder_cache()
 
     def draw(self, rows: Sequence[dict[str, Any]], **config: Any) -> list[RolloutOutput]:
-        """Return an output for each row: a group is as many equal rows, one behind another."""
+        """Return an output for each row. A group is a sequence of equal rows."""
         # trainers/rollout_mixin.py, `_preprocess_inputs`, `samples2requests`, `_server_rollout`
         samples = [OnPolicySample.from_row({**row}) for row in rows]
         for number, sample in enumerate(samples):
             sample.request_id = sample.request_id or f"chatcmpl-{number}"
         requests = [sample.to_infer_request(include_extra=False) for sample in samples]
-        asked = RequestConfig(**{**vars(self._config), **config})
-        outputs = self._client.infer(infer_requests=requests, request_config=asked)
+        own_config = RequestConfig(**{**vars(self._config), **config})
+        outputs = self._client.infer(infer_requests=requests, request_config=own_config)
         assert len(outputs) == len(requests)
         return list(outputs)
 

@@ -1,9 +1,9 @@
-"""The machine's memory, shared by pytest's workers: what starts processes waits for its share.
+"""Shares the machine's memory among pytest's workers: a test waits before it starts processes.
 
-Without it, workers that are all at their largest run out of memory, or preflight refuses them.
-Each GiB that tests may take is a lock on a file, which a worker that dies gives back. First come,
-first served; but who holds memory already (a server, whose training is to start) does not wait in
-the row, and may take more, for he gives nothing back before he is done.
+Without it workers would run out of memory at their peaks, or preflight would refuse their runs.
+Each GiB is a lock on a file, which the system releases when a worker dies. Tests wait in a queue.
+A test that holds memory already (for a server, before its training starts) skips the queue and may
+take more: it could not release anything while it waits.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from filelock import FileLock, Timeout
 COLOCATED_RANK = 3.5
 REPLICA = 2.9
 TRAINING_RANK = 1.2
-"""GiB of one process with the tiny model (proportional set size), rounded up."""
+"""GiB of one process with the tiny model: its proportional set size, rounded up."""
 
 FIRST_SHARE = 0.65
-"""Something new may start up to this share of the machine's memory."""
+"""Share of the machine's memory for a test that holds none yet."""
 
 WHOLE_SHARE = 0.78
-"""Those who hold some already may start something more up to this share. The rest is pytest's."""
+"""Share of the machine's memory for a test that holds some. The rest is for pytest itself."""
 
 PATIENCE = 900
-"""Seconds, after which a process starts all the same and preflight decides."""
+"""Seconds after which a process starts in any case; preflight then decides."""
 
 _FOLDER = Path(tempfile.gettempdir()) / "swift-grpo-ext-memory"
 _held: list[FileLock] = []
-"""This worker holds these."""
+"""The locks of this worker."""
 
 
 def needed(command: Sequence[str], env: Mapping[str, str]) -> float:
-    """GiB that a `swift` command will take, with all the processes that it starts."""
+    """Return the GiB of a `swift` command with all processes that it starts."""
 
     def option(name: str, default: str) -> str:
         return command[command.index(name) + 1] if name in command else default
@@ -51,15 +51,15 @@ def needed(command: Sequence[str], env: Mapping[str, str]) -> float:
 
 @contextmanager
 def reserved(gib: float) -> Iterator[None]:
-    """Hold `gib` of the machine's memory; waits for other tests to give back theirs."""
+    """Hold `gib` of the machine's memory; wait until other tests release enough."""
     _FOLDER.mkdir(exist_ok=True)
     total = psutil.virtual_memory().total / 2**30
     share = int(total * (WHOLE_SHARE if _held else FIRST_SHARE))
     count = max(0, min(round(gib), share - len(_held)))
     deadline = time.monotonic() + PATIENCE
-    with ExitStack() as row:
+    with ExitStack() as queue:
         if not _held:
-            row.enter_context(FileLock(_FOLDER / "row"))
+            queue.enter_context(FileLock(_FOLDER / "queue"))
         while True:
             taken: list[FileLock] = []
             for number in range(share):

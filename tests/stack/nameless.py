@@ -1,5 +1,5 @@
-"""A plugin for tests: a model that names neither its head nor its placeholders, as one of nobody's
-making may."""
+"""A plugin for tests: a model that names neither its output embedding nor its placeholders, as
+remote code may not."""
 
 from __future__ import annotations
 

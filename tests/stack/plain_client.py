@@ -1,10 +1,10 @@
-"""A client of `swift rollout` without the plugin: ms-swift's own, through gloo for want of NCCL.
+"""A client of `swift rollout` without the plugin: ms-swift's own, over gloo in place of NCCL.
 
     python -m tests.stack.plain_client PORT GROUP_PORT MODEL OUTPUT
 
-It updates the server as ms-swift's and Megatron's trainers do: soundly, with a layer of random
-numbers, soundly again, and with a layer of another size, which vLLM cannot load. It draws behind
-each update, and writes down what it was told.
+It sends four updates as ms-swift's trainers do: a sound one, one with a random layer, a sound one,
+and one with a layer of another size, which vLLM cannot load. It generates after each update, and
+writes the server's answers to OUTPUT.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swift_grpo_ext.upstream.patches import Moment, apply
 SPOILED = "model.layers.1.self_attn.o_proj.weight"
 
 
-def told(call: Callable[[], Any]) -> str:
+def error_of(call: Callable[[], Any]) -> str:
     try:
         call()
     except Exception as e:  # as a trainer would end
@@ -57,9 +57,9 @@ def main(port: int, group_port: int, model: str, output: str) -> None:
             bucket = FlattenedTensorBucket(named_tensors=part)
             client.update_flattened_params(bucket.get_metadata(), bucket.get_flattened_tensor())
         return {
-            "update": told(client.process_weights_after_loading),
-            "reset": told(client.reset_prefix_cache),
-            "infer": told(lambda: client.infer([question], RequestConfig(max_tokens=4))),
+            "update": error_of(client.process_weights_after_loading),
+            "reset": error_of(client.reset_prefix_cache),
+            "infer": error_of(lambda: client.infer([question], RequestConfig(max_tokens=4))),
             "health": requests.get(f"{url}/health/", timeout=60).json()["weights"],
             "status": requests.get(f"{url}/health/", timeout=60).status_code,
         }

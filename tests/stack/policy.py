@@ -1,4 +1,4 @@
-"""What a saved model says of recorded rollouts, by transformers alone."""
+"""Recomputes the log-probabilities of recorded rollouts from checkpoints, by transformers alone."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from tests.stack.rounds import read_records
 
 SAME = 2 * 151_936 * 2**-24
-"""Nats, 0.018: the log-probabilities of a rollout and of training at the same weights, in float32.
+"""Nats, 0.018: bound on the difference of two log-probabilities at the same weights in float32.
 Each side sums the exponentials of 151,936 logits, and each addition may round by 2^-24 of the sum
 (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Where one logit leads by 12,
-torch's log_softmax is off by 2.4e-4 with AVX-512 and by 6.0e-4 with AVX2, which sums in fewer
-lanes. A step makes a gap of 1 and more."""
+torch's log_softmax errs by 2.4e-4 with AVX-512, and by 6.0e-4 with AVX2, which sums in fewer lanes.
+One training step moves log-probabilities by 1 and more."""
 
 
 def load_policy(checkpoint: Path, base: Path) -> Any:
-    """The model of a checkpoint; an adapter is merged into `base`."""
+    """Load the model of a checkpoint; merge an adapter into `base`."""
     if not (checkpoint / "adapter_config.json").is_file():
         return Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
     from peft import PeftModel
@@ -37,7 +37,7 @@ def max_logprob_gap(checkpoint: Path, base: Path, records: Sequence[dict[str, An
     model = load_policy(checkpoint, base).eval()
     gaps = []
     for record in records:
-        # ms-swift marks an image with `<image>` in the text; the chat template wants a part for it.
+        # ms-swift writes `<image>` into the text; the chat template expects parts.
         messages = []
         for message in record["messages"]:
             before, *rest = message["content"].split("<image>")
@@ -63,9 +63,9 @@ def max_logprob_gap(checkpoint: Path, base: Path, records: Sequence[dict[str, An
 
 
 def assert_sampled_with_trained_weights(folder: Path, base: Path, num_steps: int) -> None:
-    """The log-probabilities of the rollout that began at step s are those of checkpoint s,
-    recomputed with transformers alone, and no longer those of the model before."""
-    # An image that was given as content is named by its hash: no path to look at.
+    """Assert that the rollout of step s has the log-probabilities of checkpoint s, recomputed with
+    transformers alone, and that the last rollout no longer has those of the base model."""
+    # The record has the hash of an image that was given as content, and no path to open.
     records = [
         record
         for record in read_records(folder / "record")
@@ -77,6 +77,6 @@ def assert_sampled_with_trained_weights(folder: Path, base: Path, num_steps: int
         assert all(len(r["token_ids"]) == len(r["logprobs"]) > 0 for r in rollout)
         trained = folder / f"run/checkpoint-{step}" if step else base
         assert max_logprob_gap(trained, base, rollout) < SAME
-    # That would prove nothing, had training moved no weight.
+    # Otherwise training moved no weight, and the above proves nothing.
     last_rollout = [r for r in records if r["step"] == num_steps - 1]
     assert max_logprob_gap(base, base, last_rollout) > 5 * SAME

@@ -1,4 +1,4 @@
-"""What processes of these tests import sooner or later, and how they spawn others by forking.
+"""Imports for all processes of the stack tests, and `multiprocessing`'s spawn by forking.
 
 The zygote imports this module once, before it forks.
 """
@@ -22,22 +22,22 @@ MODULES = (
     "transformers.tokenization_mistral_common",
     "deepspeed",
 )
-"""They bring all that takes longer than 0.05 s to import. `swift.pipelines.infer.rollout` is not
-among them: whether it is loaded tells a server from a training."""
+"""With their imports, all modules that take longer than 0.05 s. `swift.pipelines.infer.rollout` is
+missing: a process is a server if it has loaded this module."""
 
 _before = dict(os.environ)
 for _module in MODULES:
-    with suppress(ImportError):  # of another release; it is slower then
+    with suppress(ImportError):  # another release lacks it; processes then start more slowly
         importlib.import_module(_module)
-# What a compiler is asked in each process that samples: a minute beside torch's CUDA build.
+# Each process that samples would run the compiler for it: a minute with torch's CUDA build.
 importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
 ENVIRONMENT = {k: v for k, v in os.environ.items() if _before.get(k) != v}
-"""What imports have set."""
+"""Variables that the imports have set."""
 
 
 def be_as_if_new() -> None:
-    """Make up for what imports read of the environment, and what is not the same in two
-    processes."""
+    """Redo what depends on this process: loggers that read the environment at import, and numpy's
+    random state."""
     from swift.utils.logger import _is_local_master
 
     level = (os.environ.get("LOG_LEVEL") or "INFO").upper()

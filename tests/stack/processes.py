@@ -1,4 +1,4 @@
-"""Real `swift` processes for tests, and all the processes that they start."""
+"""Real `swift` processes for tests, with all processes that they start."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Finished:
 
     @property
     def cause(self) -> str:
-        """The end of the output, without what torchrun adds to a rank's own words."""
+        """The end of the output, without torchrun's report below a rank's error."""
         torchruns = r"\n[^\n]*torch/distributed/elastic/multiprocessing/api.py"
         return re.split(torchruns, self.output)[0][-3000:]
 
 
 @dataclass
 class Running:
-    """A process, the file that its output goes to, and the mark that its descendants bear."""
+    """A process, the file of its output, and the marker in its descendants' environments."""
 
     process: subprocess.Popen[bytes] | Forked
     log: Path
@@ -62,7 +62,7 @@ class Running:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, text: str, seconds: float) -> None:
-        """Return when `text` stands in the output; fails where process or time ends first."""
+        """Wait until the output has `text`; fail if the process or the time ends before."""
         deadline = time.monotonic() + seconds
         while text not in self.output:
             assert self.process.poll() is None, f"ended early:\n{self.output[-3000:]}"
@@ -73,20 +73,20 @@ class Running:
         return Finished(self.process.wait(seconds), self.output)
 
     def survivors(self, seconds: float) -> list[psutil.Process]:
-        """The processes of this family that still live after `seconds`; returns once none does."""
+        """Wait up to `seconds` for all processes of the family to end; return those that live."""
         deadline = time.monotonic() + seconds
         while (alive := family(self.marker, self.process.pid)) and time.monotonic() < deadline:
             time.sleep(0.2)
         return alive
 
     def interrupt(self) -> None:
-        """What Ctrl-C does in a terminal: SIGINT to every process of the foreground group."""
+        """Do what Ctrl-C does in a terminal: send SIGINT to the whole process group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
 
 def family(marker: str, session: int) -> list[psutil.Process]:
-    """All living processes that inherited `marker`, or are of this session, whoever their parent is
-    by now. What was forked has the environment that the zygote began with, but a session."""
+    """Return all living processes that inherited `marker` or are in this session, whatever their
+    parent. A forked process shows the zygote's environment, but has a session of its own."""
     members = []
     for p in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
@@ -105,10 +105,10 @@ def started(
     out: Path | None = None,
     real: bool = False,
 ) -> Iterator[Running]:
-    """A process with a process group of its own; it and all that it started end with the block.
+    """Start a process in a group of its own; kill it and its descendants at the end of the block.
 
-    Python and `swift` are forked from the zygote, with what they import, unless they are to be
-    `real`. Both outputs go to `log`, or standard output to `out`.
+    Python and `swift` are forked from the zygote, which has their imports, unless `real`. Both
+    outputs go to `log`; standard output goes to `out` if given.
     """
     marker = uuid.uuid4().hex
     own = {**_OWN, "MASTER_PORT": str(free_port()), **(env or {}), MARKER: marker}
@@ -130,7 +130,7 @@ def started(
                     stderr=f,
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
-                    # A shell's background jobs, and all below, ignore SIGINT: not so in a terminal.
+                    # In a terminal, SIGINT is not ignored as in a shell's background jobs.
                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                 )
         try:
@@ -142,12 +142,10 @@ def started(
             process.wait()
 
 
-def swift(
-    *argv: str, log: Path, env: dict[str, str] | None = None, seconds: float = 900
-) -> Finished:
+def swift(*argv: str, log: Path, env: dict[str, str] | None = None) -> Finished:
     """Run `swift ARGV` to its end."""
     with started([str(SWIFT), *argv], log, env) as running:
-        return running.wait(seconds)
+        return running.wait(900)
 
 
 @contextmanager
@@ -159,9 +157,9 @@ def rollout_server(
     command: str = "rollout",
     by_ctrl_c: bool = False,
 ) -> Iterator[int]:
-    """A healthy `swift rollout` server, or of another `command`; the value is its port.
+    """Run a server of `swift COMMAND`; yield its port once it is healthy.
 
-    It is killed at the end, or interrupted `by_ctrl_c`, of which nothing may be left.
+    At the end the server is killed or, with `by_ctrl_c`, interrupted; then no process may be left.
     """
     port = port or free_port()
     started_by = [str(SWIFT), command, "--port", str(port), "--host", "127.0.0.1", *argv]
@@ -174,7 +172,7 @@ def rollout_server(
 
 
 def health(port: int) -> tuple[int, dict[str, Any]]:
-    """The status of a server and what it says; 0 and nothing where a busy one is silent."""
+    """Return the status and the answer of `/health/`; 0 and {} if the server does not answer."""
     with suppress(requests.RequestException):
         answer = requests.get(f"http://127.0.0.1:{port}/health/", timeout=5)
         return answer.status_code, answer.json()
@@ -184,13 +182,13 @@ def health(port: int) -> tuple[int, dict[str, Any]]:
 _FIRST, _LAST = 10_240, 32_000
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _numbers = itertools.count(_WORKER % 8 * 2700 + os.getppid() % 24 * 100)
-"""Of ports. A worker of pytest takes some hundred, and must not come to where another began: that
-one may have found a port free and not taken it yet."""
+"""Numbers of ports. Each worker counts in a range of its own: another worker may have found a port
+free and not bound it yet."""
 
 
 def free_port() -> int:
-    """Below those that the kernel hands out: a process takes its port seconds after it was found
-    free, and nobody who asks for any port must have it by then."""
+    """Return a free port below those that the kernel hands out. A process binds it seconds later;
+    meanwhile nobody who asks the kernel for any port may get it."""
     while True:
         port = _FIRST + next(_numbers) % (_LAST - _FIRST)
         with suppress(OSError), socket.socket() as s:

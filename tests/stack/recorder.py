@@ -1,7 +1,5 @@
-"""A plugin for tests: writes down what each rollout returned, with the step that it began at.
-
-Loaded after `plugins/grpo_ext.py`; the folder comes from the environment variable `RECORD_DIR`.
-"""
+"""A plugin for tests: writes each rollout's samples and step to the folder `RECORD_DIR`, a variable
+of the environment. It is loaded after `plugins/grpo_ext.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from swift_grpo_ext.upstream.rows import read_row
 
 
 class StepEnds(TrainerCallback):
-    """Writes down when each step ended, by a clock of its own."""
+    """Writes the end of each step by its own clock."""
 
     def __init__(self, trainer: RecordingTrainer) -> None:
         self._trainer = trainer
@@ -45,7 +43,7 @@ class RecordingTrainer(RolloutGRPOTrainer):
         return engine
 
     def _postprocess_rollout_outputs(self, samples: Any, outputs: Any) -> Any:
-        # With --async_generate the main rank draws, and writes down, for all.
+        # With --async_generate the main rank generates and records for all ranks.
         for sample, output in zip(samples, outputs, strict=True) if outputs else ():
             choice = output.response.choices[0]
             self._write(
@@ -82,10 +80,10 @@ class RecordingTrainer(RolloutGRPOTrainer):
 
 
 def _count_work(engine: Any, path: Path) -> None:
-    """Write down each request that vLLM is given, the images that its vision tower encodes and, for
-    rollout and training, each image decoded and each call of Qwen-VL's processor, by thread."""
+    """Record each request to vLLM and the images that its vision tower encodes; also, of rollout
+    and training, each decoded image and each call of Qwen-VL's processor, with its thread."""
     add_request, model = engine.engine.add_request, engine.inner_model
-    embed_multimodal = getattr(model, "embed_multimodal", None)  # of models that see
+    embed_multimodal = getattr(model, "embed_multimodal", None)  # text models have none
 
     def write(record: dict[str, Any]) -> None:
         with path.open("a", encoding="utf-8") as f:
@@ -118,7 +116,7 @@ def _count_work(engine: Any, path: Path) -> None:
 
 
 def _logprobs(output: Any) -> list[float]:
-    """Flat where our engine answered, a dictionary for each token where ms-swift's form is kept."""
+    """Return the log-probabilities of our flat form, or of ms-swift's dictionary for each token."""
     if output.rollout_logprobs:
         return [p for turn in output.rollout_logprobs for p in turn]
     tokens = output.response.choices[0].logprobs or {"content": []}  # none without vLLM

@@ -1,4 +1,4 @@
-"""Short trainings at learning rate 0, whose rollouts are written down sample by sample."""
+"""Short trainings, by default at learning rate 0, with a record of each sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.processes import PLUGIN, ROOT, Finished, free_port, swift
 
 Samples = dict[str, dict[str, Any]]
-"""What `recorder.py` wrote down of each sample, by its name."""
+"""The record of each sample (`recorder.py`), by its name."""
 
 PLUGINS = (
     "examples/digits/rewards.py",
@@ -33,25 +33,25 @@ PLUGINS = (
 )
 FAULTY = "tests/stack/faults.py"
 SECONDS_TO_END = 300
-"""After the last replica is lost. Two busy cores need a minute; a hang has gloo's half hour, or
-no end."""
+"""Bound on the end of a run after its last replica is lost. Two busy cores need a minute. A run
+that hangs takes gloo's half hour, or does not end."""
 
 PRESET = ROOT / "examples/digits/grpo.yaml"
 GROUP_SIZE = 4
 BATCH = 12  # samples in a generation batch: 3 prompts, for 1, 2, 3 and 6 ranks
 HOT = ("--temperature", "2.0")
-"""At which the tiny model says anything: two equal completions are no accident."""
+"""At this temperature the tiny model says anything: two equal completions share their noise."""
 
 LEARNING = (
     *("--learning_rate", "2e-3", "--temperature", "1.0", "--beta", "0.1"),
     *("--full_determinism", "true"),
     *("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "5"),
 )
-"""A run learns with these, and keeps a checkpoint of each step."""
+"""Arguments of a run that learns, and keeps a checkpoint of each step."""
 
 
 def best_argv(rows: Path, ranks: int = 1) -> list[str]:
-    """A run of `LEARNING` evaluates each step with these, and loads the best weights at its end."""
+    """Return arguments of a run that evaluates each step and at its end loads the best weights."""
     return [
         *("--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end", "true"),
         *("--val_dataset", str(rows), "--per_device_eval_batch_size", str(BATCH // ranks)),
@@ -62,13 +62,13 @@ SHORT_STEPS = (
     "--vllm_engine_kwargs",
     '{"kv_cache_memory_bytes": 134217728, "max_num_batched_tokens": 96}',
 )
-"""vLLM's, that is: prompts are computed in several of them."""
+"""Steps of vLLM, so short that a prompt takes several."""
 
 LORA = ("--tuner_type", "lora", "--target_modules", "all-linear")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The values of a file with one of JSON in each line."""
+    """Read a file of JSON lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -79,12 +79,12 @@ def write_lines(path: Path, values: Iterable[Any]) -> Path:
 
 
 def read_records(folder: Path, kind: str = "rank") -> list[dict[str, Any]]:
-    """All that `recorder.py` wrote of this kind, over all ranks."""
+    """Read what `recorder.py` wrote of this kind, on all ranks."""
     return [line for file in sorted(folder.glob(f"{kind}*.jsonl")) for line in read_lines(file)]
 
 
 def digits(assets: Path, order: Sequence[int]) -> list[dict[str, Any]]:
-    """The rows of the digits with these numbers, in this order."""
+    """Return the rows of the digits with these numbers, in this order."""
     rows = read_lines(assets / "digits/train.jsonl")
     return [deepcopy(rows[i]) for i in order]
 
@@ -92,7 +92,7 @@ def digits(assets: Path, order: Sequence[int]) -> list[dict[str, Any]]:
 def train(
     assets: Path, rows: Path, folder: Path, *argv: str, ranks: int = 1, steps: int = 3
 ) -> Samples:
-    """The samples of a training, by name; its run is in `folder / "run"`, its log in `log`."""
+    """Train and return the samples by name; the run is `folder / "run"`, its log `log`."""
     finished = run_training(assets, rows, folder, *argv, ranks=ranks, steps=steps)
     assert finished.returncode == 0, finished.cause
     by_name = recorded(folder)
@@ -101,10 +101,10 @@ def train(
 
 
 def recorded(folder: Path) -> Samples:
-    """What `recorder.py` wrote down of a training, by the samples' names."""
+    """Return the recorded samples of a training, by name."""
     records = read_records(folder / "record")
     by_name = {record["name"]: record for record in records}
-    assert len(by_name) == len(records), "a sample was drawn twice"
+    assert len(by_name) == len(records), "a sample was generated twice"
     return by_name
 
 
@@ -119,7 +119,7 @@ def run_training(
     env: dict[str, str] | None = None,
     preset: Path = PRESET,
 ) -> Finished:
-    """A training of `train`, however it ends; `plugins` are further ones."""
+    """Run a training as `train` does, to a good or a bad end; `plugins` are further ones."""
     command, own = training_command(
         assets, rows, folder, *argv, ranks=ranks, steps=steps, plugins=plugins, preset=preset
     )
@@ -136,7 +136,7 @@ def training_command(
     plugins: Sequence[str] = (),
     preset: Path = PRESET,
 ) -> tuple[list[str], dict[str, str]]:
-    """The arguments of `swift` for a training, and its environment; its folder is made."""
+    """Make the folder of a training; return the arguments of `swift`, and the environment."""
     record_dir = folder / "record"
     record_dir.mkdir(parents=True)
     command = [
@@ -157,19 +157,19 @@ def training_command(
 
 
 FATE = ("--reward_funcs", "position", "fate", "--reward_weights", "1.0", "0.0")
-"""Rewards of a training that waits in a step for a file `go`, which a test has to make however it
-ends, or is killed there."""
+"""Rewards of a training with faults (`faults.py`). If it waits for the file `go`, its test has to
+make that file, also when the test fails."""
 
 train_with_faults = partial(run_training, plugins=(FAULTY,))
 
 
 def faults(*kinds: dict[str, Any]) -> dict[str, str]:
-    """The environment in which `faults.py` makes these happen."""
+    """Return the environment with which `faults.py` makes these happen."""
     return {"FAULTS": json.dumps(kinds)}
 
 
 def wait_until(is_so: Callable[[], bool], training: Future[Finished]) -> None:
-    """Return when something is so; fails where the training ends before, or time."""
+    """Wait until a condition holds; fail if the training or the time ends before."""
     deadline = time.monotonic() + SECONDS_TO_END
     while not is_so():
         assert not training.done(), training.result().cause
@@ -178,15 +178,15 @@ def wait_until(is_so: Callable[[], bool], training: Future[Finished]) -> None:
 
 
 def assert_logged(run: Path, samples: Samples, ranks: int) -> None:
-    """The sample log holds each sample once (each of its turns), as it was drawn."""
+    """Assert that the record has each turn of each sample once, as it was generated."""
     logged: dict[str, list[SampleRow]] = {}
     for row in to_rows(read_samples(run)):
         logged.setdefault(replace(row.sample_id, turn=0).request_id, []).append(row)
     assert logged.keys() == samples.keys()
     for name, turns in logged.items():
         sample, first = samples[name], turns[0]
-        drawn = [i for turn in sample["turns"] for i in turn] or sample["token_ids"]
-        assert [i for turn in turns for i in turn.token_ids] == drawn
+        tokens = [i for turn in sample["turns"] for i in turn] or sample["token_ids"]
+        assert [i for turn in turns for i in turn.token_ids] == tokens
         assert [turn.sample_id.turn for turn in turns] == list(range(len(turns)))
         assert sample["infos"].get("seed", first.seed) == first.seed
         assert sample["infos"].get("replica", first.replica) == first.replica
@@ -196,7 +196,7 @@ def assert_logged(run: Path, samples: Samples, ranks: int) -> None:
 
 
 def server_argv(assets: Path, *argv: str, plugins: Sequence[str] = ()) -> list[str]:
-    """Arguments of a `swift rollout` for the tiny model."""
+    """Return arguments of a `swift rollout` with the tiny model."""
     return [
         *("--model", str(assets / "tiny_vlm"), "--external_plugins", PLUGIN, *plugins),
         *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--torch_dtype", "float32"),
@@ -207,12 +207,12 @@ def server_argv(assets: Path, *argv: str, plugins: Sequence[str] = ()) -> list[s
 
 
 def client_argv(*ports: int) -> list[str]:
-    """Arguments of a training against these servers."""
+    """Return arguments of a training that uses these servers."""
     hosts = ["127.0.0.1"] * len(ports)
     return [
         *("--vllm_mode", "server", "--vllm_server_host", *hosts),
         *("--vllm_server_port", *map(str, ports)),
-        # A trainer that was killed leaves the default one taken, on servers that live on.
+        # On a server that lives on, a trainer that was killed leaves the default port in use.
         *("--vllm_server_group_port", *(str(free_port()) for _ in ports)),
     ]
 
@@ -222,12 +222,12 @@ def token_ids(samples: Samples) -> dict[str, list[int]]:
 
 
 def logged_steps(run: Path) -> list[dict[str, Any]]:
-    """What ms-swift logged of a training's steps."""
+    """Return what ms-swift logged of each step."""
     return [log for log in read_lines(run / "logging.jsonl") if "loss" in log]
 
 
 def assert_same(samples: Samples, reference: Samples, steps: range = range(3)) -> None:
-    """All samples of these steps are there, with the reference's prompts and tokens."""
+    """Assert that these are all samples of the steps, with the reference's prompts and tokens."""
     expected = {name: s for name, s in reference.items() if SampleId.parse(name).step in steps}
     assert len(expected) == BATCH * len(steps)
     assert token_ids(samples) == token_ids(expected)
@@ -238,7 +238,7 @@ def assert_same(samples: Samples, reference: Samples, steps: range = range(3)) -
 
 @contextmanager
 def web(folder: Path) -> Iterator[str]:
-    """The address of a web server of this machine for a folder's files."""
+    """Serve a folder's files on this machine; yield the address."""
     handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -247,7 +247,7 @@ def web(folder: Path) -> Iterator[str]:
 
 
 def write_video(images: Sequence[str], path: Path) -> Path:
-    """A video whose frames are these images, one a second."""
+    """Write a video with these images as frames, one a second."""
     frames = [cv2.imread(image) for image in images]
     height, width, _ = frames[0].shape
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), 1, (width, height))
@@ -258,7 +258,7 @@ def write_video(images: Sequence[str], path: Path) -> Path:
 
 
 def without_vllm(folder: Path) -> Path:
-    """The digits' preset with `--use_vllm false`, which ms-swift takes with no vLLM setting."""
+    """Write the digits' preset with `--use_vllm false` and, as ms-swift wants, no vLLM setting."""
     settings = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
     settings = {name: value for name, value in settings.items() if not name.startswith("vllm_")}
     preset = folder / "preset.yaml"

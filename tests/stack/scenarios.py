@@ -1,5 +1,5 @@
-"""A plugin for tests: conversations of two turns, an environment, and rewards that follow from a
-sample's place or end."""
+"""A plugin for tests: schedulers, an environment, and rewards that depend on a sample's place in
+its group, or on its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TURNS = 2
 
 
 class AskAgain(MultiTurnScheduler):
-    """Asks a second time, whatever the first answer was."""
+    """Asks a second time, whatever the first answer is."""
 
     def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
         return current_turn >= TURNS
@@ -34,7 +34,7 @@ class AskAgain(MultiTurnScheduler):
 
 
 class LookCloser(MultiTurnScheduler):
-    """Puts in the image once more, smaller, and asks again; forgets to say so to the training."""
+    """Adds a smaller copy of the image and asks again, but does not return it to the training."""
 
     says_so = False
 
@@ -52,7 +52,7 @@ class LookCloser(MultiTurnScheduler):
 
 
 class ByIndex(LookCloser):
-    """Has turns by the sample's place in its group: one; two; two and three with an image."""
+    """The samples of a group have 1, 2, 2 and 3 turns; the last two get an image in turn 2."""
 
     says_so = True
 
@@ -66,28 +66,20 @@ class ByIndex(LookCloser):
 
 
 class LongTool(AskAgain):
-    """Its tool's third answer is longer than any engine here has room for, but for the first sample
-    of each group, which has two turns."""
+    """The tool's third answer is longer than the context of any engine here. The first sample of
+    each group has two turns and does not meet it."""
 
     def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
         return current_turn >= (2 if SampleId.parse(infer_request.uuid).index == 0 else 5)
 
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-        said = "It says: " + "word " * (600 if current_turn == 3 else 5)
-        infer_request.messages.append({"role": "tool", "content": said})
+        answer = "It says: " + "word " * (600 if current_turn == 3 else 5)
+        infer_request.messages.append({"role": "tool", "content": answer})
         return {"infer_request": infer_request}
 
 
-class OtherRules(AskAgain):
-    """Asks again under another system prompt."""
-
-    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-        infer_request.messages[0] = {"role": "system", "content": "Be quick."}
-        return super().step(infer_request, response_choice, current_turn)
-
-
 class Examiner(Env):
-    """Each sample of a group gets a question of its own, and a second one."""
+    """Asks each sample of a group two questions, the first one its own."""
 
     async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
         self._index = SampleId.parse(config.uuid).index
@@ -102,14 +94,14 @@ class Examiner(Env):
 
 
 class Position(ORM):
-    """No two samples of a group are alike to the loss, whatever the policy answers."""
+    """Rewards differ within a group, whatever the policy answers."""
 
     def __call__(self, completions: list[str], **_: Any) -> list[float]:
         return [float(i) for i in range(len(completions))]
 
 
 class Name(ORM):
-    """Follows from a sample's name; each group has a mean and a spread of its own."""
+    """Depends on a sample's name; each group has its own mean and spread."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
         ids = map(SampleId.parse, request_id)
@@ -117,14 +109,14 @@ class Name(ORM):
 
 
 class OddGroups(ORM):
-    """Tells the samples of odd groups apart; dynamic sampling drops the even ones."""
+    """Rewards differ in odd groups; dynamic sampling drops the even ones."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
         return [float(i.group % 2 * i.index) for i in map(SampleId.parse, request_id)]
 
 
 class Silent(ORM):
-    """Says nothing of even groups."""
+    """Gives even groups no reward."""
 
     def __call__(
         self, completions: list[str], request_id: list[str], **_: Any
@@ -133,7 +125,7 @@ class Silent(ORM):
 
 
 class Stopped(ORM):
-    """1 where a stop ended the completion; writes down what it is told of each."""
+    """1 where a stop ended the completion; records the arguments that it gets."""
 
     def __call__(
         self,
@@ -144,14 +136,14 @@ class Stopped(ORM):
         **_: Any,
     ) -> list[float]:
         reasons = [infos["stop_reason"] for infos in rollout_infos]
-        told = zip(completions, reasons, response_token_ids, is_truncated, strict=True)
+        lines = zip(completions, reasons, response_token_ids, is_truncated, strict=True)
         with (Path(os.environ["RECORD_DIR"]) / "rewards.jsonl").open("a", encoding="utf-8") as f:
-            f.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in told)
+            f.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in lines)
         return [float(reason is not None) for reason in reasons]
 
 
 class CosineOfDigits(CosineReward):
-    """ms-swift's, by the digit: its own judge of mathematics is a package that is not here."""
+    """ms-swift's, with the digit's accuracy: its judge of mathematics is not installed here."""
 
     def __init__(self, args: Any = None) -> None:
         super().__init__(args, accuracy_orm=orms["digit_accuracy"]())
@@ -162,7 +154,6 @@ multi_turns.update(
     look_closer=LookCloser,
     by_index=ByIndex,
     long_tool=LongTool,
-    other_rules=OtherRules,
 )
 envs["examiner"] = Examiner
 orms.update(position=Position, name=Name, odd_groups=OddGroups, silent=Silent, stopped=Stopped)

@@ -1,8 +1,8 @@
-"""The selftest's checks on one engine: as it is, and with faults that they have to find.
+"""Runs the selftest's checks on one engine: sound, then with faults that the checks have to find.
 
     python -m tests.stack.selftest_faults OUTPUT.json ARGV_OF_SWIFT_RLHF...
 
-Faults sit at the boundaries: what vLLM is given, and what crosses to the engine.
+Faults change the input of vLLM, or what the trainer sends to the engine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from swift_grpo_ext.tools.selftest.command import attempt
 from swift_grpo_ext.tools.selftest.outcome import SAME_TOKENS
 
 SAMPLES = 64
-"""The collision test takes so many; a user gets more."""
+"""Samples of the collision test; users get more."""
 
 
 def shared_seeds(rig: Any) -> AbstractContextManager[Any]:
-    """vLLM draws every request with one seed."""
+    """vLLM generates all requests with one seed."""
     engine = rig.trainer.engine.engine
     upstream = engine.add_request
 
@@ -44,7 +44,7 @@ def shared_seeds(rig: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def ignored_update(rig: Any) -> Iterator[None]:
-    """vLLM's model says that it takes all weights, and holds on to those that it has."""
+    """vLLM's model reports all weights as loaded, and keeps the first ones."""
     model = type(rig.trainer.engine.inner_model)
     load = model.load_weights
     first: list[tuple[str, Any]] = []
@@ -72,7 +72,7 @@ def forgotten_stop(rig: Any) -> AbstractContextManager[Any]:
 
 
 def other_prompt(rig: Any) -> AbstractContextManager[Any]:
-    """The engine is asked something else, as with another template."""
+    """The engine gets other prompts, as with another template."""
     upstream = rig.trainer._engine_infer
 
     def infer(requests: Any, config: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def without_height_and_width(rig: Any) -> Iterator[None]:
 
 
 def upside_down(rig: Any) -> AbstractContextManager[Any]:
-    """vLLM is given other pixels."""
+    """vLLM gets images turned by 180 degrees."""
     engine = rig.trainer.engine.engine
     add = engine.add_request
 
@@ -142,7 +142,7 @@ def upside_down(rig: Any) -> AbstractContextManager[Any]:
 
 
 SIGHT = {"blind": blind, "flat": without_height_and_width, "upside down": upside_down}
-"""Faults of the engine's sight, which `weights` has to find in rows of images alone."""
+"""Faults in how the engine sees images: `weights` has to report rows of images alone."""
 
 FAULTS = {
     "seeds": (shared_seeds, "samples share noise that should differ"),
@@ -152,7 +152,7 @@ FAULTS = {
     "prompts": (other_prompt, "the rollout saw a prompt of "),
     "logits": (other_tokens, "log-probabilities lie "),
 }
-"""The check that has to find each, and what it says of it."""
+"""By the check that has to find it: the fault, and a part of the reason."""
 
 
 def main(output: Path, argv: list[str]) -> None:
@@ -170,7 +170,7 @@ def main(output: Path, argv: list[str]) -> None:
         }
 
         def tried(name: str) -> dict[str, Any]:
-            # What was generated in health would hide a fault.
+            # Results of the sound engine in a cache would hide a fault.
             for cache in ("prefix", "mm", "encoder"):
                 getattr(trainer.engine.engine, f"reset_{cache}_cache")()
             vars(rig).pop("first_round", None)

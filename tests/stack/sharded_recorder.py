@@ -1,8 +1,8 @@
-"""A plugin for tests: writes down each training pass of a run whose weights may be sharded, and has
+"""A plugin for tests: records the training passes of a run whose weights may be sharded, and lets
 DeepSpeed run without an accelerator.
 
-Loaded after `plugins/grpo_ext.py`; the folder comes from the environment variable `RECORD_DIR`.
-Chunks are short, so that a pass has several of them.
+It is loaded after `plugins/grpo_ext.py`, and writes to the folder `RECORD_DIR`, a variable of the
+environment. Chunks are short: a pass has several of them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LogitsShim.chunk_size = 16
 
 
 def shard_on_cpu() -> None:
-    """What accelerate 1.15 and DeepSpeed 0.18 lack for gloo ranks without an accelerator."""
+    """Let accelerate 1.15 and DeepSpeed 0.18 run gloo ranks without an accelerator."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    # accelerate shards over devices only, and would take their backend.
+    # accelerate shards over accelerators alone, and would choose their backend.
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
     if os.environ.get("DS_ACCELERATOR") != "cpu":
         return
@@ -45,7 +45,7 @@ def shard_on_cpu() -> None:
 
 
 def finished(gather: Any) -> Any:
-    """The collective, which has ended when it returns, asynchronous or not."""
+    """Return the collective, made to wait for its end even if it is asynchronous."""
 
     def wait(*args: Any, **kwargs: Any) -> Any:
         work = gather(*args, **kwargs)
@@ -57,7 +57,7 @@ def finished(gather: Any) -> Any:
 
 
 class ShardedRecordingTrainer(RolloutGRPOTrainer):
-    """Each rank writes a line for each loss, and for each pass of log-probabilities before it."""
+    """Each rank writes a line for each loss and each earlier pass of log-probabilities."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
@@ -87,6 +87,6 @@ class ShardedRecordingTrainer(RolloutGRPOTrainer):
             f.write(json.dumps(line) + "\n")
 
 
-if "ACCELERATE_TORCH_DEVICE" in os.environ:  # which sharded trainings are given
+if "ACCELERATE_TORCH_DEVICE" in os.environ:  # sharded trainings have it
     shard_on_cpu()
 TrainerFactory.TRAINER_MAPPING["grpo"] = "sharded_recorder.ShardedRecordingTrainer"

@@ -1,8 +1,8 @@
-"""A Qwen2.5-VL whose weights spell token sequences: greedy, it says after a token its successor.
+"""A Qwen2.5-VL whose weights spell token sequences: greedy decoding follows them.
 
-Attention and MLPs give nothing, so that a token's hidden state is its embedding. Each token of the
-sequences has a channel of its own, and an untied head maps that channel to the next token; all
-other tokens, and those that end a sequence, share a channel that says `<|im_end|>`.
+Attention and MLPs add nothing, so a token's hidden state is its embedding. Each token of the
+sequences has a channel of its own, which an untied head maps to the next token. All other tokens,
+and the last ones of sequences, share a channel that the head maps to `<|im_end|>`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 VOCABULARY = 151_936
 END = 151_645  # <|im_end|>
 PROMPTS_END = 198
-"""The last token of every prompt, the line break behind `<|im_start|>assistant`."""
+"""The last token of every prompt: the line break after `<|im_start|>assistant`."""
 
 ENDING = 0
 """The channel of tokens that end a sequence."""
 
 LOUD = 100.0
-"""Size of an embedding, beside which the norm's epsilon is nothing."""
+"""Size of an embedding: large enough to make the norm's epsilon negligible."""
 
 
 def write_speller(base: Path, folder: Path, sequences: Iterable[Sequence[int]]) -> Path:
@@ -62,7 +62,7 @@ def write_speller(base: Path, folder: Path, sequences: Iterable[Sequence[int]]) 
 
 
 def successors_of(sequences: Iterable[Sequence[int]]) -> dict[int, int]:
-    """Each token's successor, in the order of their channels."""
+    """Return each token's successor, in the order of the channels."""
     successors: dict[int, int] = {}
     for sequence in sequences:
         for token, successor in pairwise(sequence):
@@ -72,7 +72,7 @@ def successors_of(sequences: Iterable[Sequence[int]]) -> dict[int, int]:
 
 
 def gain(channel: int) -> float:
-    """The logit of a channel's token, where all others have 0: no two neighbours share it."""
+    """Return the logit of a channel's token; all other logits are 0. Neighbours differ."""
     return 8.0 + channel % 7 / 2
 
 
@@ -80,7 +80,7 @@ def expected_logprobs(sequences: Iterable[Sequence[int]], token_ids: Sequence[in
     """Return the log-probabilities of sampled tokens, in nats at temperature 1.
 
     Args:
-        token_ids: the prompt's last token, and what was sampled.
+        token_ids: the prompt's last token, then the sampled ones.
     """
     channels = {token: i for i, token in enumerate(successors_of(sequences), start=1)}
     gains = [gain(channels.get(token, ENDING)) for token in token_ids[:-1]]

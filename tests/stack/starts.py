@@ -1,4 +1,4 @@
-"""Starts of runs up to template and data, each forked from one process.
+"""Starts runs up to their template and data, each forked from one process.
 
 python -m tests.stack.starts CASES.json FOUND.json
 """
@@ -40,7 +40,7 @@ def start(source: Source) -> list[Finding]:
 
 
 def main(cases: Path, found: Path) -> None:
-    said = {}
+    results = {}
     for name, source in json.loads(cases.read_text()).items():
         one = found.with_suffix(".one")
         if not (child := os.fork()):
@@ -52,9 +52,9 @@ def main(cases: Path, found: Path) -> None:
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
-        said[name] = json.loads(one.read_text())
+        results[name] = json.loads(one.read_text())
         one.unlink()
-    found.write_text(json.dumps(said))
+    found.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Completions, stop settings, and where they must end: one table for all engines."""
+"""Completions, stop settings and expected ends: one table for all engines."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Case:
 
     name: str
     start: str
-    """The token that begins it, as the answer's beginning in the prompt: it selects the case."""
+    """The beginning of the answer, one token in the prompt: it selects the case."""
 
     pieces: tuple[str | int, ...]
-    """What the model says after `start`: texts of tokens, and ids of those that are no text."""
+    """What the model says after `start`: texts of tokens, or ids of tokens that are no text."""
 
     num_tokens: int
     text: str
     bare: str
-    """The text is this with `--include_stop_str_in_output false`."""
+    """The text with `--include_stop_str_in_output false`."""
 
     reason: str | int | None
     words: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Case:
         return "length" if self.reason is None else "stop"
 
     def token_ids(self, tokenizer: Any) -> list[int]:
-        """The start and all that the model can say after it, without the end of the turn."""
+        """Return the start and all that the model can say after it, without the end of the turn."""
         return [one_token(piece, tokenizer) for piece in (self.start, *self.pieces)]
 
 
@@ -107,6 +107,6 @@ CASES = [
 
 
 def sequences(tokenizer: Any) -> list[list[int]]:
-    """What the model is made to say: each start once."""
+    """Return the sequences that the model spells, one for each start."""
     by_start = {case.start: case.token_ids(tokenizer) for case in CASES}
     return list(by_start.values())

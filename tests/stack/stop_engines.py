@@ -1,8 +1,8 @@
-"""Draws the cases of `stop_cases` with one engine, and writes down what it answered.
+"""Generates the cases of `stop_cases` with one engine, and writes its answers to OUTPUT.
 
     python -m tests.stack.stop_engines MODEL (sync | async) OUTPUT
 
-A program of its own: vLLM's engines and what they leave behind end with it.
+It is a program of its own because vLLM's engines leave processes and globals behind.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_request(
     config = RequestConfig(
         max_tokens=case.max_tokens,
         temperature=1.0,
-        top_k=1,  # greedy, but vLLM draws several samples of it
+        top_k=1,  # greedy; at temperature 0 vLLM would refuse several samples
         stop=list(case.words),
         return_details=True,
         logprobs=True,
@@ -79,8 +79,8 @@ def record_of_choice(choice: Any, stop_reason: Any) -> dict[str, Any]:
     return record(choice, choice.message.content, logprobs, stop_reason)
 
 
-async def draw_with_vllm(model: str, use_async: bool) -> dict[str, Any]:
-    """Draw each case with one vLLM engine, in every form of request and answer."""
+async def generate_cases(model: str, use_async: bool) -> dict[str, Any]:
+    """Generate each case with one vLLM engine, in every form of request and answer."""
     from swift_grpo_ext.rollout.engine import RolloutEngine
 
     apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
@@ -119,8 +119,8 @@ async def draw_with_vllm(model: str, use_async: bool) -> dict[str, Any]:
                 [output] = engine.infer([request], config, use_tqdm=False)
             if form == "ms-swift's":
                 choices, answer = output.response.choices, output.response.answer
-                drawn = zip(choices, answer.completions, strict=True)
-                forms[form] = [record_of_choice(each, c.stop_reason) for each, c in drawn]
+                pairs = zip(choices, answer.completions, strict=True)
+                forms[form] = [record_of_choice(each, c.stop_reason) for each, c in pairs]
             elif form == "lean":
                 forms[form] = [*map(record_of, output.response.answer.completions)]
             else:
@@ -133,5 +133,5 @@ async def draw_with_vllm(model: str, use_async: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     model, engine, output = sys.argv[1:]
-    results = asyncio.run(draw_with_vllm(model, engine == "async"))
+    results = asyncio.run(generate_cases(model, engine == "async"))
     Path(output).write_text(json.dumps(results, ensure_ascii=False), encoding="utf-8")

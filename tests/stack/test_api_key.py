@@ -1,4 +1,4 @@
-"""A server with an API key, which listens where it is told; trainings with and without the key."""
+"""A server with an API key on one address; trainings with the key and without."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.stack
 
 KEY = "the-key-of-this-test"
 SECONDS_TO_END = 600
-"""From its start; a client that would try again has no end."""
+"""Bound on a training from its start: a client that tries again for ever would not end."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_a_training_needs_the_key_in_its_netrc(
     assert (finished.returncode == 0) is has_key, finished.cause
     if has_key:
         assert len(read_samples(run / "run")) == 2 * BATCH
-        # The key stands in no file, neither as it is nor as it travels.
+        # No file holds the key, neither in plain text nor in base64.
         files = [path for path in (*run.rglob("*"), *server_folder.rglob("*")) if path.is_file()]
         assert {run / "run/args.json", run / "log", server_folder / "log"} <= set(files)
         for path in files:

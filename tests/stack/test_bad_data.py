@@ -40,13 +40,13 @@ PROMPTS = BATCH // GROUP_SIZE
 
 @dataclass
 class Kinds:
-    """A data set of all kinds of rows, and the names of its good and its bad ones."""
+    """A data set with all kinds of rows, and the names of the good and of the bad ones."""
 
     rows: Path
     good: set[str]
     bad: set[str]
     steps: int
-    """So that the first epoch is met whole."""
+    """Steps of one epoch."""
 
 
 @pytest.fixture
@@ -150,9 +150,9 @@ def test_bad_rows_leave_as_whole_groups(
     for name, sample in samples.items():
         sample_id = SampleId.parse(name)
         prompts.setdefault((sample_id.step, sample_id.group), set()).add(sample["solution"])
-    assert all(len(of_group) == 1 for of_group in prompts.values())
-    drawn = set().union(*prompts.values())
-    assert drawn == kinds.good
+    assert all(len(names) == 1 for names in prompts.values())
+    used = set().union(*prompts.values())
+    assert used == kinds.good
 
     log = (tmp_path / "run/log").read_text(encoding="utf-8")
     named = {
@@ -166,7 +166,7 @@ def test_bad_rows_leave_as_whole_groups(
     assert len(counts) == kinds.steps
     assert sum(counts) == log.count("takes the place of the whole group") > 0
     assert max(step["rollout_gap/mean"] for step in steps) < 1e-5
-    # Each picture stands by its name, or a digest; none in the prompt's text.
+    # The record has the name or a digest of each picture, and no content in the prompt's text.
     logged = to_rows(read_samples(tmp_path / "run/run"))
     assert max(len(row.prompt) for row in logged) < 1000
     assert {len(row.media) for row in logged} == {0, 1}

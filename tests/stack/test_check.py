@@ -1,4 +1,4 @@
-"""`check` starts the real thing: what a training or a server refuses, it refuses, and no more."""
+"""`check` makes the real start, and refuses exactly what a training or a server refuses."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "--reward_funcs digit_accuracy: does not fit ms-swift's call: missing a required": (
         *("--dataset", "{folder}/renamed.jsonl"),
     ),
-    "--reward_funcs: is missing": ("-reward_funcs",),  # which is left out
+    "--reward_funcs: is missing": ("-reward_funcs",),  # a minus leaves the setting out
     "--reward_funcs accuracy: ms-swift cannot make it": ("--reward_funcs", "accuracy"),
     "--reward_funcs one: returned": ("--reward_funcs", "one"),
     "--reward_funcs narrow: does not fit ms-swift's call: got": ("--reward_funcs", "narrow"),
@@ -107,7 +107,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "Settings: argument --learning_rate": ("--learning_rate", "fast"),
     "Settings: argument --reward_funcs": ("--reward_funcs",),
 }
-"""The beginning of a refusal, and the arguments that it is for."""
+"""The beginning of each refusal, and the arguments that cause it."""
 
 SERVERS: dict[str, tuple[str, ...]] = {
     "--port {taken}: is in use": ("--port", "{taken}"),
@@ -127,7 +127,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows and plugins that are right, and wrong in each way."""
+    """A folder with good rows and plugins, and with bad ones of each kind."""
     folder = tmp_path_factory.mktemp("check")
     question = [{"role": "user", "content": "<image>Which digit is this?"}]
     row = {"messages": question, "solution": "7", "images": [str(folder / "none.png")]}
@@ -164,7 +164,7 @@ def taken_port() -> Iterator[int]:
 
 
 def test_each_refusal(assets: Path, folder: Path) -> None:
-    """By the first error of each case."""
+    """The first error of a case is the expected one."""
     with taken_port() as port:
         names = {"folder": str(folder), "rows": str(folder / "rows.jsonl"), "taken": port}
         cases = {"training ": training(assets, folder)}
@@ -191,23 +191,23 @@ def test_a_run_that_starts(assets: Path, folder: Path, tmp_path: Path) -> None:
     command = [*COMMAND, "check", "--ranks", "2", "--", *argv]
     with started(command, tmp_path / "log", out=tmp_path / "out") as running:
         finished = running.wait(900)
-    said = (tmp_path / "out").read_text(encoding="utf-8")
-    assert finished.returncode == 0, said
-    assert "warning: " not in said
+    output = (tmp_path / "out").read_text(encoding="utf-8")
+    assert finished.returncode == 0, output
+    assert "warning: " not in output
     for line in (
         "ok: Versions: ",
         "a round is 128 samples (2 ranks x per_device_train_batch_size 64 x 1",
         "ok: --template: qwen2_5_vl: a turn ends with <|im_end|>; stop words: '</answer>'.",
         "ok: --dataset: 32 rows with 32 media are equal in rollout and training, in tokens and pos",
     ):
-        assert line in said
-    assert said.endswith(
+        assert line in output
+    assert output.endswith(
         "Ready (warnings: 0). Not looked at: weights, and the memory that they need.\n"
     )
 
 
-def said_of(folder: Path, *sources: Source) -> str:
-    """Return what the start of a run says, a line each."""
+def text_of(folder: Path, *sources: Source) -> str:
+    """Return the findings of a run's start, one a line."""
     job = {"sources": {source.side: source for source in sources}}
     command = [sys.executable, "-m", MODULE, json.dumps(job)]
     (folder / "out").unlink(missing_ok=True)
@@ -220,27 +220,27 @@ def said_of(folder: Path, *sources: Source) -> str:
 
 
 def test_both_sides(assets: Path, folder: Path, tmp_path: Path) -> None:
-    """One look finds more than one error; rows are encoded by each side with its own settings."""
+    """One start finds several errors. Each side encodes rows with its own settings."""
     trains = training(assets, folder, *SERVED, "--callbacks", "diversty", "--tool_timeout", "0")
     served = Source("rollout", server_argv(assets, "--seed", "-1", "--max_pixels", "784"), {})
-    said = said_of(tmp_path, trains, served)
+    text = text_of(tmp_path, trains, served)
     for line in (
         "error: --callbacks diversty: is registered by neither",
         "error: --tool_timeout 0.0: expected",
         "error: --seed -1: expected 0 or more",
     ):
-        assert line in said
-    assert re.search(r"error: --dataset: row \d+ of .*: the rollout saw a prompt of", said), said
+        assert line in text
+    assert re.search(r"error: --dataset: row \d+ of .*: the rollout saw a prompt of", text), text
 
 
 def test_what_is_not_here_is_not_looked_at(assets: Path, folder: Path) -> None:
     hubs = {"--model": "No-Such/Model", "--dataset": "Org/rows"}
     found = begun({flag: training(assets, folder, flag, hub) for flag, hub in hubs.items()}, folder)
-    said = {flag: [f"{f.level}: {f.sentence}" for f in found[flag]] for flag in hubs}
-    assert not any(line.startswith("error: ") for lines in said.values() for line in lines)
-    [only] = said["--model"]
+    texts = {flag: [f"{f.level}: {f.sentence}" for f in found[flag]] for flag in hubs}
+    assert not any(line.startswith("error: ") for lines in texts.values() for line in lines)
+    [only] = texts["--model"]
     assert only.startswith("skipped: --model No-Such/Model: is not on this machine")
-    first, *_, last = said["--dataset"]
+    first, *_, last = texts["--dataset"]
     assert first.startswith("skipped: --dataset Org/rows: is on a hub")
     assert last.startswith("ok: --template: qwen2_5_vl")
 
@@ -255,6 +255,6 @@ def test_a_model_and_rows_alone(assets: Path, folder: Path, tmp_path: Path) -> N
         options = Namespace(config=None, model=str(assets / "tiny_vlm"), dataset=rows, rest=rest)
         sources = sources_of(options)
         assert [*check_sources(sources, looks_at_files=True)] == []
-        said = said_of(tmp_path, *sources.values())
-        assert expected in said
-        assert ("error: " in said) == expected.startswith("error: ")
+        text = text_of(tmp_path, *sources.values())
+        assert expected in text
+        assert ("error: " in text) == expected.startswith("error: ")

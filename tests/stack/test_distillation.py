@@ -1,5 +1,4 @@
-"""`--rlhf_type gkd`, real processes: its samples follow from `--seed` alone, and its losses are
-ms-swift's own."""
+"""`--rlhf_type gkd` in real processes: samples depend on `--seed` alone, losses are ms-swift's."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from tests.stack.distillation import (
     COLOCATED,
     ON_VLLM,
     distill,
-    drawn,
     losses,
+    recorded_tokens,
     write_rows,
     write_teacher,
 )
@@ -48,9 +47,10 @@ def teacher(places: Path) -> tuple[str, ...]:
 
 
 def test_samples_follow_from_the_seed_alone(assets: Path, places: Path, tmp_path: Path) -> None:
-    """36 of 36 over ranks and a server of two replicas; each sample has noise of its own."""
+    """All 36 samples are equal over 1, 2 and 3 ranks and a server with two replicas; each has its
+    own noise."""
     rows = places / "rows.jsonl"
-    # Of four images: vLLM's cache of media turns over in each round (ms-swift issue 7965).
+    # Room for four images: vLLM's cache of media turns over in each round (ms-swift issue 7965).
     small = ("--vllm_mm_processor_cache_gb", "0.0003")
     for ranks in (1, 2, 3):
         argv = (*COLOCATED, *small, *teacher(places))
@@ -62,10 +62,10 @@ def test_samples_follow_from_the_seed_alone(assets: Path, places: Path, tmp_path
         finished = distill(assets, rows, tmp_path / "served", *argv, ranks=2)
     assert finished.returncode == 0, finished.cause
 
-    expected = drawn(tmp_path / "1")
+    expected = recorded_tokens(tmp_path / "1")
     assert len(expected) == BATCH * STEPS
-    assert drawn(tmp_path / "2") == drawn(tmp_path / "3") == expected
-    assert drawn(tmp_path / "served") == expected
+    assert recorded_tokens(tmp_path / "2") == recorded_tokens(tmp_path / "3") == expected
+    assert recorded_tokens(tmp_path / "served") == expected
     for name, (seed, _) in expected.items():
         assert seed == sample_seed(SEED, SampleId.parse(name))
     assert len({seed for seed, _ in expected.values()}) == len(expected)
@@ -77,8 +77,8 @@ def test_samples_follow_from_the_seed_alone(assets: Path, places: Path, tmp_path
 
 
 def test_losses_are_ms_swifts(assets: Path, places: Path, tmp_path: Path) -> None:
-    """Rounds of both sources, by the same draw, with and without us; the top tokens of a local
-    teacher, a supervised part."""
+    """A run with rounds of both sources, a local teacher's top tokens and a supervised part has the
+    same losses with and without the plugin."""
     mixed = (
         *("--use_vllm", "false", "--top_k", "1", "--lmbda", "0.5", "--gkd_logits_topk", "20"),
         *("--sft_alpha", "0.3", "--gradient_accumulation_steps", "2", *LEARNS, *teacher(places)),
@@ -97,13 +97,13 @@ def test_losses_are_ms_swifts(assets: Path, places: Path, tmp_path: Path) -> Non
     for (loss, norm), (own_loss, own_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(own_loss, rel=1e-5)
         assert norm == pytest.approx(own_norm, rel=2e-4)
-    # Of four steps some are of each source: the student's have a round in the record.
-    assert 0 < len({SampleId.parse(name).step for name in drawn(tmp_path / "ours")}) < 4
+    # Some of the four steps are of each source; those of the student are in the record.
+    assert 0 < len({SampleId.parse(name).step for name in recorded_tokens(tmp_path / "ours")}) < 4
 
 
 def test_a_teachers_server(assets: Path, places: Path, tmp_path: Path) -> None:
-    """The student's first weights score its samples, adapters learn. A server that reads images
-    otherwise is refused before anything is trained, on every rank."""
+    """The teacher has the student's first weights, so the first loss is 0. A server that reads
+    images differently is refused on every rank before the first step."""
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -131,8 +131,8 @@ def test_a_teachers_server(assets: Path, places: Path, tmp_path: Path) -> None:
 
 @pytest.mark.extra
 def test_shards_and_a_teacher_beneath_adapters(assets: Path, places: Path, tmp_path: Path) -> None:
-    """ZeRO-3 on two ranks, of student and teacher, against whole weights; and a student whose
-    teacher is itself without adapters."""
+    """ZeRO-3 for student and teacher has the losses of whole weights. A second student learns from
+    itself without adapters."""
     rows, results = places / "rows.jsonl", {}
     for shards in ("plain", "zero3"):
         folder = tmp_path / shards

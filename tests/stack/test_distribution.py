@@ -1,4 +1,4 @@
-"""sdist and wheel hold all that an installation without a clone needs."""
+"""sdist and wheel have all files that an installation without a clone needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def build(kind: str, source: Path, target: Path) -> Path:
-    """An sdist or a wheel of a source folder; neither network nor isolation."""
+    """Build an sdist or a wheel of a source folder, without network and isolation."""
     target.mkdir(exist_ok=True)
     code = f"from setuptools.build_meta import build_{kind} as b; print(b({str(target)!r}))"
     subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
@@ -31,7 +31,7 @@ def build(kind: str, source: Path, target: Path) -> Path:
 
 
 def tracked() -> list[str]:
-    """The files of this folder: those of the commit and new ones that are not ignored."""
+    """Return the files of this clone: committed ones, and new ones that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
@@ -61,7 +61,7 @@ def wheel(unpacked: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    """The folder that the wheel was installed to, where no clone is."""
+    """A folder outside the clone with the installed wheel."""
     site = wheel.parents[1] / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*command, "--target", str(site), str(wheel)], check=True)
@@ -69,7 +69,7 @@ def installed(wheel: Path) -> Path:
 
 
 def test_the_sdist_holds_what_is_tracked(unpacked: Path) -> None:
-    """But for what git itself reads, pictures and results of benchmarks (MANIFEST.in)."""
+    """Except for git's own files, pictures and results of benchmarks (MANIFEST.in)."""
     left_out = {name for name in tracked() if not (unpacked / name).exists()}
     meant = {name for name in tracked() if name.startswith("scripts/bench/results/")}
     meant |= {name for name in tracked() if name.endswith(".png")}
@@ -77,7 +77,7 @@ def test_the_sdist_holds_what_is_tracked(unpacked: Path) -> None:
 
 
 def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
-    """With each of its files that is tracked; `share`'s links are files there."""
+    """The wheel has each tracked file; the links of `share` are files in it."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     inside = {name for name in names if ".dist-info/" not in name}
@@ -90,7 +90,7 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
 
 
 def test_an_installation_changes_no_other_package(wheel: Path) -> None:
-    """In an environment that has what is needed; pip would name what it installs beside it."""
+    """In this environment, pip's report names what an installation would add."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--report", "-", "--quiet"]
     done = subprocess.run([*command, str(wheel)], capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
@@ -100,7 +100,7 @@ def test_an_installation_changes_no_other_package(wheel: Path) -> None:
 
 
 def test_the_plugin_file_is_found(installed: Path, tmp_path: Path) -> None:
-    """By the command, in a folder that holds nothing."""
+    """The command finds it from an empty folder."""
     # Without '' on the path, as in a console script (3.11: -P).
     code = (
         "import sys; sys.path.remove(''); "

@@ -1,4 +1,5 @@
-"""What a group shares equals ms-swift's whole encodes, bit for bit, in each family of models."""
+"""Samples that share their group's encoded prompt equal ms-swift's whole encodes, bit for bit, in
+each family of models."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ RESPONSES: tuple[tuple[list[int], list[int]], ...] = (
     ([24], [1]),
     ([25, 26, 27, 28, 29, 30], [1, 0, 1, 1, 0, 1]),
 )
-"""Token ids, and which are trained on."""
+"""Token ids, and the mask of those that are trained on."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def template(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def group_of(text: str, folder: Path) -> list[RolloutSample]:
-    """Samples of one prompt. Each has media of its own, as a data loader's rows do."""
+    """Return samples of one prompt, each with its own media objects, as a data loader's rows."""
     rng = np.random.default_rng(0)
     paths = []
     for number in range(4):
@@ -84,7 +85,7 @@ def group_of(text: str, folder: Path) -> list[RolloutSample]:
 
 
 def are_equal(a: Any, b: Any) -> bool:
-    """Whether two entries of encoded samples are equal bit for bit."""
+    """Return whether two entries of encoded samples are equal, bit for bit."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, np.ndarray):

@@ -1,8 +1,8 @@
-"""Families of models on real processes: what docs/support.md says.
+"""Families of models in real processes, as docs/support.md lists them.
 
-Each family trains all weights on one rank, LoRA on two, and against a server. The
-prompts hold the image first, last, between words, twice, and not at all. Weights want nothing more
-than placeholders. `python scripts/support.py --run NAME` keeps what was found for the page.
+Each family trains all weights on one rank, LoRA on two ranks, and with a server. Prompts have their
+image first, last, between words, twice, and not at all. The weights prefer placeholders to all
+other tokens. `python scripts/support.py --run NAME` keeps the results for the page.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ PROMPTS = {
         f"Here:\n<image>\n{QUESTION} <image> Both?",
     ),
     "videos": (f"<video>{QUESTION}", f"{QUESTION}\n<video>", "<video>\nAnd here?\n<image>"),
-    "two videos": (f"<video>{QUESTION}<video>", "<video><video>", "<video>\n<image>And?<video>"),
     "audio": (f"<audio>{QUESTION}", f"{QUESTION}\n<audio>", "<audio>\nAnd here?\n<image>"),
     "words": ("One?", "Two?", "Three?"),
 }
-"""Three prompts stand here by what they show; a fourth one shows nothing."""
+"""Three prompts by the media that they show; a fourth prompt shows none."""
 
 FROZEN = ("--freeze_vit", "true", "--freeze_aligner", "true")
 NUM_PROMPTS = 4
@@ -51,10 +50,10 @@ STOP = "er"
 """Spelled by one in twenty tokens."""
 
 RESULTS = os.environ.get("FAMILY_RESULTS")
-"""A JSON file, in which what was found is noted by family and test."""
+"""A JSON file for the results, by family and test."""
 
 
-def note(family: Family, name: str, **found: Any) -> None:
+def record_result(family: Family, name: str, **found: Any) -> None:
     if RESULTS is None:
         return
     path = Path(RESULTS)
@@ -74,7 +73,7 @@ def model(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def want_placeholders(folder: Path) -> None:
-    """Let the head give placeholders the largest logits, or the smallest, wherever it is asked."""
+    """Make the head's logits of placeholders the largest, or the smallest, at every position."""
     tensors = load_file(folder / "model.safetensors")
     heads = [name for name in tensors if name.endswith("lm_head.weight")]
     heads = heads or [name for name in tensors if name.endswith("embed_tokens.weight")]
@@ -95,17 +94,17 @@ def configured_placeholders(folder: Path) -> list[int]:
 
 
 def write_rows(assets: Path, path: Path, prompts: Sequence[str]) -> Path:
-    """Each prompt with images and tones of its own; a video shows four images, one a second, and a
-    second one six."""
+    """Write a row for each prompt, with its own images and tones. A video has four images, one a
+    second."""
     images = [row["images"][0] for row in rounds.digits(assets, range(8))]
-    videos = [str(rounds.write_video(images[:n], path.with_name(f"{n}.mp4"))) for n in (4, 6)]
+    video = str(rounds.write_video(images[:4], path.with_name("4.mp4")))
     rows = []
     for i, prompt in enumerate(prompts):
         row: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "solution": "1"}
         row["images"] = images[i : i + prompt.count("<image>")]
-        row["videos"] = videos[: prompt.count("<video>")]
+        row["videos"] = [video] * prompt.count("<video>")
         if "<audio>" in prompt:
-            import soundfile  # which the set-up has not
+            import soundfile  # scripts/setup.sh does not install it
 
             # A second of a tone at 16 kHz.
             tone = 0.5 * np.sin(2 * np.pi * 220 * (i + 1) * np.arange(16_000) / 16_000)
@@ -124,7 +123,7 @@ def start(
     ranks: int = 1,
     shown: str = "",
 ) -> Finished:
-    """A training of the family on prompts that show something (`PROMPTS`), however it ends."""
+    """Train the family on the prompts of `PROMPTS[shown]`, to a good or a bad end."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = shown or ("images" if family.images else "words")
     prompts = (*PROMPTS[shown], "Which digits are there?")
@@ -134,14 +133,14 @@ def start(
         *("--model", str(model), *family.swift_argv, "--stop_words", STOP),
         *("--learning_rate", "2e-3", "--temperature", "1.0"),
         *("--per_device_train_batch_size", str(BATCH // ranks)),
-        *("--ddp_find_unused_parameters", "true"),  # words alone ask no vision tower
+        *("--ddp_find_unused_parameters", "true"),  # text alone does not use the vision tower
         *argv,
         ranks=ranks,
     )
 
 
 def samples_of(finished: Finished, folder: Path, ranks: int = 1) -> rounds.Samples:
-    """The samples of a training that must have ended well."""
+    """Assert that the training ended well; return its samples."""
     assert finished.returncode == 0, finished.cause
     samples = rounds.recorded(folder)
     rounds.assert_logged(folder / "run", samples, ranks)
@@ -149,7 +148,7 @@ def samples_of(finished: Finished, folder: Path, ranks: int = 1) -> rounds.Sampl
 
 
 def assert_agrees(family: Family, folder: Path) -> float:
-    """The largest mean gap of a round, in nats."""
+    """Assert that rollout and training agree; return the largest mean gap of a round, in nats."""
     steps = rounds.logged_steps(folder / "run")
     assert len(steps) == 3
     gap = max(step["rollout_gap/mean"] for step in steps)
@@ -195,26 +194,26 @@ def test_all_weights_are_trained(family: Family, model: Path, whole: Path) -> No
     assert not placeholders.intersection(i for row in rows for i in row.token_ids)
     line_breaks = "Line breaks beside media differ" in log_of(whole)
     found = {"line_breaks": line_breaks, "stopped": len(stopped), "samples": len(rows)}
-    note(family, "whole", gap=gap, **found)
+    record_result(family, "whole", gap=gap, **found)
 
 
 def test_lora_on_two_ranks(
     family: Family, model: Path, whole: Path, assets: Path, tmp_path: Path
 ) -> None:
-    """Before it has learned anything, it draws what one rank draws for all weights. The vision
-    tower is frozen; training reads a group's prompt once."""
+    """Its first round equals that of one rank with all weights. The vision tower is frozen, and
+    training reads a group's prompt once."""
     argv = (*rounds.LORA, *FROZEN, *family.lora)
     samples = samples_of(start(family, model, assets, tmp_path, *argv, ranks=2), tmp_path, ranks=2)
     gap = assert_agrees(family, tmp_path)
     assert first_round(samples) == first_round(rounds.recorded(whole))
-    said = "as they are" if family.reads_prompts_again else "positions instead of"
-    assert re.search(rf"\] --logps_shared_prompt.* {said}", log_of(tmp_path))
-    note(family, "lora", gap=gap)
+    pattern = "as they are" if family.reads_prompts_again else "positions instead of"
+    assert re.search(rf"\] --logps_shared_prompt.* {pattern}", log_of(tmp_path))
+    record_result(family, "lora", gap=gap)
 
 
 @pytest.mark.parametrize("kind", ["videos", "audio"])
 def test_other_media(kind: str, family: Family, model: Path, assets: Path, tmp_path: Path) -> None:
-    """A training on such prompts samples no placeholder, or upstream ends it."""
+    """A training on these media samples no placeholder, or a fault of upstream ends it."""
     fault = family.videos_fail if kind == "videos" else ""
     if not (fault or getattr(family, kind)):
         pytest.skip(f"not made for {kind}")
@@ -226,7 +225,7 @@ def test_other_media(kind: str, family: Family, model: Path, assets: Path, tmp_p
     samples = samples_of(finished, tmp_path)
     tokens = {i for sample in samples.values() for i in sample["token_ids"]}
     assert not tokens.intersection(configured_placeholders(model))
-    note(family, kind, gap=assert_agrees(family, tmp_path))
+    record_result(family, kind, gap=assert_agrees(family, tmp_path))
 
 
 SHAPES: dict[str, tuple[str, tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]] = {
@@ -238,8 +237,8 @@ SHAPES: dict[str, tuple[str, tuple[tuple[int, int], ...], tuple[tuple[int, int, 
     "two videos in a row": ("<video><video>Both?", (), ((24, 56, 84), (24, 56, 84))),
     "two videos of unequal length": ("<video> and <video>?", (), ((40, 56, 56), (8, 56, 84))),
 }
-"""By what a prompt shows: its words, width and height of its images, and frames, width and height
-of its videos: more frames than patches on a side."""
+"""By name: the text of a prompt, width and height of its images, and frames, width and height of
+its videos, which have more frames than patches on a side."""
 
 
 def test_shapes(family: Family, model: Path, tmp_path: Path) -> None:
@@ -273,17 +272,8 @@ def test_shapes(family: Family, model: Path, tmp_path: Path) -> None:
             continue
         if fault:
             wrong[name] = fault
-    note(family, "shapes", wrong=sorted(wrong))
+    record_result(family, "shapes", wrong=sorted(wrong))
     assert wrong.keys() == set(family.shapes_fail), wrong
-
-
-def test_two_videos_in_a_row(family: Family, model: Path, assets: Path, tmp_path: Path) -> None:
-    """They are of unequal lengths."""
-    if not family.videos:
-        pytest.skip("not made for videos")
-    argv = (*FROZEN, "--vllm_max_model_len", "2048")
-    samples_of(start(family, model, assets, tmp_path, *argv, shown="two videos"), tmp_path)
-    assert_agrees(family, tmp_path)
 
 
 def test_served(family: Family, model: Path, whole: Path, assets: Path, tmp_path: Path) -> None:
@@ -293,4 +283,4 @@ def test_served(family: Family, model: Path, whole: Path, assets: Path, tmp_path
     samples = samples_of(finished, tmp_path)
     gap = assert_agrees(family, tmp_path)
     assert first_round(samples) == first_round(rounds.recorded(whole))
-    note(family, "served", gap=gap)
+    record_result(family, "served", gap=gap)

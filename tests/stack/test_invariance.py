@@ -1,7 +1,7 @@
-"""The same rounds, however they are run: the same token ids for the same (round, group, index).
+"""Rounds have the same token ids for the same (round, group, index), however they are run.
 
-All runs draw from the same weights (learning rate 0) with the same `--seed`, over few rows, so that
-prompts come back; one prompt stands in the data three times, so that it meets itself in a batch.
+All runs have the same weights (learning rate 0) and `--seed`. The data set has few rows, so prompts
+come back, and three equal ones, so a batch can hold duplicates.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_seeds_are_unique_and_noise_is_fresh(reference: Samples) -> None:
 def test_sound_noise_is_no_alarm_and_reaches_the_log(
     reference_folder: Path, tmp_path: Path
 ) -> None:
-    """The same prompts again and again, with a seed for each sample."""
+    """Prompts come back in each epoch, and each sample has its own seed."""
     records = read_diversity(reference_folder / "run")
     assert [r.verdict for r in records] == ["healthy"] * STEPS
     assert all(r.num_earlier_pairs for r in records[2:])  # of the second epoch on
@@ -60,7 +60,7 @@ def test_sound_noise_is_no_alarm_and_reaches_the_log(
 
 
 def test_a_group_is_asked_for_once(reference_folder: Path, reference: Samples) -> None:
-    """One request a group; each image of a round goes through the vision tower once."""
+    """A group is one request. The vision tower encodes each image of a round once."""
     work = read_records(reference_folder / "record", "engine")
     requests = [entry for entry in work if "samples" in entry]
     assert requests == [{"samples": GROUP_SIZE, "images": 1}] * (STEPS * BATCH // GROUP_SIZE)
@@ -72,8 +72,8 @@ def test_a_group_is_asked_for_once(reference_folder: Path, reference: Samples) -
 
 
 def test_an_image_is_decoded_once_for_a_group(reference_folder: Path, reference: Samples) -> None:
-    """Once by the engine, and once by the training. vLLM keeps what it has processed, by content;
-    training processes an image once for each group."""
+    """The engine decodes an image once for a group, and so does the training. vLLM caches processed
+    images by content; training processes an image once for each group."""
     names = {tuple(sample["images"]) for sample in reference.values()}
     num_groups = STEPS * BATCH // GROUP_SIZE
     work = read_records(reference_folder / "record", "engine")
@@ -82,7 +82,7 @@ def test_an_image_is_decoded_once_for_a_group(reference_folder: Path, reference:
 
 
 def assert_same_training(run: Path, expected: Path) -> list[dict[str, float]]:
-    """The steps of a run, which are those of another but for rounding."""
+    """Assert that two runs have equal steps but for rounding; return those of the first."""
     logs = logged_steps(run / "run")
     assert len(logs) > 1
     for ours, theirs in zip(logs, logged_steps(expected / "run"), strict=False):
@@ -95,8 +95,8 @@ def assert_same_training(run: Path, expected: Path) -> list[dict[str, float]]:
 def test_savings_change_nothing(
     assets: Path, rows: Path, folder: Path, reference_folder: Path, reference: Samples
 ) -> None:
-    """Training encodes a group once and reads its prompt once, by default: as ms-swift's passes,
-    but for rounding (`test_sharded.py` compares passes of a trained tower with ms-swift's)."""
+    """By default training encodes a group and reads its prompt once. Losses equal those of
+    ms-swift's passes but for rounding; `test_sharded.py` compares passes of a trained tower."""
     frozen = ("--freeze_vit", "true", "--freeze_aligner", "true", "--rollout_mismatch", "warn")
     ways = {"saved": frozen, "upstream": (*frozen, "--logps_shared_prompt", "false")}
     for way, argv in ways.items():
@@ -110,7 +110,7 @@ def test_savings_change_nothing(
 
 
 def test_two_ranks_and_resuming(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
-    """Checkpoint 3 of two ranks stands in the middle of epoch 1."""
+    """Checkpoint 3 of two ranks is in the middle of epoch 1."""
     saving = ("--save_strategy", "steps", "--save_steps", "3")
     first = train(assets, rows, folder / "two-ranks", *saving, ranks=2)
     assert_same(first, reference)

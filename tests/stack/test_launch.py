@@ -1,6 +1,6 @@
-"""What starts and ends whole runs: `scripts/launch_2x6.sh`, and Ctrl-C.
+"""Starts and ends of whole runs: `scripts/launch_2x6.sh`, and Ctrl-C.
 
-The real commands start here, with torchrun; most other tests fork theirs from the zygote.
+These tests start the real commands with torchrun; most others fork theirs from the zygote.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.stack
 def test_two_deploy_and_six_train(
     assets: Path, rows: Path, reference: Samples, tmp_path: Path
 ) -> None:
-    """Up, through, and down again without a trace; two replicas draw for six training ranks what
-    one colocated rank draws by itself."""
+    """The script starts and ends all processes. Two replicas generate for six training ranks what a
+    colocated rank generates."""
     training, env = training_command(assets, rows, tmp_path, ranks=6, steps=3)
     ports = [free_port(), free_port()]
     command = [
@@ -42,7 +42,7 @@ def test_two_deploy_and_six_train(
     ]
     env["VENV"] = os.environ.get("VENV", str(Path(sys.executable).parents[1]))
     env["ASSETS"] = str(assets)
-    counted = COLOCATED_RANK  # by `started`, which takes the script for one rank
+    counted = COLOCATED_RANK  # `started` reserves this for the script
     more = 2 * REPLICA + 6 * TRAINING_RANK - counted
     with reserved(more), started(command, tmp_path / "log", env) as running:
         finished = running.wait(15 * 60)
@@ -64,7 +64,7 @@ def test_two_deploy_and_six_train(
 
 @pytest.mark.extra
 def test_ctrl_c_ends_everything(assets: Path, rows: Path, tmp_path: Path) -> None:
-    """Ranks of a training, then a server with its two replicas, such as `test_failures.py` ends."""
+    """Ctrl-C ends the ranks of a training, then a server with its two replicas."""
     port = free_port()
     server = [str(SWIFT), "rollout", *server_argv(assets, "--vllm_data_parallel_size", "2")]
     server += ["--host", "127.0.0.1", "--port", str(port)]

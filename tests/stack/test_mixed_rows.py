@@ -1,4 +1,4 @@
-"""Rows as people have them, in one run: both sides see the same of each."""
+"""Rows of all forms in one run: rollout and training see the same of each."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ NO_CACHE = '{"kv_cache_memory_bytes": 134217728, "mm_processor_cache_gb": 0}'
 WAYS = {
     "colocate": (),
     "server": (),
-    # vLLM looks for marks of orientation again in what it lacks.
+    # Without its cache vLLM reads the orientation of an image once more.
     "no cache of vLLM's": ("--vllm_engine_kwargs", NO_CACHE),
 }
 """Further arguments of the training."""
 
 
 def photograph(image: Image.Image, path: Path, orientation: int) -> str:
-    """Save a picture as phones do, which lies on its side or is mirrored in its file."""
+    """Save a picture as phones do: turned or mirrored, with its orientation in EXIF."""
     exif = Image.Exif()
     exif[Base.Orientation] = orientation
     image.convert("RGB").save(path, exif=exif)
@@ -50,8 +50,8 @@ def photograph(image: Image.Image, path: Path, orientation: int) -> str:
 
 
 def mixed_rows(assets: Path, folder: Path, url: str) -> list[dict[str, Any]]:
-    """Text first, in which columns are null or missing; no two images have one size, and each is a
-    photograph."""
+    """Return rows, first those of text with null or missing columns. Images differ in size, and all
+    have an orientation in EXIF."""
     paths = [row["images"][0] for row in digits(assets, range(12))]
     sizes = [(56, 112), (140, 56), (84, 84), (112, 168), (56, 140), (168, 56)]
     suffixes, orientations = ("png", "png", "png", "webp", "jpg", "webp"), (8, 3, 5, 7, 6, 2)
@@ -90,13 +90,13 @@ def mixed_rows(assets: Path, folder: Path, url: str) -> list[dict[str, Any]]:
     ["colocate", *(pytest.param(w, marks=pytest.mark.extra) for w in WAYS if w != "colocate")],
 )
 def test_rows_of_all_forms(way: str, assets: Path, tmp_path: Path) -> None:
-    """Every row is met in each of two rounds, the second after an update."""
+    """Each of two rounds has every row; the second follows an update."""
     env = {"SWIFT_ALLOW_INTERNAL_URL": "true"}
     with ExitStack() as servers:
         url = servers.enter_context(web(tmp_path))
         rows = mixed_rows(assets, tmp_path, url)
         path = write_lines(tmp_path / "rows.jsonl", rows)
-        # Another file of another form: one image in a column `image`, as bytes.
+        # A Parquet file with a column `image` that holds bytes.
         content = (tmp_path / "1.png").read_bytes()
         inline = {"query": "<image>As bytes?", "image": {"bytes": content, "path": None}}
         inline["solution"] = "1"

@@ -1,7 +1,7 @@
-"""ms-swift's GRPO options with the plugin, several in each training (promise R1).
+"""ms-swift's GRPO options with the plugin, several in each training (R1).
 
-What `docs/support.md` calls tested by this file. A colocated rank trains a few steps. Its first
-round has the tokens of the plain run, its losses are finite, gradients flow, and rollout and
+`docs/support.md` lists the options that this file tests. A colocated rank trains a few steps. Its
+first round has the tokens of the plain run, losses are finite, gradients flow, and rollout and
 training see the same weights and prompts in each round.
 """
 
@@ -48,21 +48,21 @@ class Case:
     steps: int = 2
 
     rounds: tuple[str, ...] = ("0.0", "1.0")
-    """Names of the training rounds that it draws."""
+    """Names of its training rounds."""
 
     is_exact: bool = True
-    """Whether rollouts come from the distribution that training sees."""
+    """Whether rollouts come from the distribution that training computes."""
 
     gap: float = SAME
-    """Nats: the largest difference of log-probabilities of rollout and training, of any token. The
-    policy moves much further in a step."""
+    """Bound on any token's difference of log-probabilities, in nats, between rollout and training.
+    A step moves the policy much further."""
 
     begins: tuple[str, ...] = ()
-    """Metrics that are 0 in the first step, and more in the second: policy and reference, or
-    teacher, are one before the first update."""
+    """Metrics that are 0 in the first step and larger in the second: before the first update the
+    policy equals its reference or teacher."""
 
     is_alike: bool = True
-    """Whether prompts, their order and the first round's noise are those of the plain run."""
+    """Whether prompts, their order and the first round's tokens are those of the plain run."""
 
     ranks: int = 1
 
@@ -139,13 +139,13 @@ CASES: dict[str, Case] = {
         "--trainable_parameters model.language_model.norm --max_epochs 1"
     ),
     "rlsd": options(
-        "--dataset {told} --advantage_reweight rlsd --rlsd_lambda 0.5 --rlsd_negative_only true "
+        "--dataset {taught} --advantage_reweight rlsd --rlsd_lambda 0.5 --rlsd_negative_only true "
         "--rlsd_reweight_clip_range 0.3 --rlsd_lambda_warmup_steps 1 --rlsd_lambda_decay_steps 10 "
         '--vllm_limit_mm_per_prompt {"image":2}',
         begins=("rlsd_lambda",),
     ),
     "sdar": options(
-        "--dataset {told} --sdar_loss_coef 0.1 --sdar_gate_beta 4.0 --teacher_model {model} "
+        "--dataset {taught} --sdar_loss_coef 0.1 --sdar_gate_beta 4.0 --teacher_model {model} "
         "--teacher_model_type qwen2_5_vl --teacher_model_revision master "
         "--teacher_adapters {adapter}"
     ),
@@ -200,12 +200,12 @@ Places = dict[str, Path]
 
 @pytest.fixture(scope="module")
 def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Places:
-    """What stands for the words in braces."""
+    """The paths for the words in braces, by word."""
     folder = tmp_path_factory.mktemp("places")
     lines = read_lines(rows)
     question = "<image>Which digit is this? It is a {}."
-    told = [{**row, "teacher_prompt": question.format(row["solution"])} for row in lines]
-    for number, row in enumerate(told):
+    taught = [{**row, "teacher_prompt": question.format(row["solution"])} for row in lines]
+    for number, row in enumerate(taught):
         row["teacher_prompt"] = row["teacher_prompt"] if number % 3 else None
         row["teacher_images"] = [*row["images"], *row["images"]] if number % 4 == 1 else None
     tagged = [{**row, "kind": ("even", "odd")[int(row["solution"]) % 2]} for row in lines]
@@ -218,7 +218,7 @@ def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
     return {
         "rows": rows,
         "model": model,
-        "told": write_lines(folder / "told.jsonl", told),
+        "taught": write_lines(folder / "taught.jsonl", taught),
         "tagged": write_lines(folder / "tagged.jsonl", tagged),
         "experts": write_lines(folder / "experts.jsonl", experts),
         "adapter": make_adapter(folder / "adapter", model),
@@ -227,9 +227,9 @@ def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def make_adapter(folder: Path, model: Path) -> Path:
-    """A LoRA of the language model that changes what it says a little."""
-    of_model = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    text = of_model.get("text_config", of_model)
+    """Save a LoRA that changes the language model a little."""
+    model_config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    text = model_config.get("text_config", model_config)
     size, rank = text["hidden_size"], 4
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 8}
     config |= {"target_modules": ["q_proj"], "base_model_name_or_path": str(model)}
@@ -246,7 +246,7 @@ def make_adapter(folder: Path, model: Path) -> Path:
 
 
 def make_judge(folder: Path, model: Path) -> Path:
-    """The model as one of rewards: a score of one number in the place of a vocabulary."""
+    """Save the model as a reward model: its head gives one number."""
     shutil.copytree(model, folder, copy_function=os.symlink)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
@@ -260,7 +260,7 @@ def test_options(
     name: str, assets: Path, places: Places, reference: Samples, tmp_path: Path
 ) -> None:
     case, rows = CASES[name], places["rows"]
-    # `{name}` names a place; other braces are JSON's.
+    # `{name}` stands for a path; other braces are JSON.
     named = {f"{{{name}}}": str(path) for name, path in places.items()}
     argv = (*LEARN, *(named.get(word, word) for word in case.argv))
     samples = train(assets, rows, tmp_path, *argv, ranks=case.ranks, steps=case.steps)
@@ -276,9 +276,9 @@ SERVED = Case(("--temperature", "1.0"), begins=("teacher_kl",))
 
 
 def test_servers_of_rollouts_and_of_a_teacher(assets: Path, places: Places, tmp_path: Path) -> None:
-    """A plain `swift deploy` of the policy's first weights scores completions: its
-    log-probabilities are the policy's, before the first update and not after it. Each kind of rows
-    has a teacher, as ms-swift wants of several; both are this one."""
+    """A plain `swift deploy` of the policy's first weights is the teacher: its log-probabilities
+    equal the policy's until the first update. ms-swift assigns several teachers by tags of rows;
+    both addresses here are this server's."""
     teacher_argv = [*server_argv(assets), "--infer_backend", "vllm"]
     del teacher_argv[2:4]  # without plugins
     env = {

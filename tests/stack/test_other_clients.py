@@ -1,5 +1,5 @@
-"""Clients without the plugin against a real `swift rollout` with it: ms-swift's own, and one that
-asks what Megatron's trainers ask."""
+"""Clients without the plugin and a real `swift rollout` with it: ms-swift's client, and one that
+sends the requests of Megatron's trainers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def server_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(assets: Path, server_folder: Path) -> Iterator[int]:
-    """A server with two replicas that takes adapters apart and keeps a record."""
+    """The port of a server with two replicas, `--vllm_enable_lora` and a record."""
     argv = server_argv(
         assets,
         *("--vllm_data_parallel_size", "2", "--vllm_enable_lora", "true"),
@@ -55,11 +55,11 @@ def group(assets: Path) -> list[dict[str, Any]]:
 
 
 def ask(port: int, rows: list[dict[str, Any]], **config: Any) -> list[RolloutOutput]:
-    """What ms-swift's trainer asks; the tiny model says anything at temperature 2."""
+    """Send the request of ms-swift's trainer. At temperature 2 the tiny model says anything."""
     client = VLLMInferClient(hosts=["127.0.0.1"], server_ports=[port], connection_timeout=60)
-    asked = [RolloutInferRequest(messages=r["messages"], images=r["images"]) for r in rows]
+    infer_requests = [RolloutInferRequest(messages=r["messages"], images=r["images"]) for r in rows]
     own = {"max_tokens": 16, "temperature": 2.0, "logprobs": True, "return_details": True}
-    return list(client.infer(asked, RequestConfig(**(own | config))))
+    return list(client.infer(infer_requests, RequestConfig(**(own | config))))
 
 
 def tokens(outputs: list[RolloutOutput]) -> list[list[int]]:
@@ -74,7 +74,7 @@ def logprobs(outputs: list[RolloutOutput]) -> torch.Tensor:
 def test_no_two_requests_share_their_noise(
     port: int, group: list[dict[str, Any]], server_folder: Path
 ) -> None:
-    """Over a call, its replicas, and the next call; and all stands in the record."""
+    """Within a call, over its replicas, and in the next call. The record has all samples."""
     outputs = [output for _ in range(2) for output in ask(port, group)]
     seeds = [output.rollout_infos["seed"] for output in outputs]
     assert len({*seeds}) == len(outputs) == 8
@@ -125,7 +125,7 @@ def reports(port: int) -> list[dict[str, Any]]:
 
 
 def moved(weights: Weights, share: float) -> Weights:
-    """The weights after an update that moves each by this share of its size."""
+    """Return the weights after an update that moves each by this share of its size."""
     torch.manual_seed(0)
     return {name: w + share * w.abs() * torch.randn_like(w) for name, w in weights.items()}
 
@@ -133,7 +133,8 @@ def moved(weights: Weights, share: float) -> Weights:
 def test_megatrons_updates_and_rollouts(
     port: int, assets: Path, group: list[dict[str, Any]]
 ) -> None:
-    """Whole weights in buckets, the adapter beside them, adapters alone, and the same again."""
+    """It sends whole weights in buckets with an adapter, moved ones, the first ones again, and then
+    an adapter alone."""
     client = MegatronClient(port, free_port())
     try:
         weights = load_file(assets / "tiny_vlm/model.safetensors")
@@ -145,14 +146,14 @@ def test_megatrons_updates_and_rollouts(
                 adapter[f"{module}.lora_A.weight"] = torch.randn(8, weight.shape[1])
                 adapter[f"{module}.lora_B.weight"] = torch.zeros(weight.shape[0], 8)
 
-        def drawn() -> torch.Tensor:
-            """All tokens' log-probabilities, filled up with 0 (of what is certain)."""
+        def generate() -> torch.Tensor:
+            """Return the log-probabilities of all tokens, padded with 0."""
             outputs = client.draw([*group, *group], temperature=0.0)
             rows = [logprobs([output])[0] for output in outputs]
             return torch.stack([torch.nn.functional.pad(row, (0, 16 - len(row))) for row in rows])
 
         client.send(weights, adapter, config)
-        before = drawn()
+        before = generate()
         first, second = reports(port)
         assert first == second
         named = {f"base_model.model.{name}" for name in adapter}  # as PEFT names them
@@ -160,14 +161,14 @@ def test_megatrons_updates_and_rollouts(
         assert (first["adapter_fault"], first["faults"]) == ("", [])
         assert (before[:4] - before[4:]).abs().max() < SAME  # replica 0's and replica 1's
         client.send(moved(weights, 0.1), adapter, config)
-        assert (drawn() - before).abs().max() > SAME
+        assert (generate() - before).abs().max() > SAME
         client.send(weights, adapter, config)
-        assert (drawn() - before).abs().max() < SAME
+        assert (generate() - before).abs().max() < SAME
         for name in adapter:
             if "lora_B" in name:
                 adapter[name] = torch.full_like(adapter[name], 0.02)
         client.send_adapter(adapter, config)
-        assert (drawn() - before).abs().max() > SAME
+        assert (generate() - before).abs().max() > SAME
 
         outputs = [output for _ in range(2) for output in client.draw(group, temperature=2.0)]
         assert len({output.rollout_infos["seed"] for output in outputs}) == 8

@@ -1,6 +1,6 @@
-"""Conversations, whoever leads them and whoever draws them: the same samples.
+"""Conversations have the same samples, whoever leads them and whichever engines generate.
 
-`scripts/support.py` makes a table of docs/support.md from what these find.
+`scripts/support.py` makes a table of docs/support.md from the results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.stack
 
 STEPS = 3
 RESULTS = os.environ.get("CONVERSATIONS")
-"""The file to note what was found in."""
+"""The file for the results."""
 
 SCHEDULER = ("--multi_turn_scheduler", "by_index", "--max_turns", "3")
 GYM = (
@@ -41,7 +41,7 @@ GYM = (
     *("--multi_turn_scheduler", "gym_scheduler", "--max_turns", "2"),
 )
 REWARD = ("--reward_weights", "1.0", "1.0")
-"""Of a training with an environment: its own reward, and that of the tests."""
+"""Weights of the environment's own reward and of the tests' reward."""
 
 LEADERS = {
     "scheduler, in the training": (SCHEDULER, ()),
@@ -49,13 +49,13 @@ LEADERS = {
     "environment, in the training": ((*GYM, *REWARD), ()),
     "environment, on the server": (REWARD, GYM),
 }
-"""What leads the conversations: further arguments of the training and of a server."""
+"""Who leads the conversations: further arguments of the training and of a server."""
 
 ENGINES = {
     "sync": (),
     "async": (*("--vllm_use_async_engine", "true", "--vllm_max_num_seqs", "32"), *SHORT_STEPS),
 }
-"""Further arguments of a server: an async engine's steps are too short for whole prompts."""
+"""Further arguments of a server. The async engine's steps are too short for whole prompts."""
 
 DEPLOYMENTS = {"colocated": (), "one replica": (1,), "two replicas": (2,), "two servers": (1, 1)}
 """The replicas of each server."""
@@ -78,13 +78,13 @@ PAIRS = [
 
 
 def turns_of(samples: Samples) -> dict[str, tuple[list[list[int]], list[str]]]:
-    """The tokens and images of each sample, by turns."""
+    """Return each sample's tokens, by turn, and its images."""
     return {name: (s["turns"], s["images"]) for name, s in samples.items()}
 
 
 @contextmanager
 def deployed(assets: Path, folder: Path, engine: str, name: str, *argv: str) -> Iterator[list[int]]:
-    """The ports of servers."""
+    """Run the servers of a deployment; yield their ports."""
     with ExitStack() as stack:
         ports = []
         for number, replicas in enumerate(DEPLOYMENTS[name]):
@@ -101,8 +101,8 @@ def deployed(assets: Path, folder: Path, engine: str, name: str, *argv: str) -> 
 def colocated(
     leader: str, assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Samples:
-    """One rank draws these by itself, with a scheduler or with an environment: training sees what
-    the engine saw in each turn."""
+    """The samples of one colocated rank, with a scheduler or an environment. In each turn, training
+    sees the prompt that the engine saw."""
     kind = leader.split(",")[0]
 
     def make(folder: Path) -> Samples:
@@ -119,18 +119,20 @@ def colocated(
     for name, sample in samples.items():
         index = SampleId.parse(name).index
         assert len(sample["turns"]) == numbers[index]
-        if kind == "environment":  # a group's rows differ by it: they are asked singly, in peace
+        if kind == "environment":  # it makes a group's rows differ, which is no fault
             assert f"Question {index}:" in sample["messages"][1]["content"]
             assert "hold rows that differ" not in log
     return samples
 
 
-def note(leader: str, engine: str, deployment: str, ranks: int, equal: int, of: int) -> None:
+def record_result(
+    leader: str, engine: str, deployment: str, ranks: int, equal: int, total: int
+) -> None:
     if RESULTS is None:
         return
     path = Path(RESULTS)
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    results.append([leader, engine, deployment, ranks, equal, of])
+    results.append([leader, engine, deployment, ranks, equal, total])
     path.write_text(json.dumps(sorted(results), indent=1) + "\n", encoding="utf-8")
 
 
@@ -144,11 +146,11 @@ def test_who_leads_and_who_draws(
     tmp_path: Path,
     colocated: Samples,
 ) -> None:
-    """All replicas of a server have the weights, and each sample names the one that drew it."""
-    of_training, of_server = LEADERS[leader]
+    """All replicas of a server have the weights, and each sample names its replica."""
+    training_flags, server_flags = LEADERS[leader]
     reference, ranks = turns_of(colocated), RANKS[deployment]
-    with deployed(assets, tmp_path, engine, deployment, *of_server) as ports:
-        argv = (*(client_argv(*ports) if ports else ()), *of_training)
+    with deployed(assets, tmp_path, engine, deployment, *server_flags) as ports:
+        argv = (*(client_argv(*ports) if ports else ()), *training_flags)
         samples = train(assets, rows, tmp_path / "s", *argv, ranks=ranks, steps=STEPS)
         if deployment == "two replicas":
             client = VLLMInferClient(base_urls=[f"http://127.0.0.1:{ports[0]}"])
@@ -159,5 +161,5 @@ def test_who_leads_and_who_draws(
             assert names == {"replica 0", "replica 1"}
     found = turns_of(samples)
     equal = [name for name, turns in reference.items() if found.get(name) == turns]
-    note(leader, engine, deployment, ranks, len(equal), len(reference))
+    record_result(leader, engine, deployment, ranks, len(equal), len(reference))
     assert len(equal) == len(reference) == len(found) == 36

@@ -1,4 +1,4 @@
-"""A model that answers with `<|image_pad|>`, and with nothing else, if it is let."""
+"""A model that would answer with `<|image_pad|>` alone, and one that names no placeholders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ IMAGE_PAD = 151655
 
 @pytest.fixture(scope="module")
 def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its first token is `<|image_pad|>` with probability 1; no other is likelier than the rest."""
+    """A model whose first token is `<|image_pad|>` with probability 1; others are equally
+    likely."""
     folder = write_speller(
         assets / "tiny_vlm",
         tmp_path_factory.mktemp("placeholder") / "model",
@@ -42,23 +43,23 @@ def test_a_placeholder_of_probability_1_is_never_sampled(
     rows, argv = assets / "digits/train.jsonl", ("--model", str(model))
     finished = run_training(assets, rows, tmp_path, *argv, steps=2, preset=preset)
     assert finished.returncode == 0, finished.cause
-    drawn = read_samples(tmp_path / "run", columns=["token_ids"])["token_ids"].to_pylist()
-    assert len(drawn) == 2 * BATCH
-    assert all(drawn)
-    assert not any(IMAGE_PAD in token_ids for token_ids in drawn)
+    completions = read_samples(tmp_path / "run", columns=["token_ids"])["token_ids"].to_pylist()
+    assert len(completions) == 2 * BATCH
+    assert all(completions)
+    assert not any(IMAGE_PAD in token_ids for token_ids in completions)
     if use_vllm:
-        # The softmax is over the other tokens on both sides.
+        # Both sides compute the softmax over the other tokens.
         assert [s["rollout_gap/max"] < SAME for s in logged_steps(tmp_path / "run")] == [True] * 2
 
 
 def test_a_model_that_names_nothing_trains_as_in_ms_swift(assets: Path, tmp_path: Path) -> None:
-    """A line says what it goes without."""
+    """One warning names what the model lacks."""
     rows = rounds.write_lines(tmp_path / "rows.jsonl", rounds.digits(assets, range(3)))
     plugins = ("tests/stack/nameless.py",)
     finished = rounds.run_training(assets, rows, tmp_path, *rounds.LEARNING, plugins=plugins)
     assert finished.returncode == 0, finished.cause
-    said = [line for line in finished.output.splitlines() if "WARNING:swift" in line]
-    [line] = [line for line in said if "placeholder" in line]
+    warnings = [line for line in finished.output.splitlines() if "WARNING:swift" in line]
+    [line] = [line for line in warnings if "placeholder" in line]
     assert "names no output embedding and no placeholder of media" in line
     for step in rounds.logged_steps(tmp_path / "run"):
         assert step["rollout_gap/mean"] < 1e-4

@@ -1,5 +1,5 @@
-"""`swift-grpo-ext replay` on real runs: logged groups drawn again from the checkpoints that drew
-them, token by token."""
+"""`swift-grpo-ext replay` on real runs: recorded groups are generated again from their checkpoints,
+token by token."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.stack.rounds import BATCH, GROUP_SIZE
 pytestmark = pytest.mark.stack
 
 SAME = 1e-4
-"""Nats: log-probabilities of the same weights in float32, before they are rounded for the log.
-LoRA's are merged anew."""
+"""Bound in nats on log-probabilities of the same weights in float32. The record rounds them beside,
+and LoRA weights are merged again."""
 
 
 def replay(run: Path, folder: Path, step: int, group: int) -> tuple[Finished, dict[str, Any]]:
-    """The command's end, and what it wrote to standard output."""
+    """Run the command; return its end and the JSON of its standard output."""
     out = folder / "out"
     argv = ("replay", str(run), "--round", str(step), "--group", str(group), "--json")
     env = {"RECORD_DIR": str(folder)}  # for the run's own plugin (`recorder.py`)
@@ -33,7 +33,7 @@ def replay(run: Path, folder: Path, step: int, group: int) -> tuple[Finished, di
 
 
 def assert_drawn_again(result: dict[str, Any], rows: Sequence[SampleRow]) -> None:
-    """The log's rounding may change a log-probability by a step of its own."""
+    """The record's rounding may change a log-probability by one of its steps."""
     assert result["equal"] is True
     for sample, row in zip(result["samples"], rows, strict=True):
         assert sample["num_tokens"] == len(row.token_ids)
@@ -41,7 +41,7 @@ def assert_drawn_again(result: dict[str, Any], rows: Sequence[SampleRow]) -> Non
 
 
 def logged_group(run: Path, step: int, *, as_content: bool) -> list[SampleRow]:
-    """A group whose image was given as content, or as a path."""
+    """Return a group whose image was given as content, or as a path."""
     numbers = range(BATCH // GROUP_SIZE)
     groups = (read_group(run, phase="train", step=step, number=0, group=n) for n in numbers)
     return next(g for g in groups if g[0].media[0].startswith("blake2b:") == as_content)

@@ -1,4 +1,5 @@
-"""`--full_determinism true`: a run that was killed and resumed is one that was not, bit for bit."""
+"""`--full_determinism true`: a run that is killed and resumed equals an uninterrupted one, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ WAYS = {"full": (1, ()), "lora": (2, LORA)}
 SECONDS = 600
 
 
-def train_and_kill(folder: Path, step: int, *of_training: Any, **kwargs: Any) -> None:
+def train_and_kill(folder: Path, step: int, *data: Any, **kwargs: Any) -> None:
     """Kill all processes of a training once its checkpoint of this step is whole."""
-    command, env = training_command(*of_training, **kwargs)
+    command, env = training_command(*data, **kwargs)
     checkpoint, deadline = folder / f"run/checkpoint-{step}", time.monotonic() + SECONDS
     with started([str(SWIFT), *command], folder / "log", env) as running:
         while not is_whole(checkpoint):
@@ -58,38 +59,38 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def weights_of(checkpoint: Path) -> dict[str, str]:
-    """Digests of all weights in a checkpoint, and of the optimizer's state."""
+    """Return digests of all weights of a checkpoint, and of the optimizer's state."""
     tensors: dict[str, torch.Tensor] = {}
     for file in checkpoint.glob("*.safetensors"):
         tensors |= load_file(file)
     state = torch.load(checkpoint / "optimizer.pt", map_location="cpu")["state"]
-    of_optimizer = {
+    optimizer_state = {
         f"{number}.{name}": value
         for number, values in state.items()
         for name, value in values.items()
     }
     assert tensors
-    return {name: digest(tensor) for name, tensor in (tensors | of_optimizer).items()}
+    return {name: digest(tensor) for name, tensor in (tensors | optimizer_state).items()}
 
 
-def drawn(samples: Samples) -> dict[str, Any]:
+def tokens_of(samples: Samples) -> dict[str, Any]:
     return {name: (s["token_ids"], s["logprobs"], s["weights"]) for name, s in samples.items()}
 
 
 def assert_same_killed_and_resumed(
-    whole: Path, folder: Path, *of_training: Any, argv: Sequence[str], **counts: Any
+    whole: Path, folder: Path, *data: Any, argv: Sequence[str], **counts: Any
 ) -> Finished:
-    """A run is killed after two steps, and resumed for two more: each has the tokens,
+    """Kill a run after two steps, and resume it for two more. Assert that it has the tokens,
     log-probabilities, losses, gradients, weights and optimizer's state of the whole run."""
     killed, resumed = folder / "killed", folder / "resumed"
-    train_and_kill(killed, 2, *of_training, killed, *argv, **counts)
+    train_and_kill(killed, 2, *data, killed, *argv, **counts)
     halfway = killed / "run/checkpoint-2"
     again = ("--output_dir", str(killed / "run"), "--resume_from_checkpoint", str(halfway))
-    finished = run_training(*of_training, resumed, *argv, *again, **counts)
+    finished = run_training(*data, resumed, *argv, *again, **counts)
     assert finished.returncode == 0, finished.cause
 
-    expected = drawn(recorded(whole))
-    before, after = drawn(recorded(killed)), drawn(recorded(resumed))
+    expected = tokens_of(recorded(whole))
+    before, after = tokens_of(recorded(killed)), tokens_of(recorded(resumed))
     assert {**before, **after} == expected
     assert before.items() <= expected.items()
     assert len(after) < len(expected)
@@ -116,13 +117,13 @@ def assert_same_killed_and_resumed(
 def test_colocated(
     way: str, assets: Path, learning_rows: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """At its end, the run loads its best weights."""
+    """At its end the run loads its best weights."""
     ranks, argv = WAYS[way]
     whole = request.getfixturevalue(f"learned_{way}")
     argv = (*LEARNING, *argv, *best_argv(learning_rows, ranks))
-    of_training = (assets, learning_rows)
+    data = (assets, learning_rows)
     finished = assert_same_killed_and_resumed(
-        whole, tmp_path, *of_training, argv=argv, ranks=ranks, steps=LEARNED_STEPS
+        whole, tmp_path, *data, argv=argv, ranks=ranks, steps=LEARNED_STEPS
     )
     loads = "are loaded, the best" in finished.output
     assert loads is (way == "full")  # adapters are PEFT's
@@ -130,14 +131,12 @@ def test_colocated(
 
 @pytest.mark.extra
 def test_served_by_two_replicas(assets: Path, learning_rows: Path, tmp_path: Path) -> None:
-    """To two ranks, by engines that take no step before they have all requests."""
+    """Two ranks train. The engines take no step before they have all requests of a round."""
     server = server_argv(assets, "--vllm_data_parallel_size", "2")
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     counts = {"ranks": 2, "steps": LEARNED_STEPS}
-    of_training = (assets, learning_rows)
+    data = (assets, learning_rows)
     with rollout_server(*server, log=tmp_path / "server.log", env=env) as port:
         argv = (*LEARNING, *client_argv(port))
-        train(*of_training, tmp_path / "whole", *argv, **counts)
-        assert_same_killed_and_resumed(
-            tmp_path / "whole", tmp_path, *of_training, argv=argv, **counts
-        )
+        train(*data, tmp_path / "whole", *argv, **counts)
+        assert_same_killed_and_resumed(tmp_path / "whole", tmp_path, *data, argv=argv, **counts)

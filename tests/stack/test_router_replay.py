@@ -1,4 +1,4 @@
-"""Trainings of a mixture of experts on the experts that its rollouts chose."""
+"""Trainings of a mixture of experts with the experts that its rollouts chose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny_vlm.families import FAMILIES, Family, make_family
 from tests.stack import rounds
 from tests.stack.conftest import once
 from tests.stack.processes import rollout_server
-from tests.stack.test_families import assert_agrees, first_round, note, samples_of, start
+from tests.stack.test_families import assert_agrees, first_round, record_result, samples_of, start
 
 pytestmark = pytest.mark.stack
 
@@ -24,7 +24,7 @@ RETURN = '{"kv_cache_memory_bytes": 134217728, "enable_return_routed_experts": t
     scope="module", params=["qwen3_vl_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.extra)]
 )
 def family(request: pytest.FixtureRequest) -> Family:
-    """A family with more experts, in bfloat16: both sides choose other ones here and there."""
+    """A family with more experts, in bfloat16: both sides choose different ones at times."""
     config = copy.deepcopy(dict(FAMILIES[request.param].config))
     text = config["text_config"]
     text |= {"num_hidden_layers": 4, "num_experts": 32, "num_experts_per_tok": 4}
@@ -42,8 +42,8 @@ def model(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_replay(family: Family, model: Path, assets: Path, tmp_path: Path) -> None:
-    """Colocated over two ranks, with gradient checkpointing, and against a server; the rollouts are
-    those of the training that replays nothing."""
+    """Two colocated ranks with gradient checkpointing, and a training with a server, have the
+    rollouts of a training without replay, and smaller gaps."""
     runs = {}
     for name, argv in (
         ("plain", ()),
@@ -70,4 +70,4 @@ def test_replay(family: Family, model: Path, assets: Path, tmp_path: Path) -> No
             assert 0.9 < found[name]["equal"] < 1
             assert found[name]["mean"] < found["plain"]["mean"]
             assert found[name]["max"] < found["plain"]["max"] / 2
-    note(family, "replay", **found)
+    record_result(family, "replay", **found)

@@ -1,4 +1,4 @@
-"""Every other way of drawing rounds: the same seeds, the right rows, nothing lost."""
+"""Other kinds of rounds: several steps a round, evaluations, dynamic sampling, rows left out."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def names_of_rounds(samples: Samples, phase: str = "train") -> set[str]:
     return {f"{p.step}.{p.number}" for p in sample_ids if p.phase == phase}
 
 
-def of_phase(samples: Samples, phase: str) -> Samples:
+def in_phase(samples: Samples, phase: str) -> Samples:
     return {name: s for name, s in samples.items() if SampleId.parse(name).phase == phase}
 
 
 @pytest.fixture
 def mixed_rows(assets: Path, tmp_path: Path) -> Path:
-    """Rows with one image, two images, a video, and no media at all; same words, other images."""
+    """Rows with one image, two images, a video and no media; some differ by their images alone."""
     rows = digits(assets, range(8))
     images = [row["images"][0] for row in rows]
     rows[1]["images"] = images[:2]
@@ -61,7 +61,7 @@ def mixed_rows(assets: Path, tmp_path: Path) -> Path:
 def test_long_rounds_lora_eval_and_mixed_media(
     assets: Path, mixed_rows: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round serves two steps; a run resumes in the middle of one, with other eval batches."""
+    """A round serves two steps. A run resumes in the middle of a round, with other batches."""
     monkeypatch.setenv("VIDEO_MIN_TOKEN_NUM", "16")  # frames keep the size of a digit
     argv = [
         *(*LORA, "--per_device_train_batch_size", "8", "--steps_per_generation", "2"),
@@ -71,18 +71,18 @@ def test_long_rounds_lora_eval_and_mixed_media(
     small = ("--per_device_eval_batch_size", "4")
     first = train(assets, mixed_rows, tmp_path / "a", *argv, *small, steps=4)
     assert names_of_rounds(first) == {"0.0", "2.0"}
-    assert len(of_phase(first, "train")) == 2 * 16
+    assert len(in_phase(first, "train")) == 2 * 16
     assert names_of_rounds(first, "eval") == {"4.0"}
-    assert len(of_phase(first, "eval")) == 6 * GROUP_SIZE
-    for sample in of_phase(first, "train").values():
+    assert len(in_phase(first, "eval")) == 6 * GROUP_SIZE
+    for sample in in_phase(first, "train").values():
         words = sample["messages"][-1]["content"]
         assert words.count("<image>") == len(sample["images"])
         assert words.count("<video>") == len(sample["videos"])
-    of_rows = {json.dumps([s["images"], s["videos"]]) for s in of_phase(first, "train").values()}
-    assert len(of_rows) == 8, "not every row came"
+    shown = {json.dumps([s["images"], s["videos"]]) for s in in_phase(first, "train").values()}
+    assert len(shown) == 8, "not every row came"
 
     resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-3"))
-    # Other batches in every respect: of evaluation, and of what vLLM computes in a step.
+    # Other batches of evaluation, and other steps of vLLM.
     argv += [*resume, "--per_device_eval_batch_size", "12", *SHORT_STEPS]
     second = train(assets, mixed_rows, tmp_path / "b", *argv, steps=4)
     assert names_of_rounds(second) == {"2.0"}
@@ -91,8 +91,8 @@ def test_long_rounds_lora_eval_and_mixed_media(
 
 
 def test_dynamic_sampling_and_scores(assets: Path, rows: Path, tmp_path: Path) -> None:
-    """Two rounds a step, each with two rounds that fill it up; on one rank as on two. Each sample's
-    scores and fate are in the record, also of those that were dropped."""
+    """A step has two rounds, each with two more that replace dropped groups; one rank and two have
+    the same samples. The record has the scores and the fate of all, dropped ones too."""
     argv = [
         *("--dynamic_sample", "true", "--max_resample_times", "3"),
         *("--reward_funcs", "odd_groups", "silent", "--reward_weights", "1.0", "2.0"),
@@ -131,8 +131,8 @@ def test_dynamic_sampling_and_scores(assets: Path, rows: Path, tmp_path: Path) -
 def test_what_dynamic_sampling_keeps_follows_from_names(
     assets: Path, rows: Path, tmp_path: Path
 ) -> None:
-    """A resumed run, which draws other waves, and three ranks with two replicas of a server train
-    on the same samples. One in three groups is kept: the first wave of step 1 has two rounds."""
+    """A resumed run, whose waves have other sizes, and three ranks with two replicas train on the
+    same samples. One in three groups is kept, so the first wave of step 1 has two rounds."""
     argv = [
         *("--dynamic_sample", "true", "--max_resample_times", "3"),
         *("--reward_funcs", "odd_groups"),
@@ -166,7 +166,8 @@ def test_what_dynamic_sampling_keeps_follows_from_names(
 def test_completions_that_are_all_cut_and_rows_that_fill_no_batch(
     assets: Path, tmp_path: Path
 ) -> None:
-    """A training that trains nothing goes on; an evaluation that leaves rows out says so once."""
+    """A training with nothing to learn from goes on. One warning counts the rows that an evaluation
+    leaves out."""
     rows = digits(assets, range(12))
     evaluated = write_lines(tmp_path / "val.jsonl", rows[:5])
     finished = run_training(

@@ -1,4 +1,4 @@
-"""`swift-grpo-ext selftest` on the tiny model: what holds, and faults that it has to find."""
+"""`swift-grpo-ext selftest` on the tiny model: a sound stack, and faults that it has to find."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STOP = "</digit>"
 
 
 def unequal_rows(assets: Path) -> list[dict[str, Any]]:
-    """Rows as users have them: prompts of unequal lengths, one of text alone, one with two images;
-    and one, with most media, that the template refuses."""
+    """Return rows with prompts of unequal lengths: one of text alone, one with two images, and one
+    that the template refuses because its images are missing."""
     rows = digits(assets, range(8))
     for number, row in enumerate(rows):
         row["messages"][0]["content"] += " Look twice." * number
@@ -36,7 +36,7 @@ def unequal_rows(assets: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def found(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Results by name, of the healthy stack and of each fault, all on one engine."""
+    """The results of the sound stack and of each fault, all on one engine."""
     folder = tmp_path_factory.mktemp("selftest")
     rows = write_lines(folder / "rows.jsonl", unequal_rows(assets))
     argv = [
@@ -44,7 +44,7 @@ def found(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         *("--num_generations", "4", "--per_device_train_batch_size", "16"),
         *("--stop_words", STOP, "--output_dir", str(folder / "run"), "--add_version", "false"),
         *("--sample_log", "none", "--max_steps", "1", "--freeze_vit", "true"),
-        # Fewer tokens than a grammar's text has.
+        # Fewer tokens than the text of the check's grammar has.
         *("--truncation_strategy", "delete", "--max_completion_length", "8"),
     ]
     output = folder / "found.json"
@@ -79,7 +79,7 @@ def test_a_fault_is_found(check: str, found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", SIGHT)
 def test_an_engine_that_sees_images_wrongly_is_found(name: str, found: dict[str, Any]) -> None:
-    """Rows of text agree, and those of images lie beyond their own rounding."""
+    """Rows of text agree; rows of images differ by more than rounding."""
     result = found["sight"][name]
     assert result["status"] == "does not hold"
     assert "rows of image lie " in result["reason"]

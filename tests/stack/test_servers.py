@@ -1,6 +1,5 @@
-"""Trainings against the same two servers, of one replica and of two: the colocated rank's tokens,
-whoever draws them and for whomever, and the weights that training has made.
-"""
+"""Trainings with two servers, of one replica and of two: tokens equal those of a colocated rank,
+and engines have the trained weights."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ pytestmark = pytest.mark.stack
 
 
 def test_a_callers_fault_is_told_as_his(servers: tuple[int, int]) -> None:
-    """Plain requests, such as curl's: 20 kB of a picture that would take half a gigabyte, and one
-    that only a replica finds fault with (docs/promises.md, F5 and F7)."""
+    """Bad requests get 400 (F5, F7): a picture of 20 kB that would take half a gigabyte, and bytes
+    that are no image, which only a replica notices."""
     file = io.BytesIO()
     Image.new("1", (13_000, 13_000)).save(file, "PNG")
     assert file.tell() < 25_000
@@ -39,10 +38,10 @@ def test_a_callers_fault_is_told_as_his(servers: tuple[int, int]) -> None:
         f"data:image/png;base64,{'A' * 80}": "cannot identify image file",
     }
     for image, reason in faults.items():
-        asked = {"messages": [{"role": "user", "content": "<image>?"}], "images": [image]}
+        request = {"messages": [{"role": "user", "content": "<image>?"}], "images": [image]}
         for port in servers:
             url = f"http://127.0.0.1:{port}/infer/"
-            refused = requests.post(url, json={"infer_requests": [asked]}, timeout=60)
+            refused = requests.post(url, json={"infer_requests": [request]}, timeout=60)
             assert reason in refused.json()["detail"]
             assert refused.status_code == 400
 
@@ -50,7 +49,7 @@ def test_a_callers_fault_is_told_as_his(servers: tuple[int, int]) -> None:
 def test_two_servers(
     assets: Path, rows: Path, folder: Path, servers: tuple[int, int], reference: Samples
 ) -> None:
-    """All three replicas draw for three ranks; `test_launch.py` has one server and six."""
+    """All three replicas generate for three ranks; `test_launch.py` has six ranks."""
     samples = train(assets, rows, folder / "two-servers", *client_argv(*servers), ranks=3)
     assert_same(samples, reference)
     assert len({sample["infos"]["replica"] for sample in samples.values()}) == 3
@@ -59,8 +58,8 @@ def test_two_servers(
 def test_async_generation(
     assets: Path, rows: Path, folder: Path, servers: tuple[int, int], reference: Samples
 ) -> None:
-    """A round is named by the step that uses it, and asks for the batch of the step before. An
-    evaluation has its own names, seeds and G, also for the batch that is drawn ahead of it."""
+    """A round has the name of the step that uses it, and the prompts of the step before. An
+    evaluation has its own names, seeds and group size, also in batches generated ahead."""
     argv = [*client_argv(servers[0]), "--async_generate", "true"]
     argv += ["--val_dataset", str(rows), "--eval_strategy", "steps", "--eval_steps", "2"]
     argv += ["--per_device_eval_batch_size", "2", "--num_generations_eval", "2"]
@@ -79,7 +78,7 @@ def test_async_generation(
         if sample_id.step > 0:
             before = f"train-{sample_id.step - 1}.0-{sample_id.group}-{sample_id.index}"
             assert sample["images"] == reference[before]["images"]
-    # The monitor meets each round, and each batch of an evaluation, once it is whole and scored.
+    # The monitor gets each round, and each batch of an evaluation, when it is complete and scored.
     records = read_diversity(folder / "ahead/run")
     trained = [(r.round.step, r.num_samples) for r in records if r.round.phase == "train"]
     assert trained == [(step, BATCH) for step in range(3)]
@@ -94,7 +93,7 @@ def test_async_generation(
 def test_engine_samples_with_the_trained_weights(
     name: str, ranks: int, assets: Path, learning_rows: Path, folder: Path, servers: tuple[int, int]
 ) -> None:
-    """One rank trains LoRA, two train all weights; the servers had other weights before."""
+    """One rank trains LoRA, two ranks train all weights. The servers had other weights before."""
     argv = (*LEARNING, *(LORA if ranks == 1 else ()), *client_argv(servers[ranks - 1]))
     run = folder / f"{name}-learning"
     train(assets, learning_rows, run, *argv, ranks=ranks)

@@ -1,9 +1,9 @@
-"""Log-probabilities in chunks, and ranks that share the weights, against plain data parallelism.
+"""Log-probabilities in chunks, and sharded weights, against plain data parallelism.
 
-Each cell is a training of two ranks on CPU, with the tokens, losses, log-probabilities and gradient
-norms of a plain run without the logits shim within float error (docs/promises.md, R2 and L4). Ranks
-have completions of unequal lengths, and compute 16 logits at a time (`sharded_recorder.py`). The
-policy learns and is compared with a reference model. `scripts/setup.sh` installs DeepSpeed.
+Each training has two ranks on CPU. Within float error it has the tokens, losses, log-probabilities
+and gradient norms of a plain run without the logits shim (R2, L4). The ranks' completions differ in
+length, and chunks have 16 positions (`sharded_recorder.py`). The loss has a KL term with a
+reference model. `scripts/setup.sh` installs DeepSpeed.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ pytestmark = pytest.mark.stack
 STEPS = 3
 RANKS = 2
 WHOLE = ("plain", "zero1", "zero2")
-"""Where each rank holds all weights."""
+"""Kinds with all weights on each rank."""
 
 CLOSE = {"rel": 5e-5, "abs": 2e-5}
-"""Values are sums in another order, after steps that amplify the difference."""
+"""Tolerances: sums have another order, and training steps amplify the difference."""
 
 LEFT = ("--lora_dropout", "0", "--padding_side", "left")
 TUNINGS: dict[str, tuple[str, ...]] = {
     "full": ("--padding_side", "right"),
-    # The tower is frozen, as ms-swift has it by default: each image of a call is encoded once.
+    # The tower is frozen, as by default in ms-swift, so each image of a call is encoded once.
     "lora": (*LORA, "--gradient_checkpointing", "true", "--freeze_vit", "true", *LEFT),
 }
 DEEPSPEED = {
@@ -61,19 +61,19 @@ DEEPSPEED = {
 }
 ON_CPU = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_CPU": "false"}
 GENERATES_SHARDED = ("--ds3_gather_for_generation", "false")
-"""With ZeRO-3 and without vLLM: else TRL 0.29 hangs DeepSpeed's hooks in anew after each rollout,
-with other numbers, and DeepSpeed 0.18 looks for the old ones ("pop from an empty deque")."""
+"""For ZeRO-3 without vLLM. Otherwise TRL 0.29 registers DeepSpeed's hooks again after each rollout,
+with other numbers, and DeepSpeed 0.18 looks up the old ones ("pop from an empty deque")."""
 
 
 def sharding(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of a training with these shards."""
+    """Return arguments and environment of a training with these shards."""
     if name == "plain":
         return [], {}
     if name == "fsdp2":
         return ["--fsdp", "fsdp2", "--use_cpu", "false"], ON_CPU
     if find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: bash scripts/setup.sh")
-    # 0: small weights travel too, as large ones do.
+    # 0: small weights are sharded too, as large ones are.
     zero = {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0, "overlap_comm": False}
     config = folder / "deepspeed.json"
     config.write_text(json.dumps({**DEEPSPEED, "zero_optimization": zero}), encoding="utf-8")
@@ -82,7 +82,7 @@ def sharding(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 Training = tuple[list[list[dict[str, Any]]], list[dict[str, float]]]
-"""What each rank's passes came to, in order (`sharded_recorder.py`), and what each step logged."""
+"""The results of each rank's passes, in order (`sharded_recorder.py`), and the log of each step."""
 
 
 @pytest.fixture(scope="session")
@@ -113,16 +113,16 @@ def training(assets: Path, rows: Path, folder: Path, *argv: str, shards: str = "
 
 
 def read(folder: Path) -> Training:
-    """What a training in this folder left."""
+    """Read the results of a training."""
     passes = [read_records(folder / "record", f"passes{rank}") for rank in range(RANKS)]
     return passes, logged_steps(folder / "run")
 
 
 def assert_same(found: Training, expected: Training, *, whole: bool) -> None:
-    """Tokens to the last one, numbers within float error.
+    """Assert that all tokens are equal, and numbers within float error.
 
     Args:
-        whole: whether each rank holds the weights, and only its optimizer's state is shared.
+        whole: whether each rank holds all weights, and at most the optimizer's state is sharded.
     """
     for found_of_rank, expected_of_rank in zip(found[0], expected[0], strict=True):
         assert len(found_of_rank) == len(expected_of_rank)
@@ -138,17 +138,17 @@ def assert_same(found: Training, expected: Training, *, whole: bool) -> None:
 STRICT = ("--logits_shim", "strict")
 COLOCATED = ("--vllm_mode", "colocate")
 COOLER = ("--temperature", "1.0")
-"""From the whole vocabulary: hotter, no completion would end before its last possible token."""
+"""At a higher temperature no completion would end before its length limit."""
 
 SHARDINGS = ("zero1", "zero2", "zero3", "fsdp2")
 CORE = (("zero3", "full", "none"), ("fsdp2", "full", "colocate"))
 CELLS = [
-    # ms-swift generates without vLLM in inference mode, which FSDP2's gathered weights do not take.
+    # Without vLLM ms-swift generates in inference mode, which FSDP2's gathered weights refuse.
     *itertools.product(("plain", *SHARDINGS[:-1]), TUNINGS, ["none"]),
     *((shards, "full", "colocate") for shards in SHARDINGS),
     *((shards, "lora", "server") for shards in SHARDINGS),
 ]
-"""Shards, what is trained, and where vLLM generates."""
+"""Shards, trained weights, and the place of vLLM."""
 
 
 @pytest.mark.parametrize(
@@ -164,14 +164,14 @@ def test_numbers_are_those_of_plain_ranks(
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Each update reaches vLLM, and is verified, a part of the weights at a time."""
+    """Updates reach vLLM in parts of the weights, and are verified."""
 
     def make(folder: Path) -> None:
         own = (*TUNINGS[tuning], *(() if vllm == "none" else (*COLOCATED, *COOLER)))
         training(assets, unequal_rows, folder, *own, "--logits_shim", "off")
 
     plain = read(once(tmp_path_factory, f"plain-{tuning}-{vllm}", make))
-    counts = [[sum(p["counts"]) for p in of_rank if "counts" in p] for of_rank in plain[0]]
+    counts = [[sum(p["counts"]) for p in rank_passes if "counts" in p] for rank_passes in plain[0]]
     assert all(a != b for a, b in zip(*counts, strict=True)), "ranks have as many tokens"
     assert all(abs(step["loss"]) > 1e-3 for step in plain[1][1:]), "losses are 0 by construction"
     argv = (*TUNINGS[tuning], *STRICT)
@@ -190,7 +190,7 @@ def test_numbers_are_those_of_plain_ranks(
 
 @pytest.mark.extra
 def test_a_teacher_with_shards_of_its_own(assets: Path, unequal_rows: Path, tmp_path: Path) -> None:
-    """The policy has ZeRO-3, and its teacher is whole."""
+    """The policy is sharded by ZeRO-3, its teacher is not."""
     config = tmp_path / "teacher.json"
     whole = {**DEEPSPEED, "zero_optimization": {"stage": 0}}
     config.write_text(json.dumps(whole), encoding="utf-8")
@@ -210,13 +210,13 @@ def test_a_teacher_with_shards_of_its_own(assets: Path, unequal_rows: Path, tmp_
 def test_resumed(
     shards: str, tuning: str, assets: Path, unequal_rows: Path, tmp_path: Path
 ) -> None:
-    """The last step of a run is that of the same run, resumed before it."""
+    """A run that is resumed before its last step has the same last step."""
     saves = ("--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2")
     argv = (*TUNINGS[tuning], *STRICT, *COLOCATED, *COOLER)
     whole, steps = training(assets, unequal_rows, tmp_path / "a", *argv, *saves, shards=shards)
     argv += ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-2"))
     resumed = training(assets, unequal_rows, tmp_path / "b", *argv, shards=shards)
-    last = [[p for p in of_rank if p["step"] == STEPS - 1] for of_rank in whole]
+    last = [[p for p in rank_passes if p["step"] == STEPS - 1] for rank_passes in whole]
     assert_same(resumed, (last, steps[-1:]), whole=shards == "zero2")
 
 
@@ -224,10 +224,10 @@ def test_resumed(
 def test_rows_that_are_cut_on_one_rank(
     shards: str, assets: Path, unequal_rows: Path, tmp_path: Path
 ) -> None:
-    """No rank waits in a gather of weights for one that has nothing to compare."""
+    """No rank waits in a gather of weights for a rank without rows to compare."""
     argv = (*COLOCATED, *COOLER, "--max_length", "45", "--truncation_strategy", "left")
     passes, steps = training(assets, unequal_rows, tmp_path / "run", *argv, shards=shards)
-    assert len({len(of_rank) for of_rank in passes}) == 1
+    assert len({len(rank_passes) for rank_passes in passes}) == 1
     assert [step["rollout_gap/max"] < SAME for step in steps] == [True] * STEPS
 
 
@@ -236,7 +236,7 @@ def test_rows_that_are_cut_on_one_rank(
 def test_positions_that_two_ranks_share(
     length: str, assets: Path, unequal_rows: Path, tmp_path: Path
 ) -> None:
-    """Of a model with positions in three dimensions; rows of an odd length are padded."""
+    """The model has positions in three dimensions. Rows of odd length are padded."""
     steps = []
     for name, argv in (("plain", ()), ("run", ("--sequence_parallel_size", "2"))):
         argv = (*COLOCATED, "--max_completion_length", length, *argv)

@@ -1,6 +1,6 @@
-"""Whole trainings of models whose layers do not all see everything before, with prompts that are
-read once and without: equal but for rounding. `tests/logits` compares their passes, and
-`test_invariance.py` trains a model whose layers do."""
+"""Trainings that read a group's prompt once equal plain ones but for rounding, in models with gated
+delta nets or windows. `tests/logits` compares passes; `test_invariance.py` trains a model with full
+attention."""
 
 from __future__ import annotations
 

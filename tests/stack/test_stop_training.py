@@ -1,7 +1,7 @@
-"""Trainings whose completions stop: what reward functions are told, and what the record holds.
+"""Trainings whose completions stop: the arguments of reward functions, and the record.
 
-The model spells ` find it</search>` with two line breaks in its last token, `More`, and a token of
-`--new_special_tokens`, whatever it is asked.
+Whatever the prompt, the model spells ` find it</search>` with two line breaks in its last token,
+then `More` and a token of `--new_special_tokens`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.stack.stop_cases import NEW_TOKEN, SEARCH, one_token
 
 pytestmark = pytest.mark.stack
 
-TOLD = 2 * BATCH
+NUM_SAMPLES = 2 * BATCH
 
 NEW_ID = 151665
 SEARCH_TEXT = " find it</search>"
@@ -81,8 +81,8 @@ def test_a_training_stops(way: str, assets: Path, rows: Path, tmp_path: Path) ->
     assert finished.returncode == 0, finished.cause
     ids = spelled[: ends.num_tokens]
     expected = [ends.text, ends.reason, ids, False]
-    assert read_lines(run / "record/rewards.jsonl") == [expected] * TOLD
+    assert read_lines(run / "record/rewards.jsonl") == [expected] * NUM_SAMPLES
     row = {"text": ends.text, "token_ids": ids, "finish_reason": "stop"}
     row["stop_reason"] = str(ends.reason)
     logged = read_samples(run / "run", columns=list(row)).to_pylist()
-    assert logged == [row] * TOLD
+    assert logged == [row] * NUM_SAMPLES

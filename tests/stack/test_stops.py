@@ -1,7 +1,7 @@
 """Stops in real engines, on a model that spells known tokens with the real Qwen tokenizer.
 
-For each case of `stop_cases`: text, ids, log-probabilities, finish reason and what matched, equal
-in vLLM's sync and async engine and in every form of answer.
+For each case of `stop_cases`, text, ids, log-probabilities, finish reason and matched stop are
+equal in vLLM's sync and async engine, and in every form of answer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def speller(assets: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
-def drawn(request: pytest.FixtureRequest, speller: Path) -> dict[str, Any]:
-    """All that an engine drew."""
+def answers(request: pytest.FixtureRequest, speller: Path) -> dict[str, Any]:
+    """The answers of an engine."""
     engine = request.param
     output = speller.parent / f"{engine}.json"
     command = [sys.executable, "-m", "tests.stack.stop_engines", str(speller), engine, str(output)]
@@ -54,14 +54,14 @@ def drawn(request: pytest.FixtureRequest, speller: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("include", [True, False])
 def test_a_completion_ends_where_it_must(
-    case: Case, include: bool, drawn: dict[str, Any], tokenizer: Any
+    case: Case, include: bool, answers: dict[str, Any], tokenizer: Any
 ) -> None:
     spelled = case.token_ids(tokenizer)
     token_ids = [*spelled[1:], END][: case.num_tokens]
     logprobs = expected_logprobs(sequences(tokenizer), [spelled[0], *token_ids])
     completions = [
         completion
-        for form in drawn[f"{case.name}/{include}"]["forms"].values()
+        for form in answers[f"{case.name}/{include}"]["forms"].values()
         for completion in form
     ]
     assert len(completions) == NUM_FORMS * COUNT
@@ -77,10 +77,11 @@ def test_a_completion_ends_where_it_must(
 
 
 def test_vllm_makes_text_only_where_a_stop_string_is_looked_for_in_it(
-    drawn: dict[str, Any],
+    answers: dict[str, Any],
 ) -> None:
-    """T6: none for stop tokens, stop strings that are special tokens, and the template's own."""
+    """T6: stop tokens, stop strings that are special tokens, and the template's own need no
+    text."""
     for case in CASES:
         needs_text = not all(word in ("<|box_start|>", NEW_TOKEN) for word in case.words)
         for include in (True, False):
-            assert drawn[f"{case.name}/{include}"]["detokenized"] == [needs_text]
+            assert answers[f"{case.name}/{include}"]["detokenized"] == [needs_text]

@@ -1,5 +1,5 @@
-"""The tool call example: turns end with calls, a crop comes back, and training learns from both,
-whoever leads the conversations."""
+"""The tool call example: turns end with calls, a crop comes back, and training learns from both.
+The training or the server leads the conversations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ FOLDER = ROOT / "examples/tool_call"
 TOOLS = "examples/tool_call/tools.py"
 STOP = "</answer>"
 STEPS = 3
-NUM_SAMPLES = 36
 
 
 def rows_of_users(assets: Path, path: Path) -> Path:
-    """A data set as users have it: an image by its path, as bytes, and a row without one."""
+    """Write rows with an image by its path, an image as bytes, and no image."""
     named, held, bare = digits(assets, [0, 1, 2])
     [file] = held["images"]
     named["images"] = [{"bytes": None, "path": named["images"][0]}]
@@ -38,9 +37,9 @@ def rows_of_users(assets: Path, path: Path) -> Path:
     return path
 
 
-def drawn(assets: Path, rows: Path, folder: Path, *argv: str) -> list[SampleRow]:
-    """What three rounds at a learning rate of 0 draw of the preset, turn by turn; rollout and
-    training agree in log-probabilities."""
+def train_preset(assets: Path, rows: Path, folder: Path, *argv: str) -> list[SampleRow]:
+    """Train the preset for three rounds at learning rate 0; return the turns. Assert that rollout
+    and training agree in log-probabilities."""
     small = ("--gradient_accumulation_steps", "1", "--temperature", "1.0")
     finished = run_training(
         assets,
@@ -60,7 +59,7 @@ def drawn(assets: Path, rows: Path, folder: Path, *argv: str) -> list[SampleRow]
 
 
 def server_of(assets: Path, *, leads: bool) -> list[str]:
-    """The arguments of the example's server, without its scheduler where it does not lead."""
+    """Return the arguments of the example's server; without its scheduler if it does not lead."""
     file = FOLDER / "served.rollout.yaml"
     settings: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     settings |= {"model": str(assets / "tiny_vlm"), "external_plugins": [PLUGIN, TOOLS]}
@@ -82,19 +81,19 @@ def rows(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def colocated(
     assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[SampleRow]:
-    """A colocated engine draws these: a crop comes back where there is an image."""
-    drawn_rows = drawn(assets, rows, tmp_path_factory.mktemp("colocated") / "run")
-    assert len({row.sample_id.request_id for row in drawn_rows if row.sample_id.turn == 0}) == 36
-    second = [row for row in drawn_rows if row.sample_id.turn == 1]
+    """The turns of a colocated engine. A crop comes back where the row has an image."""
+    turns = train_preset(assets, rows, tmp_path_factory.mktemp("colocated") / "run")
+    assert len({row.sample_id.request_id for row in turns if row.sample_id.turn == 0}) == 36
+    second = [row for row in turns if row.sample_id.turn == 1]
     with_crop = [row for row in second if row.media]
-    assert 0 < len(with_crop) < len(second)  # rows without an image are told so
+    assert 0 < len(with_crop) < len(second)  # some rows have no image
     for row in second:
-        told = "no. <image>" if row.media else "There is no image to look at."
-        assert told in row.prompt
+        expected = "no. <image>" if row.media else "There is no image to look at."
+        assert expected in row.prompt
     assert all(row.pictures and row.pictures[0] for row in with_crop)
     assert len({row.media[0] for row in with_crop}) == 2  # one for each image
-    assert_stopped(drawn_rows)
-    return drawn_rows
+    assert_stopped(turns)
+    return turns
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_whoever_leads_the_conversations_they_are_the_same(
 ) -> None:
     argv = server_of(assets, leads=leader == "server")
     with rollout_server(*argv, log=tmp_path / "log") as port:
-        served = drawn(assets, rows, tmp_path / "served", *client_argv(port))
+        served = train_preset(assets, rows, tmp_path / "served", *client_argv(port))
     assert list(map(what_is_seen, served)) == list(map(what_is_seen, colocated))
     assert {row.replica.split()[-2] for row in served} == {"replica"}
 
@@ -120,9 +119,9 @@ def what_is_seen(row: SampleRow) -> tuple[Any, ...]:
 
 
 def assert_stopped(rows: list[SampleRow]) -> None:
-    """Turns about an image end with their call, and hold nothing after it."""
+    """Assert that turns about an image end with their call, and have nothing after it."""
     first_turns = [row for row in rows if row.sample_id.turn == 0 and row.media]
-    # The set-up's model is in form in 96% or more; which samples are not differs by processor.
+    # The tiny model follows the format in 96% or more; which samples do not depends on the CPU.
     assert sum(row.stop_reason == STOP for row in first_turns) > 0.75 * len(first_turns)
     stopped = [row for row in rows if row.stop_reason == STOP]
     for row in stopped:

@@ -1,8 +1,5 @@
-"""Every way of training that CPU runs support, with the real `swift`, vLLM and Qwen2.5-VL.
-
-Each trains some steps and proves that the engine sampled with the weights that training had made.
-`test_servers.py` does so for servers.
-"""
+"""Colocated trainings with the real `swift`, vLLM and Qwen2.5-VL: the engine samples with the
+trained weights. `test_servers.py` has the same for servers."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ pytestmark = pytest.mark.stack
 def test_engine_samples_with_the_trained_weights(
     run: str, assets: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Colocated: one rank that trains all weights, two that train LoRA."""
+    """One rank trains all weights, two ranks train LoRA."""
     folder = request.getfixturevalue(run)
     policy.assert_sampled_with_trained_weights(folder, assets / "tiny_vlm", LEARNED_STEPS)
     recorded = json.loads((folder / "run/args.json").read_text(encoding="utf-8"))
@@ -44,11 +41,11 @@ def test_engine_samples_with_the_trained_weights(
     assert recorded["use_cpu"] is True
     assert recorded["ignore_args_error"] is False
     assert_timed(folder, ranks=1 if run == "learned_full" else 2)
-    assert_told(folder)
+    assert_summarized(folder)
 
 
-def assert_told(folder: Path) -> None:
-    """The log says once what is on and how to look at it, and at the end what was seen."""
+def assert_summarized(folder: Path) -> None:
+    """Assert that the log begins with one line of features, and ends with one of results."""
     log = (folder / "log").read_text(encoding="utf-8")
     [begin] = re.findall(r"swift-grpo-ext [0-9].*", log)
     assert "a seed for each sample; training reads prompts once a group where " in begin
@@ -60,8 +57,8 @@ def assert_told(folder: Path) -> None:
 
 
 def assert_timed(folder: Path, ranks: int) -> None:
-    """Each step's log has the seconds of its parts, whose sum is the step's by another clock. A
-    checkpoint is saved after each step: its time is of the next one."""
+    """Assert that the logged parts of each step add up to its time by another clock. A checkpoint
+    is saved after each step, and counts for the next one."""
     ends = [record["seconds"] for record in read_lines(folder / "record/ends0.jsonl")]
     steps = logged_steps(folder / "run")
     assert len(steps) == len(ends) - 1 == LEARNED_STEPS
@@ -83,7 +80,7 @@ def assert_timed(folder: Path, ranks: int) -> None:
 def test_tensor_parallel(
     assets: Path, learning_rows: Path, tmp_path: Path, learned_full: Path
 ) -> None:
-    """Two ranks share an engine, which draws as one rank's while the weights are the same."""
+    """Two ranks share an engine. At equal weights it has the tokens of one rank's engine."""
     parallel = ("--vllm_tensor_parallel_size", "2")
     run = tmp_path / "run"
     samples = train(assets, learning_rows, run, *LEARNING, *parallel, ranks=2, steps=2)

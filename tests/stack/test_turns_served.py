@@ -1,4 +1,4 @@
-"""Conversations on servers whose engines, tools and trainers fail in the middle of a turn."""
+"""Conversations that a server leads, while engines, servers, tools and trainers fail."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ import pytest
 
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.conftest import once
-from tests.stack.processes import free_port, health, rollout_server
+from tests.stack.processes import health, rollout_server
 from tests.stack.rounds import (
     BATCH,
     FATE,
-    FAULTY,
     Samples,
     client_argv,
     faults,
     recorded,
-    run_training,
     server_argv,
     train,
     train_with_faults,
@@ -42,7 +40,7 @@ EVENTFUL = (
 
 @pytest.fixture(scope="module")
 def undisturbed(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    """Two rounds of conversations, colocated on one rank."""
+    """Two rounds of conversations on one colocated rank."""
 
     def make(folder: Path) -> Samples:
         return train(assets, rows, folder, *ASK_AGAIN, steps=2)
@@ -59,7 +57,7 @@ def assert_same_turns(samples: Samples, undisturbed: Samples, step: int) -> None
 
 
 def plan(folder: Path, *events: dict[str, Any]) -> dict[str, str]:
-    """What is to happen from now on, and the environment of a server that meets it."""
+    """Write the events that happen from now on; return the environment of a server."""
     folder.mkdir(exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(events))
     return {"TURNS": str(folder)}
@@ -68,8 +66,8 @@ def plan(folder: Path, *events: dict[str, Any]) -> dict[str, str]:
 def test_an_engine_then_a_server_is_killed(
     assets: Path, rows: Path, undisturbed: Samples, tmp_path: Path
 ) -> None:
-    """Server 0 loses its engine in turn 2 of round 0, says so, and is back in round 1, in whose
-    turn 2 server 1 is killed: each time the conversations go on elsewhere."""
+    """Server 0 loses its engine in turn 2 of round 0, reports it, and is back in round 1. In turn 2
+    of round 1 server 1 is killed. Each time the conversations go on at the other server."""
     eventful = server_argv(assets, *EVENTFUL, plugins=["tests/stack/turns.py"])
 
     def dies(kind: str, step: int) -> list[dict[str, Any]]:
@@ -119,38 +117,10 @@ def test_an_engine_then_a_server_is_killed(
     assert f"server 0 (http://127.0.0.1:{port}) answers again" in finished.output
 
 
-@pytest.mark.extra  # `test_failures.py` loses them while rows are drawn
-def test_a_replica_then_the_only_server_is_killed(
-    assets: Path, rows: Path, undisturbed: Samples, tmp_path: Path
-) -> None:
-    """The training leads the conversations: in turn 2 of round 0 it loses one replica of two, in
-    that of round 1 the server; the run is resumed from the checkpoint against another."""
-    kinds = faults(
-        {"step": 0, "turn": 1, "replica": 1, "kind": "kill"},
-        {"step": 1, "turn": 1, "kind": "kill server"},
-    )
-    port = free_port()
-    argv = (*ASK_AGAIN, "--save_strategy", "steps", "--save_steps", "1", *client_argv(port))
-    two_replicas = server_argv(assets, "--vllm_data_parallel_size", "2", plugins=[FAULTY])
-    with rollout_server(*two_replicas, log=tmp_path / "server.log", env=kinds, port=port):
-        finished = run_training(assets, rows, tmp_path / "a", *argv, steps=2)
-    assert finished.returncode == 1
-    assert f"server 0 (http://127.0.0.1:{port}) does not answer" in finished.output
-    first = recorded(tmp_path / "a")
-    assert_same_turns(first, undisturbed, 0)
-    assert "A replica is lost" in (tmp_path / "server.log").read_text(encoding="utf-8")
-
-    resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-1"))
-    with rollout_server(*server_argv(assets), log=tmp_path / "anew.log", port=port):
-        finished = run_training(assets, rows, tmp_path / "b", *argv, *resume, steps=2)
-    assert finished.returncode == 0, finished.cause
-    assert_same_turns(recorded(tmp_path / "b"), undisturbed, 1)
-
-
 def test_slow_and_failing_tools_and_a_trainer_that_leaves(
     assets: Path, rows: Path, undisturbed: Samples, tmp_path: Path
 ) -> None:
-    """One server, which meets four trainings, at a --rollout_timeout that its tools exceed."""
+    """Three trainings use one server; its tools take longer than its --rollout_timeout."""
     folder = tmp_path / "turns"
     slow = {"sample": "train-0.0-1-2", "turn": 1, "kind": "slow", "seconds": 45}
     fails = {"sample": "train-1.0-2-3", "turn": 1, "kind": "raises"}
@@ -164,7 +134,7 @@ def test_slow_and_failing_tools_and_a_trainer_that_leaves(
     ):
         argv = (*FATE, *client_argv(port), "--rollout_timeout", "120")
         start = partial(train_with_faults, assets, rows)
-        # A tool takes long; the engine is killed between the rounds; the next round's tool raises.
+        # Round 0 has a slow tool; then the engine is killed; a tool of round 1 raises.
         training = pool.submit(start, tmp_path / "a", *argv, env=waits, steps=2)
         try:
             wait_until((tmp_path / "waiting").exists, training)
@@ -199,7 +169,7 @@ def test_slow_and_failing_tools_and_a_trainer_that_leaves(
         left = time.time()
         assert training.result().returncode != 0
 
-        # A tool does not come back: the run ends in time, and names it.
+        # A tool does not return: the run ends in time, and names it.
         plan(folder, {**slow, "kind": "endless", "seconds": 1000})
         finished = start(tmp_path / "c", *argv, steps=1)
         assert float((folder / "endless").read_text()) - left < 60
@@ -211,7 +181,7 @@ def test_slow_and_failing_tools_and_a_trainer_that_leaves(
 
 
 def end_training(folder: Path) -> None:
-    """Kill the processes that write into a training's log."""
+    """Kill the processes that write to a training's log."""
     log = str(folder / "log")
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -1,6 +1,5 @@
-"""With `--rollout_seed_mode engine` a run has ms-swift's own losses and gradient norms (R7).
-
-A group is encoded once, its prompt read once, and no needless pass is made, all the same."""
+"""With `--rollout_seed_mode engine` a run has ms-swift's own losses and gradient norms (R7),
+although a group is encoded once, its prompt is read once, and needless passes are left out."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ class Spelled(ORM):
 
 orms["spelled"] = Spelled
 """
-"""A plugin for both sides. Rewards differ within each group. The optimizer is plain: Adam's first
-step makes of gradients that are rounding alone a step of the whole learning rate."""
+"""A plugin for both runs. Rewards differ within each group. The optimizer is SGD: Adam's first step
+would turn gradients of rounding size into steps of the whole learning rate."""
 
 WAYS: dict[str, tuple[str, ...]] = {
     "grpo": (),
@@ -81,8 +80,8 @@ def test_losses_are_ms_swifts(way: str, assets: Path, tmp_path: Path) -> None:
         logs[side] = logged_steps(tmp_path / side)
     assert len(logs["own"]) == 3
     assert logs["own"][0]["grad_norm"] > 1e-2
-    # Advantages of a group of equal rewards are rounding alone, divided by ms-swift's 1e-4: where
-    # the reward holds a KL divergence, the last bit of one (2^-24) is an advantage of 6e-4.
+    # ms-swift divides advantages by the standard deviation plus 1e-4. If a group's rewards differ
+    # in the last bit alone (2^-24, of a KL term), its advantages are 6e-4.
     rounding = 2**-24 / 1e-4 if way == "kl in the reward" else 2e-6
     for found, expected in zip(logs["ours"], logs["own"], strict=True):
         for name in {"loss", "grad_norm", "reward", "reward_std", "kl"} & expected.keys():

@@ -1,5 +1,5 @@
-"""Weights that an engine has after an update, whoever sent them: each fault is named at the update
-that brings it, and no sound update is (docs/promises.md, C2)."""
+"""An engine's weights after an update from any sender: each fault is named at its update, and a
+sound update never is (C2)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ extra = pytest.mark.extra
 
 
 def fed(assets: Path, folder: Path, family: str, dtype: str, task: str) -> dict[str, Any]:
-    """What `watched_engine` found."""
+    """Return the findings of `watched_engine`."""
     model, output, parts = assets / "tiny_vlm", folder / "found.json", FAMILIES[family]
     if family != OURS:
         if missing := [package for package in parts.needs if find_spec(package) is None]:
@@ -54,15 +54,15 @@ def test_each_fault_is_named_at_once(family: str, assets: Path, tmp_path: Path) 
     assert found.pop("first") == []
     num_faults = 16 if IS_BEFORE_0_28 else 18  # without two of adapters
     assert len(found) >= (num_faults if family == OURS else 10)
-    for name, said in found.items():
-        assert any(said["expected"] in fault for fault in said["faults"]), (name, said)
-        assert said["recovered"] == [], name
+    for name, result in found.items():
+        assert any(result["expected"] in fault for fault in result["faults"]), (name, result)
+        assert result["recovered"] == [], name
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=extra)])
 def test_no_sound_update_is_refused(dtype: str, assets: Path, tmp_path: Path) -> None:
-    """Full weights from 5% away, LoRA merged and apart, at learning rates of 1e-5 and 1e-4. (With
-    504 in each precision, the least cosine was 0.96: of an adapter that was merged at once.)"""
+    """Full updates after a jump of 5%, LoRA merged and apart, at learning rates of 1e-5 and 1e-4.
+    In 504 updates of each precision the least cosine was 0.96, of an adapter merged at once."""
     found = fed(assets, tmp_path, OURS, dtype, "40")
     assert found["alarms"] == []
     assert min(found["least cosines"].values()) > 0.9  # 0.3 is the bound
@@ -79,7 +79,7 @@ def test_a_client_without_the_plugin_is_told(assets: Path, tmp_path: Path) -> No
     sound, spoiled, recovered, misshapen = json.loads(output.read_text(encoding="utf-8"))
     assert sound == recovered
     assert sound == {"update": "", "reset": "", "infer": "", "health": "sound", "status": 200}
-    # A server of another model (ms-swift issue 9401), whose workers log that they cannot load.
+    # As from a trainer of another model (ms-swift issue 9401): workers cannot load the weights.
     for answer in ("update", "infer", "health"):
         assert "could not load its weights" in misshapen[answer], answer
     named = f"{SPOILED.removeprefix('model.').removesuffix('.weight')} moved by 1"

@@ -1,6 +1,7 @@
-"""Engines that are given the trainer's weights and sample with others end the run before it trains
-on what they sampled (M4): the watch names what an engine made of an update, and the gap what it
-samples without. Engines that only have shorter numbers than the trainer do not."""
+"""An engine that samples with other weights than the trainer's ends the run before the trainer
+learns from its samples (M4). The watch finds an update that an engine did not take, the gap an
+adapter that it does not use. Lower precision is no fault. `test_watch.py` has a table of faults.
+"""
 
 from __future__ import annotations
 
@@ -19,38 +20,29 @@ pytestmark = pytest.mark.stack
 
 PLUGIN = "tests/stack/wrong_weights.py"
 LEARNING = ("--learning_rate", "2e-3", "--temperature", "1.0")
-
-
-SPOILED = "layers.1.self_attn.o_proj"
 APART = (*LORA, "--freeze_vit", "true", "--vllm_enable_lora", "true")
 
 
-@pytest.mark.parametrize(
-    ("kind", "step", "named"),
-    [
-        ("stale", 1, "(stale)"),  # the checkpoint's own, which are right once
-        pytest.param("transposed", 0, f"{SPOILED} moved by 1", marks=pytest.mark.extra),
-        pytest.param("random", 0, f"{SPOILED} moved by 1", marks=pytest.mark.extra),
-        pytest.param("nan", 0, f"{SPOILED} holds NaN", marks=pytest.mark.extra),
-    ],
-)
-def test_what_an_engine_makes_of_weights(
-    kind: str, step: int, named: str, assets: Path, learning_rows: Path, tmp_path: Path
+def test_an_engine_that_keeps_its_first_weights(
+    assets: Path, learning_rows: Path, tmp_path: Path
 ) -> None:
-    """The update that brings them fails, and names engine and tensor."""
+    """The second update fails: the weights of the first one are the checkpoint's own."""
     finished = run_training(
-        assets, learning_rows, tmp_path, *LEARNING, plugins=(PLUGIN,), env={"WRONG_WEIGHTS": kind}
+        *(assets, learning_rows, tmp_path, *LEARNING),
+        plugins=(PLUGIN,),
+        env={"WRONG_WEIGHTS": "stale"},
     )
     assert finished.returncode != 0
     assert "WeightUpdateError: The colocated engine of rank 0: the weight" in finished.output
-    assert named in finished.output
-    assert steps_of(tmp_path / "run") == step
+    assert "(stale)" in finished.output
+    assert steps_of(tmp_path / "run") == 1
 
 
 def test_an_adapter_that_an_engine_does_not_use(
     assets: Path, learning_rows: Path, tmp_path: Path
 ) -> None:
-    """One of two replicas: the gap names it at the first step at which an adapter does anything."""
+    """The gap names the one of two replicas that ignores its adapter, at the first step at which
+    adapters differ from 0."""
     argv = server_argv(assets, *APART[-2:], "--vllm_data_parallel_size", "2", plugins=(PLUGIN,))
     env = {"WRONG_WEIGHTS": "no adapter", "WRONG_REPLICA": "1"}
     with rollout_server(*argv, log=tmp_path / "server.log", env=env) as port:
@@ -64,7 +56,7 @@ def test_an_adapter_that_an_engine_does_not_use(
 
 
 def steps_of(run: Path) -> int:
-    """How many steps were trained."""
+    """Return the number of trained steps."""
     return len(logged_steps(run) if (run / "logging.jsonl").exists() else ())
 
 
@@ -84,7 +76,7 @@ def steps_of(run: Path) -> int:
 def test_the_less_precise_side_sets_the_limit(
     numbers: str, limit: str, assets: Path, learning_rows: Path, tmp_path: Path
 ) -> None:
-    """A trainer of float32 with a server of bfloat16, and with a quantized cache beside it."""
+    """A float32 trainer with a bfloat16 server, or with a colocated engine whose cache is fp8."""
     with ExitStack() as servers:
         kwargs = json.dumps({"kv_cache_memory_bytes": 2**27, "kv_cache_dtype": numbers})
         argv = ["--vllm_engine_kwargs", kwargs]

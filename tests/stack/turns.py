@@ -1,9 +1,9 @@
-"""A plugin for tests: conversations of two turns on a server, and what happens in them.
+"""A plugin for tests: conversations of two turns on a server, with planned events.
 
-The environment variable `TURNS` names a folder in which tests write `plan.json`: a list of events,
-each with a sample's name, a turn and its kind. Each happens once, over all servers of the folder,
-and leaves a file of its kind there: the time. One that is `after` a turn waits until another sample
-of the round has met that: its own next turn is not asked for yet, whoever is fast.
+The environment variable `TURNS` names a folder. There a test writes `plan.json`, a list of events,
+each with the name of a sample, a turn and a `kind`. An event happens once over all servers of the
+folder, and writes its time to a file named by its kind. An event with `after` first waits until
+some sample of the round has reached that turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOLDER = Path(os.environ["TURNS"])
 
 
 class Eventful(MultiTurnScheduler):
-    """Asks a second time, whatever the first answer was, and meets the events of each turn."""
+    """Asks a second time, whatever the first answer is, and lets the events of each turn happen."""
 
     def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
         is_last = current_turn >= TURNS

@@ -1,10 +1,10 @@
-"""Feeds updates to the worker of one real engine, and writes down what the watch says of them.
+"""Feeds updates to the worker of one real engine, and writes the watch's findings to OUTPUT.
 
     python -m tests.stack.watched_engine MODEL MODEL_TYPE TEMPLATE DTYPE (faults | NUMBER) OUTPUT
 
-`faults`: each fault of the table that the model has room for, between two sound updates. NUMBER:
-so many updates of simulated trainings, full and LoRA, merged and apart. A program of its own:
-vLLM's engines and what they leave behind end with it.
+`faults`: each fault of the table that fits the model, between two sound updates. NUMBER: the number
+of updates of simulated trainings, full and LoRA, merged and apart. It is a program of its own
+because vLLM's engines leave processes and globals behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Weights = dict[str, torch.Tensor]
 RANK = 8
 HAS_ADAPTERS = not IS_BEFORE_0_28 or has_accelerator()
 LAST = r"layers\.1\."
-"""The language model's second layer, and the tower's where it is called so."""
+"""The language model's second layer, and a tower's of the same name."""
 
 
 def found(weights: Weights, pattern: str) -> list[str]:
@@ -45,7 +45,7 @@ def noise(like: torch.Tensor) -> torch.Tensor:
 
 
 def changed(pattern: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A fault of each tensor whose name ends so."""
+    """Return a fault that changes each tensor whose name ends with the pattern."""
 
     def spoil(weights: Weights) -> Weights | None:
         names = found(weights, pattern)
@@ -71,7 +71,7 @@ def without(pattern: str) -> Any:
 
 
 def taken_from(pattern: str, source: str) -> Any:
-    """A fault of tensors that hold others."""
+    """Return a fault that replaces tensors by others of their shape."""
 
     def spoil(weights: Weights) -> Weights | None:
         names, sources = found(weights, pattern), found(weights, source)
@@ -85,7 +85,6 @@ def taken_from(pattern: str, source: str) -> Any:
     return spoil
 
 
-EXPERTS = r"experts\.(gate_up_proj|down_proj|\d+\.\w+_proj\.weight)"
 FUSED = r"experts\.(gate_up_proj|down_proj)"
 FAULTS: dict[str, tuple[Any, str]] = {
     "random matrix": (changed(LAST + r"self_attn\.o_proj\.weight", noise), "moved by 1"),
@@ -138,11 +137,12 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "an expert's matrix left out": (without(r"1\.mlp\.experts\.3\.up_proj\.weight"), "did not arr"),
 }
-"""By name: what is sent instead, None where the model has no such tensor, and what is said."""
+"""By name: the function that spoils weights (None if the model has no such tensor), and a part of
+the finding."""
 
 
 class Fed:
-    """An engine whose worker is given weights."""
+    """An engine, and updates of its worker."""
 
     def __init__(self, model: str, model_type: str, template: str, dtype: str) -> None:
         from swift_grpo_ext.rollout.engine import UPSTREAM_EXTENSION, RolloutEngine
@@ -220,18 +220,18 @@ def merged(weights: Weights, adapter: Weights) -> Weights:
 
 
 def step(weights: Weights, size: float, seed: int) -> Weights:
-    """What an optimizer makes of them: each number moves by some `size`."""
+    """Return the weights after an optimizer's step: each number moves by about `size`."""
     torch.manual_seed(seed)
     return {n: t + size * torch.randn(t.shape).to(t) for n, t in weights.items()}
 
 
 def try_faults(fed: Fed) -> dict[str, Any]:
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     sound = step(fed.weights, 1e-4, 1)
-    said["first"] = fed.update(fed.weights) + fed.update(sound)
+    results["first"] = fed.update(fed.weights) + fed.update(sound)
 
     def note(name: str, expected: str, faults: list[str], recovered: list[str]) -> None:
-        said[name] = {"expected": expected, "faults": faults, "recovered": recovered}
+        results[name] = {"expected": expected, "faults": faults, "recovered": recovered}
 
     for number, (name, (spoil, expected)) in enumerate(FAULTS.items()):
         spoiled = spoil(step(fed.weights, 1e-4, number))
@@ -251,11 +251,11 @@ def try_faults(fed: Fed) -> dict[str, Any]:
         note("adapter twice", "counts twice", twice, fed.update(fed.weights) + fed.adapt(adapter))
         refused = fed.adapt(make_adapter(fed.weights, 0.1, 64), 64)
         note("adapter refused", "vLLM refuses the adapter", refused, fed.adapt(adapter))
-    return said
+    return results
 
 
 def try_sound(fed: Fed, count: int) -> dict[str, Any]:
-    """Update with what trainings make, each from a checkpoint that moved by a few percent."""
+    """Simulate trainings; a full one starts from weights that differ from the engine's by 5%."""
     alarms: list[str] = []
     cosines: dict[str, float] = {}
 

@@ -1,12 +1,11 @@
-"""Real `swift` and `python` command lines without their imports: `multiprocessing`'s fork server
-has imported torch, transformers, vLLM and ms-swift once (`preloaded.py`), and forks for each.
+"""Runs `swift` and `python` command lines without the time of their imports: `multiprocessing`'s
+fork server imports torch, transformers, vLLM and ms-swift once (`preloaded.py`), and forks.
 
-A forked command line behaves as the real one: session, environment, working directory, output,
-exit status, and `multiprocessing`'s spawned processes, which are forked from a process without
-plugins. Five things differ: `/proc/PID/environ` and `/proc/PID/cmdline` are the zygote's; hash
-seeds are the same in all processes; nothing is read from the environment at import; no destructor
-runs at the end; and with `NPROC_PER_NODE` this module ends ranks by torchrun's rule.
-`test_launch.py` starts the real thing.
+A forked command line has its own session, environment, working directory, output and exit status.
+Processes that it spawns are forked from a process without plugins. Five things differ from the real
+one: `/proc/PID/environ` and `/proc/PID/cmdline` are the zygote's; hash seeds are the same in all
+processes; imports do not read the environment; no destructor runs at the end; and with
+`NPROC_PER_NODE` this module ends ranks by torchrun's rule. `test_launch.py` starts real processes.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_PYTEST = ("", str(ROOT), str(ROOT / "scripts"), str(ROOT / "examples/digits"))
-"""What pytest has at the beginning of its path, and no command line."""
+"""Entries that pytest adds to the beginning of `sys.path`."""
 
 SECONDS_TO_END = 30
-"""Which torchrun gives the other ranks when one has failed."""
+"""Time that torchrun gives the other ranks when one has failed."""
 
 
 class Forked:
-    """A process as `subprocess.Popen` shows one."""
+    """A forked process with the interface of `subprocess.Popen`."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> None:
-        """Start `argv` in the folder of the clone; it writes into these two files."""
+        """Start `argv` in the folder of the clone, with its outputs in these two files."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.stack.preloaded"])
-        with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # which is read at import
+        with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read at import
             forkserver.ensure_running()
         args = (list(map(str, argv)), dict(env), str(out), str(err))
         self._process = context.Process(target=become, args=args)
@@ -61,12 +60,11 @@ class Forked:
 
 
 def become(argv: list[str], env: Mapping[str, str], out: str, err: str) -> None:
-    """Be the first process of a command line, where `swift` or torchrun would stand, or one of
-    those that it starts."""
+    """Run a command line in this forked process: as `swift` or torchrun, then as each rank."""
     from tests.stack import preloaded
 
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which pytest may have ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may ignore it
     os.environ.clear()
     os.environ.update({**preloaded.ENVIRONMENT, **env})
     os.chdir(ROOT)
@@ -95,8 +93,8 @@ def become(argv: list[str], env: Mapping[str, str], out: str, err: str) -> None:
 def _fork_for_spawned() -> None:
     """Fork `multiprocessing`'s own fork server, before a plugin is imported.
 
-    From then on a process that is spawned is forked from it: with arguments that were pickled, and
-    the environment and the main module of who spawns it.
+    Later processes are forked from it in place of being spawned: with pickled arguments, and with
+    the environment and the main module of their parent.
     """
     server = forkserver._forkserver
     listener = socket.socket(socket.AF_UNIX)
@@ -114,7 +112,7 @@ def _fork_for_spawned() -> None:
 
 
 def _command_of_swift(argv: Sequence[str]) -> list[str]:
-    """What the `swift` command would start; it reads a YAML file, and sets `ENV` of it."""
+    """Return the command that `swift` would start, after it has read a YAML file and its `ENV`."""
     from swift.cli import main
 
     commands: list[list[str]] = []
@@ -130,8 +128,8 @@ def _command_of_swift(argv: Sequence[str]) -> list[str]:
 
 
 def _ranks_of(argv: list[str]) -> tuple[list[str], list[dict[str, str]]]:
-    """`python -m torch.distributed.run --name value ... FILE ...` -> `python FILE ...`, and what
-    torchrun puts into the environment of each rank. Rank 0 opens the store."""
+    """Turn `python -m torch.distributed.run --name value ... FILE ...` into `python FILE ...`, and
+    return it with the variables that torchrun sets for each rank. Rank 0 opens the store."""
     if "torch.distributed.run" not in argv:
         return argv, [{}]
     first = 3
@@ -150,7 +148,7 @@ def _ranks_of(argv: list[str]) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _wait(ranks: dict[int, int]) -> int:
-    """The exit status of all; when one of several fails, the others are ended."""
+    """Return the exit status of all ranks; when one of several fails, end the others."""
     several, failed, deadline = len(ranks) > 1, 0, float("inf")
     while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG if failed else 0)
@@ -175,7 +173,7 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    """`python FILE ...`, `-m MODULE ...` or `-c CODE ...`, to its end."""
+    """Run `python FILE ...`, `-m MODULE ...` or `-c CODE ...` to its end."""
     is_file = argv[1] not in ("-m", "-c")
     sys.path.insert(0, str(Path(argv[1]).parent if is_file else ROOT))
     sys.argv = list(argv[1 if is_file else 2 :])

@@ -1,4 +1,5 @@
-"""The cutting rule, against brute force on small alphabets and against exact cases."""
+"""The cutting rule against brute force on a small alphabet, and by exact cases. `tests/stack` has a
+table of stop strings on real engines."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ stop_settings = st.builds(
 
 
 def by_brute_force(token_ids: list[int], stops: Stops) -> tuple[int, str, object]:
-    """Tokens kept, text and reason, looking at the text after each token and at every character."""
+    """Return kept tokens, text and reason, by a look at every character of the text after each
+    token."""
     for num_tokens in range(1, len(token_ids) + 1):
         text = decode(token_ids[:num_tokens])
         for end in range(1, len(text) + 1):
@@ -82,35 +84,6 @@ def test_a_cut_is_what_brute_force_finds(token_ids: list[int], stops: Stops) -> 
 
 
 # --- exact cases ---
-
-
-@pytest.mark.parametrize(
-    ("pieces", "strings", "num_tokens", "text", "reason"),
-    [
-        (["a", "</", "a", ">\n\n", "a"], ["</a>"], 4, "a</a>", "</a>"),  # ends inside a token
-        (["aa", ">\n\n"], ["a>"], 2, "aa>", "a>"),  # begins inside one
-        (["<", "/", "a", ">", "a"], ["</a>"], 4, "</a>", "</a>"),  # a token for each character
-        (["aa", "a"], ["aa", "a"], 1, "a", "a"),  # complete first, though both are in one token
-        (["a", "/a></"], ["a></", "</", "></"], 2, "a/a></", "a></"),  # the first of equal ends
-        (["a", "a>", ">a"], ["a<|tool|>"], 3, "aa>>a", None),
-        (["a", "<|tool|>", "a"], ["a<|tool|>"], 2, "a<|tool|>", "a<|tool|>"),
-        (["答案", "a"], ["案"], 1, "答案", "案"),
-        ([b"\xe7", b"\xad", b"\x94", "a"], ["答"], 3, "答", "答"),
-        ([b"\xf0\x9f", b"\x98", b"\x80"], ["😀"], 3, "😀", "😀"),
-        ([b"\xf0\x9f", b"\x98"], ["😀"], 2, "�", None),
-        ([], ["a"], 0, "", None),
-    ],
-)
-def test_stop_strings(
-    pieces: list[str | bytes], strings: list[str], num_tokens: int, text: str, reason: str | None
-) -> None:
-    token_ids = ids_of(*pieces)
-    words = tuple(strings)
-    found = find_ending(token_ids, decode, Stops(strings=words))
-    assert (found.num_tokens, found.reason) == (num_tokens, reason)
-    assert text_of(found, token_ids) == text
-    without = find_ending(token_ids, decode, Stops(strings=words, include=False))
-    assert text_of(without, token_ids) == (text.removesuffix(reason) if reason else text)
 
 
 def test_stop_tokens() -> None:

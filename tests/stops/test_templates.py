@@ -1,4 +1,4 @@
-"""Stops on the real template: what the text is, and what training makes of a stopped sequence."""
+"""Stops with a real template: the text, and the training's encode of a stopped sequence."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_training_sees_the_sampled_tokens_and_no_end_of_turn(
 def test_the_end_of_a_turn_is_trained_on_where_it_was_sampled(
     trained: Any, first: list[int]
 ) -> None:
-    """It stands behind the turn in any case, where another speaks next."""
+    """A template adds it to the turn in any case, before another message."""
     answer = [5, 6, END_OF_TURN]
     messages = [{"role": role, "content": "?"} for role in ("user", "assistant") * 2]
     sample = RolloutSample.from_row({"messages": messages})

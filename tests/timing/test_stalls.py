@@ -1,4 +1,4 @@
-"""Reports of a run that hangs; on real processes in `tests/stack/test_failures.py`."""
+"""Reports of a run that hangs. `tests/stack/test_failures.py` has real processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AFTER = [[9, "10 min in `loss`, at a"], [9, "10 min in `rewards`, at b; waits fo
 
 
 def test_ranks_that_do_the_same_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks 2 and 5 have not looked in between."""
+    """Ranks 2 and 5 did not answer, and rank 3 not between two reports."""
     reports, silent = StallReports(), BEFORE[3]
     reports._size = 6
     before, after = [*BEFORE, BEFORE[0], None], [*AFTER, silent, AFTER[0], None]

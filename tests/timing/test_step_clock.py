@@ -1,4 +1,4 @@
-"""The parts of a step, of a trainer that has ms-swift's methods, on a clock that the test moves."""
+"""The parts of a step of a trainer with ms-swift's methods, by a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARGS, STATE, CONTROL = TrainingArguments(report_to=[]), TrainerState(), TrainerC
 
 
 class Host:
-    """The host's clock, which goes on where the trainer works."""
+    """The host's clock; it advances while the trainer works."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -40,7 +40,7 @@ def _host_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Trainer:
-    """Calls its methods as ms-swift's trainer does. Each takes seconds of its own."""
+    """Calls its methods as ms-swift's trainer does; each takes some seconds itself."""
 
     vllm_mode = "colocate"
     deepspeed: Any = None
@@ -126,7 +126,7 @@ STEP = {
     "optimizer": 256.0,
     "rest": 0.5 + 512,
 }
-"""Of a step of the trainer."""
+"""The seconds of a step's parts."""
 
 
 def begin(trainer: Any) -> StepClock:
@@ -136,7 +136,7 @@ def begin(trainer: Any) -> StepClock:
 
 
 def step(trainer: Any, clock: StepClock, *batches: bool) -> None:
-    """Make a step; `batches` say whether gradients are synchronized, of one batch without."""
+    """Make a step of batches; each value says whether that batch synchronizes gradients."""
     for is_last in batches or (True,):
         trainer.accelerator.sync_gradients = is_last
         trainer.training_step()
@@ -174,7 +174,7 @@ def test_steps_between_two_logs_are_averaged_and_gradients_accumulated() -> None
 
 
 class Resampling(Trainer):
-    """Dynamic sampling draws once more before rewards are known."""
+    """Dynamic sampling generates once more while it scores."""
 
     def _score_completions(self) -> None:
         self.work(1000)
@@ -216,8 +216,8 @@ TWICE = {part: 2 * STEP[part] for part in ROLLOUT_PARTS}
     ],
 )
 def test_where_time_of_other_trainers_belongs(trainer: Any, changes: dict[str, float]) -> None:
-    """A server's engine neither wakes nor sleeps; a round that dynamic sampling adds is rollout;
-    an evaluation is rest of the step after it."""
+    """A server's engine neither wakes nor sleeps. A round that dynamic sampling adds is rollout. An
+    evaluation counts as rest of the next step."""
     step(trainer, begin(trainer))
     assert logged(trainer) == {**STEP, **changes}
 
@@ -261,7 +261,7 @@ class Asynchronous(Trainer):
 
 
 class NoExchange(RankGroup):
-    """Ranks that a clock must not ask for anything: where one fails, the others would wait."""
+    """A clock must not exchange values: if one rank fails, the others would wait."""
 
     size = 2
 
@@ -279,7 +279,7 @@ def test_another_thread_is_left_alone() -> None:
 
 
 class Waiting(Trainer):
-    """Tells the clock of each round that others took 3 seconds longer."""
+    """Reports to the clock that other ranks took 3 seconds longer in each round."""
 
     def _infer_single_or_multi_turn(self, failing: bool = False) -> str:
         self.clock.note_wait(3.0)
@@ -287,7 +287,8 @@ class Waiting(Trainer):
 
 
 def test_a_step_logs_how_long_ranks_waited_for_the_slowest() -> None:
-    """Of all its rounds; an evaluation is not timed, and a step without a round has none."""
+    """The waits of its rounds add up. An evaluation is not timed; a step without a round has
+    none."""
     clock = begin(trainer := Waiting(ranks=NoExchange()))
     trainer.clock = clock
     for num_rounds in (1, 2):
@@ -304,12 +305,12 @@ def test_a_second_training_is_timed_once_and_the_trainer_left_as_it_was() -> Non
     clock = begin(trainer := Trainer(ranks=NoExchange()))
     own = dict(vars(trainer))
     trainer.training_step()
-    clock.on_train_begin(ARGS, STATE, CONTROL)  # the first one failed: nothing told the clock
+    clock.on_train_begin(ARGS, STATE, CONTROL)  # after a first training that failed
     num_reads = HOST.num_reads
     step(trainer, clock)
     # The clock is read at both ends of 11 methods, after the optimizer and at the end of the step.
     assert HOST.num_reads - num_reads == 24
-    other = begin(trainer)  # such as a bench's
+    other = begin(trainer)  # as in a bench
     state: Any = SimpleNamespace(is_world_process_zero=False)
     for each in (clock, other):
         each.on_train_end(ARGS, state, CONTROL)

@@ -1,4 +1,4 @@
-"""`swift-grpo-ext`: what each command is given, its version, and the flags that it lists."""
+"""`swift-grpo-ext`: the options of each command, its version, and its list of flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swift_grpo_ext.tools import cli
-from swift_grpo_ext.tools.cli import main, steps
+from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.version import __version__
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/flags.md"
@@ -94,7 +94,8 @@ COMMANDS: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
         },
     ),
 }
-"""What runs a command, its shortest command line with its options, and one with all of them."""
+"""By command: its function, its shortest command line, and one with all options, each with the
+parsed options."""
 
 REST = ["--seed", "1"]
 
@@ -145,8 +146,8 @@ def test_help_says_something_of_each_argument(
     assert lines[0].startswith(f"usage: swift-grpo-ext {name}".rstrip() + " ")
     arguments = [i for i, line in enumerate(lines) if re.match(r" {2,4}\S", line)]
     for i in arguments:
-        said = re.search(r"\S {2,}\S", lines[i]) or re.match(r" {10,}\S", [*lines, ""][i + 1])
-        assert said or lines[i].strip().startswith("{"), lines[i]
+        described = re.search(r"\S {2,}\S", lines[i]) or re.match(r" {10,}\S", [*lines, ""][i + 1])
+        assert described or lines[i].strip().startswith("{"), lines[i]
     assert any("default: train" in line for line in lines) == (name in ("replay", "compare"))
 
 
@@ -173,10 +174,6 @@ def test_flags_are_listed_and_the_page_holds_their_table(
         assert f"--{name} {values}  (default: {default})\n    {text}\n" in output
         escaped = values.replace("|", "\\|")
         assert f"| `--{name}` | {escaped} | {default} | {text} |" in page
-
-
-def test_steps_count_both_ends() -> None:
-    assert steps("3:5") == range(3, 6)
 
 
 def test_view_serves_or_writes_one_page(

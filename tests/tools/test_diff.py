@@ -1,4 +1,4 @@
-"""Pairs of runs that were made to differ in one value each."""
+"""`diff` finds the first difference of two runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(
     reward: float | None = None,
     **changes: Any,
 ) -> Path:
-    """Write a run with other values in one sample of round 1, or another reward there."""
+    """Write a run with other values, or another reward, in one sample of round 1."""
     writer = Writer(folder)
     for step in range(steps):
         rows = [replace(row, logprobs=[-0.5, -1.0, -1.5]) for row in make_rows(step)]
@@ -72,7 +72,7 @@ def first_difference(one: Path, other: Path) -> str:
             "the hash of prompt, tools, boxes and the content of media is "
             f'"{"0" * 31}1" in A and "{"f" * 32}" in B',
         ),
-        # The column that decides the others is named.
+        # Only the column that causes the other differences is named.
         (
             (0, 1),
             {"seed": 7, "token_ids": [7, 0, 0], "text": "b"},
@@ -137,7 +137,7 @@ def test_the_first_token_that_differs(
     assert result.difference.describe(decoders=decoders) == where + expected
     id_alone = r"token \d is id [17] \(log-probability -[.0-9]+\) in A"
     assert re.search(id_alone, result.difference.describe())
-    assert result.logprob_gap == (0.25 if logprobs else 0.0)  # of the tokens before
+    assert result.logprob_gap == (0.25 if logprobs else 0.0)  # over the tokens before
 
 
 @pytest.mark.parametrize(
@@ -230,15 +230,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def log(folder: Path, *steps: int, **changes: Any) -> Path:
-    """Log these steps as ms-swift does, and save the weights of each; changes are the last's."""
+    """Log these steps as ms-swift does, and save weights for each; `changes` apply to the last."""
     folder.mkdir(exist_ok=True)
     with (folder / "logging.jsonl").open("a", encoding="utf-8") as f:
         for step in steps:
             values = {"loss": 0.1 * step, "grad_norm": 1.0, "learning_rate": 1e-6}
             values |= changes if step == steps[-1] else {}
-            of_time = {"step_time": 0.5, "global_step/max_steps": f"{step}/3"}
-            f.write(json.dumps(values | of_time) + "\n")
-            f.write(json.dumps({"eval_loss": 1.0, **of_time}) + "\n")
+            times = {"step_time": 0.5, "global_step/max_steps": f"{step}/3"}
+            f.write(json.dumps(values | times) + "\n")
+            f.write(json.dumps({"eval_loss": 1.0, **times}) + "\n")
             checkpoint = folder / f"checkpoint-{step}"
             checkpoint.mkdir(exist_ok=True)
             (checkpoint / "model.safetensors").write_bytes(bytes([step]))
@@ -280,7 +280,7 @@ def test_weights_that_no_log_tells_of(tmp_path: Path) -> None:
 def test_a_resumed_run_is_equal_to_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has logged a step twice, the first time with a line cut short."""
+    """The resumed run has logged step 3 twice, the first time with a line cut short."""
     one, other = (log(write(tmp_path / name), 1, 2) for name in "ab")
     with (other / "logging.jsonl").open("a", encoding="utf-8") as f:
         f.write('{"loss": 0.7, "global_step/ma\n')

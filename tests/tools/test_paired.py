@@ -1,4 +1,4 @@
-"""Runs compared prompt by prompt: pairs, intervals, what is left out."""
+"""Runs compared prompt by prompt: pairs of runs, intervals, and prompts that are left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tools.view.runs import Writer, make_conversations, make_rows, score
 
 
 def pair(one: Sequence[float], other: Sequence[float], num_alone: int = 0) -> Pair:
-    """Return two runs with these mean rewards by prompt, in three steps."""
+    """Return a pair of runs with these mean rewards by prompt."""
     means = {str(number): each for number, each in enumerate(zip(one, other, strict=True))}
     return Pair(means, num_alone, (0, 2))
 
@@ -64,19 +64,19 @@ def test_runs_are_paired_by_seed(tmp_path: Path) -> None:
             pair_by_seed([a1, a2], other)
 
 
-def write(folder: Path, seed: int, of_groups: Sequence[float], *, num_steps: int = 2) -> str:
-    """Write rounds of two groups; the second has twice the rewards, and so on."""
+def write(folder: Path, seed: int, rewards: Sequence[float], *, num_steps: int = 2) -> str:
+    """Write rounds of two groups; the rewards of step n are n + 1 times `rewards`."""
     writer = Writer(folder)
     for step in range(num_steps):
         rows = make_rows(step)
         writer.write(rows, scored=False)
-        writer.append_scores([score(r, (1 + step) * of_groups[r.sample_id.group]) for r in rows])
+        writer.append_scores([score(r, (1 + step) * rewards[r.sample_id.group]) for r in rows])
     (folder / "args.json").write_text(json.dumps({"seed": seed}), encoding="utf-8")
     return str(folder)
 
 
 def test_turns_of_a_conversation_are_one_sample(tmp_path: Path) -> None:
-    """A prompt is the first turn's, and its mean is over samples, however many turns they have."""
+    """A prompt is that of the first turn. Its mean is over samples, not over turns."""
     rows = make_conversations(0)
     Writer(tmp_path / "run").write(rows)
     Writer(tmp_path / "other").write([*rows, *make_rows(0, num_groups=3)[-2:]])
@@ -116,7 +116,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_of_runs_of_different_lengths_the_common_steps_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rewards rise in both alike, and the longer run is not better for it."""
+    """Rewards rise equally in both, and the longer run does not count as better."""
     short, long = (write(tmp_path / f"{n}", 3, [1, 1], num_steps=n) for n in (2, 9))
     other = write(tmp_path / "other", 4, [1, 1])
     command = ["compare", "--baseline", long, other, "--candidate", short, other]

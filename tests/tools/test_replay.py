@@ -1,4 +1,4 @@
-"""Replay without an engine: comparing, finding weights and prompts, and what is refused."""
+"""Replay without an engine: comparisons, the search for weights and prompts, and refusals."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def seeded(name: SampleId = ROW.sample_id, **changes: Any) -> SampleRow:
 
 @dataclass
 class Replay:
-    """The command, with an engine that draws the recorded tokens, or these."""
+    """The command with a stand-in engine, which generates the recorded tokens, or `draws`."""
 
     folder: Path
     draws: list[list[int]] = field(default_factory=list)
-    asked: Sequence[SampleRow] = ()
-    """The turns."""
+    generated: Sequence[SampleRow] = ()
+    """The turns that the command generated again."""
 
     def record(self, *rows: SampleRow) -> None:
         self.folder.mkdir()
@@ -56,7 +56,7 @@ class Replay:
     def generate(
         self, _: Any, __: Any, rows: Sequence[SampleRow], ___: str
     ) -> tuple[list[SampleRow], list[str]]:
-        self.asked = rows
+        self.generated = rows
         ids = self.draws or [row.token_ids for row in rows]
         again = [
             replace(row, token_ids=i, logprobs=[-0.5, -1.5][: len(i)])
@@ -73,7 +73,7 @@ def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Replay:
 
 
 def test_the_result_as_lines_and_as_json(replay: Replay, capfd: pytest.CaptureFixture[str]) -> None:
-    """One sample is equal, the other parts at its second token."""
+    """One sample is equal, the other one differs from its second token on."""
     ids = [sample_id(index=index) for index in range(2)]
     replay.record(*[seeded(name, token_ids=[1, 2], logprobs=[-0.5, -1.0]) for name in ids])
     replay.draws = [[1, 2], [1, 4]]
@@ -96,7 +96,7 @@ def test_the_result_as_lines_and_as_json(replay: Replay, capfd: pytest.CaptureFi
 
 def test_arguments_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert [round_name(text) for text in ("12", "3.7")] == [(12, 0), (3, 7)]
-    assert setting('dataset=["a=b.jsonl"]') == ("dataset", ["a=b.jsonl"])  # JSON, or else text
+    assert setting('dataset=["a=b.jsonl"]') == ("dataset", ["a=b.jsonl"])  # a value is JSON or text
     assert setting("model=models/tiny") == ("model", "models/tiny")
     for argv in (["--round", "x"], ["--round", "1", "--set", "seed"]):
         with pytest.raises(SystemExit):
@@ -113,7 +113,7 @@ def test_settings_of_a_run(tmp_path: Path) -> None:
         read_settings(tmp_path, {})
     args.write_text(json.dumps(SETTINGS))
     assert read_settings(tmp_path, {"seed": 7}) == {**SETTINGS, "seed": 7}
-    args.write_text(json.dumps({**SETTINGS, "vllm_mode": "server"}))  # an engine of its own size
+    args.write_text(json.dumps({**SETTINGS, "vllm_mode": "server"}))  # with no size of an engine
     assert read_settings(tmp_path, {})["vllm_gpu_memory_utilization"] == 0.4
     with pytest.raises(ValueError, match=r"--set sed: .*setting\. did you mean seed\?"):
         read_settings(tmp_path, {"sed": 7})
@@ -176,7 +176,7 @@ def test_later_turns_are_left_out(replay: Replay, capfd: pytest.CaptureFixture[s
     tokens: dict[str, Any] = {"token_ids": [1, 2], "logprobs": [-0.5, -1.0]}
     replay.record(seeded(sample_id(index=3), **tokens), seeded(later, **tokens))
     assert replay.run("--json") == 0
-    assert [row.sample_id.turn for row in replay.asked] == [0]
+    assert [row.sample_id.turn for row in replay.generated] == [0]
     [note] = json.loads(capfd.readouterr().out)["notes"]
     assert note == "Later turns of conversations are not generated again."
 
@@ -185,7 +185,7 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 
 def test_the_prompt_comes_from_the_data_set() -> None:
-    """A row has no system message, which ms-swift puts in front, and may hold an answer."""
+    """ms-swift adds a system message to a row's prompt; a row may also have an answer."""
     row = {"messages": MESSAGES[1:], "images": [{"bytes": b"png", "path": None}], "solution": "7"}
     other = {**row, "images": [{"bytes": b"gnp", "path": None}]}
     prompt = {**row, "messages": MESSAGES}

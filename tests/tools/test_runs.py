@@ -1,4 +1,4 @@
-"""A run is found by the folder that the training had as --output_dir, in every command."""
+"""Every command finds a run by its training's --output_dir."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write(folder: Path, seed: int = 42) -> Path:
 def test_output_dir_names_its_newest_version(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tenth is newer than the ninth, and a folder that no training wrote to is no version."""
+    """Version 10 is newer than 9. A folder that no training wrote to is no version."""
     *others, newest = [write(tmp_path / "my-run" / name) for name in VERSIONS]
     (tmp_path / "my-run/v11-20261127-093011").mkdir()
     (tmp_path / "my-run/runs").mkdir()
@@ -78,8 +78,8 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
 def test_every_command_finds_a_default_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As typed, with what ms-swift makes of --output_dir output/my-run; a folder without a run, or
-    with several, is refused."""
+    """Runs are in ms-swift's versions of output/my-run. A folder without a run, or with several, is
+    refused."""
     for name in ("my-run", "other"):
         write(tmp_path / "output" / name / VERSIONS[0])
     write(tmp_path / "output/my-run" / VERSIONS[1])

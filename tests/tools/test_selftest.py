@@ -1,4 +1,4 @@
-"""What the selftest decides, on plain values; `tests/stack/test_selftest.py` runs engines."""
+"""The selftest's decisions on plain values; `tests/stack/test_selftest.py` runs engines."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_tokens_count_up_to_the_first_difference() -> None:
 
 
 def test_flips_are_held_against_the_differences_of_log_probabilities() -> None:
-    """A Poisson variable of mean 4 x drift + 0.001 is so large once in a million times."""
+    """A Poisson variable of mean 4 x drift + 0.001 exceeds the bound once in a million times."""
     assert Flips(count=0).is_rounding
     assert Flips(count=1).is_rounding
     assert not Flips(count=2).is_rounding
@@ -72,7 +72,7 @@ def test_flips_are_held_against_the_differences_of_log_probabilities() -> None:
 def test_noise_of_a_later_round_or_another_seed_is_shared_or_not(
     seeds: tuple[int, ...], log10_p: float
 ) -> None:
-    """The last round has the names of the first, as `check_seeds` gives them."""
+    """The last round has the sample names of the first, as in `check_seeds`."""
     rounds = []
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -82,7 +82,7 @@ def test_noise_of_a_later_round_or_another_seed_is_shared_or_not(
 
 
 def test_a_known_change_touches_both_tensors_of_adapters() -> None:
-    """Their B is 0 at first: a change of A alone would change nothing."""
+    """B is 0 at first, so a change of A alone would change nothing."""
     for num_layers, num_changed in ((1, 14), (8, 38), (80, 32)):
         some = spread([f"{number}{t}" for number in range(7 * num_layers) for t in "AB"])
         assert {name[-1] for name in some} == {"A", "B"}
@@ -93,8 +93,8 @@ def test_a_known_change_touches_both_tensors_of_adapters() -> None:
 
 
 def rig_of(rows: list[dict[str, Any]], refused: Sequence[str], ranks: Any = None) -> Rig:
-    """A rig without an engine, whose template refuses some prompts; it takes 16 tokens at most,
-    and a letter is one."""
+    """Return a rig without an engine. Its template refuses some prompts and counts a letter as a
+    token; its engine would take 16 tokens."""
 
     def encode(_: Any, row: dict[str, Any]) -> dict[str, Any]:
         if (text := row["messages"][0]["content"]) in refused:
@@ -121,7 +121,7 @@ def prompts(*texts: str) -> list[dict[str, Any]]:
 
 
 def test_prompts_that_the_template_refuses_are_looked_past() -> None:
-    """A training replaces them, and those that the engine has no room for."""
+    """They are left out, as in a training, and so are prompts too long for the engine."""
     rows = prompts("the longest of all", "one", "two", "one", "three", "longer")
     rig = rig_of(rows, ["two"])
     assert rig.prompts == prompts("one", "one", "three", "longer")
@@ -131,7 +131,7 @@ def test_prompts_that_the_template_refuses_are_looked_past() -> None:
 
 
 def test_all_ranks_look_at_the_same_prompts() -> None:
-    """Where one of them has no luck with a URL, they would generate for each other's."""
+    """If one rank cannot fetch a URL, the ranks must still choose the same prompts."""
 
     def work(ranks: ThreadRanks) -> list[dict[str, Any]]:
         return rig_of(prompts("a", "b", "c"), ["a"] if ranks.rank else [], ranks).usable(
@@ -156,7 +156,7 @@ def test_all_ranks_look_at_the_same_prompts() -> None:
 def test_passes_agree_within_completions(
     bits: int, temperature: float, gap: float, is_fault: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At other positions ms-swift computes values without meaning."""
+    """At positions outside of completions ms-swift's values have no meaning."""
     mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
 
     class Logps:
@@ -177,8 +177,8 @@ def test_passes_agree_within_completions(
     trainer.number_bits = bits
     batch = SimpleNamespace(completion_mask=mask)
     rig: Any = SimpleNamespace(trainer=trainer, encode=lambda _: ({}, batch), logps=compute)
-    drawn = [SimpleNamespace(response_token_ids=[[7] * n], response_loss_mask=[]) for n in (3, 4)]
-    monkeypatch.setattr(checks, "unequal_samples", lambda _: drawn)
+    samples = [SimpleNamespace(response_token_ids=[[7] * n], response_loss_mask=[]) for n in (3, 4)]
+    monkeypatch.setattr(checks, "unequal_samples", lambda _: samples)
     monkeypatch.setattr(checks, "CompletionLogps", Logps)
     values, faults = checks.check_logits(rig)
     assert bool(faults) == is_fault
@@ -259,7 +259,7 @@ def test_a_server_comes_first() -> None:
 
 
 def test_of_distillation_rollouts_and_passes_are_checked() -> None:
-    """Its `beta` would be a KL term, and its teacher another trainer's."""
+    """They run as GRPO: GKD's `beta` would become a KL term, and the teacher is left out."""
     job, *_ = planned(rlhf_type="gkd", teacher_model="t", beta=0.5, lmbda=1)
     expected = {"rlhf_type": "grpo", "beta": "0.0", "lmbda": "1", "reward_funcs": "format"}
     assert expected.items() <= words(job).items()
@@ -321,7 +321,7 @@ def test_the_reason_is_the_last_exception_of_a_log(tmp_path: Path) -> None:
 def test_a_process_leaves_its_results_and_why_it_failed(
     end: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small program stands for Python with a module."""
+    """A small program stands for `python -m some.module`."""
     program = tmp_path / "python"
     program.write_text(
         f"#!{sys.executable}\n"
@@ -386,7 +386,7 @@ def test_a_command_whose_first_process_ends_at_once(
 def test_a_line_that_is_no_json_is_named_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was `DatasetGenerationError: An error occurred while generating the dataset`."""
+    """datasets' own error is `An error occurred while generating the dataset`."""
     monkeypatch.setattr(command, "run_child", Mock(side_effect=AssertionError))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": []}\n\n{"messages": [}\n')

@@ -1,4 +1,4 @@
-"""The installed package has the plugin file and the presets, and the launch script runs them."""
+"""The package has the plugin file and the presets, and the launch script runs copies of them."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_a_preset_is_copied_with_all_that_it_names(
 ) -> None:
     folder = tmp_path / "mine"
     assert main(["init", str(folder), "--preset", name]) == 0
-    *files, _, how = capsys.readouterr().out.splitlines()
+    *files, _, hint = capsys.readouterr().out.splitlines()
     assert sorted(files) == sorted(str(f) for f in folder.rglob("*") if f.is_file())
-    assert how == f"In {folder}: {command}"
+    assert hint == f"In {folder}: {command}"
     assert main(["init", str(folder), "--preset", name]) == 2
     assert "exists already: nothing was copied" in capsys.readouterr().err
-    # All that its files speak of is in the folder.
+    # The folder has all files that its files name.
     texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.yaml")]
     named = {path for text in texts for path in re.findall(r"[\w./-]+\.(?:py|sh|yaml)\b", text)}
     assert [path for path in named if not (folder / path).is_file()] == []
@@ -67,7 +67,7 @@ def test_a_preset_is_copied_with_all_that_it_names(
         argv = [*command.split(), "--dry-run"]
         if "--rollout-nodes" in command:
             argv += ["--hosts", "a,b,c,d", "--node-rank", "2", "--logs", "logs"]
-        # A stand-in for the command, whose check would take seconds of imports.
+        # A stand-in for the command: its check would take seconds of imports.
         (tmp_path / "swift-grpo-ext").symlink_to("/bin/true")
         path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         shown = subprocess.check_output(argv, cwd=folder, env={**os.environ, "PATH": path}).decode()

@@ -12,7 +12,7 @@ from swift.utils.logger import warning_set
 
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
-    """What ms-swift's logger warns of, as it comes; what is said once was not said yet."""
+    """The warnings of ms-swift's logger; warnings that are logged once are reset."""
     messages: list[str] = []
 
     class Keep(logging.Handler):

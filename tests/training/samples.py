@@ -1,4 +1,4 @@
-"""Samples and batches as ms-swift has them, of a few tokens."""
+"""Small samples and batches in ms-swift's form."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def arguments(**changes: Any) -> RolloutGRPOConfig:
 
 
 def prompts(*of_turns: list[int] | None, positions: Any = None) -> list[Prompt]:
-    """Of each turn, as far as they are known."""
+    """Return the prompt of each turn that has one."""
     return [Prompt(ids, positions) for ids in of_turns if ids]
 
 
 def sample(
     turns: Any = ((5, 6),), logprobs: Any = ((-0.5, -1.0),), mask: Any = (), **fields: Any
 ) -> Any:
-    """A sample as ms-swift has it: lists for each turn."""
+    """Return a sample in ms-swift's form, with a list for each turn."""
     values: dict[str, Any] = {
         "sample_id": SampleId(phase="train", step=3, number=0, group=2, index=1),
         "response_token_ids": [list(turn) for turn in turns],

@@ -1,4 +1,4 @@
-"""Collated micro-batches: counts and positions agree with the rollout, or the run stops."""
+"""Micro-batches: counts and positions agree with the rollout, or the run stops; collation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAD = 90
 
 
 def test_each_sampled_token_has_a_log_probability() -> None:
-    """Those that an environment put in between have none; a sample without any has no count."""
+    """Tokens of an environment have none. A sample without log-probabilities is not counted."""
     tool = sample(turns=[(5, 6, 9), (7,)], logprobs=[(-1, -1), (-1,)], mask=[(1, 1, 0), (1,)])
     single = sample(response_token_ids=[5, 6], rollout_logprobs=[-1, -1])
     rollout = batch(rollout=((-1.0,) * 2,) * 4, mask=((1, 1),) * 4)
@@ -44,7 +44,7 @@ def test_each_sampled_token_has_a_log_probability() -> None:
 
 @pytest.mark.parametrize(("count", "is_good"), [(1, False), (2, True), (3, True), (4, False)])
 def test_a_batch_without_log_probabilities_names_the_count(count: int, is_good: bool) -> None:
-    """One token may lack in training: the end of a turn that was sampled."""
+    """Training may lack one token: the sampled end of a turn."""
     drawn, without = sample(turns=[(5,) * count], logprobs=[(-1.0,) * count]), batch(rollout=None)
     check_tokens([drawn], batch())
     check_tokens([sample(logprobs=())], without)
@@ -63,7 +63,7 @@ def test_a_batch_without_log_probabilities_names_the_count(count: int, is_good: 
     ],
 )
 def test_what_one_rank_finds_ends_all(change: dict[str, Any], message: str) -> None:
-    """They would wait for it in the next exchange, as long as `--ddp_timeout` says."""
+    """Otherwise the others would wait in the next exchange until `--ddp_timeout`."""
 
     def work(ranks: RankGroup) -> str:
         drawn = [sample(), sample(**(change if ranks.rank == 1 else {}))]
@@ -94,7 +94,7 @@ ROLLOUT = np.array([[0, 1, 1, 2, 9], [0, 1, 2, 3, 9], [0, 1, 1, 1, 9]], dtype=np
 
 
 def placed(*rows: Any, padding: int = 0) -> torch.Tensor:
-    """Positions [3, batch, tokens] of samples with two tokens behind their prompt's."""
+    """Return positions [3, batch, tokens] of samples with two tokens after their prompt's."""
     made = []
     for row in rows:
         behind = int(row.max()) + torch.arange(1, 3).expand(3, 2)
@@ -104,7 +104,7 @@ def placed(*rows: Any, padding: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", ["right", "left", "packed", "counted by the model"])
 def test_positions_are_compared(how: str, warnings: list[str]) -> None:
-    """However samples are laid in a row, those of the prompt count alone."""
+    """In each layout of samples, only positions of the prompt are compared."""
     other = np.array(ROLLOUT)
     other[:, 4] = 4
     ids = [1, PAD, PAD, PAD, 2, 5, 6]
@@ -158,7 +158,7 @@ class Attention(torch.nn.Module):
 
 
 def test_dropout_is_really_off() -> None:
-    """In training mode two passes agree, where they did not; what was 0 is not counted."""
+    """Two passes in training mode agree afterwards. Dropouts of 0 are not counted."""
     layers = torch.nn.Sequential(Attention(), torch.nn.Dropout2d(0.1), torch.nn.Dropout(0.0))
     layers.train()
     x = torch.ones(4, 64)
@@ -173,7 +173,7 @@ def test_dropout_is_really_off() -> None:
 
 
 class Collating(SimpleNamespace):
-    """A template whose collator takes out what it concatenates, as ms-swift's do."""
+    """A template whose collator removes what it concatenates, as ms-swift's do."""
 
     def data_collator(self, rows: list[dict[str, Any]], **_: Any) -> dict[str, Any]:
         self.calls.append(len(rows))
@@ -239,7 +239,7 @@ def test_all_rows_are_collated_where_nothing_is_packed() -> None:
 
 
 def test_positions_are_compared_once_a_group() -> None:
-    """In the row that is collated, the longest one of the group."""
+    """They are compared in the group's collated row, the longest one."""
     template: Any = Collating(
         calls=[], padding_side="right", padding_free=False,
         tokenizer=SimpleNamespace(pad_token_id=0),

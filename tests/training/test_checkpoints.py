@@ -1,4 +1,4 @@
-"""Weights come back from a checkpoint, whatever names its files spell."""
+"""Weights are loaded from a checkpoint, whatever names its files use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The loss of distillation against ms-swift's own, over layouts and teachers; what a teacher's
-server says against the samples."""
+"""The loss of distillation equals ms-swift's, over layouts and teachers; the scores of a teacher's
+server fit the samples."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TOP = 5
 
 
 class Upstream(GKDTrainer):
-    """What ms-swift's trainer has when it computes its loss, as it is."""
+    """ms-swift's trainer, with the attributes that its loss uses."""
 
     def __init__(self, args: Any, teacher: Any, *, top: int | None, served: bool) -> None:
         self.args, self.teacher_model, self.gkd_logits_topk = args, teacher, top
@@ -65,7 +65,7 @@ class Upstream(GKDTrainer):
 
 
 class Ours(RolloutGKDTrainer):
-    """The same of our trainer."""
+    """Our trainer, with the same attributes."""
 
     get_use_logits_to_keep = Upstream.get_use_logits_to_keep
     load_teacher_model_context = Upstream.load_teacher_model_context
@@ -77,7 +77,7 @@ class Ours(RolloutGKDTrainer):
 
 
 def score(gkd_batch: GKDBatch, labels: Tensor, lacks: int | slice = slice(0)) -> None:
-    """Have a teacher's server score the batch; of some tokens of completions it says nothing."""
+    """Set the scores of a teacher's server; tokens in `lacks` have none."""
     torch.manual_seed(3)
     shape = (*labels.shape, TOP)
     gkd_batch.teacher_topk_logprobs = torch.randn(shape).log_softmax(-1)
@@ -95,7 +95,7 @@ def run(
     chunk_size: int = 1024,
     **flags: Any,
 ) -> tuple[Any, list[int]]:
-    """The loss with its gradients, and the positions that the student's head computed."""
+    """Return the loss with its gradients, and the numbers of positions at the student's head."""
     trainer = host(
         distillation_arguments(**flags),
         None if isinstance(teacher, str) else teacher,
@@ -162,7 +162,7 @@ def test_the_loss_is_ms_swifts(
 def test_divergence_is_ms_swifts(
     beta: float, temperature: float, sizes: tuple[int, int, int | None]
 ) -> None:
-    """Of vocabularies that differ too."""
+    """Also if the vocabularies differ."""
     student_size, teacher_size, top = sizes
     torch.manual_seed(0)
     students, teachers = 3 * torch.randn(9, student_size), 3 * torch.randn(9, teacher_size)
@@ -170,7 +170,7 @@ def test_divergence_is_ms_swifts(
     given = (teachers,) if top is None else tuple(teachers.topk(top))
     if top is not None:
         output = output.to_topk(top)
-    if top is not None:  # of two positions nothing is known
+    if top is not None:  # two positions have no scores
         output.topk_logprobs[:, :2] = given[0][:2] = float("-inf")
     expected, num_known = gkd_loss(students[None], output, torch.zeros(1, 9), beta, temperature)
     found, count = divergence(students, given, beta, temperature)
@@ -249,7 +249,7 @@ def test_completions_of_a_batch() -> None:
 
 
 def test_a_dataset_row_keeps_its_end_and_its_columns() -> None:
-    """`add_eos` None is the template's policy; a column may be called as a field of ours."""
+    """`add_eos` None leaves the end to the template. Columns may have names of our fields."""
     row = {"messages": [{"role": "user", "content": "?"}], "sample_id": "mine", "prompt_hash": 1}
     made = RolloutGKDSample.from_row(row)
     assert made.add_eos is None
@@ -258,7 +258,7 @@ def test_a_dataset_row_keeps_its_end_and_its_columns() -> None:
 
 
 def told(words: str, answer: int, **columns: Any) -> RolloutGKDSample:
-    """A sample with its answer, of one token."""
+    """Return a sample whose answer is one token."""
     messages = [{"role": "user", "content": words}, {"role": "assistant", "content": "7"}]
     made = RolloutGKDSample.from_row({"messages": messages, **columns})
     made.response_token_ids = [[answer]]
@@ -268,7 +268,7 @@ def told(words: str, answer: int, **columns: Any) -> RolloutGKDSample:
 def test_rows_without_a_teachers_prompt_are_taught_with_their_own(
     assets: Path, tmp_path: Path
 ) -> None:
-    """TypeError behind the first rollout, where other rows of the micro-batch had one."""
+    """ms-swift raises a TypeError if other rows of the micro-batch have a teacher's prompt."""
     processor = get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
     template = get_template(processor, template_type="qwen2_5_vl")
     template.set_mode("train")
@@ -289,7 +289,7 @@ def test_rows_without_a_teachers_prompt_are_taught_with_their_own(
     assert [len(teacher) - len(student) for student, teacher in ids[1:]] == [4, 0, 0]
     labels = [next(i for i in each["labels"] if i != -100) for pair in pairs for each in pair]
     assert labels == [22, 22, 23, 23, 24, 24, 25, 25]
-    # A sample is as it was; where no row has a view, none gets one.
+    # Samples are unchanged. If no row has a view, none gets one.
     assert [len(sample.messages) for sample in samples] == [2] * 4
     plain = [told("Which?", 24), told("Which?", 25, teacher_prompt=None)]
     complete_teacher_views(plain, RankGroup())
@@ -297,7 +297,7 @@ def test_rows_without_a_teachers_prompt_are_taught_with_their_own(
 
 
 def test_ranks_agree_on_teachers_views() -> None:
-    """A pass of a teacher whose weights ranks share is made by all of them."""
+    """All ranks make the pass of a teacher whose weights are sharded."""
     plain, views = told("Which?", 25), list[bool]()
 
     def work(ranks: ThreadRanks) -> None:
@@ -311,7 +311,7 @@ def test_ranks_agree_on_teachers_views() -> None:
 
 
 def test_a_teachers_image_is_named_by_its_own_column(assets: Path, tmp_path: Path) -> None:
-    """It was `images[0]`, which is there."""
+    """The error used to name `images[0]`, which exists."""
     processor = get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
     template = get_template(processor, template_type="qwen2_5_vl")
     Image.new("RGB", (56, 56)).save(good := tmp_path / "good.png")

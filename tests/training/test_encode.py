@@ -1,4 +1,4 @@
-"""A group's prompt is encoded once, as the rollout saw it, or the run stops."""
+"""A group's prompt is encoded once. It is the prompt that the rollout saw, or the run stops."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PIXELS = torch.arange(8.0).reshape(2, 4)
 
 
 class Templates(SimpleNamespace):
-    """Encodes a prompt of two placeholders and the sample's words, and counts how often."""
+    """Encodes a prompt of two placeholders and the sample's words, and counts its calls."""
 
     num_encoded = 0
 
@@ -68,7 +68,7 @@ class Templates(SimpleNamespace):
 
 
 def group_of(*answers: Any, words: Any = (3, 4), **fields: Any) -> list[Any]:
-    """Samples of one group, each with its turns and its mask."""
+    """Return samples of one group, each with its turns and its mask."""
     made = []
     for index, (turns, mask) in enumerate(answers):
         name = SampleId(phase="train", step=3, number=0, group=2, index=index)
@@ -93,7 +93,7 @@ ANSWERS = [([(5, 6)], ()), ([(7,)], [(1,)]), ([(8, 9, 6)], [(1, 0, 1)]), ([(6,)]
 
 
 def test_a_group_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sample has what a whole encode would give it, in containers of its own."""
+    """Each sample equals a whole encode, and has its own containers."""
     encoder, made = encoder_of(monkeypatch)
     samples = group_of(*ANSWERS)
     found = [encoder.encode(one) for one in samples]
@@ -119,7 +119,7 @@ def test_a_group_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"response_token_ids": [], "response_loss_mask": []},
             4,
-        ),  # of a scheduler that returns none
+        ),  # from a scheduler that returns none
         ({"response_token_ids": [[5], [6]], "response_loss_mask": []}, 4),  # two turns
         ({"response_token_ids": [[5, PAD]], "response_loss_mask": []}, 4),
         ({"prompt_hash": "other"}, 3),  # rows that differ (G3), each encoded once
@@ -141,7 +141,7 @@ def test_what_is_encoded_whole(
 
 
 def test_rows_that_do_not_end_with_their_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template may put something behind it, or encode into a tensor: samples share nothing."""
+    """If a template adds tokens after the response, samples share nothing."""
     encoder, made = encoder_of(monkeypatch)
     whole = made.encode
 
@@ -156,7 +156,8 @@ def test_rows_that_do_not_end_with_their_response(monkeypatch: pytest.MonkeyPatc
 
 
 def test_conversations_share_a_prompt_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is encoded whole. Media may be other ones where token ids are equal."""
+    """Each is encoded whole. With equal token ids, media may still differ, so only text is
+    shared."""
     encoder, made = encoder_of(monkeypatch, is_conversation=True)
     talks = group_of(*ANSWERS[:2])
     assert [encoder.encode(one).prompt for one in talks] == [None, None]
@@ -183,7 +184,7 @@ def test_conversations_share_a_prompt_of_text(monkeypatch: pytest.MonkeyPatch) -
 def test_samples_have_the_text_that_max_length_left(
     max_length: int | None, is_cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the limit explains it: a system prompt that one side lacks stays a difference."""
+    """Only if the limit explains a difference: a system prompt of one side is still named."""
     encoder, _ = encoder_of(monkeypatch, max_length)
     samples = group_of(*ANSWERS[:2], rollout_prompts=prompts([1, PAD, PAD, 4]))
     found = [encoder.encode(one)["input_ids"] for one in samples]
@@ -219,7 +220,7 @@ def test_unknown_prompts_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_whole_encode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It labels sampled tokens alone, and has the rollout's text."""
+    """It labels only sampled tokens, and has the rollout's text."""
     made, seen = template(), list[bool]()
 
     def encode(one: Any, template: Any) -> dict[str, Any]:
@@ -291,7 +292,7 @@ def test_other_prompts_are_named(rollout: list[int], training: list[int], first:
 def test_each_turn_of_a_conversation(
     rollout: list[int], training: list[int], first: int | None, turn: int
 ) -> None:
-    """Training has all that its engine saw; beside media, line breaks may differ in later turns."""
+    """Training has all tokens that the engine saw; line breaks beside media may differ."""
     others = [training[:1]] * 2
     of_turns = prompts(*others[: turn - 1], rollout, *others[turn - 1 :])
     talk = sample(rollout_prompts=of_turns, encoded={"input_ids": training})
@@ -346,7 +347,7 @@ def test_training_gets_the_text_of_the_rollout(
     assert changed == wanted
 
 
-UNKNOWN = {"position_ids": [0, 1, 2, 3, 4, 5]}  # of a shorter text they are not known
+UNKNOWN = {"position_ids": [0, 1, 2, 3, 4, 5]}  # not known for a shorter text
 
 
 @pytest.mark.parametrize(
@@ -381,7 +382,7 @@ ASKED = {"type": "text", "text": "What is it?"}
 SEEN = {"type": "image_url", "image_url": {"url": "1.png"}}
 HEARD = {"type": "audio", "audio": "1.wav"}
 TAGGED = f"<img>{__file__}</img>"
-"""ms-swift looks for the file."""
+"""ms-swift reads a tag as an image if its file exists."""
 
 
 @pytest.mark.parametrize(
@@ -409,7 +410,7 @@ TAGGED = f"<img>{__file__}</img>"
             {"messages": [{"role": "user", "content": f"{TAGGED} or {TAGGED}?"}]},
             "images",
         ),
-        # Parts without a value stand for the column's; a text of tags is a text.
+        # Parts without a value stand for the column; tags alone are text.
         (
             {
                 "images": ["a"],

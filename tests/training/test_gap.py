@@ -64,13 +64,13 @@ FAR = {"rollout": ((-0.5, -1.0),), "training": ((-0.3, -1.4),)}  # 0.2 and 0.4 n
 
 
 def drawn(engine: str = "rank 0", **media: int) -> Any:
-    """A sample of an engine whose row shows so many of each medium."""
+    """Return a sample of an engine; `media` has the number of each medium."""
     shown = {name: ["x"] * number for name, number in media.items()}
     return sample(rollout_infos={"replica": engine}, **shown)
 
 
 def measure(*batches: Any, ranks: Any = None, limit: float = 0.25, **changes: Any) -> Any:
-    """Measure the gap of batches, whose samples are rows of text or given with them."""
+    """Measure the gap of batches; a pair has its samples, other batches have rows of text."""
     args = arguments(**{"rollout_mismatch": "warn", **changes})
     pairs = [
         b if isinstance(b, tuple) else ([drawn()] * len(b.completion_mask), b) for b in batches
@@ -80,7 +80,7 @@ def measure(*batches: Any, ranks: Any = None, limit: float = 0.25, **changes: An
 
 
 def test_the_gap_is_that_of_all_ranks(warnings: list[str]) -> None:
-    """Absolute differences of completion tokens only; a rank without any changes nothing."""
+    """It has the absolute differences of completion tokens. Ranks without tokens do not count."""
     batches = [
         [batch(rollout=((-1.0, -1.0),), training=((-1.5, -9.0),), mask=((1, 0),))],
         [batch(**FAR), batch(rollout=((-1.0, 0.0),), training=((-0.9, 0.0),))],
@@ -95,7 +95,7 @@ def test_the_gap_is_that_of_all_ranks(warnings: list[str]) -> None:
 
 
 def batch_of(*nats: float, count: int = 64) -> Any:
-    """A batch of rows whose log-probabilities lie so many nats apart."""
+    """Return a batch with rows whose log-probabilities differ by these nats."""
     training = [[-each] * count for each in nats]
     mask = [[1] * count] * len(nats)
     return batch(rollout=[[0.0] * count] * len(nats), training=training, mask=mask)
@@ -116,7 +116,7 @@ def batch_of(*nats: float, count: int = 64) -> Any:
 def test_few_tokens_may_lie_further_apart(
     nats: float, count: int, is_told: bool, warnings: list[str]
 ) -> None:
-    """0.25 nats and 32 times as much over all tokens: experts that are chosen otherwise."""
+    """The sum may exceed the limit of 0.25 nats by 32 limits: a few tokens with other experts."""
     for _ in range(2):
         measure(batch_of(nats, count=count))
     assert len(warnings) == is_told
@@ -129,8 +129,8 @@ def test_few_tokens_may_lie_further_apart(
 
 
 def test_rows_of_one_kind_are_named_wherever_they_are() -> None:
-    """In the mean of the round nothing is seen: the videos are one row in eight. What lies apart
-    on one rank stops all."""
+    """The videos are one row in eight, so the round's mean is small. A gap on one rank stops all
+    ranks."""
     rows = [drawn(videos=1), *(drawn(images=1) for _ in range(3)), *(drawn() for _ in range(4))]
     batches = [(rows, batch_of(1.5, *[0.0] * 7)), (rows[1:], batch_of(*[0.01] * 7))]
 
@@ -160,7 +160,7 @@ def test_one_engine_of_several_is_named(warnings: list[str]) -> None:
 
 
 def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
-    """One of 64 rows of a kind disappears in their mean; a NaN always stops."""
+    """One of 64 rows hardly changes their mean. A NaN always stops the run."""
     rows = [drawn(images=2) for _ in range(64)]
     for nats in (0.37, 4.0, 4.0):
         measure((rows, batch_of(nats, *[0.01] * 63)), rollout_mismatch="stop")
@@ -187,14 +187,14 @@ def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
         # One token has a log-probability of 0, and a grammar may leave as little.
         ({"top_k": 1}, math.inf),
         ({"structured_outputs_regex": r"\d"}, math.inf),
-        ({"top_p": None}, math.inf),  # the model's own generation settings say
+        ({"top_p": None}, math.inf),  # the model's own generation settings decide
         ({"async_generate": True}, math.inf),  # weights of a step before (R4)
     ],
 )
 def test_settings_explain_a_part_of_the_gap(
     changes: dict[str, Any], shift: float, warnings: list[str]
 ) -> None:
-    """What lies beyond is told with both parts; NaN always is."""
+    """A gap beyond both parts is reported with them; NaN always is."""
     assert sampling_shift(arguments(**changes)) == pytest.approx(shift, abs=1e-5)
     near, far = (0.24 + shift, 0.26 + shift) if shift < 9 else (30.0, NAN)
     measure(batch_of(near, count=2**14), **changes)
@@ -206,7 +206,7 @@ def test_settings_explain_a_part_of_the_gap(
 
 
 def test_each_engine_is_told_of_once(warnings: list[str]) -> None:
-    """One that turns stale later is not hidden by what was said of another."""
+    """A warning about one engine does not hide a later one about another."""
     rows = [drawn("rank 0"), drawn("rank 1")]
     for nats in ((9.0, 0.0), (9.0, 0.0), (0.0, 9.0)):
         measure((rows, batch_of(*nats)))
@@ -214,7 +214,8 @@ def test_each_engine_is_told_of_once(warnings: list[str]) -> None:
 
 
 def test_a_healthy_run_does_not_end_late(warnings: list[str]) -> None:
-    """Beyond the bound every gap ends the first two rounds; later four bounds, or eight medians."""
+    """In the first two rounds a gap beyond the bound ends the run, later one beyond four bounds or
+    eight medians."""
     judge = GapCheck(arguments(rollout_mismatch="stop"), 0.25)
 
     def round_of(nats: float, **of_round: bool) -> None:

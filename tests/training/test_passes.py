@@ -16,7 +16,7 @@ LOGPS = torch.tensor([[-1.0, -2.0]], requires_grad=True)
 
 
 class Host(RolloutGRPOTrainer):
-    """What the passes read of ms-swift's trainer."""
+    """The attributes of ms-swift's trainer that the passes read."""
 
     def __init__(self, *, steps: int = 2, per_round: int = 2, sp: int = 1, **own: Any) -> None:
         self.args = arguments(gradient_accumulation_steps=steps, steps_per_generation=per_round)
@@ -54,8 +54,8 @@ def test_which_rounds_need_the_old_policys_pass(
 
 
 def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference's is made. The loss's first pass then has the old policy's values, which a
-    second iteration compares with."""
+    """The reference's pass is made. The loss's first pass gives the old policy's values, to which a
+    second iteration compares."""
     made: list[Any] = []
 
     def compute(self: Any, model: Any, inputs: Any, batch: Any, *_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which prompts a round holds, and what comes in the place of those that cannot be encoded."""
+"""Prompts that cannot be encoded are replaced; duplicates and uneven groups are counted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def words_of(row: dict[str, Any]) -> str:
 
 
 class Template:
-    """Refuses words in capitals, as ms-swift's template refuses a prompt that is too long."""
+    """Refuses words in capitals, as ms-swift's template refuses long prompts."""
 
     placeholder_tokens: ClassVar[list[int]] = []
     special_tokens: ClassVar[list[str]] = []
@@ -51,8 +51,8 @@ SPARE = [row(letter) for letter in "defgh"]
 def replaced(
     batch: str, num_ranks: int = 1, round_: RoundId = ROUND, others: Any = SPARE, first: int = 0
 ) -> list[tuple[str, list[int]]]:
-    """Each rank's rows after it, as letters, and the groups that it is told of. Groups have two
-    samples; prompts in capitals are bad. `others` are rows, or letters in the order of trying."""
+    """Return each rank's rows afterwards, as letters, and the replaced groups. Groups have two
+    samples; capitals are bad prompts. `others` are rows, or letters in the order of trying."""
     if isinstance(others, str):
         order = candidate_order(42, round_, first, len(others))
         others = [row(letter) for _, letter in sorted(zip(order, others, strict=True))]
@@ -80,7 +80,7 @@ def replaced(
 def test_two_bad_groups_at_once(
     num_ranks: int, round_: RoundId, start: int, warnings: list[str]
 ) -> None:
-    """Each is given another row, whichever ranks they stand on; rank 0 names both."""
+    """Each gets another row, on whichever ranks it is; rank 0 names both."""
     first, second, *_ = ("defgh"[i] for i in candidate_order(42, round_, start, 5))
     results = replaced("AAbbCCbb", num_ranks, round_, first=start)
     assert "".join(rows for rows, _ in results) == f"{first * 2}bb{second * 2}bb"

@@ -1,4 +1,4 @@
-"""What the ranks of a training agree on behind a rollout."""
+"""Ranks agree on failures after a rollout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import ThreadRanks, run_rank_groups
 
 
 class Trainer(RolloutTraining):
-    """A rank that rolls out, without a model and an engine; it may fail."""
+    """A rank without model and engine, whose rollout may fail."""
 
     multi_turn_scheduler: Any = None
     enable_server_multi_turn = False
@@ -39,7 +39,7 @@ def _rollout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("failing", [(), (1,), (0, 1)])
 def test_a_rollout_that_fails_on_one_rank_fails_on_all(failing: tuple[int, ...]) -> None:
-    """No rank waits for another one; each says what has failed where."""
+    """No rank waits for another one; each error names the rank that failed."""
 
     def work(ranks: ThreadRanks) -> Any:
         trainer = Trainer(ranks, fails=ranks.rank in failing)
@@ -61,7 +61,7 @@ def test_a_rollout_that_fails_on_one_rank_fails_on_all(failing: tuple[int, ...])
 
 
 class NoExchange(RankGroup):
-    """The other rank stands in a collective of ms-swift's."""
+    """The other rank is in a collective of ms-swift's and would not answer."""
 
     size = 2
 

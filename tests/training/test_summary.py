@@ -1,4 +1,4 @@
-"""A training's log has a line of the plugin at its begin, and one at its end."""
+"""A training's log has a line of the plugin at its beginning, and one at its end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_active_features() -> None:
 def told(
     monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, Any]], *, rank: int = 0, **changes: Any
 ) -> list[str]:
-    """What a training logs that has scored two rounds and a batch of an evaluation."""
+    """Return the lines of a training that scores two rounds and a batch of an evaluation."""
     lines: list[str] = []
     monkeypatch.setattr(summary.logger, "info", lines.append)
     trainer = trainer_of(rank=rank, logs=logs, **changes)

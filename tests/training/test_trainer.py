@@ -1,4 +1,4 @@
-"""A real training in this process: ms-swift's trainer, and a recording engine in vLLM's place."""
+"""A real training with ms-swift's trainer, and a recording engine in place of vLLM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = get_logger()
 
 
 class RecordingEngine:
-    """Samples two tokens that follow from the seed; keeps the requests and the weights."""
+    """Returns two tokens that depend on the seed; keeps requests and weights."""
 
     made: ClassVar[list[RecordingEngine]] = []
 
@@ -103,34 +103,34 @@ class Odd(ORM):
     def __call__(
         self, completions: list[str], trainer_state: TrainerState, **kwargs: Any
     ) -> list[float]:
-        if trainer_state.max_steps:  # it is tried before there is a training
+        if trainer_state.max_steps:  # 0 while it is tried before the training
             self.is_deterministic.add(torch.are_deterministic_algorithms_enabled())
         return [float(i % 2) for i in range(len(completions))]
 
 
 class Trained(NamedTuple):
-    """What a training did."""
+    """The results of a training."""
 
     rounds: list[list[tuple[str, RequestMetadata]]]
     """The engine's calls: each request's question and metadata."""
 
     weights: list[float]
-    """Of each update, the sum of all tensors."""
+    """The sum of all tensors, for each update."""
 
     log: list[dict[str, Any]]
     samples: list[SampleRow]
     warnings: list[str]
     calls: list[tuple[str, bool]]
-    """The engine's, each with whether operations had to be deterministic."""
+    """The engine's calls, each with whether torch's deterministic mode was on."""
 
     beside_engine: set[bool]
-    """Whether they had to be outside of it."""
+    """The values of that mode in reward functions."""
 
     blocks_launches: bool
 
 
 def train(argv: list[str], folder: Path) -> Trained:
-    """In this process, which is never the same afterwards."""
+    """Train in this process, and change its globals for good."""
     os.environ["MASTER_PORT"] = "0"  # any free one: another training may hold the usual one
     orms["odd"] = Odd
     warnings: list[str] = []
@@ -158,7 +158,7 @@ def train(argv: list[str], folder: Path) -> Trained:
 def forked(argv: list[str], folder: Path) -> Trained:
     """`train` in a child of this process, which has imported everything."""
     result = folder.with_suffix(".pickle")
-    gc.freeze()  # a group of gloo that the child collected would wait for threads it does not have
+    gc.freeze()  # if the child collected a group of gloo, it would wait for threads of the parent
     child = os.fork()
     if child == 0:
         try:
@@ -180,7 +180,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def argv(assets: Path, folder: Path) -> list[str]:
-    """Two prompts a round, each round for two steps; one of four prompts is too long."""
+    """Arguments with two prompts a round, two steps a round; one of four prompts is too long."""
     words = ["one", "two", "three", "too long " * 80]
     rows = [json.dumps({"messages": [{"role": "user", "content": word}]}) for word in words]
     (folder / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
@@ -214,7 +214,7 @@ def names(rounds: list[list[tuple[str, RequestMetadata]]]) -> list[list[str]]:
 
 
 def test_an_engine_that_does_not_sample_with_its_weights_is_named(whole: Trained) -> None:
-    """This one makes its log-probabilities up."""
+    """The recording engine invents its log-probabilities."""
     told, *_ = [text for text in whole.warnings if "differ by more than" in str(text)]
     assert told.startswith("Step 0: log-probabilities of the rollout and of training")
     assert "rank 0 rows of text: " in told
@@ -231,8 +231,8 @@ def evaluation(step: int) -> list[list[str]]:
 
 
 def test_rounds_and_requests(whole: Trained) -> None:
-    """A round serves both of its iterations; an evaluation counts its groups over batches. The last
-    step is evaluated too."""
+    """A round serves two iterations. An evaluation numbers its groups over batches. The last step
+    is evaluated too."""
     assert names(whole.rounds) == [TRAIN[0], *evaluation(2), TRAIN[1], *evaluation(3)]
     for pairs in whole.rounds:
         for words, metadata in pairs:
@@ -251,7 +251,7 @@ def test_the_sample_log(whole: Trained) -> None:
 
 
 def test_prompts_that_are_too_long_are_replaced(whole: Trained) -> None:
-    """In training, and in an evaluation."""
+    """Also in an evaluation."""
     replaced = [warning for warning in whole.warnings if "cannot be encoded" in warning]
     assert "eval round 2.0" in {warning.split(",")[0] for warning in replaced}
     logged = [line["eval_prompts/replaced"] for line in whole.log if "eval_loss" in line]
@@ -259,12 +259,12 @@ def test_prompts_that_are_too_long_are_replaced(whole: Trained) -> None:
 
 
 def test_weights_go_to_the_engine_once_they_have_changed(whole: Trained) -> None:
-    """Before the rounds of the steps 0, 2 and 3; the evaluation shares those of its step."""
+    """They are sent at steps 0, 2 and 3. An evaluation uses the weights of its step."""
     assert len(whole.weights) == len(set(whole.weights)) == 3
 
 
 def test_the_engine_knows_nothing_of_full_determinism(whole: Trained) -> None:
-    """Not when it is made, nor when it takes weights or generates."""
+    """Deterministic mode is off while it is made, takes weights or generates."""
     assert [name for name, is_deterministic in whole.calls if is_deterministic] == []
     assert whole.beside_engine == {True}
     assert not whole.blocks_launches

@@ -1,4 +1,4 @@
-"""Every upstream name and signature that we extend, pinned; unknown ones are refused by name."""
+"""All upstream names and signatures that we extend are pinned; others are refused by name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_we_override_is_called_so(ours: type) -> None:
 
 
 class Upstream:
-    """As a class of ms-swift's."""
+    """Stands for a class of ms-swift."""
 
     def renamed(self, samples: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Deterministic passes: switched for the passes alone, with an environment that slows nothing."""
+"""Deterministic mode is on for the passes alone, and its environment slows nothing."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fills = torch.utils.deterministic.fill_uninitialized_memory
     with deterministic(False), monkeypatch.context() as patched:
         for name in (CUBLAS, "CUDA_LAUNCH_BLOCKING", *determinism.ENVIRONMENT):
-            patched.setenv(name, "")  # which is what it comes back to
+            patched.setenv(name, "")  # monkeypatch restores the value of before
             patched.delenv(name)
         yield
     torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def has_no_fixed_order() -> None:
-    """What torch refuses where all operations have to be deterministic."""
+    """Run an operation that torch refuses in deterministic mode."""
     torch.zeros(2).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
 
 
 def test_the_passes_are_deterministic_and_an_engine_is_not() -> None:
-    """By way of the function that transformers' trainer calls."""
+    """The function that transformers' trainer calls switches the mode on."""
     prepare_process()
     trainer.enable_full_determinism(42)
     numbers = torch.rand(3)
@@ -101,7 +101,7 @@ def test_where_arrival_decides(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_leave_base_weights_as_they_were(dtype: torch.dtype) -> None:
-    """An engine is given what PEFT makes of them; by itself PEFT loses bits of small weights."""
+    """An engine gets merged weights. Without us PEFT's unmerging loses bits of small weights."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(dtype)
     config = LoraConfig(target_modules=["0", "2"], r=4, init_lora_weights=False)
@@ -126,7 +126,7 @@ def test_adapters_leave_base_weights_as_they_were(dtype: torch.dtype) -> None:
 
 
 def test_three_ranks_round_gradients_alike_from_the_first_pass_on(tmp_path: Path) -> None:
-    """As a resumed run has to, whose first pass is a later one of the run that was interrupted."""
+    """The first pass of a resumed run is a later one of the interrupted run."""
     command = [sys.executable, "-m", "tests.upstream.three_ranks", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Videos carry what vLLM wants to know; a teacher's server takes answers."""
+"""Videos have the metadata that vLLM needs; a teacher's server takes answers as token ids."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_videos_url_is_left_to_ms_swift(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_teachers_server_takes_answers_in_token_ids() -> None:
-    """ms-swift's own server, which looks for media in messages, and takes ids for parts of one."""
+    """ms-swift's server looks for media in messages, and would read token ids as parts."""
     parts = [{"type": "text", "text": "Which digit?"}]
 
     def request() -> Any:

@@ -1,4 +1,4 @@
-"""Repairs of models of transformers, and of the forwards that ms-swift gives them."""
+"""Repairs of transformers' models, and of ms-swift's forwards of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROW = st.lists(st.tuples(TEXT, st.one_of(IMAGE, VIDEO)), max_size=4)
 
 @pytest.fixture(params=[None, "vision"])
 def gemma4(request: pytest.FixtureRequest) -> Any:
-    """A model that ms-swift has patched, with our repair."""
+    """A model with ms-swift's patch and our repair."""
     transformers = pytest.importorskip("transformers", minversion="5.19")
     from swift.model.models import gemma
 
@@ -50,8 +50,8 @@ def gemma4(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("kind", TOKENS)
 def test_gemma4_sees_two_media(gemma4: Any, kind: str) -> None:
-    """Of three by three patches and of three by six, padded, each a token or two of the text. They
-    look both ways where transformers lets them."""
+    """Media of three by three and of three by six patches, padded, take one and two tokens of the
+    text. Their tokens see each other if transformers allows it."""
     places = torch.full((2, 18, 2), -1)
     places[0, :9] = torch.cartesian_prod(torch.arange(3), torch.arange(3))
     places[1] = torch.cartesian_prod(torch.arange(3), torch.arange(6))
@@ -72,7 +72,7 @@ def test_gemma4_sees_two_media(gemma4: Any, kind: str) -> None:
 
 
 def vllm_positions(model_class: Any, config: Any, row: Any, seconds: float) -> Any:
-    """What vLLM's model, without weights, counts for a row."""
+    """Return the positions that vLLM's model counts for a row; it has no weights."""
     features, offset = [], 0
     for kind, size in row:
         if kind == "text":
@@ -94,7 +94,7 @@ def vllm_positions(model_class: Any, config: Any, row: Any, seconds: float) -> A
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_positions_are_those_of_vllm(name: str, data: st.DataObject) -> None:
-    """Of any row, beside a longer one, with videos of any length and rate."""
+    """For any two rows in a batch, with videos of any length and rate."""
     import transformers
     from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
 

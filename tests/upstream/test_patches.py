@@ -1,4 +1,4 @@
-"""Every change of ms-swift, vLLM, transformers and torch goes one way, and says why."""
+"""Every change of ms-swift, vLLM, transformers and torch is made by `patch`, with its reason."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ PACKAGE = Path(inspect.getfile(patches)).parents[1]
 UPSTREAM = ("swift", "vllm", "transformers", "torch", "PIL", "peft", "accelerate", "trl")
 REGISTRATIONS = {"TrainerFactory.TRAINER_MAPPING", "TrainerFactory.TRAINING_ARGS_MAPPING"}
 REGISTRATIONS |= {"callbacks_map", "orms", "multi_turns"}
-"""Places that ms-swift has for plugins."""
+"""ms-swift's registries for plugins."""
 
 SETTINGS = {"cudnn.deterministic", "cudnn.benchmark", "layer.cpu_linear", "sys.excepthook"}
-"""Attributes that upstream, or Python, has for others to set."""
+"""Attributes that upstream, or Python, lets others set."""
 
 cpu.register()
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
-    """The core's modules but `patches.py`, each as `room.name` with its tree. Tools change nothing,
-    and examples are linked."""
+    """Yield the core's modules except `patches.py`, as `room.name` with their trees. Tools change
+    nothing, and `share` has links."""
     for path in sorted(PACKAGE.rglob("*.py")):
         names = path.relative_to(PACKAGE).with_suffix("").parts
         if names[0] not in ("tools", "share") and names != ("upstream", "patches"):
@@ -43,7 +43,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 
 def of_upstream(tree: ast.Module) -> set[str]:
-    """The names in a module that stand for something of upstream's."""
+    """Return the names that a module imports from upstream."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UPSTREAM:
@@ -55,8 +55,8 @@ def of_upstream(tree: ast.Module) -> set[str]:
 
 
 def changes(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """The attributes and entries that are assigned or deleted, and the objects of `setattr`, with
-    the new values."""
+    """Yield attributes and entries that are assigned or deleted, and objects of `setattr`, with the
+    new values."""
     for node in ast.walk(tree):
         pairs: list[tuple[ast.expr, ast.expr | None]] = []
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Delete)):
@@ -77,14 +77,14 @@ def changes(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
 
 
 def root_of(target: ast.expr) -> str:
-    """The name that an attribute, an entry, or what a call returns, is reached from."""
+    """Return the name at the root of an expression of attributes, entries and calls."""
     while isinstance(target, (ast.Attribute, ast.Subscript, ast.Call)):
         target = target.func if isinstance(target, ast.Call) else target.value
     return target.id if isinstance(target, ast.Name) else ""
 
 
 def is_code(value: ast.expr | None, functions: set[str]) -> bool:
-    """Whether a value is a function: a lambda, one that the module defines, or one made of it."""
+    """Return whether a value is a lambda, a function of the module, or made from one."""
     if isinstance(value, ast.Call):
         value = value.func if getattr(value.func, "id", "") not in MAKERS else ast.Lambda()
         return isinstance(value, ast.Lambda)
@@ -92,7 +92,7 @@ def is_code(value: ast.expr | None, functions: set[str]) -> bool:
 
 
 def functions_of(tree: ast.AST) -> set[str]:
-    """The names of a module's functions, inner ones too, but of no methods."""
+    """Return the names of a module's functions, inner ones too, but no methods."""
     names = set[str]()
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef) and not isinstance(tree, ast.ClassDef):
@@ -105,7 +105,7 @@ MAKERS = {"partial", "MethodType", "partialmethod", "staticmethod", "classmethod
 
 
 def test_nothing_of_upstreams_is_changed_but_by_patch() -> None:
-    """Neither its modules and classes, nor the methods of its objects."""
+    """Modules, classes, and methods of objects are changed by `patch` alone."""
     changed = []
     for module, tree in modules():
         names = of_upstream(tree)
@@ -117,7 +117,7 @@ def test_nothing_of_upstreams_is_changed_but_by_patch() -> None:
             is_method = is_code(value, functions) and root_of(target) != "self"
             if root_of(target) in names or is_method:
                 changed.append(f"{module}:{target.lineno} {ast.unparse(target)}")
-        for node in ast.walk(tree):  # what was replaced by hand is put back so
+        for node in ast.walk(tree):  # a deletion would undo a change made by hand
             deleted = node.targets if isinstance(node, ast.Delete) else ()
             changed += [f"{module}: {ast.unparse(n)}" for n in deleted if is_foreign(n)]
             is_deleting = isinstance(node, ast.Call) and ast.unparse(node.func) == "delattr"
@@ -149,7 +149,7 @@ def test_what_goes_around_is_found(code: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def changers() -> dict[str, ast.AST]:
-    """Each function or class that calls `patch`, as `room.module:name`, with its tree."""
+    """Return each function or class that calls `patch`, as `room.module:name`, with its tree."""
     return {
         f"{module}:{getattr(around, 'name', '')}": around
         for module, tree in modules()
@@ -160,7 +160,7 @@ def changers() -> dict[str, ast.AST]:
 
 
 def repairs() -> dict[str, ast.AST]:
-    """What calls `patch`, and what `@repair` registers."""
+    """Return the functions that call `patch` or have `@repair`."""
     registered = {
         f"{module}:{node.name}": node
         for module, tree in modules()
@@ -183,7 +183,7 @@ def test_a_repair_says_why_it_is_there(name: str, tree: ast.AST) -> None:
 
 
 def registered() -> list[Repair]:
-    """All of them, whatever module holds them."""
+    """Import all modules with repairs; return the repairs."""
     for name in repairs():
         import_module(f"swift_grpo_ext.{name.partition(':')[0]}")
     return list(patches.REPAIRS)
@@ -279,7 +279,7 @@ class Upstream:
 
 @pytest.mark.parametrize("owner", [Upstream, Upstream(), SimpleNamespace(double=Upstream.double)])
 def test_blocks_overlap_and_end_in_any_order(owner: Any) -> None:
-    """The last that began counts, also after an error; then all is as it was."""
+    """The block that began last counts, also after an error. At the end nothing is changed."""
     before = dict(vars(owner))
     first, second = (wrapped(owner, "double", lambda up, n, k=k: up(n) + k) for k in (1, 10))
     first.__enter__()
@@ -312,7 +312,7 @@ def test_blocks_of_many_threads_leave_nothing_behind(monkeypatch: pytest.MonkeyP
         thread.join()
     assert not failures
     assert dict(vars(Upstream)) == before
-    # Nor in our own memory: what stands there later is what a later block puts back.
+    # We keep no old value either: a later block restores the value that it found.
     monkeypatch.setattr(Upstream, "double", abs)
     with replaced(Upstream, "double", float):
         pass

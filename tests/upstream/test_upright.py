@@ -1,4 +1,4 @@
-"""Photographs stand upright in rollouts and in training, however a row names them."""
+"""Photographs are upright in rollouts and in training, however a row names them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TURN: dict[int, Callable[[Any], Any]] = {
     7: lambda pixels: np.rot90(pixels.swapaxes(0, 1), k=2),
     8: np.rot90,
 }
-"""By orientation, what makes stored pixels upright (EXIF 2.32, table 4)."""
+"""By orientation: the function that makes stored pixels upright (EXIF 2.32, table 4)."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +57,13 @@ def photograph(form: str, orientation: int | None, mode: str = "RGB") -> bytes:
 
 
 def as_shown(form: str, orientation: int, mode: str = "RGB") -> Any:
-    """The pixels that a viewer shows."""
+    """Return the pixels that a viewer shows."""
     stored = Image.open(io.BytesIO(photograph(form, None, mode))).convert("RGB")
     return TURN[orientation](np.asarray(stored))
 
 
 def as_vllm_sees_at_last(image: Any) -> Any:
-    """vLLM parses what ms-swift gives it, and parses again what its cache lacks."""
+    """Return the pixels in vLLM, which parses an image twice if its cache lacks it."""
     turn = getattr(of_vllm, "normalize_image", lambda image: image)  # vLLM 0.23 turns nothing
     return np.asarray(turn(turn(image)))
 
@@ -83,7 +83,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_each_orientation_is_seen_as_it_is_shown(form: str) -> None:
-    """By training, and by vLLM, which looks for marks twice."""
+    """In training, and in vLLM, which reads orientations twice."""
     for orientation in TURN:
         image = Template._load_image({"bytes": photograph(form, orientation), "path": None}, True)
         shown = as_shown(form, orientation)
@@ -137,7 +137,7 @@ def test_frames_that_are_photographs_are_turned_too(tmp_path: Path) -> None:
     "orientation", [None, 1, 0, 9, "broken"], ids=lambda value: f"orientation {value}"
 )
 def test_what_says_nothing_is_left_alone(orientation: Any) -> None:
-    """No mark, no turn, values that EXIF does not have, and a block that cannot be read."""
+    """No orientation, orientation 1, values outside of EXIF, and a broken block."""
     image = Image.fromarray(PIXELS)
     if orientation == "broken":
         image.info["exif"] = b"Exif\0\0II*\0\xff\xff\xff\xff"
@@ -168,7 +168,7 @@ def test_an_image_cut_short_is_not_taken_for_upright() -> None:
 
 
 def test_boxes_are_read_in_the_upright_picture() -> None:
-    """It is wide where the file is high."""
+    """The upright picture is wide where the file is high."""
     image = Template._load_image({"bytes": photograph("JPEG", 6), "path": None}, True)
     inputs = StdTemplateInputs(messages=[], images=[image], objects={"bbox": [[0, 0, 4, 4]]})
     Template._get_height_width(inputs)

@@ -1,4 +1,4 @@
-"""Repairs of vLLM have the effect that they are made for."""
+"""Repairs of vLLM have their effect."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from swift_grpo_ext.upstream.weight_sync import run_with_timeout
 
 
 def test_a_wait_that_keeps_no_bound_is_left() -> None:
-    """As torch's store for a host that has stopped."""
+    """torch's store waits so for a host that has stopped."""
     goes_on = threading.Event()
     with pytest.raises(TimeoutError, match=r"weights' group has not answered for 0.02 s"):
         run_with_timeout(0.02, goes_on.wait, rank=1)
@@ -29,7 +29,8 @@ def test_a_wait_that_keeps_no_bound_is_left() -> None:
 
 
 def test_a_broadcast_of_nccl_that_waits_is_named_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no GPU has run does not touch a communicator of NCCL; gloo's group gets its bound."""
+    """A communicator of NCCL is left alone, since no GPU has run this; gloo's group gets its
+    bound."""
     told = threading.Event()
     lines: list[str] = []
 

@@ -1,6 +1,6 @@
 """Gradients of three ranks: python -m tests.upstream.three_ranks FOLDER
 
-Of three, since two numbers have one sum. The model is large enough for several pieces of 1 MB.
+Three, since the sum of two numbers has only one order. The model has several buckets of 1 MB.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDTH = 600  # a layer's weights are 1.4 MB
 
 
 def gradients(rank: int, *, one_by_one: bool) -> list[torch.Tensor]:
-    """Of three backward passes over the same batch, as accelerate prepares a model."""
+    """Return the gradients of three backward passes over one batch, of accelerate's model."""
     torch.manual_seed(0)
     layers = [nn.Linear(32, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     ddp = DistributedDataParallelKwargs(bucket_cap_mb=1)

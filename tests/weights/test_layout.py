@@ -1,4 +1,4 @@
-"""Tensors as checkpoints have them."""
+"""Tensors in the layout of checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QWEN = transformers.Qwen2Config(
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_experts_are_transposed_and_nothing_else(lora: bool) -> None:
-    """Here twice the experts' width is the hidden size: shapes alone would tell nothing."""
+    """Here twice the experts' width is the hidden size, so shapes alone would not decide."""
     config = transformers.Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION)
     model = transformers.Qwen3VLMoeForConditionalGeneration(config)
     runtime = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -40,11 +40,11 @@ def test_experts_are_transposed_and_nothing_else(lora: bool) -> None:
     for name, tensor in runtime.items():
         expected = tensor.transpose(1, 2) if name in experts else tensor
         assert torch.equal(sent[name], expected)
-        assert sent[name].data_ptr() == tensor.data_ptr()  # copies of all would take 57 GB of 30B
+        assert sent[name].data_ptr() == tensor.data_ptr()  # copies of 30B weights take 57 GB
 
 
 def test_the_models_own_conversions_count() -> None:
-    """They are those by which `from_pretrained` has read its files."""
+    """`from_pretrained` has read the model's files by them."""
     config = transformers.Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION)
     model = transformers.Qwen3VLMoeForConditionalGeneration(config)
     model._weight_conversions = []
@@ -53,7 +53,7 @@ def test_the_models_own_conversions_count() -> None:
 
 
 def test_adaloras_numbers_of_ranks_are_no_weights() -> None:
-    """vLLM has no place for them. ms-swift leaves out what bears an adapter's prefix alone."""
+    """vLLM has no parameter for them. ms-swift leaves out only names with an adapter's prefix."""
     names = dict(transformers.Qwen2ForCausalLM(QWEN).named_parameters()).keys()
     config = AdaLoraConfig(target_modules=["q_proj"], total_step=10)
     model: Any = get_peft_model(transformers.Qwen2ForCausalLM(QWEN), config)
@@ -75,7 +75,7 @@ def test_a_quantized_models_buffers_are_none_that_change() -> None:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_buffers_of_a_checkpoint(lora: bool) -> None:
-    """A router's own bias, which vLLM holds as a parameter; no frequencies, which no file has."""
+    """A router's bias is one, since vLLM has it as a parameter; frequencies are in no file."""
     config = transformers.Glm4MoeConfig(
         **{"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},

@@ -1,4 +1,4 @@
-"""A worker's end of weight updates: what it loaded, for as long as it holds it, and adapters."""
+"""Weight updates at a worker: its report of loaded weights, and adapters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Model:
 
 
 class Manager:
-    """vLLM's manager of adapters, which refuses all, or has layers for some of its parts."""
+    """vLLM's manager of adapters. It refuses all, or has layers for some parts."""
 
     def __init__(
         self, fault: str = "", held: tuple[str, ...] = ("q", "experts.base_layer")
@@ -78,7 +78,7 @@ ADAPTER = {
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
-    """ms-swift's extension without a network: it loads what it is named, by the same keyword."""
+    """A worker with ms-swift's extension without a network: it loads tensors by name."""
 
     def update_named_param(self: Any, name: str, dtype: str, shape: Any) -> None:
         self.model_runner.model.load_weights(weights=[(name, TENSORS[name])])
@@ -116,7 +116,7 @@ def test_an_update_is_recorded_until_the_next(worker: Worker) -> None:
 
 
 def test_parameters_that_an_update_left_as_they_were_are_told(worker: Worker) -> None:
-    """Of the whole update; the next one begins anew."""
+    """The report is of the whole update; the next update starts a new one."""
     model = worker.model_runner.model
     for ignored, told in (("b", ["b"]), ("", []), ("a", ["a"]), ("ab", ["a", "b"])):
         model.ignored = set(ignored)
@@ -206,7 +206,7 @@ def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.Mon
 def test_the_numbers_of_an_engine(
     dtype: torch.dtype, quantization: str | None, cache: str, bits: int, worker: Worker
 ) -> None:
-    """The shortest of them, which say how far rollouts may lie from training."""
+    """The fewest bits of its numbers bound the gap between rollout and training."""
     model = SimpleNamespace(dtype=dtype, quantization=quantization)
     worker.vllm_config = SimpleNamespace(  # type: ignore[attr-defined]
         model_config=model, cache_config=SimpleNamespace(cache_dtype=cache)
@@ -219,7 +219,8 @@ def test_the_numbers_of_an_engine(
 
 @pytest.mark.parametrize("method", ["update_adapter_flattened_param", "update_adapter_param"])
 def test_an_adapter_is_recorded_with_the_update_that_it_is_of(method: str, worker: Worker) -> None:
-    """After a base: both. Alone: only what came last. A base begins anew."""
+    """After a base, the report has base and adapter; later only the last adapter. A base starts a
+    new report."""
     worker.model_runner.lora_manager = Manager()
     whole, first = shapes_of(ADAPTER.items()), list(ADAPTER)[:1]
     base = shapes_of(TENSORS.items())
@@ -249,8 +250,8 @@ def test_an_adapter_is_recorded_with_the_update_that_it_is_of(method: str, worke
 def test_a_worker_tells_of_a_refusal_until_another_comes(
     manager: Manager | None, told: str, worker: Worker
 ) -> None:
-    """An engine that has adapters switched off is one of several servers, of which ms-swift asks
-    the first."""
+    """ms-swift asks only the first of several servers whether it takes adapters; another one may
+    not."""
     if manager is not None:
         worker.model_runner.lora_manager = manager
     with pytest.raises((WeightUpdateError, RuntimeError), match=told):
@@ -264,7 +265,7 @@ def test_a_worker_tells_of_a_refusal_until_another_comes(
 
 
 class Watch:
-    """The watch over a worker's weights, which fails, or finds what it is told to."""
+    """A watch that fails, or has given findings."""
 
     def __init__(self, *faults: str) -> None:
         self.faults, self.fails = faults, False
@@ -283,8 +284,8 @@ class Watch:
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("before", [[], ["base"], ["adapter"], ["base", "adapter"]])
 def test_a_refused_adapter_stays_a_fault(before: list[str], ends: bool, worker: Worker) -> None:
-    """Whatever came before it, and however often the server asks; until a base or another adapter
-    comes. Some clients do not say when a base has come whole."""
+    """It stays one whatever came before and however often the server asks, until a base or another
+    adapter comes. Some clients do not report the end of a base."""
     worker.engine_weights._watch = Watch()  # type: ignore[assignment]
     worker.model_runner.lora_manager = Manager()
 
@@ -311,7 +312,7 @@ def test_a_refused_adapter_stays_a_fault(before: list[str], ends: bool, worker: 
 
 
 def test_a_watch_that_has_ended_finds_nothing_sound(worker: Worker) -> None:
-    """What it had found goes with it; what vLLM refuses is still told."""
+    """Its earlier findings are dropped; a refusal of vLLM is still reported."""
 
     def update() -> list[str] | None:
         worker.update_flattened_params([{"name": "a"}, {"name": "b"}])

@@ -1,4 +1,4 @@
-"""Weight updates: what is compared with what, and how a failure ends the run on every rank."""
+"""Weight updates: comparisons with the engines' reports, and failures that end every rank."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def misshapen() -> StateDict:
 
 
 class Servers:
-    """Two workers, which hold what was loaded; keeps what is asked of it. As ms-swift's client it
-    takes adapters."""
+    """Servers with two workers that keep loaded tensors; `calls` has the calls. As ms-swift's
+    client it takes adapters."""
 
     def __init__(self, second: StateDict | None = None, **failures: Exception) -> None:
         self.loaded: list[StateDict] = [{}, {}]
@@ -86,7 +86,7 @@ class Servers:
 def update(
     servers: Servers | None, move: Callable[[WeightSync, int, bool], None], size: int = 1
 ) -> list[str]:
-    """What the update raised on each rank; rank 0 has the servers."""
+    """Return the error of the update on each rank; rank 0 has the servers."""
 
     def work(ranks: ThreadRanks) -> str:
         weights = WeightSync(ranks, servers if ranks.rank == 0 else None)
@@ -100,7 +100,7 @@ def update(
 
 
 def sends(servers: Servers) -> Callable[[WeightSync, int, bool], None]:
-    """ms-swift's update, which sends in two parts; other ranks take part."""
+    """Return ms-swift's update, which sends two parts; other ranks take part."""
 
     def move(weights: WeightSync, rank: int, group_recreated: bool) -> None:
         for name, tensor in WEIGHTS.items():
@@ -110,7 +110,7 @@ def sends(servers: Servers) -> Callable[[WeightSync, int, bool], None]:
 
 
 def test_an_update_is_sent_and_compared_on_every_worker() -> None:
-    """Each with what it sent itself, a second one too, and one that sends nothing with nothing."""
+    """Each update, also a second or an empty one, is compared with its own tensors."""
     servers = Servers()
     weights = WeightSync(RankGroup(), servers)
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_a_failure_at_the_servers_ends_every_rank(
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_on_one_rank_ends_all_and_is_not_tried_again(failing: int) -> None:
-    """The rank itself keeps its own exception; the others name it."""
+    """The failing rank keeps its own exception; the others name it."""
     servers = Servers()
 
     def move(weights: WeightSync, rank: int, group_recreated: bool) -> None:
@@ -169,7 +169,7 @@ def test_a_failure_on_one_rank_ends_all_and_is_not_tried_again(failing: int) -> 
 
 
 def test_an_update_that_was_not_sent_is_made_once_more() -> None:
-    """With all weights, on all ranks, and with the base of adapters where a group is new."""
+    """All ranks send all weights again, with the base of adapters after a new group."""
     servers = Servers(load=ConnectionError("reset"))
     moves: list[tuple[int, bool]] = []
     took_part: list[int] = []
@@ -210,7 +210,7 @@ def test_what_a_watch_finds_fails_the_update(
 
 
 class Engine:
-    """A colocated engine that takes some weights, through vLLM's `load_weights` or its CPU way."""
+    """A colocated engine that takes some weights, by vLLM's `load_weights`."""
 
     def __init__(self, taken: StateDict, filled: set[str] | None = None) -> None:
         self._taken, self._filled = taken, filled

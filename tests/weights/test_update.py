@@ -1,4 +1,4 @@
-"""Reports of engines: whatever is lost or misshapen on the way is named."""
+"""Reports of engines: tensors that are lost or misshapen are named."""
 
 from __future__ import annotations
 

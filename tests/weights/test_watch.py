@@ -1,5 +1,5 @@
-"""What the watch says of sketches, names and layers that no CPU engine has. Real engines have
-faults and sound updates in tests/stack/test_watch.py."""
+"""The watch's findings for sketches, names, and layers that no CPU engine has. In
+tests/stack/test_watch.py real engines get faults and sound updates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OLD, OTHER = drawn(1, 1, 512), drawn(2, 1, 512)
     [
         (OLD, ""),
         (OLD + 0.1 * OTHER, ""),
-        (OLD + OTHER, ""),  # a way as long as the matrix itself
+        (OLD + OTHER, ""),  # an update as large as the matrix itself
         (OLD + 2 * OTHER, ""),
         (OLD * 5, ""),
         (OTHER, "moved by 1"),
@@ -57,7 +57,7 @@ def test_what_no_update_makes_of_a_matrix(after: torch.Tensor, told: str) -> Non
 def test_a_matrix_of_zeros_and_a_small_one_may_become_anything() -> None:
     assert describe_change(OLD * 0, OTHER) == ""
     assert describe_change(OLD[:, :100], OTHER[:, :100]) == ""
-    assert describe_change(OLD * float("nan"), OTHER) == ""  # what nobody has filled
+    assert describe_change(OLD * float("nan"), OTHER) == ""  # not filled before
 
 
 def test_infinity_anywhere_is_in_the_sketch() -> None:
@@ -81,20 +81,20 @@ def test_names_that_are_left_out(tmp_path: Path) -> None:
         save_file({name: torch.zeros(1)}, tmp_path / f"model-0000{shard}-of-00002.safetensors")
     assert checkpoint_names(tmp_path) == {*names, "one", "other"}
 
-    # A part that a training does not have, a head that is tied: nothing of them arrives.
+    # Tensors of a part that the training lacks, or of a tied head, never arrive.
     sent = dict.fromkeys(name for name in names if name[0] == "m" and name[:3] != "mtp")
     assert left_out(names, sent) == []
     for name in ("m.0.attn.k.weight", "m.0.mlp.experts.2.b.weight"):
         assert left_out(names, {n: None for n in sent if n != name}) == [name]
     without_expert = {n: None for n in sent if ".experts.1." not in n}
     assert left_out(names, without_expert) == [f"m.0.mlp.experts.1.{x}.weight" for x in "ab"]
-    # Experts of all layers in one tensor, as transformers 5 has them, under another name.
+    # A layer's experts in one tensor of another name, as in transformers 5.
     fused = {n: None for n in sent if ".experts." not in n} | {"m.0.mlp.experts.ab": None}
     assert left_out(names, fused) == []
 
 
 class Packed(LinearBase):
-    """A layer whose kernel multiplies bytes, and scales what comes out."""
+    """A layer whose kernel multiplies bytes, and scales the result."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         torch.nn.Module.__init__(self)
@@ -117,11 +117,11 @@ def test_a_quantized_layer_that_is_given_raw_weights() -> None:
     for seed in range(3):
         model.layer.load(weight + 1e-3 * drawn(seed, 64, 64))
         assert watch.check_weights(model, ()) == ()
-    model.layer.packed.data = weight.char()  # its numbers as they come
+    model.layer.packed.data = weight.char()  # raw numbers
     [fault] = watch.check_weights(model, ())
     assert fault == "weights changed implausibly: layer is all zeros"
     model.layer.load(weight)
-    model.layer.scale = torch.tensor(1.0)  # nobody has quantized it anew
+    model.layer.scale = torch.tensor(1.0)  # not quantized again
     [fault] = watch.check_weights(model, ())
     assert "layer moved by 2" in fault
     model.layer.load(weight)
@@ -129,8 +129,8 @@ def test_a_quantized_layer_that_is_given_raw_weights() -> None:
 
 
 def test_weights_that_stay_though_others_arrive() -> None:
-    """Held against the last sound update: a client may send a second time what did not take, and
-    may take back what it sent."""
+    """An update is compared with the last sound one: a client may repeat an update that had no
+    effect, or undo one."""
     model = torch.nn.Linear(64, 64, bias=False)
     watch = WeightWatch(model, CONFIG)
     weight = model.weight.detach().clone()
@@ -171,7 +171,7 @@ def test_weights_that_stay_though_others_arrive() -> None:
     ],
 )
 def test_tensors_of_all_shapes_are_looked_at(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """As parameters too; a watch that raises looks at nothing for the rest of a run."""
+    """Also as parameters. A watch that raises would be off for the rest of the run."""
     model = torch.nn.Linear(64, 64, bias=False)
     tensor = torch.ones(shape).to(dtype)
     model.extra = torch.nn.Parameter(tensor, requires_grad=False)

@@ -1,4 +1,4 @@
-"""`swift-grpo-ext check` is green on a good machine, and red, with a remedy, for each fault."""
+"""`swift-grpo-ext check` names each fault of a machine, with a remedy; its command and output."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ GPU = {"vllm": "0.32.0"}
 
 
 def assert_says(findings: Iterable[Finding], expected: str) -> None:
-    """Hold findings against the beginning of their text, and parts of it behind `...`; "" expects
-    none."""
+    """Assert that the findings' text begins so, and has the parts after `...`; "" expects none."""
     text = "\n".join(f"{finding.level}: {finding.sentence}" for finding in findings)
     beginning, *parts = expected.split("...")
     assert text.startswith(beginning), text
@@ -107,8 +106,8 @@ def test_a_machine_alone(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_what_shows_at_once_is_said_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--model", "./none"]) == 1
-    said, progress = capsys.readouterr()
-    assert "error: --model ./none: there is no such directory in " in said
+    out, progress = capsys.readouterr()
+    assert "error: --model ./none: there is no such directory in " in out
     assert progress == ""
 
 

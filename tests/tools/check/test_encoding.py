@@ -1,4 +1,4 @@
-"""`check` encodes rows on both sides: what differs, is cut or fails is named, token by token."""
+"""`check` encodes rows as rollout and training do, and names rows that differ, are cut, or fail."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ LONG = "Many words come first. " * 20
 
 
 def write_rows(folder: Path, *rows: tuple[str, dict[str, Sequence[str]]]) -> tuple[str, Any]:
-    """Write rows of a question and its media; return the path, and the rows as ms-swift reads
-    them."""
+    """Write rows of a question and its media; return the path and the rows that ms-swift reads."""
     path = folder / "rows.jsonl"
     lines = [
         json.dumps({"messages": [{"role": "user", "content": question}], **media})
@@ -47,27 +46,27 @@ def image(assets: Path) -> str:
     return str(row["images"][0])
 
 
-@pytest.fixture
-def settings(assets: Path, tmp_path: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def sides(assets: Path) -> BothSides:
+    """Both sides of the tiny model. It takes seconds to make them, so all tests share them."""
     names = {"model_type": "qwen2_5_vl", "template": "qwen2_5_vl"}
     lengths = {"max_length": 64, "vllm_max_model_len": 256, "max_completion_length": 100}
-    return {"model": str(assets / "tiny_vlm"), **names, **lengths}
+    return BothSides(model=str(assets / "tiny_vlm"), **names, **lengths)
 
 
-def test_rows_that_are_right(settings: dict[str, Any], image: str, tmp_path: Path) -> None:
+def test_rows_that_are_right(sides: BothSides, image: str, tmp_path: Path) -> None:
     _, rows = write_rows(
         tmp_path,
         ("<image>Which digit?", {"images": [image]}),
         ("Here:\n<image>\n and <image>?", {"images": [image] * 2}),
-        *(("Which digit?", {}) for _ in range(38)),  # 16 in all, and 16 of the others
+        *(("Which digit?", {}) for _ in range(38)),  # the first 16 rows, and 16 of the others
     )
-    sides = BothSides(**settings)
     sample = sample_of(sides.template, rows[0])
     assert not difference(sides.template, sample, sides.encode(rows[0])[0])
-    # 8 x 8 patches of 14 x 14 pixels in float32, two frames of three colours; little else.
+    # 8 x 8 patches of 14 x 14 pixels in float32, two frames of three colours; the rest is small.
     pixels = 8 * 8 * 14 * 14 * 2 * 3 * 4
     assert pixels < encoding.media_bytes(sample.encoded) < 1.01 * pixels
-    assert sides.said(rows) == [
+    assert sides.check(rows) == [
         "ok: 32 rows with 3 media are equal in rollout and training, in tokens and positions.",
         "note: prompts have 22 to 61 tokens (--max_length 64 counts a medium as one); with "
         "--max_completion_length 100 a sample takes up to 161 of 256 (--vllm_max_model_len).",
@@ -76,10 +75,10 @@ def test_rows_that_are_right(settings: dict[str, Any], image: str, tmp_path: Pat
 
 @needs_rates_of_videos
 def test_positions_behind_long_videos(
-    settings: dict[str, Any], image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sides: BothSides, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More frames than patches on a side: transformers 5.19 alone goes on at the larger side. What
-    differs, by whatever release, is named."""
+    """After a video with more frames than patches on a side, positions agree only by our repair of
+    transformers 5.19. Positions that differ are named."""
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
     for name, count in (("long", 12), ("short", 4)):
@@ -91,9 +90,9 @@ def test_positions_behind_long_videos(
         ("<video> or <image> and <video>?", {"videos": [long, short], "images": [image]}),
         ("Which digit?", {}),
     )
-    settings["vllm_max_model_len"] = 4096
-    sides = BothSides(**settings)
-    assert sides.said(rows)[0] == "ok: 3 rows with 4 media are equal in rollout and training, " + (
+    for holder in (sides.engine, sides.engine.engine.model_config):
+        monkeypatch.setattr(holder, "max_model_len", 4096)
+    assert sides.check(rows)[0] == "ok: 3 rows with 4 media are equal in rollout and training, " + (
         "in tokens and positions."
     )
     count = Qwen2_5_VLModel.get_rope_index
@@ -103,23 +102,25 @@ def test_positions_behind_long_videos(
         return positions - (positions > 20).long(), deltas
 
     monkeypatch.setattr(Qwen2_5_VLModel, "get_rope_index", elsewhere)
-    first, second, *_ = sides.said(rows)
+    first, second, *_ = sides.check(rows)
     for text, number in ((first, 1), (second, 2)):
         assert text.startswith(f"error: row {number} of {path} (which asks '<video>")
         assert "give the same tokens different positions, from token " in text
         assert "in time, height and width). vLLM's model and transformers' count" in text
 
 
-def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Path) -> None:
+def test_rows_that_are_wrong(
+    sides: BothSides, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, rows = write_rows(
         tmp_path,
         (f"<image>{LONG}Which?", {"images": [image]}),
         (f"<image> or <image>{LONG}Both?", {"images": [image] * 2}),
-        ("<video>What?", {"videos": ["none.mp4"]}),  # which the check of rows names
+        ("<video>What?", {"videos": ["none.mp4"]}),  # the check of rows names it
         (f"Three: {'<image>' * 15}", {"images": [image] * 15}),
     )
-    settings["max_completion_length"] = 200
-    too_long, differs, cut, room = BothSides(**settings).said(rows)
+    monkeypatch.setattr(sides.args, "max_completion_length", 200)
+    too_long, differs, cut, room = sides.check(rows)
     assert too_long.startswith(f"error: row 4 of {path} (which asks 'Three: <image>")
     # vLLM 0.23 raises a ValueError.
     assert re.search(r"cannot be encoded for a rollout \((VLLMValidation|Value)Error: ", too_long)
@@ -137,8 +138,11 @@ def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Pat
     assert room.endswith(
         " end after 162 tokens. Raise --vllm_max_model_len, or lower --max_length."
     )
-    settings |= {"truncation_strategy": "delete", "rollout_mismatch": "warn"}
-    first, second, third = BothSides(**settings).said(rows)
+    monkeypatch.setattr(sides.args, "truncation_strategy", "delete")
+    monkeypatch.setattr(sides.args, "rollout_mismatch", "warn")
+    for template in (sides.template, sides.engine.template):
+        monkeypatch.setattr(template, "truncation_strategy", "raise")  # ms-swift's for "delete"
+    first, second, third = sides.check(rows)
     assert first == (
         f"warning: row 1 of {path} (which asks {f'<image>{LONG}'[:60]!r}) cannot be encoded for "
         "training (MaxLengthError: Current length of row(139) is larger than the max_length(64); "
@@ -159,7 +163,7 @@ def write_without_weights(name: str, architecture: str, folder: Path) -> None:
 
 
 def test_sides_that_differ(image: str, tmp_path: Path) -> None:
-    """The sides have other system prompts and sizes of images; no weights are there."""
+    """The sides have different system prompts and image sizes. The model has no weights."""
     write_without_weights("glm4v", "Glm4vForConditionalGeneration", tmp_path)
     video = rounds.write_video([image] * 4, tmp_path / "digits.mp4")
     path, rows = write_rows(
@@ -169,7 +173,7 @@ def test_sides_that_differ(image: str, tmp_path: Path) -> None:
     )
     names = {"model": str(tmp_path), "model_type": "glm4v", "template": "glm4v"}
     rollout = {**names, "system": "Be brief.", "max_pixels": 784, "vllm_max_model_len": 512}
-    no_video, differs, room = BothSides(rollout=rollout, **names).said(rows)
+    no_video, differs, room = BothSides(rollout=rollout, **names).check(rows)
     assert no_video.startswith(
         f"error: row 2 of {path} (which asks '<video>Which digits?') cannot be encoded for "
         "training (AssertionError: glm.py, line "
@@ -183,20 +187,20 @@ def test_sides_that_differ(image: str, tmp_path: Path) -> None:
 
 
 def seen(encoder: BothSides, row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pixels that vLLM and training make of a row, in the row's order."""
+    """Return the pixel values of a row in vLLM and in training, in the row's order."""
     _, fault = encoder.encode(row)
     assert fault == ""
     made = encoder.process(sample_of(encoder.template, row).to_infer_request())
-    of_vllm = []
+    vllm_pixels = []
     for feature in sorted(made.mm_features, key=lambda feature: feature.mm_position.offset):
         data = feature.data.get_data()
-        of_vllm += [values for name, values in data.items() if "pixel" in name]
+        vllm_pixels += [values for name, values in data.items() if "pixel" in name]
     answered = {**row, "messages": [*row["messages"], {"role": "assistant", "content": "7"}]}
-    return torch.cat(of_vllm), encoder.template.encode(answered)["pixel_values"]
+    return torch.cat(vllm_pixels), encoder.template.encode(answered)["pixel_values"]
 
 
 def test_videos_and_images_of_unequal_sizes(image: str, tmp_path: Path) -> None:
-    """InternVL, whose template of ms-swift joins a row's videos."""
+    """ms-swift's template of InternVL joins the videos of a row."""
     write_without_weights("internvl", "InternVLForConditionalGeneration", tmp_path)
     settings = {"model": str(tmp_path), "model_type": "internvl", "template": "internvl_hf"}
     settings |= {"torch_dtype": "float32", "vllm_max_model_len": 2048}
@@ -214,13 +218,13 @@ def test_videos_and_images_of_unequal_sizes(image: str, tmp_path: Path) -> None:
         ("<image>?<image>", {"images": [image, wide]}, 8),
     ):
         row = {"messages": [{"role": "user", "content": question}], **media}
-        of_vllm, of_training = seen(encoder, row)
-        assert len(of_training) == num_tiles
-        assert torch.equal(of_vllm, of_training.to(of_vllm.dtype))
+        vllm_pixels, train_pixels = seen(encoder, row)
+        assert len(train_pixels) == num_tiles
+        assert torch.equal(vllm_pixels, train_pixels.to(vllm_pixels.dtype))
 
 
 def test_media_that_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10,240 samples in groups of 8, on four machines: 320 prompts each, of 1.5 GB in the mean."""
+    """10,240 samples in groups of 8 on four machines are 320 prompts for each, of 1.5 GB."""
     sizes = SimpleNamespace(generation_batch_size=10_240, num_generations=8)
     args: Any = SimpleNamespace(training_args=sizes)
     monkeypatch.setenv("NNODES", "4")

@@ -1,4 +1,4 @@
-"""What shows at once: settings as they are written must hold together, names and files be there."""
+"""Checks of written settings before any slow import: they fit together, names and files exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FOLDER = ROOT / "examples/presets"
 SERVED, COLOCATED = "server_2x6_lora", "colocate_8gpu"
 
 
-def said(findings: Iterable[Finding]) -> list[str]:
+def texts_of(findings: Iterable[Finding]) -> list[str]:
     return [f"{finding.level}: {finding.sentence}" for finding in findings]
 
 
@@ -37,13 +37,13 @@ def said(findings: Iterable[Finding]) -> list[str]:
 def test_a_preset_holds_together(name: str) -> None:
     is_served = (FOLDER / f"{name}.train.yaml").is_file()
     sources = read_sources(FOLDER / name if is_served else FOLDER / f"{name}.yaml")
-    assert said(check_sources(sources, looks_at_files=False)) == []
+    assert texts_of(check_sources(sources, looks_at_files=False)) == []
 
 
 def changed(
     name: str, training: dict[str, Any], rollout: dict[str, Any], folder: Path
 ) -> list[str]:
-    """Return what is said of a preset with other settings; `None` leaves a setting out."""
+    """Return the findings of a preset with other settings; `None` leaves a setting out."""
     for suffix, changes in ((".train", training), (".rollout", rollout), ("", training)):
         file = FOLDER / f"{name}{suffix}.yaml"
         if file.is_file():
@@ -51,7 +51,7 @@ def changed(
             settings = {key: value for key, value in settings.items() if value is not None}
             (folder / file.name).write_text(yaml.safe_dump(settings), encoding="utf-8")
     path = folder / name if name == SERVED else folder / f"{name}.yaml"
-    return said(check_sources(read_sources(path), looks_at_files=False))
+    return texts_of(check_sources(read_sources(path), looks_at_files=False))
 
 
 ENV = "ENV"
@@ -129,13 +129,13 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ),
         ("--custom-register-path /no.py", "error: --external_plugins /no.py: there is no such fi"),
     ):
-        text = "\n".join(said(check_files(by_flag(argv.split()))))
+        text = "\n".join(texts_of(check_files(by_flag(argv.split()))))
         assert text.startswith(expected), text
         assert bool(text) == bool(expected)
 
 
 def test_a_glance_imports_nothing_that_takes_long(tmp_path: Path) -> None:
-    """It was 30 seconds before a file that is not there was named."""
+    """With its imports it took 30 seconds to name a missing file."""
     (tmp_path / "run.yaml").write_text("num_generation: 8")
     code = "import sys; from swift_grpo_ext.tools.cli import main; print(main(sys.argv[1:]))"
     loaded = (
@@ -152,7 +152,7 @@ def test_a_glance_imports_nothing_that_takes_long(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("side", COMMANDS)
 def test_names_of_flags_are_known_without_ms_swift(side: Side) -> None:
-    """They are read from its source, for it takes ten seconds to import."""
+    """They are read from ms-swift's source: its import takes ten seconds."""
     from swift.arguments import RLHFArguments, RolloutArguments
 
     from swift_grpo_ext.command_line import EXTENDED, Parser
@@ -173,12 +173,12 @@ def test_names_of_flags_are_known_without_ms_swift(side: Side) -> None:
     ],
 )  # fmt: skip
 def test_names(name: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(check_names("training", [name])) == expected
+    assert texts_of(check_names("training", [name])) == expected
     if expected:
         monkeypatch.setattr(glance, "SOURCES", glance.SOURCES[:2])
         monkeypatch.setattr(glance, "upstream_flags", glance.upstream_flags.__wrapped__)
-        # A class that is not found leaves names to the parser.
-        assert said(check_names("training", [name])) == []
+        # If a class is not found in the source, the parser checks names later.
+        assert texts_of(check_names("training", [name])) == []
 
 
 def test_a_setting_without_a_value() -> None:

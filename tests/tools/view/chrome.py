@@ -17,7 +17,7 @@ from websockets.sync.client import ClientConnection, connect
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 WAIT_SECONDS = 30.0
-"""Only a page that hangs reaches it."""
+"""Bound on a page that hangs."""
 
 
 def wait_for(found: Callable[[], bool], what: str) -> None:
@@ -29,7 +29,7 @@ def wait_for(found: Callable[[], bool], what: str) -> None:
 
 @contextmanager
 def open_chrome(profile: Path) -> Iterator[Chrome]:
-    """Start a browser with one empty page, and end it."""
+    """Run a browser with one empty page."""
     options = [
         *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--lang=en-US"),
         *("--disable-quic", "--no-first-run", "--disable-background-networking"),
@@ -50,7 +50,7 @@ def open_chrome(profile: Path) -> Iterator[Chrome]:
 
 
 class Chrome:
-    """The page of a browser; its uncaught errors are in `problems`."""
+    """A page of a browser; `problems` has its uncaught errors."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self.problems: list[str] = []
@@ -70,11 +70,11 @@ class Chrome:
         self._connection.send(json.dumps(message))
         while True:
             answer = json.loads(self._connection.recv(timeout=WAIT_SECONDS))
-            told = answer.get("params", {})
-            entry = told.get("entry", {})
+            params = answer.get("params", {})
+            entry = params.get("entry", {})
             is_error = entry.get("level") == "error" and entry.get("source") != "network"
             if is_error or answer.get("method") == "Runtime.exceptionThrown":
-                self.problems.append(json.dumps(told)[:500])
+                self.problems.append(json.dumps(params)[:500])
             if answer.get("id") == number:
                 assert "error" not in answer, (method, answer["error"])
                 result: dict[str, Any] = answer["result"]
@@ -93,12 +93,12 @@ class Chrome:
         return found["result"].get("value")
 
     def until(self, script: str) -> None:
-        """Wait until an expression is true of a page that has come whole."""
+        """Wait until the page is loaded and an expression is true."""
 
         def is_true() -> bool:
             try:
                 return bool(self.run(f"!!(document.body.dataset.ready && ({script}))"))
-            except AssertionError:  # the browser is between two pages
+            except AssertionError:  # the browser is loading another page
                 return False
 
         wait_for(is_true, script)

@@ -1,4 +1,4 @@
-"""Runs for tests of the page: groups of two, scored, with images."""
+"""Runs for tests of the viewer: scored groups of two samples, with images."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.record.rows import ROW, sample_id
 HOSTILE = "<img src=x onerror='window.stolen=1'><script>window.stolen=1</script>‮\u202e"
 
 
-def make_rows(step: int, *, num_groups: int = 2, phase: str = "train") -> list[SampleRow]:
-    """Rows of a round: sample i of group g has tokens [7, g, i] and text `gG iI sS`."""
+def make_rows(step: int, *, num_groups: int = 2) -> list[SampleRow]:
+    """Return a round's rows: sample i of group g has tokens [7, g, i] and text `gG iI sS`."""
     return [
         replace(
             ROW,
-            sample_id=sample_id(step, phase, group=group, index=index),
+            sample_id=sample_id(step, group=group, index=index),
             seed=2**62 + 100 * step + 10 * group + index,
             weight_version=step,
             token_ids=[7, group, index],
@@ -44,8 +44,8 @@ def make_rows(step: int, *, num_groups: int = 2, phase: str = "train") -> list[S
 
 
 def make_conversations(step: int) -> list[SampleRow]:
-    """Rows of a round: of each group, sample 0 has one turn, sample 1 has three. The tool gives
-    a crop that has no file, and words that UTF-8 cannot hold; then there is no room."""
+    """Return a round's rows. In each group sample 0 has one turn, sample 1 three. The tool adds a
+    crop without a file and text that is no UTF-8; the third turn has no room for an answer."""
     Image.new("RGB", (8, 4), "blue").save(crop := BytesIO(), "webp")
     rows = []
     for row in make_rows(step):
@@ -81,7 +81,7 @@ def make_conversations(step: int) -> list[SampleRow]:
 
 
 def score(row: SampleRow, reward: float | None = None) -> RewardRow:
-    """By default group 0 has equal rewards, and in group g they lie g apart."""
+    """Return a sample's score; by default rewards of group g differ by g."""
     sample = row.sample_id
     value = float(sample.group * sample.index) if reward is None else reward
     return RewardRow(
@@ -115,7 +115,7 @@ class Writer:
 
 
 def make_run(run_dir: Path, num_rounds: int = 3) -> Path:
-    """Rounds, their images in the run's folder; returns the folder."""
+    """Write rounds, with images in the run's folder; return the folder."""
     folder = run_dir / "images"
     folder.mkdir(parents=True)
     for group in range(2):
@@ -128,7 +128,7 @@ def make_run(run_dir: Path, num_rounds: int = 3) -> Path:
 
 
 def add_logs(run_dir: Path, *seconds: float) -> Path:
-    """Log steps that took so long, with an evaluation after each; return the file."""
+    """Log a step for each number of seconds, with an evaluation after each; return the file."""
     shares = {"rollout": 0.5, "wake": 0.05, "send": 0.1, "generate": 0.3, "sleep": 0.0}
     shares |= {"rewards": 0.0, "batch": 0.1, "logps": 0.15, "loss": 0.25}
     shares |= {"optimizer": 0.0, "rest": 0.0}

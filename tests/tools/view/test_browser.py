@@ -1,4 +1,4 @@
-"""The pages in headless Chromium: filters, a run that goes on, hostile text, phones."""
+"""Pages in headless Chromium: filters, curves, a run that goes on, hostile text, small screens."""
 
 from __future__ import annotations
 
@@ -113,17 +113,17 @@ def test_a_run_that_goes_on_and_hostile_text(page: Chrome, run_dir: Path) -> Non
 
 OVERFLOWING = """[...document.querySelectorAll("header, main, header *, main *")].filter(e => {
   if (e.closest("svg, select, .wide") || e.matches("input, br")) return false;
-  if (!e.getClientRects().length) return false;  // the other language, another section
+  if (!e.getClientRects().length) return false;  // hidden: the other language, another section
   const box = e.getBoundingClientRect(), around = e.parentElement.getBoundingClientRect();
   return e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== "inline"
     || box.right > around.right + 1 || box.left < around.left - 1;
 }).map(e => `${e.localName}.${e.className} of ${e.parentElement.className}`)"""
-"""Elements whose content is wider than they are, or which stick out of what they are in."""
+"""JavaScript: the elements that are narrower than their content, or stick out of their parent."""
 
 
 @pytest.mark.parametrize("width", [400, 1920])
 def test_nothing_runs_over_its_box(width: int, page: Chrome, run_dir: Path, tmp_path: Path) -> None:
-    """Texts are long: English, Chinese, without a space; in the run's lists and a saved page."""
+    """Long texts in English, in Chinese and without a space fit into lists and saved pages."""
     Image.new("RGB", (2400, 60)).save(run_dir / "images/wide.png")
     texts = "All work and no play. " * 30, "这是一个很长的回答，里面没有空格。" * 20, "x" * 600
     rows = [

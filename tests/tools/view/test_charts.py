@@ -34,7 +34,7 @@ def test_ticks_are_round(low: float, high: float, least: float, expected: list[f
 
 
 def test_a_chart() -> None:
-    """Curves of other lengths share the axis; an alarm is shaded, and a single point is a dot."""
+    """Curves of unequal lengths share an axis; an alarm is shaded, and a single point is a dot."""
     curves = {"reward": [(1, 0.0), (9, 1.0)], "eval_reward": [(5, 0.5)]}
     alarm = MagicMock(verdict="broken", steps_done=9)
     [chart, short] = draw({"reward": curves, "loss": {"loss": [(9, 0.0)]}}, [[alarm]])

@@ -51,7 +51,7 @@ def test_unknown_and_infinite_log_probabilities_are_none() -> None:
 
 
 def test_a_first_token_keeps_its_space() -> None:
-    def decode(ids: list[int]) -> str:  # as sentencepiece: no space at the beginning
+    def decode(ids: list[int]) -> str:  # like sentencepiece, without the first space
         return "".join(f" w{i}" for i in ids)[1:]
 
     assert [part.text for part in pieces(TURN, decode)] == ["w1", " w2"]
@@ -64,7 +64,7 @@ def test_a_group(tmp_path: Path) -> None:
     assert group["first"]["messages"] == [("user", "<image>Question 1?")]
     assert group["first"]["media"] == [str(tmp_path / "a run/images/1.png")]
     assert group["replay"] == f"swift-grpo-ext replay '{tmp_path}/a run' --round 1.0 --group 1"
-    # Without a tokenizer, the texts tell what is shared.
+    # Without a tokenizer, texts are compared in place of tokens.
     shown = [[piece.text for piece in turns[0]["pieces"]] for turns in group["samples"]]
     assert shown == [["g1 i", "0 s1"], ["g1 i", "1 s1"]]
 

@@ -42,8 +42,8 @@ def test_the_mean_of_the_last_steps() -> None:
 
 
 def test_what_was_logged(tmp_path: Path) -> None:
-    """A resumed session replaces the steps that it makes again; a spoilt line is left out, and so
-    is what is no number. Parts that take less than 2% of a step have no curve."""
+    """A resumed session replaces the steps that it repeats. Broken lines and values that are no
+    number are left out. Parts below 2% of a step have no curve."""
     path = add_logs(tmp_path, 1.0, 1.0, 1.0)
     with path.open("a", encoding="utf-8") as file:
         file.write('{"loss": 1.0, "global\n')
@@ -67,12 +67,13 @@ def test_what_was_logged(tmp_path: Path) -> None:
 
 
 def collapsed(step: int) -> list[SampleRow]:
-    """A round whose four samples are equal, at a surprisal that makes it likely."""
+    """Return a round with four equal samples whose surprisal makes that likely."""
     return group_of(*[[1, step]] * 4, step=step, bits=0.01)
 
 
 def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
-    """Rounds that patience waited for are none, as in the log; spans are in steps done."""
+    """Rounds before an alarm's third round are not shaded, as they are not logged. Spans count
+    steps done."""
     rounds = [collapsed(step) for step in range(6)]
     rounds[4] = group_of([1], [2], [3], [4], step=4)
     rounds += [group_of(*[list(range(60))] * 2, step=step) for step in (6, 7)]
@@ -101,7 +102,7 @@ def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
 
 
 def test_the_worst_groups_of_alarms(tmp_path: Path) -> None:
-    """Of each round with an alarm the worst group, with the samples that share most."""
+    """Each round with an alarm has its worst group, with the samples that share most tokens."""
     rounds = [group_of([9], [8], [7], [6], step=step) for step in range(2)]
     rounds += [collapsed(step) for step in (2, 3)]
     rounds.append(group_of([5], *[[1, 2, 3]] * 79, step=4, bits=0.01))
@@ -109,7 +110,7 @@ def test_the_worst_groups_of_alarms(tmp_path: Path) -> None:
     add_tokenizer(tmp_path)
     run = Run(tmp_path)
     run.refresh()
-    [group] = worst_groups(run)  # the others gave no alarm
+    [group] = worst_groups(run)  # other groups caused no alarm
     assert group["first"]["round"] == "train.4.0"
     assert [turns[0]["index"] for turns in group["samples"]] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert all(turns[0]["pieces"][0].is_shared for turns in group["samples"])

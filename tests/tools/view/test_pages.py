@@ -1,4 +1,4 @@
-"""Pages as HTML: the words, numbers, and the page that is saved."""
+"""The HTML of pages: words, numbers, and the saved page."""
 
 from __future__ import annotations
 
@@ -132,14 +132,14 @@ def test_rounds_lead_to_their_neighbours(tmp_path: Path) -> None:
 
 
 def test_all_words_are_there_in_both_languages() -> None:
-    """Each key that a template names has words, all words are used, and have Chinese in them."""
+    """Each key in a template has words, and all words are used and exist in Chinese."""
     chinese = re.compile(r"[一-鿿]")
     assert {k for k, (_, text) in words().items() if not chinese.search(text)} == {"language"}
     texts = [path.read_text(encoding="utf-8") for path in (HERE / "templates").iterdir()]
-    asked = {key for text in texts for key in re.findall(r'"(\w+)"', text)}
+    keys = {key for text in texts for key in re.findall(r'"(\w+)"', text)}
     own = json.loads((HERE / "words.json").read_text(encoding="utf-8"))
     by_value = re.compile("panel_.*|summary_.*|by_.*|overview|samples|groups|runs|none")
-    assert {key for key in own if not by_value.fullmatch(key)} - asked == set()
+    assert {key for key in own if not by_value.fullmatch(key)} - keys == set()
     named = {key for text in texts for key in re.findall(r'\bt\("(\w+)"[,)]', text)}
     assert named - set(words()) == set()
     assert str(word("step")) == '<span lang="en">Step</span><span lang="zh">步</span>'

@@ -1,4 +1,4 @@
-"""What is read of a run while it goes on, filters, orders, and groups."""
+"""A run is read while it goes on; filters, orders, and groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tools.view.runs import Writer, add_logs, make_rows, make_run, score
 
 
 def rewards_of(run: Run) -> list[float | None]:
-    """By step, group, index and turn."""
+    """Return rewards by step, group, index and turn."""
     order = 'order by step, "group", "index", turn'
     return [row["reward"] for row in run.record.rows(f"select reward from scored {order}")]
 
@@ -79,13 +79,13 @@ def test_a_log_ends_and_goes_on(tmp_path: Path) -> None:
     assert facts.updated > "2026"
     with path.open("a", encoding="utf-8") as file:
         file.write('{"loss": 0.0, "global_step/max_steps": "4/100"}\n{"loss": 1')
-    # It was resumed, and a line is being written.
+    # The run was resumed, and a line is being written.
     assert (run.facts.has_ended, run.facts.step) == (False, 4)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Rounds 0 to 2; one sample was ended by the length limit, one has no reward yet."""
+    """Rounds 0 to 2. The length limit ended one sample, and one has no reward yet."""
     folder = tmp_path_factory.mktemp("run")
     writer = Writer(folder)
     for step in range(3):

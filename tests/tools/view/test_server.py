@@ -1,4 +1,4 @@
-"""The server answers requests with the token, with nothing but the run's record and images."""
+"""The server answers only requests with the token, and only with the run's record and images."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECRET = "not for the page"
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    """Serve a run whose newest round names a symlink to a text as its image."""
+    """A client of a run whose newest round names a symlink to a text file as its image."""
     folder = tmp_path_factory.mktemp("made")
     run_dir = make_run(folder / "run")
     (folder / "secret.txt").write_text(SECRET, encoding="utf-8")
@@ -81,7 +81,7 @@ def test_the_page_may_run_its_own_script_only(client: TestClient) -> None:
     ],
 )
 def test_pages(client: TestClient, path: str, expected: str) -> None:
-    """The English text of a page, without its spaces."""
+    """A page has this English text; spaces do not count."""
     answer = client.get(path)
     assert answer.status_code == 200
     main = answer.text.partition("<main")[2].partition("</main>")[0]
@@ -102,7 +102,7 @@ def test_one_page_of_many_samples(client: TestClient, monkeypatch: pytest.Monkey
 def test_the_state_tells_when_something_is_new(client: TestClient, tmp_path: Path) -> None:
     state = client.get("state").text
     assert f'data-state="{state}"' in client.get("samples").text
-    # A step's times are logged after its samples are on disk.
+    # Times of a step are logged after its samples are on disk.
     run = Run(make_run(tmp_path / "run"))
     states = [pages.state_of([run])]
     for _ in range(2):
@@ -158,8 +158,8 @@ def test_wrong_questions_and_other_files(client: TestClient, path: str) -> None:
 def test_the_command_serves_until_it_is_ended(
     host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The address that it prints holds the token; a port that another has is an error. A line
-    says how to reach it from another machine, or that it is not encrypted."""
+    """It prints an address with the token, and how to reach it from another machine, or that it is
+    not encrypted. A port in use is an error."""
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-7")
     monkeypatch.setenv("USER", "ann")
     run_dir, servers = make_run(tmp_path / "run"), []
@@ -191,10 +191,10 @@ def test_the_command_serves_until_it_is_ended(
             assert remote[0] == f"On another machine, run: {command}"
         assert "<main" in requests.get(address, timeout=60).text
         monkeypatch.setitem(pages.VALUES, "groups", lambda *_: [].pop())
-        told: list[logging.LogRecord] = []
-        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handle", told.append)
+        errors: list[logging.LogRecord] = []
+        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handle", errors.append)
         assert requests.get(f"{address}0/groups", timeout=60).status_code == 500
-        assert [record.exc_info[0] for record in told if record.exc_info] == [IndexError]
+        assert [record.exc_info[0] for record in errors if record.exc_info] == [IndexError]
         root, _, token = address.rstrip("/").rpartition("/")
         assert len(token) > 16
         assert requests.get(f"{root}/samples", timeout=60).status_code == 404
@@ -219,7 +219,7 @@ def test_addresses_of_version_6_stand_in_brackets(
     host: str, name: str, remote: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """This machine may not have the address."""
+    """A stand-in listens: this machine may have no such address."""
     listener = MagicMock()
     listener.getsockname.return_value = (host, 80, 0, 0)
     monkeypatch.setattr(socket, "create_server", lambda address, family: listener)

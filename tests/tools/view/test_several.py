@@ -17,7 +17,7 @@ from tests.tools.view.runs import Writer, add_logs, make_rows
 
 
 def make_pair(folder: Path) -> list[Run]:
-    """Two runs of three and two steps."""
+    """Write and open two runs, of three steps and of two."""
     runs = []
     for number, num_steps in enumerate((3, 2)):
         run_dir = folder / f"run-{number}" / "v0"

@@ -1,4 +1,4 @@
-"""Conversations on the page: read from the top, counted once, with the time that they took."""
+"""Conversations on the page: turns in order, counted as one sample, with their times."""
 
 from __future__ import annotations
 
