@@ -17,10 +17,12 @@ class Waves:
         Without `draws_ahead` they have ms-swift's size, which is the batch."""
         self._batch, self._unit, self._draws_ahead = batch, unit, draws_ahead
         self._counts = deque[tuple[int, int]](maxlen=NUM_WAVES)  # kept and drawn of each wave
+        self._scoring = 0.0  # share of a wave's time
 
-    def note(self, kept: int, drawn: int) -> None:
-        """Note how many groups of a wave had unequal rewards."""
+    def note(self, kept: int, drawn: int, generating: float, scoring: float) -> None:
+        """Note how many groups of a wave had unequal rewards, and its seconds."""
         self._counts.append((kept, drawn))
+        self._scoring = scoring / ((generating + scoring) or 1.0)
 
     def first(self) -> int:
         """Return how many groups to draw beside a batch of training."""
@@ -38,8 +40,10 @@ class Waves:
         if not kept:
             return math.inf
         share = kept / drawn
-        # One standard deviation more makes one wave enough in five of six cases.
-        return missing / share + math.sqrt(missing * (1 - share)) / share
+        # One standard deviation more makes one wave enough in five of six cases. Its scores may
+        # cost more time than it saves.
+        spread = math.sqrt(missing * (1 - share)) / share
+        return missing / share + (1 - self._scoring) * spread
 
     def _limited(self, count: float) -> int:
         return math.ceil(min(count, self._batch) / self._unit) * self._unit

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,10 @@ class Scored(NamedTuple):
 class DynamicSampling(RolloutTraining, GRPOTrainer):
     """Adds `--dynamic_sample` to the rollouts of GRPO."""
 
+    # The last wave on this rank took these.
+    _generating_seconds = 0.0
+    _scoring_seconds = 0.0
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._batch = self.args.generation_batch_size // self.num_generations  # groups
@@ -53,7 +58,7 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
             return super()._rollout_samples(inputs)
         self._num_added = 0  # groups of added rounds that were drawn
         samples = self._named(inputs, self._rounds.current, 0)
-        return self._generate_completions([*samples, *self._next_added(self._waves.first())])
+        return self._timed([*samples, *self._next_added(self._waves.first())])
 
     def _next_added(self, count: int) -> list[RolloutSample]:
         """Return this rank's samples of the next groups of added rounds, with their names."""
@@ -86,6 +91,12 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
         self._set_ids(samples, len(samples) * self.ranks.rank, round_, first)
         return samples
 
+    def _timed(self, samples: list[RolloutSample]) -> list[RolloutSample]:
+        began = perf_counter()
+        samples = self._generate_completions(samples)
+        self._generating_seconds = perf_counter() - began
+        return samples
+
     # --- which groups are kept ---
 
     def own_share(self, samples: list[RolloutSample], values: torch.Tensor) -> list[list[float]]:
@@ -96,7 +107,9 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
         return list(values[start : start + len(samples)].tolist())
 
     def _compute_rewards_per_func(self, samples: list[RolloutSample]) -> torch.Tensor:
+        began = perf_counter()
         values = super()._compute_rewards_per_func(samples)
+        self._scoring_seconds = perf_counter() - began
         # Groups of equal rewards leave next; the record has their scores all the same.
         if self.dynamic_sample and self.model.training:
             self._rewards.generated(samples, self.own_share(samples, values))
@@ -118,7 +131,7 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
                 )
                 kept = [*scored.values()]
                 break
-            more = self._generate_completions(more)
+            more = self._timed(more)
             scored |= self._scored_groups(more, self._compute_rewards_per_func(more))
         trained = [*chain.from_iterable(kept[: self._batch])]
         shares = get_even_process_data(self, [each.sample for each in trained])
@@ -128,14 +141,19 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
         self, samples: list[RolloutSample], values: torch.Tensor
     ) -> dict[SampleId, list[Scored]]:
         """Return the samples of a wave, of all ranks, by groups and in the order of their names."""
+        # The first rank's seconds, on all ranks.
+        seconds = self._generating_seconds, self._scoring_seconds
+        samples_of_ranks, (seconds, *_) = zip(
+            *self.ranks.all_gather((samples, seconds)), strict=True
+        )
         rewards = (values * self.reward_weights).nansum(1).tolist()
-        scored = map(Scored, chain(*self.ranks.all_gather(samples)), values, rewards)
+        scored = map(Scored, chain(*samples_of_ranks), values, rewards)
         in_order = sorted(scored, key=lambda each: each.sample.sample_id)
         groups = {
             name: list(group)
             for name, group in groupby(in_order, lambda each: each.sample.sample_id.group_id)
         }
-        self._waves.note(len(unequal(groups)), len(groups))
+        self._waves.note(len(unequal(groups)), len(groups), *seconds)
         return groups
 
 
