@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
+from swift.infer_engine.protocol import RolloutInferRequest
 from swift.rl_core.data import GRPOBatch
-from swift.rlhf_trainers import GKDTrainer, gkd_helpers, gkd_trainer
+from swift.rlhf_trainers import GKDTrainer, gkd_helpers
 from swift.rlhf_trainers.gkd_loss import DataSource, _align_vocab, jsd_loss
 from swift.rlhf_trainers.utils import build_rollout_logps, encode_sample
 from swift.trainers import disable_gradient_checkpointing
@@ -23,17 +23,20 @@ from torch import Tensor, nn
 
 from swift_grpo_ext.logits.chunked import Outputs, token_logps
 from swift_grpo_ext.logits.logps import scattered
+from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.placeholders import mask_placeholders
 from swift_grpo_ext.rollout.sample import RolloutGKDSample
 from swift_grpo_ext.training.batch import check_batches, complete_teacher_views
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
 from swift_grpo_ext.training.group import DisagreementError
 from swift_grpo_ext.training.rollouts import RolloutTraining, Round
-from swift_grpo_ext.upstream.patches import wrapped
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 if TYPE_CHECKING:
     from swift.template import Template
+
+# Key in a teacher's request: how many tokens its sample has in training.
+NUM_TOKENS = f"{wire.KEY}.num_tokens"
 
 
 class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
@@ -79,14 +82,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     def _postprocess_batch(
         self, samples: list[RolloutGKDSample], batch_encoded_inputs: list[dict[str, Any]]
     ) -> None:
-        chunks = iter(self._chunks)
-
-        def assemble(upstream: Any, parsed: Any, **kwargs: Any) -> Any:
-            check_teacher(next(chunks), parsed)
-            return upstream(parsed, **kwargs)
-
-        with wrapped(gkd_trainer, "assemble_teacher_output", assemble):
-            super()._postprocess_batch(samples, batch_encoded_inputs)
+        super()._postprocess_batch(samples, batch_encoded_inputs)
         if self._data_source != DataSource.STUDENT:
             return
         micro_batches = [batch["rollout"] for batch in batch_encoded_inputs]
@@ -170,9 +166,38 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
 
     def _sampled_logps(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         """Return log-probabilities [N] in the rollout's distribution, which has no placeholders."""
-        masked_NV = logits_NV.clone()
-        masked_NV[:, self._placeholders] = -inf
-        return token_logps(masked_NV, targets_N, temperature=self.temperature).logps_N
+        logps_N = token_logps(logits_NV, targets_N, temperature=self.temperature).logps_N
+        # Derive the log-sum over the vocabulary from `logps_N`: no second pass over the logits.
+        sampled_N = logits_NV.gather(-1, targets_N[:, None]).squeeze(-1)
+        total_N = sampled_N.float() / self.temperature - logps_N
+        others_NP = logits_NV[:, self._placeholders].float() / self.temperature
+        shares_NP = (others_NP - total_N[:, None]).exp()
+        return logps_N - torch.log1p(-shares_NP.sum(1))
+
+    # --- a teacher's server ---
+
+    def _build_teacher_requests(self, samples: list[RolloutGKDSample]) -> list[RolloutInferRequest]:
+        requests: list[RolloutInferRequest] = super()._build_teacher_requests(samples)
+        for sample, request in zip(samples, requests, strict=True):
+            if not sample.teacher_prompt and sample.teacher_images is None:  # else counts differ
+                request.data_dict[NUM_TOKENS] = torch.as_tensor(sample.encoded["input_ids"]).numel()
+        return requests
+
+    def _infer_teacher_requests(self, handle: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        requests = handle["all_requests"]
+        numbers = [request.data_dict.pop(NUM_TOKENS, None) for request in requests]
+        try:
+            parsed = super()._infer_teacher_requests(handle, *args, **kwargs)
+            check_teacher(requests, numbers, parsed)
+        except Exception as e:  # the other ranks wait for answers: scatter the error instead
+            return [e] * len(requests)
+        return parsed
+
+    def _scatter_teacher_parsed(self, handle: dict[str, Any], parsed_global: Any) -> Any:
+        parsed = super()._scatter_teacher_parsed(handle, parsed_global)
+        if parsed and isinstance(parsed[0], Exception):
+            raise parsed[0]
+        return parsed
 
 
 def predictions(encoded: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor, Tensor]:
@@ -218,17 +243,17 @@ def completions_of(samples: Sequence[RolloutGKDSample], device: torch.device) ->
 
 
 def check_teacher(
-    samples: Sequence[RolloutGKDSample], parsed: Sequence[tuple[Sequence[Any], Sequence[Any]]]
+    requests: Sequence[RolloutInferRequest],
+    numbers: Sequence[int | None],  # tokens in training; None where unknown
+    parsed: Sequence[tuple[Sequence[Any], Sequence[Any]]],
 ) -> None:
     """Raise `DisagreementError` if a teacher's server scored another number of tokens than training
     has: ms-swift would align its log-probabilities with the wrong tokens."""
-    for sample, (logprobs, _) in zip(samples, parsed, strict=True):
-        number = torch.as_tensor(sample.encoded["input_ids"]).numel()
+    for request, number, (logprobs, _) in zip(requests, numbers, parsed, strict=True):
         num_scored = len(logprobs) + 1  # the first token has none
-        has_own_view = sample.teacher_prompt or sample.teacher_images is not None
-        if number != num_scored and not has_own_view:
+        if number not in (None, num_scored):
             raise DisagreementError(
-                f"{sample.request_id}: the teacher's server scored {num_scored} tokens, and "
-                f"training has {number}. The server needs the student's tokenizer, template, "
-                "--max_length, MAX_PIXELS and the like (--teacher_model_server)."
+                f"{request.uuid}: the teacher's server scored {num_scored} tokens, and training "
+                f"has {number}. The server needs the student's tokenizer, template, --max_length, "
+                "MAX_PIXELS and the like (--teacher_model_server)."
             )

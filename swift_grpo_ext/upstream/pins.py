@@ -22,7 +22,6 @@ swift.rlhf_trainers:GRPOTrainer._template_context self template
 swift.rlhf_trainers:GRPOTrainer.resample_encode_failed_inputs
 swift.rlhf_trainers:GKDTrainer.load_teacher_model_context
 swift.rlhf_trainers.base_rollout_mixin:BaseRolloutTrainerMixin.sample_cls
-swift.rlhf_trainers.gkd_trainer:assemble_teacher_output parsed
 swift.rlhf_trainers.gkd_loss:_align_vocab student_logits teacher_logits
 swift.rlhf_trainers.gkd_loss:jsd_loss s_logits t_logits beta
 swift.rlhf_trainers.vllm_client:VLLMClient.init_communicator self device

@@ -325,10 +325,12 @@ def test_a_teachers_image_is_named_by_its_own_column(assets: Path, tmp_path: Pat
 
 def test_a_teacher_that_scored_another_number_of_tokens_is_named() -> None:
     """The first token has no log-probability."""
-    parsed: list[Any] = [([[-1.0]] * 3, []), ([[-1.0]] * 2, [])]
-    first, second = sample([1, 2, 3, 4], 1, []), sample([1, 2], 1, [])
-    second.request_id = "train-0.0-1-0"
-    with pytest.raises(DisagreementError, match=r"0-1-0: .* scored 3 .* training has 2"):
-        check_teacher([first, second], parsed)
-    second.teacher_prompt = "It is a 7."  # its own number of tokens is unknown
-    check_teacher([first, second], parsed)
+    requests: list[Any] = [SimpleNamespace(uuid=f"train-0.0-{group}-0") for group in range(3)]
+    parsed: list[Any] = [([[-1.0]] * 3, []), ([[-1.0]] * 2, []), ([], [])]
+    check_teacher(requests, [4, 3, None], parsed)
+    for numbers, message in (
+        ([4, 2, None], "train-0.0-1-0: .* scored 3 tokens, and training has 2"),
+        ([4, 3, 4], "train-0.0-2-0: .* scored 1 tokens, and training has 4"),
+    ):
+        with pytest.raises(DisagreementError, match=message):
+            check_teacher(requests, numbers, parsed)
