@@ -39,12 +39,6 @@ NUM_EARLY = 2
 FAR, JUMP = 4.0, 8.0
 MAX_HISTORY = 100
 
-# `proof.rounding_noise` measures how far rounding moves log-probabilities. A gap may be
-# `ROUNDINGS` times that, and more for few tokens. In 5,000 samples of healthy tokens for each of
-# four models in bfloat16, the largest gap was 0.7 of this bound.
-ROUNDINGS, FEW = 1.5, 256
-LEAST = 0.001  # nats; kernels approximate exponentials (1.4e-4 nats on the CPU in float32)
-
 # Nats by which `--top_k`, `--min_p` and `--repetition_penalty` may shift the mean: they keep at
 # least e^-2 = 14% of the distribution. With these settings a single wrong tensor goes unnoticed
 # (a transposed one shifts the mean by 0.23 nats in the tiny model).
@@ -71,26 +65,6 @@ class Gap:
     def __add__(self, other: Gap) -> Gap:
         largest = float(np.maximum(self.largest, other.largest))  # keeps NaN
         return Gap(self.total + other.total, self.count + other.count, largest)
-
-
-@dataclass(frozen=True, slots=True)
-class BoundedGap:
-    """The gap of some tokens, and how far rounding moves their training log-probabilities."""
-
-    gap: Gap = Gap()
-    rounding: Gap = Gap()
-
-    def __add__(self, other: BoundedGap) -> BoundedGap:
-        return BoundedGap(self.gap + other.gap, self.rounding + other.rounding)
-
-    @property
-    def bound(self) -> float:
-        """The mean gap, in nats, that rounding explains.
-
-        It is tighter than `gap_limit`, which suits all models: gaps of the tiny Qwen2.5-VL are
-        0.002 to 0.008 nats in bfloat16, and 0.011 to 0.016 without M-RoPE's height and width.
-        """
-        return max(ROUNDINGS * (1 + FEW / max(self.gap.count, 1)) * self.rounding.mean, LEAST)
 
 
 def gaps_between(

@@ -34,8 +34,9 @@ from swift_grpo_ext.tools.selftest.outcome import (
     Result,
     flips,
 )
-from swift_grpo_ext.tools.selftest.rig import Rig
+from swift_grpo_ext.tools.selftest.rig import BoundedGap, Rig
 from swift_grpo_ext.tools.sources import by_flag, to_argv
+from swift_grpo_ext.training.gap import Gap
 from swift_grpo_ext.weights.update import WeightUpdateError
 from tests.ranks import ThreadRanks, run_rank_groups
 from tests.record.rows import ROW, sample_id
@@ -406,3 +407,12 @@ def test_results_as_text(capsys: pytest.CaptureFixture[str]) -> None:
         "odd",
         "Report it.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("count", "rounding", "bound"),
+    [(2**20, 0.01, 0.015), (256, 0.01, 0.03), (64, 0.01, 0.075), (2**20, 1e-7, 0.001)],
+)
+def test_rows_have_a_bound_by_their_own_rounding(count: int, rounding: float, bound: float) -> None:
+    half = BoundedGap(Gap(0.0, count // 2, 0.0), Gap(rounding * count / 2, count // 2, rounding))
+    assert (half + half).bound == pytest.approx(bound, rel=1e-3)

@@ -10,7 +10,6 @@ import pytest
 
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.training.gap import (
-    BoundedGap,
     Gap,
     GapCheck,
     gap_limit,
@@ -49,15 +48,6 @@ def test_gaps_add_up_and_nan_is_the_largest_wherever_it_stands() -> None:
 )
 def test_limits(bits: int, temperature: float, limit: float) -> None:
     assert gap_limit(bits, temperature) == limit
-
-
-@pytest.mark.parametrize(
-    ("count", "rounding", "bound"),
-    [(2**20, 0.01, 0.015), (256, 0.01, 0.03), (64, 0.01, 0.075), (2**20, 1e-7, 0.001)],
-)
-def test_rows_have_a_bound_by_their_own_rounding(count: int, rounding: float, bound: float) -> None:
-    half = BoundedGap(Gap(0.0, count // 2, 0.0), Gap(rounding * count / 2, count // 2, rounding))
-    assert (half + half).bound == pytest.approx(bound, rel=1e-3)
 
 
 FAR = {"rollout": ((-0.5, -1.0),), "training": ((-0.3, -1.4),)}  # 0.2 and 0.4 nats

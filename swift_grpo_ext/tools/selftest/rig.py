@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.tools.selftest.outcome import NotTriedError
-from swift_grpo_ext.training.gap import BoundedGap, gaps_between
+from swift_grpo_ext.training.gap import Gap, gaps_between
 from swift_grpo_ext.training.group import DisagreementError, kind_of_row
 from swift_grpo_ext.upstream.patches import replaced
 
@@ -37,7 +38,33 @@ MAX_GROUP_SIZE = 8
 MAX_TOKENS = 64  # of a completion, where the user's own limit is higher
 ROWS_LOOKED_AT = 500  # of the data set, evenly spread
 
+# `rounding_noise` measures how far rounding moves log-probabilities. A gap may be
+# `ROUNDINGS` times that, and more for few tokens. In 5,000 samples of healthy tokens for each of
+# four models in bfloat16, the largest gap was 0.7 of this bound.
+ROUNDINGS, FEW = 1.5, 256
+LEAST = 0.001  # nats; kernels approximate exponentials (1.4e-4 nats on the CPU in float32)
+
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedGap:
+    """The gap of some tokens, and how far rounding moves their training log-probabilities."""
+
+    gap: Gap = field(default_factory=Gap)
+    rounding: Gap = field(default_factory=Gap)
+
+    def __add__(self, other: BoundedGap) -> BoundedGap:
+        return BoundedGap(self.gap + other.gap, self.rounding + other.rounding)
+
+    @property
+    def bound(self) -> float:
+        """The mean gap, in nats, that rounding explains.
+
+        It is tighter than `gap_limit`, which suits all models: gaps of the tiny Qwen2.5-VL are
+        0.002 to 0.008 nats in bfloat16, and 0.011 to 0.016 without M-RoPE's height and width.
+        """
+        return max(ROUNDINGS * (1 + FEW / max(self.gap.count, 1)) * self.rounding.mean, LEAST)
 
 
 class Rig:
