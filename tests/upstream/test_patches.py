@@ -161,14 +161,14 @@ def changers() -> dict[str, ast.AST]:
 
 def repairs() -> dict[str, ast.AST]:
     """Return the functions that call `patch` or have `@repair`."""
-    registered = {
+    decorated: dict[str, ast.AST] = {
         f"{module}:{node.name}": node
         for module, tree in modules()
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
         and any(ast.unparse(each).startswith("repair(") for each in node.decorator_list)
     }
-    return changers() | registered
+    return changers() | decorated
 
 
 RELEASE = r"(ms-swift|vLLM|transformers) \d[\d.]+"
