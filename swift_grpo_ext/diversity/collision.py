@@ -49,9 +49,9 @@ from math import comb, log, log2
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import scipy  # its modules load when they are used: the page needs none (31 MB)
 from cachetools import LRUCache
 from numpy.typing import NDArray
-from scipy.special import gammaln, logsumexp, xlogy
 
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
@@ -262,8 +262,8 @@ def log2_fisher(log2_ps: Sequence[float]) -> float:
         return 0.0
     ks = np.arange(len(log2_ps))
     # As `scipy.stats.poisson.logpmf`; that module takes 60 MB and two seconds to import.
-    logpmf = xlogy(ks, mean) - gammaln(ks + 1) - mean
-    return float(logsumexp(logpmf) / log(2))
+    logpmf = scipy.special.xlogy(ks, mean) - scipy.special.gammaln(ks + 1) - mean
+    return float(scipy.special.logsumexp(logpmf) / log(2))
 
 
 def format_p(log10_p: float) -> str:

@@ -107,8 +107,11 @@ class Record:
         )
         self._database.execute(ROUNDS)
         for table in TABLES:
-            self._database.register("empty", table.schema.empty_table())
-            self._database.execute(f"create table no_{table.name} as from empty")
+            # Not `schema.empty_table()`: it imports pandas, if installed (70 MB, a second).
+            empty = Path(self._spill.name, f"{table.name}.parquet")
+            pq.ParquetWriter(empty, table.schema).close()
+            query = f"create table no_{table.name} as from {literal(str(empty))}"
+            self._database.execute(query)
         self._publish()
 
     def refresh(self, seconds: float = float("inf")) -> bool:
@@ -128,6 +131,7 @@ class Record:
                 if time.monotonic() > deadline:
                     break
             self.is_whole = not new
+            pa.default_memory_pool().release_unused()  # 25 MB
             if has_changed := self._sound != before:
                 self._publish()
             return has_changed

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
-from scipy.special import stdtrit
+import scipy
 
 from swift_grpo_ext.record.query import Record, literal, open_record
 from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS
@@ -425,7 +425,9 @@ def compare(pairs: Mapping[str, Pair]) -> Comparison:
     gains = candidate - baseline
     units = gains if len(pairs) > 1 else np.diff(means[0]).ravel()
     # `scipy.stats` has Student's t too, and takes 70 MB and a second to import.
-    margin = float(stdtrit(len(units) - 1, 0.975) * units.std(ddof=1) / len(units) ** 0.5)
+    margin = float(
+        scipy.special.stdtrit(len(units) - 1, 0.975) * units.std(ddof=1) / len(units) ** 0.5
+    )
     difference = float(gains.mean())
     return Comparison(
         num_pairs=len(pairs),
