@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from swift.rlhf_trainers import GRPOTrainer, grpo_trainer
 from torch import nn
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from swift_grpo_ext.logits import router_replay
 from swift_grpo_ext.logits.router_replay import RouterReplay
@@ -108,6 +109,9 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
             or has_views
             or self._has_teacher_explicit()
             or (self.kl_in_reward and self.beta)
+            # ms-swift generates in inference mode without vLLM. `disable_adapter`, for the
+            # reference, fails on ZeRO-3's gathered weights until another pass has gathered them.
+            or (self.beta and not args.use_vllm and is_deepspeed_zero3_enabled())
             or self.use_liger_loss
             # The number of batches depends on how many samples the conversations made.
             or self.dynamic_num_samples

@@ -184,6 +184,10 @@ def test_numbers_are_those_of_plain_ranks(
             server = rollout_server(*server_argv(assets), log=tmp_path / "server.log")
             argv += (*client_argv(servers.enter_context(server)), *COOLER)
         sharded = training(assets, unequal_rows, tmp_path / "run", *argv, shards=shards)
+    if (shards, tuning, vllm) == ("zero3", "lora", "none"):
+        # The first pass of each step is the old policy's, which other runs skip.
+        steps = [[p for i, p in enumerate(rank_passes) if i % 4] for rank_passes in sharded[0]]
+        sharded = steps, sharded[1]
     assert_same(sharded, plain, whole=shards in WHOLE)
     assert vllm == "none" or all(step["rollout_gap/max"] < SAME for step in sharded[1])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from swift.rlhf_trainers import GRPOTrainer
 
-from swift_grpo_ext.training import RolloutGRPOTrainer
+from swift_grpo_ext.training import RolloutGRPOTrainer, trainer
 from tests.training.samples import arguments
 
 LOGPS = torch.tensor([[-1.0, -2.0]], requires_grad=True)
@@ -51,6 +51,17 @@ def test_which_rounds_need_the_old_policys_pass(
     settings: dict[str, Any], views: bool, needs: bool
 ) -> None:
     assert Host(**settings).needs_old_logps(has_views=views) is needs
+
+
+def test_zero_3_makes_the_pass_for_a_reference_without_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`disable_adapter` fails on weights that only the generation's inference mode has gathered."""
+    monkeypatch.setattr(trainer, "is_deepspeed_zero3_enabled", lambda: True)
+    host = Host(beta=0.04)
+    assert not host.needs_old_logps()
+    host.args.use_vllm = False
+    assert host.needs_old_logps()
 
 
 def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
