@@ -207,7 +207,7 @@ def test_what_contributors_are_told_is_there() -> None:
 
 
 PLAIN_PAGES = [
-    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"),
     *(page for page in PAGES if page.parent.name == "docs" and page not in TRANSLATIONS),
 ]
 MOST_WORDS = 30
