@@ -34,7 +34,7 @@ from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify_overrides
 from swift_grpo_ext.upstream.determinism import prepare_process
-from swift_grpo_ext.upstream.patches import Moment, apply, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, apply, patch, repair
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -56,7 +56,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
             enforce(preflight.check_model(self))
             with left_out_rows_named():
                 datasets = super().load_dataset()
-            apply(Moment.TRAINING)  # rows are then encoded as in the training
+            apply(PatchPhase.TRAINING)  # rows are then encoded as in the training
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
 
@@ -95,7 +95,7 @@ of their own."""
 OFF = {"logits_shim": "off", "logps_shared_prompt": "false"}  # a flag's text for `False`
 
 
-@repair(Moment.REGISTRATION)
+@repair(PatchPhase.REGISTRATION)
 def extend_arguments() -> None:
     """Add the flags, also to a command line that is being parsed.
 
@@ -139,7 +139,7 @@ def _check(args: BaseArguments, given: list[str]) -> None:
     if isinstance(args, RolloutArguments):
         if "swift.pipelines.infer.rollout" in sys.modules:
             # A script may have called `register()` before it loaded the server.
-            apply(Moment.SERVER)
+            apply(PatchPhase.SERVER)
         api_key.take(args)
         vars(args)["_given_port"] = args.port
         vars(args)["watches_weights"] = not has_accelerator() or "rollout_mismatch" in given

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 from swift_grpo_ext.weights.update import plain_name
 
 
-@repair(Moment.ENGINE, Moment.WORKER, optional=True)
+@repair(PatchPhase.ENGINE, PatchPhase.WORKER, optional=True)
 def serve_split_prompts() -> None:
     """Hide a request's generator during steps that read only a part of its prompt: vLLM samples and
     discards a token in them, and would rewind the generator.
@@ -48,7 +48,7 @@ def serve_split_prompts() -> None:
     patch(CPUModelRunner, _sample=_sample, _bookkeeping_sync=_bookkeeping_sync)
 
 
-@repair(Moment.ENGINE, Moment.WORKER, optional=True)
+@repair(PatchPhase.ENGINE, PatchPhase.WORKER, optional=True)
 def name_shared_memory_by_run() -> None:
     """Add the rendezvous port to the name of the ranks' shared memory, and unlink the memory as
     soon as all ranks have mapped it.
@@ -79,7 +79,7 @@ def name_shared_memory_by_run() -> None:
     patch(_CPUSHMDistributed, _init_cpu_shm=_init_cpu_shm)
 
 
-@repair(Moment.ENGINE, Moment.WORKER, optional=True)
+@repair(PatchPhase.ENGINE, PatchPhase.WORKER, optional=True)
 def repack_experts() -> None:
     """Symptom: after the first weight update, a mixture of experts silently samples from other
     weights than the trainer's (0.21 nats a token, the tiny Qwen3-VL-MoE).
@@ -103,7 +103,7 @@ def repack_experts() -> None:
     patch(upstream.UnquantizedFusedMoEMethod, _setup_kernel=_setup_kernel)
 
 
-@repair(Moment.ENGINE, Moment.WORKER, optional=True)
+@repair(PatchPhase.ENGINE, PatchPhase.WORKER, optional=True)
 def return_routed_experts() -> None:
     """Have the CPU runner use the connector as the V2 runner does, without async scheduling.
 
@@ -165,7 +165,7 @@ def return_routed_experts() -> None:
     patch(CPUModelRunner, execute_model=_execute_model, sample_tokens=_sample_tokens)
 
 
-@repair(Moment.ENGINE, Moment.WORKER, optional=True)
+@repair(PatchPhase.ENGINE, PatchPhase.WORKER, optional=True)
 def keep_packed_convolutions() -> None:
     """Symptom: after the first weight update, the gated delta nets of Qwen3.5 keep a shorter
     history for their convolutions (1.07 nats a token, the tiny model), on CPUs with AVX512-BF16.
@@ -188,7 +188,7 @@ def keep_packed_convolutions() -> None:
     patch(upstream, dispatch_cpu_unquantized_gemm=dispatch_once)
 
 
-@repair(Moment.TRAINER)
+@repair(PatchPhase.TRAINER)
 def reload_colocated() -> None:
     """Have ms-swift's trainer reload its colocated engine's model. (ms-swift's
     `finish_vllm_weight_reload` processes a tied head later.)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from swift_grpo_ext import cpu
-from swift_grpo_ext.upstream.patches import Moment, apply, replaced
+from swift_grpo_ext.upstream.patches import PatchPhase, apply, replaced
 from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 
 # vLLM's worker processes have not registered the plugin.
 cpu.register()
-apply(Moment.WORKER)
+apply(PatchPhase.WORKER)
 
 
 class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):

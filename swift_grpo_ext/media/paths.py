@@ -30,7 +30,7 @@ from swift.template import Template, vision_utils
 from swift.template.template_inputs import TemplateInputs
 from swift.utils import SafeMediaPath, SafeUrlFetcher
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 from swift_grpo_ext.upstream.rows import COLUMNS, FILE
 
 LONGEST_PATH = 4096  # Linux's PATH_MAX; a longer string is base64
@@ -92,7 +92,7 @@ def _check_name(text: str) -> str:
     return text
 
 
-@repair(Moment.REPLICA)
+@repair(PatchPhase.REPLICA)
 def check_redirects() -> None:
     """Have a replica's templates download URLs into files, and reject playlists. Have Pillow reject
     a picture by the size in its header.

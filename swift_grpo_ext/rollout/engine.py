@@ -42,7 +42,7 @@ from swift_grpo_ext.upstream import pins, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator, number_bits
 from swift_grpo_ext.upstream.contract import verify, verify_overrides
 from swift_grpo_ext.upstream.encoding import add_video_metadata
-from swift_grpo_ext.upstream.patches import Moment, apply, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, apply, patch, repair
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 from swift_grpo_ext.upstream.rows import column_of
 
@@ -104,9 +104,9 @@ class RolloutEngine(GRPOVllmEngine):
         if extension == UPSTREAM_EXTENSION:
             ours = VERIFIED_EXTENSION if has_accelerator() else CPU_EXTENSION
             engine_kwargs["worker_extension_cls"] = ours
-        apply(Moment.ENGINE)
+        apply(PatchPhase.ENGINE)
         if self.serves:
-            apply(Moment.REPLICA)
+            apply(PatchPhase.REPLICA)
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
         if self.serves:
             vllm_repairs.exit_when_engine_dies(self.engine)
@@ -418,7 +418,7 @@ def flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> list
 verify_overrides(RolloutEngine)
 
 
-@repair(Moment.SERVER)
+@repair(PatchPhase.SERVER)
 def use_rollout_engine() -> None:
     """Replace the engine class that the trainer imports by `RolloutEngine`.
 

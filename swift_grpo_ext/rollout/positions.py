@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from swift.utils import get_logger
 from torch import nn
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -49,7 +49,7 @@ def position_model(config: ModelConfig) -> Any:
 kept_positions = LRUCache[str, Positions](maxsize=2**12)
 
 
-@repair(Moment.ENGINE, optional=True)
+@repair(PatchPhase.ENGINE, optional=True)
 def keep_positions() -> None:
     """Have vLLM's frontend compute and keep the positions of each prompt with media.
 

@@ -19,7 +19,7 @@ class Waves:
         self._counts = deque[tuple[int, int]](maxlen=NUM_WAVES)  # kept and drawn of each wave
         self._scoring = 0.0  # share of a wave's time
 
-    def note(self, kept: int, drawn: int, generating: float, scoring: float) -> None:
+    def record(self, kept: int, drawn: int, generating: float, scoring: float) -> None:
         """Note how many groups of a wave had unequal rewards, and its seconds."""
         self._counts.append((kept, drawn))
         self._scoring = scoring / ((generating + scoring) or 1.0)

@@ -121,7 +121,7 @@ class StepClock(TrainerCallback):
         self._seconds[self._stack[-1]] += now - self._since
         self._since = now
 
-    def note_wait(self, seconds: float) -> None:
+    def record_wait(self, seconds: float) -> None:
         """Note by how much the slowest rank generated longer than the mean one."""
         if not self._is_evaluating:
             self._seconds["wait"] = self._seconds.get("wait", 0.0) + seconds

@@ -153,7 +153,7 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
             name: list(group)
             for name, group in groupby(in_order, lambda each: each.sample.sample_id.group_id)
         }
-        self._waves.note(len(unequal(groups)), len(groups), *seconds)
+        self._waves.record(len(unequal(groups)), len(groups), *seconds)
         return groups
 
 

@@ -58,7 +58,7 @@ from swift_grpo_ext.upstream.determinism import (
     sum_gradients_one_by_one,
 )
 from swift_grpo_ext.upstream.encoding import answers_for_servers
-from swift_grpo_ext.upstream.patches import Moment, apply, replaced
+from swift_grpo_ext.upstream.patches import PatchPhase, apply, replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
 from swift_grpo_ext.weights.layout import StateDict, checkpoint_buffers, checkpoint_layout
 from swift_grpo_ext.weights.sync import WeightSync
@@ -115,7 +115,7 @@ class RolloutTraining(RolloutTrainerMixin):
     _router_replay: RouterReplay | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        apply(Moment.TRAINER)
+        apply(PatchPhase.TRAINER)
         config, template = kwargs["args"], kwargs["template"]
         check_stop_settings(config, template)  # early: starting an engine takes minutes
         self.ranks = training_ranks(config.ddp_timeout)
@@ -358,7 +358,7 @@ class RolloutTraining(RolloutTrainerMixin):
             failure = e
         if shares_failures:
             seconds = self.ranks.all_gather_or_raise(time.monotonic() - began, failure)
-            self._clock.note_wait(max(seconds) - fmean(seconds))
+            self._clock.record_wait(max(seconds) - fmean(seconds))
         return results
 
     def _engine_ranks(self, is_global_inputs: bool) -> RankGroup:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
@@ -35,7 +35,7 @@ def apply_exif_orientation(image: Image.Image) -> Image.Image:
         return image
 
 
-@repair(Moment.TRAINING, Moment.ENGINE)
+@repair(PatchPhase.TRAINING, PatchPhase.ENGINE)
 def load_upright() -> None:
     """Have ms-swift's templates load images upright and without EXIF, which vLLM then keeps. Boxes
     of `objects` refer to the upright image.
@@ -97,7 +97,7 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
         videos[i] = (video, metadata)
 
 
-@repair(Moment.ENGINE)
+@repair(PatchPhase.ENGINE)
 def supply_video_loader() -> None:
     """Provide the module from which ms-swift's base template loads videos for vLLM.
 

@@ -15,7 +15,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 
 KINDS = ("image", "video", "audio")
 COLUMNS = tuple(f"{kind}s" for kind in KINDS)
@@ -178,7 +178,7 @@ def source_of(value: Any) -> Any:
 # --- addresses of files ---
 
 
-@repair(Moment.TRAINING, Moment.ENGINE)
+@repair(PatchPhase.TRAINING, PatchPhase.ENGINE)
 def read_file_urls() -> None:
     """Make ms-swift read `file:///1.png` as a path, as qwen_vl_utils does for videos.
 
