@@ -1,7 +1,7 @@
-"""Every flag of ours, once: meaning, type and default.
+"""Defines all our flags: meaning, type and default.
 
 The parsers, `swift-grpo-ext flags` and the documentation's table are made from this dataclass;
-`checks/rules.py` holds the ranges of its values.
+`checks/rules.py` has the ranges of the values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class ExtFlags:
-    """All flags of ours. Arguments classes of ms-swift are extended with it."""
+    """All our flags, as a base class that extends ms-swift's arguments classes."""
 
     rollout_seed_mode: Literal["sample", "engine"] = "sample"
     """`sample`: every sample has a seed of its own, made from `--seed` and its place in the run,

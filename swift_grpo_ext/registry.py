@@ -24,11 +24,11 @@ TRAINING_ARGUMENTS = {
 
 @cache
 def register() -> None:
-    """Have ms-swift use our flags, trainer, engine, server and callback; once in a process."""
+    """Make ms-swift use our flags, trainers, engine, server and callback; once in a process."""
     hide_tracebacks()
     verify(pins.COMMAND_LINE)
 
-    # Not before ms-swift is known to fit: these modules build on its classes.
+    # Only once ms-swift is verified: these modules build on its classes.
     import swift.utils
     from swift.callbacks import callbacks_map
     from swift.trainers import TrainerFactory
@@ -46,7 +46,7 @@ def register() -> None:
 
         cpu.register()  # before the first repairs
     apply(PatchPhase.REGISTRATION)
-    # As names: a server never imports these modules.
+    # By name: a server never imports these modules.
     TrainerFactory.TRAINER_MAPPING.update(TRAINERS)
     TrainerFactory.TRAINING_ARGS_MAPPING.update(TRAINING_ARGUMENTS)
     callbacks_map["diversity"] = DiversityMonitor

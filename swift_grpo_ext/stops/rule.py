@@ -76,5 +76,5 @@ def find_ending(token_ids: Sequence[int], decode: Decode, stops: Stops) -> Endin
 def find(text: str, strings: Sequence[str]) -> tuple[str, int] | None:
     """Return the stop string that is complete first, and its start; None without a match."""
     matches = [(string, text.find(string)) for string in strings if string in text]
-    # Of equal ends, `min` returns the first, in the order of the settings.
+    # For equal ends, `min` returns the first in the order of the settings.
     return min(matches, key=lambda match: match[1] + len(match[0]), default=None)

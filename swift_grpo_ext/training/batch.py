@@ -132,7 +132,7 @@ def check_tokens(samples: Sequence[RolloutSample], batch: GRPOBatch) -> None:
                 f"{sample.sample_id}: {num_tokens} sampled tokens and {number} log-probabilities "
                 "came back from the engine."
             )
-        # ms-swift drops the last log-probability if there is one too many.
+        # ms-swift drops the last log-probability of a sample that has one too many.
         if are_dropped and number not in (num_trained, num_trained + 1):
             raise DisagreementError(
                 f"{sample.sample_id}: {number} tokens were sampled, and {num_trained} would be "

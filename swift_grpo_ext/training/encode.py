@@ -229,9 +229,9 @@ def _line(ids: list[int], decode: Decode) -> str:
 
 def _same_item(seen: list[int], trained: list[int]) -> bool:
     """Return whether two runs of placeholders stand for the same item."""
-    # InternVL's frames are `<video>` tokens in vLLM, and as many `<IMG_CONTEXT>` in training.
+    # A frame of InternVL has `<video>` tokens in vLLM, and as many `<IMG_CONTEXT>` in training.
     alike = len(seen) == len(trained) and len({*seen}) == len({*trained}) == 1
-    # A negative id stands for a whole item, whatever its number of tokens.
+    # A negative id stands for a whole item, with any number of tokens.
     return seen == trained or alike or min(trained) < 0
 
 
@@ -253,16 +253,16 @@ def check_rollout_prompts(
         rollout = prompt.token_ids
         rollout_spans = spans_of(rollout, placeholders)
         agrees = len(spans) >= len(rollout_spans)
-        for (is_media, own), (_, other) in zip(rollout_spans, spans, strict=False):
+        for (is_media, seen), (_, trained) in zip(rollout_spans, spans, strict=False):
             if is_media:
-                agrees &= _same_item(own, other)
+                agrees &= _same_item(seen, trained)
                 continue
-            is_last = own is rollout_spans[-1][1]  # in training, the completion follows in it
-            if own == (other[: len(own)] if is_last else other):
+            is_last = seen is rollout_spans[-1][1]  # training's span goes on with the completion
+            if seen == (trained[: len(seen)] if is_last else trained):
                 continue
             # `with_text_of` has aligned line breaks in the prompts of single turns only.
-            line, other_line = _line(own, decode), _line(other, decode)
-            starts = other_line.startswith(line) if is_last else other_line == line
+            line, trained_line = _line(seen, decode), _line(trained, decode)
+            starts = trained_line.startswith(line) if is_last else trained_line == line
             agrees &= len(prompts) > 1 and len(rollout_spans) > 1 and starts
         if agrees:
             continue

@@ -127,7 +127,7 @@ def measure_gap(
     measured = []
     for samples, batch in micro_batches:
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
-        # ms-swift gives none with `--use_vllm false`, or if one sample of the batch lacks them.
+        # ms-swift sets None with `--use_vllm false`, or if one sample of the batch lacks them.
         if rollout is None or training is None:
             continue
         gaps = gaps_between(rollout, training, batch.completion_mask.bool())
@@ -216,8 +216,8 @@ class GapCheck:
 
 
 def likely_cause(beyond: Collection[Source], known: Collection[Source]) -> str:
-    """Describe the likely cause, by what the sources beyond their bound share and no other source
-    has: an engine, or a kind of row."""
+    """Describe the likely cause: an engine or a kind of row that all sources beyond their bound
+    share, and no other source has."""
     engines, kinds = ({source[i] for source in beyond} for i in (0, 1))
     all_engines, all_kinds = ({source[i] for source in known} for i in (0, 1))
     if kinds < all_kinds:

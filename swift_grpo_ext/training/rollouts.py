@@ -95,23 +95,23 @@ class RoundReport(NamedTuple):
     """Observations of one rank in a round."""
 
     gaps: list[SampleGap]
-    prompt_hashes: list[str]  # one for each group whose first sample is on this rank
+    prompt_hashes: list[str]  # one for each group that begins on this rank
     scores: list[RewardRow]  # of this rank's samples
     sharing_failed: bool  # a packed pass has changed log-probabilities (`logits/proof.py`)
-    num_replayed: tuple[float, float]  # replayed experts: those training also chose, and all
+    num_replayed: tuple[float, float]  # replayed experts: those that training chose too, and all
 
 
 class RolloutTraining(RolloutTrainerMixin):
     """Overrides ms-swift's rollout hooks; list it before ms-swift's trainer in the base classes."""
 
-    recorder: SampleRecorder  # on rank 0 its listeners get the samples of all ranks, once generated
+    recorder: SampleRecorder  # on rank 0 its listeners get all ranks' generated samples
     # Called once a round on every rank, with the scores of all ranks' samples.
     score_listeners: list[Callable[[list[RewardRow]], None]]
     ranks: RankGroup  # all training ranks, for the exchange of Python objects
-    # The ms-swift module whose `encode_sample` the trainer calls.
+    # The ms-swift module from which the trainer calls `encode_sample`.
     encoding_module: ClassVar[ModuleType]
     completion_logps: CompletionLogps  # declared here: mypy would infer it by the order of files
-    _round: Round | None = None  # set when its batch is ready, until `_end_round`
+    _round: Round | None = None  # from the time that its batch is ready to `_end_round`
     _router_replay: RouterReplay | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -163,7 +163,7 @@ class RolloutTraining(RolloutTrainerMixin):
         try:
             with StallReports(lambda: self._clock.running, self.ranks.rank, self.ranks.size):
                 result = super().train(*args, **kwargs)
-            # With `--async_generate`, the last batch is still being generated, for no step.
+            # With `--async_generate`, a last batch that no step uses is still being generated.
             wait(self._async_futures.values())
             return result
         except BaseException:
@@ -514,7 +514,7 @@ class RolloutTraining(RolloutTrainerMixin):
             self._weights.load_colocated(state_dict, self.engine, load)
         elif self.args.enable_flattened_weight_sync:
             self._weights.send(state_dict, load)
-        else:  # NCCL sends raw memory, whatever a tensor's strides
+        else:  # NCCL sends raw memory, and ignores a tensor's strides
             for name, tensor in state_dict.items():
                 self._weights.send({name: tensor.contiguous()}, load)
 
