@@ -94,8 +94,7 @@ class DiversityMonitor(TrainerCallback):
     def on_step_end(
         self, args: object, state: object, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Log the analyses and act on them. All ranks call it together, and all raise if rank 0
-        fails."""
+        """Log the analyses and act on them. All ranks call it, and raise if rank 0 does."""
         self._begin_analysis()  # of samples that got no score
         ranks = self.trainer.ranks
         decisions: list[tuple[Scalars, bool]] | Exception | None = None

@@ -51,8 +51,7 @@ def send_through_gloo() -> None:
 
     Symptom: weights never reach a server: without an accelerator NCCL cannot load, the broadcast
     sends nothing, and the server waits forever; `synchronize()` calls torch.cuda.
-    Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py. Can go when ms-swift has a communicator
-    for CPU.
+    Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py. Can go when ms-swift can send on CPU.
     """
     from swift.rlhf_trainers import vllm_client
 
@@ -67,9 +66,10 @@ def send_through_gloo() -> None:
 
 @repair(PatchPhase.WORKER)
 def receive_through_gloo() -> None:
-    """Symptom: no weights arrive in a server's workers, as NCCL cannot load.
-    Upstream: ms-swift 4.6, pipelines/infer/rollout.py. Can go when ms-swift has a communicator for
-    CPU.
+    """Have a server's workers receive weights through gloo.
+
+    Symptom: no weights arrive in a server's workers, as NCCL cannot load.
+    Upstream: ms-swift 4.6, pipelines/infer/rollout.py. Can go when ms-swift can receive on CPU.
     """
     from swift.pipelines.infer import rollout
 

@@ -1,4 +1,4 @@
-"""Default settings for GRPO without an accelerator. The user's own settings win.
+"""Sets defaults for GRPO without an accelerator. The user's own settings win.
 
 Symptom: accelerate does not gather over several CPU ranks without `ACCELERATE_USE_CPU` (ms-swift
 fails an assertion); torch.distributed has no default backend; weights do not reach an engine core
@@ -78,7 +78,9 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
 
 @repair(PatchPhase.REGISTRATION)
 def count_no_devices() -> None:
-    """Symptom: `swift rollout` with several replicas finds too few devices.
+    """Skip ms-swift's check of the number of devices.
+
+    Symptom: `swift rollout` with several replicas finds too few devices.
     Upstream: ms-swift 4.6, arguments/rollout_args.py (`_check_device_count`) counts accelerators;
     replicas on CPU share cores and memory. Can go when `_check_device_count` skips CPU runs.
     """
@@ -89,7 +91,9 @@ def count_no_devices() -> None:
 
 @repair(PatchPhase.TRAINING)
 def load_onto_ranks() -> None:
-    """Symptom: a resumed rank fails, because torch has no location `cpu:0`.
+    """Make `torch.load` accept the locations of CPU ranks, such as `cpu:0`.
+
+    Symptom: a resumed rank fails, because torch has no location `cpu:0`.
     Upstream: transformers 4.57 to 5.16, trainer.py (`_load_optimizer_and_scheduler`). Can go when
     transformers before 5.19 is no longer supported.
     """

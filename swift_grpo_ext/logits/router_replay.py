@@ -82,7 +82,7 @@ class RouterReplay:
         Raise `RuntimeError` if the model's layers did not get the experts."""
         others = {name: value for name, value in inputs.items() if name != INPUT}
         base, num_calls = base_model(model), self._num_calls
-        # A teacher routes by itself.
+        # A teacher chooses its own experts.
         self._given = inputs.get(INPUT) if base in self._models else None
         is_given = self._given is not None
         try:

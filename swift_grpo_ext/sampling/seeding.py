@@ -92,8 +92,7 @@ class SampleId:
 
 
 def sample_seed(run_seed: int, sample_id: SampleId) -> int:
-    """Return the seed of one sample, in [0, 2**62 + 2**14); raise ValueError if the group is too
-    large."""
+    """Return a sample's seed, in [0, 2**62 + 2**14). Raise ValueError if the group is too large."""
     if not 0 <= sample_id.index < MAX_GROUP_SIZE:
         raise ValueError(
             f"index {sample_id.index} in a group: expected 0 to {MAX_GROUP_SIZE - 1}; use a "

@@ -59,8 +59,7 @@ class TemplateStops:
     def text(
         self, token_ids: Sequence[int], ending: Ending, template_inputs: StdTemplateInputs | None
     ) -> str:
-        """Return a completion's text, decoded by ms-swift's template; a few templates return images
-        instead."""
+        """Return a completion's text from ms-swift's template; a few templates return images."""
         visible = list(token_ids[: ending.num_text_tokens])
         if visible and visible[-1] in self.end_ids:
             # This token ends a stop string; the template would drop it.

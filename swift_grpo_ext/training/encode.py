@@ -244,8 +244,7 @@ def check_rollout_prompts(
     template: Template,
     placeholders: Collection[int],
 ) -> None:
-    """Raise `DisagreementError` if an encoded sample does not begin with each known prompt of its
-    rollout's turns."""
+    """Raise `DisagreementError` if an encoded sample does not begin with its rollout's prompts."""
     training: list[int] = torch.as_tensor(encoded["input_ids"]).flatten().tolist()
     spans, decode = spans_of(training, placeholders), template.tokenizer.decode
     prompts = rollout_prompts(sample)

@@ -2,7 +2,7 @@
 
 A repair is a function that patches something, by `patch`, for the rest of a process. Its docstring
 names the symptom without it, the cause upstream (release and file), and when it can go. `@repair`
-registers it, and `apply(phase)` makes it; another module calls a repair that needs an object or a
+registers it, and `apply(phase)` makes it. Other modules call repairs that need an object or a
 setting. `replaced` and `wrapped` patch something for a block. `tests/upstream/test_patches.py`
 fails on any other monkeypatch. `registry.py` uses ms-swift's own plugin registries.
 """
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Callable[[], object])
 
 
 class PatchPhase(Enum):
-    """The points in time at which repairs are applied."""
+    """The phases of a process at which repairs are applied."""
 
     REGISTRATION = "ms-swift has imported the plugin"
     TRAINING = "a training's arguments are complete, and no model is loaded yet"
@@ -43,8 +43,8 @@ MODULES: dict[PatchPhase, tuple[str, ...]] = {
     PatchPhase.REPLICA: ("media.paths",),
     PatchPhase.SERVER: ("rollout.engine", "server.routes"),
 }
-"""The modules of `swift_grpo_ext` with a phase's repairs. They are imported at that phase, since
-they import the code that they patch."""
+"""The modules of `swift_grpo_ext` with the repairs of each phase. They are imported in that phase,
+since they import the code that they patch."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Repair:
     """One lasting change of upstream."""
 
     function: Callable[[], object]
-    phases: tuple[PatchPhase, ...]  # `apply` makes it at the first of these
+    phases: tuple[PatchPhase, ...]  # `apply` makes it in the first of these
     optional: bool  # `make` skips it, with a warning, if a release lacks the patched code
 
 
@@ -79,7 +79,7 @@ def apply(phase: PatchPhase) -> None:
                 make(each.function)
 
 
-@cache  # once in a process, at the first of its phases
+@cache  # once in a process, in the first of its phases
 def make(function: Callable[[], object]) -> bool:
     """Apply one repair. Return False if it is optional and upstream lacks the patched code."""
     [each] = [each for each in REPAIRS if each.function is function]

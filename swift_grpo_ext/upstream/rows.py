@@ -41,8 +41,8 @@ class Medium:
 
 @dataclass(frozen=True)
 class ReadRow:
-    """A row's prompt in the form that templates encode: texts with marks (`<image>`), and media
-    sorted by `KINDS`, and within a kind in the order of their marks."""
+    """A row's prompt in the form that templates encode: texts with marks (`<image>`), and media in
+    the order of `KINDS`, and for each kind in the order of their marks."""
 
     messages: list[dict[str, Any]]
     media: list[Medium] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Timeouts for the process group that sends weights from a trainer to `swift rollout`."""
+"""Adds timeouts to the process group that sends weights from a trainer to `swift rollout`."""
 
 from __future__ import annotations
 

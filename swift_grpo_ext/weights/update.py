@@ -128,7 +128,7 @@ class EngineWeights:
     @contextmanager
     def adapter(self) -> Iterator[None]:
         """Record an adapter; raise `WeightUpdateError` if the engine does not use all of it."""
-        # The first adapter belongs to the update of its base; each later one is an own update.
+        # The first adapter belongs to the update of its base; each later one is another update.
         self.end(is_whole=False)
         if self._update is None or self._update.has_adapter:
             self._update = Update(filled=None, has_ended=True)
@@ -227,7 +227,7 @@ def compare(sent: Mapping[str, str], report: WeightReport, engine_name: str) -> 
         raise WeightUpdateError(
             f"{engine_name} does not hold the trainer's weights: of {len(sent)} tensors "
             f"{'; '.join(wrong)}. Rollouts would come from another policy. The engine's log "
-            "tells why; restart it and resume from the last checkpoint."
+            "has the cause; restart it and resume from the last checkpoint."
         )
 
 

@@ -33,7 +33,7 @@ Sketches = dict[str, torch.Tensor]
 """Maps a name to float32 [B, N]: N entries of each of B blocks (experts; else 1)."""
 
 NUM_VECTORS = 4
-MOST_ENTRIES = 4096  # of a sketch: 20 MB for a model with 28 layers
+MOST_ENTRIES = 4096  # of a sketch; sketches of a model with 28 layers take 20 MB
 MOST_OF_EXPERT = 256
 FEWEST_ENTRIES = 128  # the cosine of two random sketches has a standard deviation of 0.09
 EXPERTS = ".experts."
@@ -125,8 +125,7 @@ class WeightWatch:
 
     @torch.no_grad()
     def check_adapter(self, loras: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the faults of the base below an adapter. `loras` has vLLM's `LoRALayerWeights` by
-        module name."""
+        """Return the faults of an adapter's base. `loras` maps modules to `LoRALayerWeights`."""
         both = changed = effect = 0.0
         for path, lora in loras.items():
             parts = [  # lists for a layer that packs several matrices
