@@ -55,9 +55,9 @@ class ExtFlags:
     works, `auto` slices all logits, and `strict` stops. `off` is ms-swift's own behaviour."""
 
     logps_shared_prompt: Literal["auto", "false"] = "auto"
-    """`auto`: each training pass reads a group's prompt once, images included, with its samples
-    behind it in one row, where that is expected to save a tenth of the pass. Results differ by
-    rounding. Other batches are computed as in ms-swift. `false`: once for each sample."""
+    """`auto`: each training pass reads a group's prompt once, images included, followed by its
+    samples in one row, if that is expected to save a tenth of the pass. Results differ by rounding.
+    Other batches are computed as in ms-swift. `false`: prompts are read once for each sample."""
 
     router_replay_mode: Literal["disabled", "R3"] = "disabled"
     """`R3`: training uses the experts that the rollout chose for each token. Servers need

@@ -121,7 +121,7 @@ def training_ranks(timeout_seconds: float) -> RankGroup:
     try:
         return MainRankGroup(made.result(seconds))
     except (RuntimeError, FutureTimeoutError) as e:
-        # By default gloo listens where the host's name points: on Debian that is 127.0.1.1.
+        # By default gloo listens at the address of the host's name: on Debian that is 127.0.1.1.
         listens_at = os.environ.get(INTERFACE) or f"the address of {socket.gethostname()}"
         cause = str(e) or f"no answer within {seconds:g} s"
         reaches = os.environ.get("MASTER_ADDR", "MASTER_ADDR")

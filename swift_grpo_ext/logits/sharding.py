@@ -20,7 +20,7 @@ class ShardRanks(NamedTuple):
     """The ranks that hold shards of one model; this rank alone if nothing is sharded."""
 
     groups: tuple[dist.ProcessGroup, ...] = ()  # one for each dimension of the device mesh
-    device: torch.device | str = "cpu"  # where the groups' collectives find their tensors
+    device: torch.device | str = "cpu"  # of the tensors in the groups' collectives
 
     def highest(self, values: Tensor) -> Tensor:
         """Return the elementwise maximum over all ranks."""

@@ -2,7 +2,7 @@
 
 The trainer's workers are servers; a server's workers are replicas. A worker that fails is not used
 again in this round. Other workers answer its requests, with the same tokens due to seeds (S2). A
-request is not retried after `MOST_LOST` workers have died with it.
+request is not retried after `MOST_LOST` workers were lost with it.
 """
 
 from __future__ import annotations

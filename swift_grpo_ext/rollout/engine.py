@@ -61,7 +61,7 @@ CPU_EXTENSION = "swift_grpo_ext.cpu.receiver.CPUWeightSyncWorkerExtension"
 
 STATE = f"{wire.KEY}.state"  # key of the `RequestState` in an encoded request
 
-# vLLM rejects an invalid prompt with a `ValueError` (0.23) or with a class of its own (0.32).
+# vLLM rejects an invalid prompt with a `ValueError` (0.23) or with its own class (0.32).
 REFUSALS = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
 
 # Matches the errors of vLLM and of ms-swift's template for a prompt that is too long.

@@ -45,7 +45,7 @@ def position_model(config: ModelConfig) -> Any:
     return model
 
 
-# By request id, until the answer takes them; those of aborted requests stay until evicted.
+# By request id. The answer removes them; positions of aborted requests stay until evicted.
 kept_positions = LRUCache[str, Positions](maxsize=2**12)
 
 

@@ -142,7 +142,7 @@ class WatchedScheduler(MultiTurnScheduler):
             request = result.get("infer_request") if isinstance(result, Mapping) else None
             if not isinstance(request, RolloutInferRequest):
                 raise TypeError(
-                    f"it returned {result!r:.200}; expected a dictionary whose `infer_request` is "
+                    f"it returned {result!r:.200}; expected a dictionary with `infer_request`, "
                     "the request of the next turn"
                 )
         between = between_turns(infer_request)

@@ -14,7 +14,7 @@ function, `key = (phase, step, number, turn)` and phase 0 for train, 1 for eval:
 
 - Child k of a vLLM request with seed s draws with s + k (vllm/v1/engine/parallel_sampling.py), so
   samples of a group have consecutive seeds, in one request or in several.
-- Where only the low 32 bits of a seed count (torch's generator on CPU), noise is still distinct
+- If only the low 32 bits of a seed count (torch's generator on CPU), noise is still distinct
   within a round, for up to 2**14 samples a group and 2**18 groups.
 - Over a run, the 62 bits of a group's base keep groups apart: with a million groups of 64, any two
   samples share a seed with probability 3e-5.
@@ -105,7 +105,7 @@ def sample_seed(run_seed: int, sample_id: SampleId) -> int:
         int(np.random.SeedSequence(run_seed, spawn_key=k).generate_state(1, np.uint32)[0])
         for k in (key, (*key, sample_id.group))
     )
-    # 62 bits: seeds stay below 2^63, the end of torch's and vLLM's integers.
+    # 62 bits: seeds stay below 2^63, the limit of torch's and vLLM's integers.
     base = (high >> 2 << 32) + (low + sample_id.group * MAX_GROUP_SIZE) % 2**32
     # No modulus: vLLM adds the index of a request's samples without one.
     return base + sample_id.index

@@ -209,7 +209,7 @@ class GapCheck:
             for s, gap in beyond.items()
         )
         if ends and self._args.rollout_mismatch == "stop":
-            raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")
+            raise DisagreementError(f"{text} --rollout_mismatch warn trains anyway.")
         before = [f"{self._median(s):.3g}" for s in beyond if self._means[s]]
         trend = f" Before, it was {', '.join(before)} nats in the median." if before else ""
         logger.warning_once(f"{text}{trend}", hash_id=f"rollout_gap {[*beyond]}")

@@ -65,7 +65,7 @@ class ReadRow:
 def read_row(row: object) -> ReadRow:
     """Return the messages and media of a row as ms-swift's template reads them. `row` is a row of
     the data set, or an object with its columns as attributes (a sample, a request). Raise
-    `RowFormError` where ms-swift would raise."""
+    `RowFormError` if ms-swift would raise."""
     given = column_of(row, "messages") or ()
     are_messages = isinstance(given, (list, tuple)) and all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in given

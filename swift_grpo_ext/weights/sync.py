@@ -98,7 +98,7 @@ class WeightSync:
             if set(kinds) - {None} != {"sending"}:
                 break
             if self._failure is not None:
-                logger.warning("The weight update is made once more.")
+                logger.warning("The weight update is retried.")
         self._ranks.all_gather_or_raise(None, self._failure)
 
     def _check_engines(self) -> None:

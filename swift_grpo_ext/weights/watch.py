@@ -3,8 +3,8 @@
 Every layer multiplies four fixed random vectors with its own kernel, so that packed, quantized and
 sharded weights are checked in the form that is used. Entries of the products form a sketch of the
 matrix: the cosine of two sketches approximates that of their matrices within 1/sqrt(n). An update
-as large as the matrix itself gives a cosine of 0.71 with the matrix before, one three times as
-large 0.32. A transposed, random or wrong matrix gives a cosine of 0.
+as large as the matrix itself gives a cosine of 0.71 with the old matrix, and an update three times
+as large gives 0.32. A transposed, random or wrong matrix gives a cosine of 0.
 
 Symptom: rollouts are garbage after a weight update ("!!!"), but neither client nor server fails
 (ms-swift's issues 9787, 9835, 9656, 9619, 9697, 9226; 8233: an adapter counts twice).
@@ -91,7 +91,7 @@ class WeightWatch:
                 f"no weight changed, though {len(stale)} changed tensors arrived (stale): "
                 f"{shorten(stale)}"
             )
-        # Not a fault for biases and norms: a client need not send those that it does not train.
+        # Not a fault for biases and norms: a client need not send them if it does not train them.
         matrices = {name for name, sketch in now.items() if sketch.shape[1] >= FEWEST_ENTRIES}
         left = [n for n in unfilled if n.removesuffix(".weight") in self._layers or n in matrices]
         if left:
