@@ -1,4 +1,4 @@
-"""vLLM worker extension for CPUs. vLLM imports this module in every worker process.
+"""Loads weight updates in vLLM workers on CPU. vLLM imports this module in every worker process.
 
 vLLM's CPU layers pack their weights and drop the originals (vLLM 0.32, model_executor/layers/
 utils.py). A worker therefore collects all tensors of an update, and then reloads the model.

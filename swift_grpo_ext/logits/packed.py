@@ -58,7 +58,7 @@ class GroupRows(NamedTuple):
 
     @property
     def num_positions(self) -> tuple[int, list[int]]:
-        """Numbers of positions of the prompt and of each sample in the packed row. The prompt's
+        """The numbers of positions of the prompt and of each sample in the packed row. The prompt's
         last token belongs to each sample, as it predicts the sample's first token. A single sample
         counts as prompt."""
         if not self.is_shared:

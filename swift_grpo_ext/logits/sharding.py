@@ -33,7 +33,7 @@ class ShardRanks(NamedTuple):
         return agreed.to(values.device)
 
     def all(self, holds: bool) -> bool:
-        """All-reduce a boolean with AND."""
+        """Return whether `holds` is true on all ranks, on every rank."""
         return not self.highest(torch.tensor([not holds], dtype=torch.int32))
 
 

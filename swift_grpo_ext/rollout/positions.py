@@ -1,4 +1,4 @@
-"""Position ids that vLLM gives to prompts with media: in time, height and width.
+"""Computes the position ids that vLLM gives to prompts with media: in time, height and width.
 
 vLLM and transformers may silently differ: after a long video, transformers 5.19 continued at a
 smaller position than vLLM. Training compares the engine's positions with its own

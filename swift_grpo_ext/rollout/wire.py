@@ -1,4 +1,4 @@
-"""The wire format between trainer and engine: a request's metadata, and its answer. Pure.
+"""Defines the wire format between trainer and engine: a request's metadata and answer. Pure.
 
 The metadata is in `RolloutInferRequest.data_dict`, which reaches the engine on every path of
 ms-swift (colocated and served, sync and async, through multi-turn schedulers).

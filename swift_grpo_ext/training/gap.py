@@ -1,4 +1,4 @@
-"""The gap between log-probabilities of rollout and training at equal weights.
+"""Checks the gap between log-probabilities of rollout and training at equal weights.
 
 The first training pass over a round uses the weights that generated it. Each token therefore tests
 whether its engine samples from the trainer's weights (M4), and whether both sides see the same row

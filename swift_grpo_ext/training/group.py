@@ -1,4 +1,4 @@
-"""A group in training: the samples of one prompt, from encoding to the loss.
+"""Defines a group in training: the samples of one prompt, from encoding to the loss.
 
 Before encoding, `SampleId` identifies a sample's group. Encoding gives the samples of a group one
 `GroupPrompt` (`encode.py`), and `groups_of` finds the groups of a micro-batch by that object.

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) in as few waves as possible.
+"""Makes dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) take as few waves as possible.
 
 A step trains on the first groups with unequal rewards: those of its own batch, then those of the
 rounds that are added to it. ms-swift draws one generation batch after the other, and the engines

@@ -1,5 +1,5 @@
-"""ms-swift's trainer hooks for a rollout round, shared by GRPO and distillation (GKD). They follow
-the order of a round: names and seeds, engines, requests, the training batch, weights.
+"""Overrides ms-swift's trainer hooks for rollouts, in GRPO and distillation (GKD). They follow the
+order of a round: names and seeds, engines, requests, the training batch, weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Patches ms-swift, vLLM, transformers and torch; no other module may.
+"""Patches ms-swift, vLLM, transformers and torch. No other module may patch them.
 
 A repair is a function that patches something, by `patch`, for the rest of a process. Its docstring
 names the symptom without it, the cause upstream (release and file), and when it can go. `@repair`

@@ -110,7 +110,7 @@ class WeightWatch:
         return tuple(faults)
 
     def _stale(self, arrived: Sketches, now: Sketches) -> list[str]:
-        """If no weight of the model changed, return the tensors that arrived with a change."""
+        """Return the tensors that arrived changed although no weight of the model changed."""
         if any(not torch.equal(now[name], self._sound[name]) for name in now):
             return []
         before = self._arrived_sound
