@@ -101,7 +101,7 @@ def extend_arguments() -> None:
 
     Symptom: ms-swift refuses a plugin's flags as left-over arguments.
     Upstream: ms-swift 4.6, arguments/base_args/base_args.py and pipelines/base.py: plugins are
-    imported after the arguments are parsed. Can go when they are imported before.
+    imported after the arguments are parsed. Can go when they are imported before that.
     """
     verify_overrides(*EXTENDED.values())
     original = BaseArguments._init_model_kwargs

@@ -101,7 +101,7 @@ class DiversityMonitor(TrainerCallback):
         if ranks.rank == 0:
             try:
                 decisions = [self._decide()] * ranks.size
-            except Exception as e:  # other ranks wait in `scatter`, and get it there
+            except Exception as e:  # other ranks wait in `scatter` for it
                 decisions = RuntimeError(f"--callbacks diversity: {type(e).__name__}: {e}")
                 decisions.__cause__ = e
         scalars, stops = ranks.scatter(decisions)

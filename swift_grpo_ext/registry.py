@@ -19,7 +19,7 @@ TRAINING_ARGUMENTS = {
     "grpo": "swift_grpo_ext.config.RolloutGRPOConfig",
     "gkd": "swift_grpo_ext.config.RolloutGKDConfig",
 }
-"""Our classes by `--rlhf_type`."""
+"""Both map `--rlhf_type` to our classes."""
 
 
 @cache

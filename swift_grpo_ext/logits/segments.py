@@ -153,7 +153,7 @@ class Segments:
 
     @cached_property
     def batches(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The indices that batch prompts and samples: positions of prompts [P, T], padded on the left;
+        """Indices that batch prompts and samples: positions of prompts [P, T], padded on the left;
         positions of samples [S, T], padded on the right; each sample's prompt [S]; and the index
         [L] of each position in both batches, flattened and joined. Padding has the position L."""
         prompts = [segment for segment in self.segments if segment.prompt is None]

@@ -118,8 +118,8 @@ def _misfit(owner: object, name: str, value: object) -> str | None:
 
 _ABSENT = object()
 _replacements: dict[tuple[int, str], dict[object, object]] = {}
-"""By owner id and attribute name: the original value, followed by the value of each open block.
-Blocks keep their owner alive."""
+"""Maps an owner's id and an attribute to the original value, followed by the value of each open
+block. Blocks keep their owner alive."""
 
 _lock = threading.RLock()  # reentrant: garbage collection may end a block while another begins
 
