@@ -163,8 +163,8 @@ def _check(args: BaseArguments, given: list[str]) -> None:
 def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     """Turn `args` into its extended class with our flags' values; return the names of the flags
     that were given, ours and ms-swift's."""
-    given, left_over = being_parsed(type(args))
-    argv = as_typed(given)
+    given, left_over = pending_arguments(type(args))
+    argv = restore_off_values(given)
     # Parse again, with our class. Without abbreviations: one of ms-swift's flags could match ours.
     parser = Parser([EXTENDED[upstream]], allow_abbrev=False)
     values, unknown = parser.parse_known_args(argv)
@@ -189,7 +189,7 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     return [by_option[option] for option in options if option in by_option]
 
 
-def being_parsed(kind: type) -> tuple[list[str], list[str]]:
+def pending_arguments(kind: type) -> tuple[list[str], list[str]]:
     """Return the arguments that are being parsed into `kind` (from the command line, a script or
     Ray) while ms-swift imports plugins, and ms-swift's own list of unknown arguments. Both are
     empty if Python code creates `kind`."""
@@ -202,7 +202,7 @@ def being_parsed(kind: type) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def as_typed(argv: list[str]) -> list[str]:
+def restore_off_values(argv: list[str]) -> list[str]:
     """Restore the values `off` and `false` of our flags, which YAML 1.1 reads as `False`."""
     pairs = pairwise(["", *argv])
     return [OFF.get(_name(flag), word) if word == "False" else word for flag, word in pairs]

@@ -141,7 +141,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
         # `_get_logps_via_local_forward` below unwraps it.
         restricted = self.completion_logps.restrict(model, grpo_batch)
         replay = self._router_replay
-        with replay.given(model, model_inputs) if replay else nullcontext(model_inputs) as inputs:
+        with replay.active(model, model_inputs) if replay else nullcontext(model_inputs) as inputs:
             return upstream(restricted, inputs, grpo_batch, compute_entropy)
 
     def _get_logps_via_local_forward(
