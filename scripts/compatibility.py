@@ -114,8 +114,8 @@ if not wrong:
     cpu.register()
     try:
         import swift_grpo_ext.training
-        for moment in patches.Moment:
-            patches.apply(moment)
+        for phase in patches.PatchPhase:
+            patches.apply(phase)
     except contract.UnsupportedUpstreamError as e:
         wrong.append(str(e))
     missing = [

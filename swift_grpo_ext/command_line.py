@@ -1,9 +1,9 @@
 """Makes our flags real flags of `swift rlhf` and `swift rollout`.
 
-ms-swift imports `--external_plugins` inside `BaseArguments.__post_init__`, after argparse, and
-hands on declared dataclass fields only. `BaseArguments._init_model_kwargs` is the first call after
-the import. We have it change the object's class to a subclass with our flags as fields. It takes
-their values from the words that ms-swift is parsing: the command line, or a script's list.
+ms-swift imports `--external_plugins` in `BaseArguments.__post_init__`, after argparse, and passes
+on declared dataclass fields only. The first call after the import is `_init_model_kwargs`. We make
+this call change the object's class to a subclass with our flags as fields. The flags' values come
+from the arguments that ms-swift is parsing: the command line, or a script's list.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify_overrides
 from swift_grpo_ext.upstream.determinism import prepare_process
-from swift_grpo_ext.upstream.patches import Moment, apply, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, apply, patch, repair
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -47,7 +47,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
     """`swift rlhf`'s arguments with our flags."""
 
     def _check_grpo(self) -> None:
-        # The last check before the model is loaded: model and data are known by name here.
+        # The last check before the model is loaded. The names of model and data are known here.
         super()._check_grpo()
         if self.rlhf_type in TRAINERS:
             # Cheap checks come first; the data set costs most.
@@ -56,7 +56,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
             enforce(preflight.check_model(self))
             with left_out_rows_named():
                 datasets = super().load_dataset()
-            apply(Moment.TRAINING)  # rows are then encoded as in the training
+            apply(PatchPhase.TRAINING)  # rows are then encoded as in the training
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
 
@@ -70,16 +70,16 @@ class RolloutExtArguments(ExtFlags, RolloutArguments):
     """`swift rollout`'s arguments with our flags."""
 
     sample_log: Literal["all", "tokens", "none"] = "none"
-    """`none`, since a training with the plugin records the samples."""
+    """The default is `none`, since a training with the plugin records the samples."""
 
     watches_weights: ClassVar[bool] = True
-    """Whether the watch checks weights after each update. No GPU has run it yet; on GPUs it is on
-    where `--rollout_mismatch` is given."""
+    """Whether the watch checks weights after each update. The watch is untested on GPUs; there it
+    is on only if `--rollout_mismatch` is given."""
 
     def _check_device_count(self) -> None:
-        # ms-swift calls it once it knows the model; a server has no hook of its own for checks.
+        # ms-swift calls this method once it knows the model. It has no hook for a server's checks.
         enforce(preflight.check_model(self))
-        # ms-swift has taken the next port where old connections hold this one for a minute.
+        # If closed connections still hold the port (for a minute), ms-swift has taken the next one.
         self.port: int = self.__dict__.pop("_given_port", 0) or self.port
         super()._check_device_count()
 
@@ -88,21 +88,20 @@ EXTENDED: dict[type, type] = {
     RLHFArguments: RLHFExtArguments,
     RolloutArguments: RolloutExtArguments,
 }
-"""Our class for each of ms-swift's. Subclasses of Megatron and Ray keep theirs: they have trainers
-of their own."""
+"""Maps ms-swift's arguments classes to ours. Subclasses for Megatron and Ray are not extended: they
+have other trainers."""
 
 
-OFF = {"logits_shim": "off", "logps_shared_prompt": "false"}  # a flag's text for `False`
+OFF = {"logits_shim": "off", "logps_shared_prompt": "false"}  # YAML reads these values as `False`
 
 
-@repair(Moment.REGISTRATION)
+@repair(PatchPhase.REGISTRATION)
 def extend_arguments() -> None:
     """Add the flags, also to a command line that is being parsed.
 
     Symptom: ms-swift refuses a plugin's flags as left-over arguments.
     Upstream: ms-swift 4.6, arguments/base_args/base_args.py and pipelines/base.py: plugins are
-    imported once arguments are parsed. Can go when ms-swift imports plugins before it parses
-    arguments.
+    imported after the arguments are parsed. Can go when they are imported before that.
     """
     verify_overrides(*EXTENDED.values())
     original = BaseArguments._init_model_kwargs
@@ -116,9 +115,8 @@ def extend_arguments() -> None:
         elif getattr(self, "rlhf_type", None) in TRAINERS:
             logger.warning(
                 f"swift-grpo-ext does not act in the training of {type(self).__name__}: Megatron "
-                "and Ray have trainers of their own. It acts in `swift rollout --external_plugins "
-                "...`, which they ask with --vllm_mode server (docs/launching.md). Leave "
-                "--external_plugins out of the training."
+                "and Ray have their own trainers. Leave --external_plugins out of the training, "
+                "and give it to `swift rollout` (--vllm_mode server, docs/launching.md)."
             )
         original(self)
 
@@ -126,7 +124,7 @@ def extend_arguments() -> None:
 
 
 def _check(args: BaseArguments, given: list[str]) -> None:
-    """Check the process and the arguments, and prepare the process. The model is a name so far."""
+    """Check the process and the arguments, and prepare the process, before the model is loaded."""
     ours = [name for name in given if name in flag_names()]
     if isinstance(args, RLHFArguments) and args.rlhf_type not in TRAINERS:
         if ours:
@@ -135,11 +133,11 @@ def _check(args: BaseArguments, given: list[str]) -> None:
                 f"{args.rlhf_type}. Leave the flag out."
             )
         return
-    # Keys come first: from here on `args` holds a mask in their place, for all logs.
+    # Keys come first: a mask replaces them in `args`, so that no log shows them.
     if isinstance(args, RolloutArguments):
         if "swift.pipelines.infer.rollout" in sys.modules:
             # A script may have called `register()` before it loaded the server.
-            apply(Moment.SERVER)
+            apply(PatchPhase.SERVER)
         api_key.take(args)
         vars(args)["_given_port"] = args.port
         vars(args)["watches_weights"] = not has_accelerator() or "rollout_mismatch" in given
@@ -147,16 +145,16 @@ def _check(args: BaseArguments, given: list[str]) -> None:
     else:
         api_key.check_urls(args)
     if getattr(args, "rlhf_type", None) == "gkd" and args.use_vllm:
-        # vLLM asks for a rank in the training process. ms-swift sets it for GRPO alone (4.6,
+        # vLLM needs a rank in the training process. ms-swift only sets it for GRPO (4.6,
         # arguments/rlhf_args.py, `_init_grpo`).
         set_default_ddp_config()
-    # ms-swift's port for one process (4.6, utils/torch_utils.py), which another training may hold.
-    # torchrun, and a script that has made the group, have ports of their own.
+    # For one process, ms-swift uses port 29500 (4.6, utils/torch_utils.py), which another training
+    # may hold. torchrun, or a script that has made the group, has chosen its own port.
     is_alone = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
     if is_alone and os.environ.get("MASTER_PORT") == "29500" and not dist.is_initialized():
         os.environ["MASTER_PORT"] = "0"  # any free one
     enforce(rules.check_arguments(args, given))
-    # The environment is set last, and before CUDA or vLLM read it.
+    # Set the environment last, but before CUDA and vLLM read it.
     if getattr(args, "full_determinism", False):  # not an argument of servers
         prepare_process()
     apply_cpu_settings(args, given)
@@ -165,12 +163,12 @@ def _check(args: BaseArguments, given: list[str]) -> None:
 def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     """Turn `args` into its extended class with our flags' values; return the names of the flags
     that were given, ours and ms-swift's."""
-    given, left_over = being_parsed(type(args))
-    argv = as_typed(given)
+    given, left_over = pending_arguments(type(args))
+    argv = restore_off_values(given)
     # Parse again, with our class. Without abbreviations: one of ms-swift's flags could match ours.
     parser = Parser([EXTENDED[upstream]], allow_abbrev=False)
     values, unknown = parser.parse_known_args(argv)
-    # ms-swift takes abbreviations, and would refuse the words that are left over here.
+    # ms-swift accepts abbreviations: parse the remaining arguments with its own class.
     _, unknown = Parser([upstream]).parse_known_args(unknown)
     if unknown and not args.ignore_args_error:
         tokens = [token for token in unknown if token.startswith("--")] or unknown[:1]
@@ -181,8 +179,8 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
             f"Unknown argument {', '.join(named)}; left over: {' '.join(unknown)}. "
             "`swift-grpo-ext flags` lists our flags."
         )
-    left_over[:] = unknown  # in place: at its end, ms-swift refuses the words in its own list
-    if argv or type(args) is upstream:  # else Python has made it, with values of our flags
+    left_over[:] = unknown  # in place: ms-swift later rejects the arguments in this list
+    if argv or type(args) is upstream:  # else Python code made it, with our flags
         args.__class__ = EXTENDED[upstream]
         for name in flag_names():
             setattr(args, name, getattr(values, name))
@@ -191,11 +189,11 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     return [by_option[option] for option in options if option in by_option]
 
 
-def being_parsed(kind: type) -> tuple[list[str], list[str]]:
+def pending_arguments(kind: type) -> tuple[list[str], list[str]]:
     """Return the arguments that are being parsed into `kind` (from the command line, a script or
     Ray) while ms-swift imports plugins, and ms-swift's own list of unknown arguments. Both are
     empty if Python code creates `kind`."""
-    for frame, _ in traceback.walk_stack(None):  # no API has these local variables
+    for frame, _ in traceback.walk_stack(None):  # no API returns these local variables
         if frame.f_code is HfArgumentParser.parse_args_into_dataclasses.__code__:
             names = frame.f_locals
             if kind in names["self"].dataclass_types:
@@ -204,22 +202,22 @@ def being_parsed(kind: type) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def as_typed(argv: list[str]) -> list[str]:
-    """Undo YAML 1.1, which makes `False` of `off` and `false`, for flags that have texts for it."""
+def restore_off_values(argv: list[str]) -> list[str]:
+    """Restore the values `off` and `false` of our flags, which YAML 1.1 reads as `False`."""
     pairs = pairwise(["", *argv])
     return [OFF.get(_name(flag), word) if word == "False" else word for flag, word in pairs]
 
 
 def _name(token: str) -> str:
-    """Return the flag that a token names, as ms-swift spells it; "" for a value."""
+    """Return the name of a flag's token in ms-swift's spelling; "" for a value."""
     return token[2:].partition("=")[0].replace("-", "_") if token.startswith("--") else ""
 
 
 class Parser(HfArgumentParser):
-    """Raises, where argparse would print five hundred flags; takes JSON as ms-swift does."""
+    """Parses JSON like ms-swift, and raises errors: argparse would print five hundred flags."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        with _patch_get_type_hints():  # ms-swift's: JSON for fields that are a dict or a text
+        with _patch_get_type_hints():  # ms-swift's: accepts JSON for fields of type `dict | str`
             super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The arguments of a training, as ms-swift hands them to its trainer, with our flags."""
+"""The training arguments that ms-swift passes to its trainer, with our flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RolloutGRPOConfig(ExtFlags, GRPOConfig):
     """ms-swift's training arguments for GRPO with our flags."""
 
     new_special_tokens: list[str] = field(default_factory=list)
-    """ms-swift's own flag; servers must have been given the same tokens."""
+    """ms-swift's own flag; servers need the same tokens."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class RolloutGKDConfig(ExtFlags, GKDConfig):
 
     new_special_tokens: list[str] = field(default_factory=list)
 
-    # GRPO's arguments, with the values that always hold in distillation.
+    # Arguments of GRPO, with the fixed values that they have in distillation.
     num_generations: ClassVar[int] = 1
     num_iterations: ClassVar[int] = 1
     dynamic_sample: ClassVar[bool] = False

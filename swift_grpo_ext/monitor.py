@@ -34,13 +34,13 @@ Scalars = list[tuple[Phase, dict[str, float]]]  # the values to log of each roun
 
 
 class DiversityMonitor(TrainerCallback):
-    """See the module."""
+    """Analyzes each round's samples on rank 0, and logs and acts on the results on all ranks."""
 
     def __init__(self, args: RolloutGRPOConfig, trainer: RolloutTraining) -> None:
-        """Listen to the trainer, which has no accelerator yet.
+        """Subscribe to the trainer's samples and scores; the trainer has no accelerator yet.
 
         Raises:
-            ValueError: the trainer is none of ours.
+            ValueError: the trainer is not one of ours.
         """
         super().__init__(args, trainer)
         if not hasattr(trainer, "recorder"):
@@ -61,21 +61,21 @@ class DiversityMonitor(TrainerCallback):
         self._unscored: list[SampleRow] = []
         self._analyses: list[Future[list[DiversityRow]]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="diversity")
-        self._last_alarm: dict[str, str] = {}  # verdict of the last round, by phase; or ""
+        self._last_alarm: dict[str, str] = {}  # the last round's verdict by phase; "" without alarm
 
     def _receive(self, rows: Sequence[SampleRow]) -> None:
         """Keep the samples of all ranks, on rank 0."""
         is_colocated = not self.args.use_vllm or self.args.vllm_mode == "colocate"
         size = self.args.vllm_tensor_parallel_size if self.args.use_vllm else 1
         for row in rows:
-            # ms-swift's own rollouts do not name the engine: the first of its ranks does.
+            # ms-swift's own rollouts do not name their engine: use the first of its ranks.
             engine = f"rank {row.rank - row.rank % size}" if is_colocated else ""
-            # A later turn without tokens had no room for an answer: it copies no other such turn.
+            # A later turn without tokens had no room for an answer. Two of them are no duplicates.
             if len(row.token_ids) or not row.sample_id.turn:
                 self._unscored.append(replace(row, replica=row.replica or engine))
 
     def _begin_analysis(self, rows: Sequence[RewardRow] = ()) -> None:
-        """Have the thread analyze samples, with the scores of all ranks."""
+        """Start the analysis of all ranks' samples and scores in the thread."""
         scores = {row.sample_id: row.reward for row in rows}
         samples, self._unscored = self._unscored, []
         if self.args.async_generate:
@@ -94,15 +94,14 @@ class DiversityMonitor(TrainerCallback):
     def on_step_end(
         self, args: object, state: object, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Log and act on the analyses; every rank calls it together, and raises where rank 0
-        fails."""
-        self._begin_analysis()  # samples without a score are left
+        """Log the analyses and act on them. All ranks call it, and raise if rank 0 does."""
+        self._begin_analysis()  # of samples that got no score
         ranks = self.trainer.ranks
         decisions: list[tuple[Scalars, bool]] | Exception | None = None
         if ranks.rank == 0:
             try:
                 decisions = [self._decide()] * ranks.size
-            except Exception as e:  # other ranks wait in `scatter`, which carries it to them
+            except Exception as e:  # other ranks wait in `scatter` for it
                 decisions = RuntimeError(f"--callbacks diversity: {type(e).__name__}: {e}")
                 decisions.__cause__ = e
         scalars, stops = ranks.scatter(decisions)

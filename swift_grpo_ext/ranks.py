@@ -55,7 +55,7 @@ class RankGroup:
         """Leave the group after a failure, so that ranks waiting for this one raise."""
 
     def scatter(self, values: list[Any] | Exception | None) -> Any:
-        """Return this rank's value from the list of the driving rank, which has one value a rank.
+        """Return this rank's value from the driving rank's list, which has one value for each rank.
         If the list is an exception, the driving rank raises it and the others `RolloutError`."""
         if isinstance(values, Exception):
             raise values
@@ -108,20 +108,20 @@ class MainRankGroup(TensorParallelGroup):
 
 
 def training_ranks(timeout_seconds: float) -> RankGroup:
-    """Return a gloo group of all training ranks, whose collectives wait `timeout_seconds`
+    """Return a gloo group of all training ranks. Its collectives wait up to `timeout_seconds`
     (`--ddp_timeout`). Every rank calls it. Raise ConnectionError if the ranks cannot connect."""
     if not dist.is_initialized():
         return RankGroup()
     seconds = min(SECONDS_TO_CONNECT, timeout_seconds)
     timeout = timedelta(seconds=timeout_seconds)
     # Not NCCL: its watchdog kills a rank that waits through a long rollout (ms-swift issue 10065),
-    # and it would move objects through the GPU. A thread can be abandoned: gloo's timeout is for
-    # one attempt, and a rank that nobody reaches would wait on.
+    # and it would move objects through the GPU. In a thread, which can be abandoned: gloo's timeout
+    # is for one attempt, and a rank that the others do not reach would wait on.
     made = in_thread(partial(dist.new_group, backend="gloo", timeout=timeout))
     try:
         return MainRankGroup(made.result(seconds))
     except (RuntimeError, FutureTimeoutError) as e:
-        # By default gloo listens where the host's name points: on Debian that is 127.0.1.1.
+        # By default gloo listens at the address of the host's name: on Debian that is 127.0.1.1.
         listens_at = os.environ.get(INTERFACE) or f"the address of {socket.gethostname()}"
         cause = str(e) or f"no answer within {seconds:g} s"
         reaches = os.environ.get("MASTER_ADDR", "MASTER_ADDR")

@@ -9,7 +9,7 @@ from swift_grpo_ext.checks.finding import hide_tracebacks
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages, untried, verify, verify_overrides
-from swift_grpo_ext.upstream.patches import Moment, apply
+from swift_grpo_ext.upstream.patches import PatchPhase, apply
 
 TRAINERS = {
     "grpo": "swift_grpo_ext.training.RolloutGRPOTrainer",
@@ -19,16 +19,16 @@ TRAINING_ARGUMENTS = {
     "grpo": "swift_grpo_ext.config.RolloutGRPOConfig",
     "gkd": "swift_grpo_ext.config.RolloutGKDConfig",
 }
-"""Our classes by `--rlhf_type`."""
+"""Both map `--rlhf_type` to our classes."""
 
 
 @cache
 def register() -> None:
-    """Have ms-swift use our flags, trainer, engine, server and callback; once in a process."""
+    """Make ms-swift use our flags, trainers, engine, server and callback; once in a process."""
     hide_tracebacks()
     verify(pins.COMMAND_LINE)
 
-    # Not before ms-swift is known to fit: these modules build on its classes.
+    # Only once ms-swift is verified: these modules build on its classes.
     import swift.utils
     from swift.callbacks import callbacks_map
     from swift.trainers import TrainerFactory
@@ -45,11 +45,11 @@ def register() -> None:
         from swift_grpo_ext import cpu
 
         cpu.register()  # before the first repairs
-    apply(Moment.REGISTRATION)
-    # As names: a server never imports these modules.
+    apply(PatchPhase.REGISTRATION)
+    # By name: a server never imports these modules.
     TrainerFactory.TRAINER_MAPPING.update(TRAINERS)
     TrainerFactory.TRAINING_ARGS_MAPPING.update(TRAINING_ARGUMENTS)
     callbacks_map["diversity"] = DiversityMonitor
     # `swift rollout` loads this module before it imports plugins. A trainer sets the engine itself.
     if "swift.pipelines.infer.rollout" in sys.modules:
-        apply(Moment.SERVER)
+        apply(PatchPhase.SERVER)

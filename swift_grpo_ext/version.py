@@ -1,3 +1,3 @@
-"""The version, importable without any dependency (the build reads it)."""
+"""Defines the version without importing any dependency, since the build reads it."""
 
 __version__ = "0.1.0"

@@ -18,7 +18,7 @@ from swift_grpo_ext.tools.check.encoding import (
     engine_of,
     sample_of,
 )
-from swift_grpo_ext.upstream.patches import Moment, apply
+from swift_grpo_ext.upstream.patches import PatchPhase, apply
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
 
 OF_ENGINES = {
@@ -68,7 +68,7 @@ class BothSides:
 def _start(settings: dict[str, Any]) -> tuple[Any, Any]:
     from swift.arguments import BaseArguments
 
-    apply(Moment.TRAINING)
+    apply(PatchPhase.TRAINING)
     others = {**OF_ENGINES, **OF_TRAININGS}
     template_settings = {n: v for n, v in settings.items() if n not in others}
     if "truncation_strategy" in settings:

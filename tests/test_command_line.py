@@ -38,7 +38,7 @@ def parsed(
 
         def stop(args: Any, given: list[str]) -> None:
             """Stop before the checks of settings, which need a model and data."""
-            assert command_line.being_parsed(RLHFArguments)[1] == []  # nothing for ms-swift
+            assert command_line.pending_arguments(RLHFArguments)[1] == []  # nothing for ms-swift
             found.update({name: getattr(args, name) for name in MEANT}, given=given)
             found.update({name: os.environ.get(name) for name in names})
             raise InterruptedError
@@ -206,7 +206,7 @@ def test_no_flag_of_ours_is_one_of_ms_swifts_or_an_abbreviation(upstream: type) 
     ],
 )
 def test_yamls_booleans_are_what_was_typed(argv: list[str], meant: list[str] | None) -> None:
-    assert command_line.as_typed(argv) == (argv if meant is None else meant)
+    assert command_line.restore_off_values(argv) == (argv if meant is None else meant)
 
 
 @pytest.mark.parametrize("extended", command_line.EXTENDED.values())

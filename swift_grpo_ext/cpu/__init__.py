@@ -1,19 +1,19 @@
 """Patches that make vLLM, ms-swift and gloo work without an accelerator; unused with one."""
 
 from swift_grpo_ext.upstream import patches
-from swift_grpo_ext.upstream.patches import Moment
+from swift_grpo_ext.upstream.patches import PatchPhase
 
 MODULES = {  # as in `upstream/patches.py`
-    Moment.REGISTRATION: ("cpu.settings",),
-    Moment.TRAINING: ("cpu.settings",),
-    Moment.TRAINER: ("cpu.gloo", "cpu.engines"),
-    Moment.ENGINE: ("cpu.engines",),
-    Moment.WORKER: ("cpu.gloo", "cpu.engines"),
+    PatchPhase.REGISTRATION: ("cpu.settings",),
+    PatchPhase.TRAINING: ("cpu.settings",),
+    PatchPhase.TRAINER: ("cpu.gloo", "cpu.engines"),
+    PatchPhase.ENGINE: ("cpu.engines",),
+    PatchPhase.WORKER: ("cpu.gloo", "cpu.engines"),
 }
 
 
 def register() -> None:
-    """Add the repairs of this package to each moment."""
-    for moment, modules in MODULES.items():
-        known = patches.MODULES.get(moment, ())
-        patches.MODULES[moment] = tuple(dict.fromkeys((*known, *modules)))
+    """Add the repairs of this package to each phase."""
+    for phase, modules in MODULES.items():
+        known = patches.MODULES.get(phase, ())
+        patches.MODULES[phase] = tuple(dict.fromkeys((*known, *modules)))

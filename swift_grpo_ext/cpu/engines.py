@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 from swift_grpo_ext.weights.update import plain_name
 
 
-@repair(Moment.ENGINE, Moment.WORKER, optional=True)
+@repair(PatchPhase.ENGINE, PatchPhase.WORKER, optional=True)
 def serve_split_prompts() -> None:
     """Hide a request's generator during steps that read only a part of its prompt: vLLM samples and
     discards a token in them, and would rewind the generator.
@@ -48,7 +48,7 @@ def serve_split_prompts() -> None:
     patch(CPUModelRunner, _sample=_sample, _bookkeeping_sync=_bookkeeping_sync)
 
 
-@repair(Moment.ENGINE, Moment.WORKER, optional=True)
+@repair(PatchPhase.ENGINE, PatchPhase.WORKER, optional=True)
 def name_shared_memory_by_run() -> None:
     """Add the rendezvous port to the name of the ranks' shared memory, and unlink the memory as
     soon as all ranks have mapped it.
@@ -79,13 +79,14 @@ def name_shared_memory_by_run() -> None:
     patch(_CPUSHMDistributed, _init_cpu_shm=_init_cpu_shm)
 
 
-@repair(Moment.ENGINE, Moment.WORKER, optional=True)
+@repair(PatchPhase.ENGINE, PatchPhase.WORKER, optional=True)
 def repack_experts() -> None:
-    """Symptom: after the first weight update, a mixture of experts silently samples from other
-    weights than the trainer's (0.21 nats a token, the tiny Qwen3-VL-MoE).
+    """Have vLLM pack a mixture of experts again after each weight update.
+
+    Symptom: after the first weight update, a mixture of experts silently samples from other weights
+    than the trainer's (0.21 nats a token, the tiny Qwen3-VL-MoE).
     Upstream: vLLM 0.32, model_executor/layers/fused_moe/unquantized_fused_moe_method.py packs
-    experts for the CPU kernel at the first load only. Can go when vLLM packs experts again after an
-    update.
+    experts for the CPU kernel at the first load only. Can go when vLLM packs updated experts too.
     """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as upstream
 
@@ -103,9 +104,9 @@ def repack_experts() -> None:
     patch(upstream.UnquantizedFusedMoEMethod, _setup_kernel=_setup_kernel)
 
 
-@repair(Moment.ENGINE, Moment.WORKER, optional=True)
+@repair(PatchPhase.ENGINE, PatchPhase.WORKER, optional=True)
 def return_routed_experts() -> None:
-    """Have the CPU runner use the connector as the V2 runner does, without async scheduling.
+    """Have the CPU runner return experts like the V2 runner, without async scheduling.
 
     Symptom: `AuxOutput Connector requires Model Runner V2` with `enable_return_routed_experts`.
     Upstream: vLLM 0.32, v1/worker/gpu/model_runner.py: only this V2 runner reads the captured
@@ -153,7 +154,7 @@ def return_routed_experts() -> None:
     def _sample_tokens(self: CPUModelRunner, *args: object, **kwargs: object) -> Any:
         output = sample_tokens(self, *args, **kwargs)
         pending = self._experts and self._experts.prepare_output(self._step)
-        if pending:  # None on ranks whose output is not used
+        if pending:  # None on ranks without an output
             num_sampled = np.array([len(ids) for ids in output.sampled_token_ids])
             pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
             output.aux_output_connector_output = pending.process_output()
@@ -165,10 +166,12 @@ def return_routed_experts() -> None:
     patch(CPUModelRunner, execute_model=_execute_model, sample_tokens=_sample_tokens)
 
 
-@repair(Moment.ENGINE, Moment.WORKER, optional=True)
+@repair(PatchPhase.ENGINE, PatchPhase.WORKER, optional=True)
 def keep_packed_convolutions() -> None:
-    """Symptom: after the first weight update, the gated delta nets of Qwen3.5 keep a shorter
-    history for their convolutions (1.07 nats a token, the tiny model), on CPUs with AVX512-BF16.
+    """Have vLLM pack the weight of a convolution only once.
+
+    Symptom: after the first weight update, the gated delta nets of Qwen3.5 keep a shorter history
+    for their convolutions (1.07 nats a token, the tiny model), on CPUs with AVX512-BF16.
     Upstream: ms-swift 4.6, rlhf_trainers/utils.py (`finish_vllm_weight_reload`) has vLLM process
     all layers after each update; vLLM 0.32, model_executor/layers/utils.py treats a packed
     convolution weight, which has two dimensions, as a linear layer's: it packs the weight again and
@@ -188,7 +191,7 @@ def keep_packed_convolutions() -> None:
     patch(upstream, dispatch_cpu_unquantized_gemm=dispatch_once)
 
 
-@repair(Moment.TRAINER)
+@repair(PatchPhase.TRAINER)
 def reload_colocated() -> None:
     """Have ms-swift's trainer reload its colocated engine's model. (ms-swift's
     `finish_vllm_weight_reload` processes a tied head later.)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 from swift_grpo_ext.upstream.weight_sync import run_with_timeout
 
 if TYPE_CHECKING:
@@ -44,15 +44,14 @@ class GlooCommunicator:
         self._gloo[0].broadcast(tensor, root=src).wait()
 
 
-@repair(Moment.TRAINER)
+@repair(PatchPhase.TRAINER)
 def send_through_gloo() -> None:
     """Have ms-swift's client send weights through gloo. It has connected before plugins are
     imported: the groups of its disabled NCCL communicators are reused.
 
     Symptom: weights never reach a server: without an accelerator NCCL cannot load, the broadcast
     sends nothing, and the server waits forever; `synchronize()` calls torch.cuda.
-    Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py. Can go when ms-swift has a communicator
-    for CPU.
+    Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py. Can go when ms-swift can send on CPU.
     """
     from swift.rlhf_trainers import vllm_client
 
@@ -65,11 +64,12 @@ def send_through_gloo() -> None:
     patch(vllm_client, _broadcast_tensors_for_vllm_weight_sync=send)
 
 
-@repair(Moment.WORKER)
+@repair(PatchPhase.WORKER)
 def receive_through_gloo() -> None:
-    """Symptom: no weights arrive in a server's workers, as NCCL cannot load.
-    Upstream: ms-swift 4.6, pipelines/infer/rollout.py. Can go when ms-swift has a communicator for
-    CPU.
+    """Have a server's workers receive weights through gloo.
+
+    Symptom: no weights arrive in a server's workers, as NCCL cannot load.
+    Upstream: ms-swift 4.6, pipelines/infer/rollout.py. Can go when ms-swift can receive on CPU.
     """
     from swift.pipelines.infer import rollout
 

@@ -1,4 +1,4 @@
-"""vLLM worker extension for CPUs. vLLM imports this module in every worker process.
+"""Loads weight updates in vLLM workers on CPU. vLLM imports this module in every worker process.
 
 vLLM's CPU layers pack their weights and drop the originals (vLLM 0.32, model_executor/layers/
 utils.py). A worker therefore collects all tensors of an update, and then reloads the model.
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from swift_grpo_ext import cpu
-from swift_grpo_ext.upstream.patches import Moment, apply, replaced
+from swift_grpo_ext.upstream.patches import PatchPhase, apply, replaced
 from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 
 # vLLM's worker processes have not registered the plugin.
 cpu.register()
-apply(Moment.WORKER)
+apply(PatchPhase.WORKER)
 
 
 class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):

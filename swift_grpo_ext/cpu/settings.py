@@ -1,4 +1,4 @@
-"""Default settings for GRPO without an accelerator. The user's own settings win.
+"""Sets defaults for GRPO without an accelerator. The user's own settings win.
 
 Symptom: accelerate does not gather over several CPU ranks without `ACCELERATE_USE_CPU` (ms-swift
 fails an assertion); torch.distributed has no default backend; weights do not reach an engine core
@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from swift_grpo_ext import cpu
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 
 if TYPE_CHECKING:
     from swift.arguments import BaseArguments
@@ -76,9 +76,11 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
                 libc.mallopt(option, number)
 
 
-@repair(Moment.REGISTRATION)
+@repair(PatchPhase.REGISTRATION)
 def count_no_devices() -> None:
-    """Symptom: `swift rollout` with several replicas finds too few devices.
+    """Skip ms-swift's check of the number of devices.
+
+    Symptom: `swift rollout` with several replicas finds too few devices.
     Upstream: ms-swift 4.6, arguments/rollout_args.py (`_check_device_count`) counts accelerators;
     replicas on CPU share cores and memory. Can go when `_check_device_count` skips CPU runs.
     """
@@ -87,9 +89,11 @@ def count_no_devices() -> None:
     patch(RolloutArguments, _check_device_count=lambda self: None)
 
 
-@repair(Moment.TRAINING)
+@repair(PatchPhase.TRAINING)
 def load_onto_ranks() -> None:
-    """Symptom: a resumed rank fails, because torch has no location `cpu:0`.
+    """Make `torch.load` accept the locations of CPU ranks, such as `cpu:0`.
+
+    Symptom: a resumed rank fails, because torch has no location `cpu:0`.
     Upstream: transformers 4.57 to 5.16, trainer.py (`_load_optimizer_and_scheduler`). Can go when
     transformers before 5.19 is no longer supported.
     """

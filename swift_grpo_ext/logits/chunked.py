@@ -1,8 +1,8 @@
 """Computes functions of logits in chunks: log-probabilities and entropies of tokens
 (docs/promises.md, L4), or the terms of a loss.
 
-Letters in names are shapes: B rows, T positions of a row, N chosen positions, of which a chunk has
-n and a block R, H hidden size, V vocabulary.
+Letters in names are shapes: B rows, T positions of a row, N chosen positions, n (or C) positions of
+a chunk, R positions of a block, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_BLOCKS = 16  # blocks of a logits tensor; forward and backward need memory f
 class Logps(NamedTuple):
     """Log-probabilities and entropies of N positions."""
 
-    logps_N: Tensor  # in nats; float32, or float64 where the logits are
+    logps_N: Tensor  # in nats; float64 if the logits are float64, else float32
     entropies_N: Tensor | None  # Shannon's, in nats; None unless `with_entropy`
 
 

@@ -4,7 +4,7 @@
 parallelism and Liger's fused loss run as in ms-swift, with a warning.
 
 Letters in names are shapes: B rows of input ids (one in all with padding-free), T positions of a
-row, K of them from the first completion token of any row on (ms-swift's `logits_to_keep`), N
+row, K positions from the first completion token of any row on (ms-swift's `logits_to_keep`), N
 completion tokens.
 """
 
@@ -47,7 +47,7 @@ class CompletionLogps:
     def __init__(self, config: GRPOConfig, template: Template) -> None:
         self._is_strict = config.logits_shim == "strict"
         self._is_padding_free = bool(template.padding_free)
-        # One each for policy, reference and teacher, which may differ in what works.
+        # One for each of policy, reference and teacher: each may support other methods.
         self._shims = dict[nn.Module, LogitsShim]()
         self._shared_prompts = dict[nn.Module, SharedPrompt]()
         self.is_off = config.logits_shim == "off"  # ms-swift computes the logits
@@ -118,8 +118,8 @@ class CompletionLogps:
         if self.shares_prompts:
             base = base_model(model.model)
             shared = self._shared_prompts.setdefault(base, SharedPrompt(base))
-            # Verification makes additional passes on this rank only. They bypass DDP, whose forward
-            # broadcasts buffers and would wait for the other ranks.
+            # Verification makes additional passes on this rank only. They bypass DDP: its forward
+            # broadcasts buffers, and would wait for the other ranks.
             is_ddp = isinstance(model.model, DistributedDataParallel)
             inner = model.model.module if is_ddp else model.model
             form = shared.form(

@@ -50,7 +50,7 @@ class GroupRows(NamedTuple):
     prompt: int  # tokens of the shared prompt; 0 for a single sample
     ids: list[Sequence[int]]  # each sample's row: prompt and response
     labels: list[Sequence[int]]  # as long as `ids`; -100 for tokens that are not trained on
-    kind: str = "text"  # of each row, or its media, such as `image`
+    kind: str = "text"  # the media of each row, such as `image`; `text` without media
 
     @property
     def is_shared(self) -> bool:
@@ -58,7 +58,7 @@ class GroupRows(NamedTuple):
 
     @property
     def num_positions(self) -> tuple[int, list[int]]:
-        """Numbers of positions of the prompt and of each sample in the packed row. The prompt's
+        """The numbers of positions of the prompt and of each sample in the packed row. The prompt's
         last token belongs to each sample, as it predicts the sample's first token. A single sample
         counts as prompt."""
         if not self.is_shared:
@@ -200,16 +200,16 @@ class Layout:
             if heads[name].shape != heads["input_ids"].shape:
                 raise UnknownInputError(f"{name} does not name the images of each row")
             kinds_L = self.take(heads[name])[0]
-        # In both families 1 is an image, 2 a video, and 3 audio, whose attention is causal.
+        # In both families 1 is an image, 2 a video, and 3 audio, which has causal attention.
         looks_ahead_L = layers * ((kinds_L == 1) | (kinds_L == 2))
         rows = torch.stack([self.groups_L, self.numbers_L, looks_ahead_L, self.columns_L])
         mask = rows.to(torch.int32)[None, None]
         kinds_of_layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
         if "linear_attention" not in kinds_of_layers:
             return mask
-        # transformers drops a mask of four dimensions for gated delta nets (5.19, masking_utils.py,
-        # `create_recurrent_attention_mask`), whose state would leak from one sample into the next.
-        # It passes a dictionary on unchanged.
+        # For gated delta nets, transformers drops a mask of four dimensions: states would leak from
+        # one sample into the next (5.19, masking_utils.py, `create_recurrent_attention_mask`). It
+        # passes a dictionary on unchanged.
         return dict.fromkeys(kinds_of_layers, mask)
 
 

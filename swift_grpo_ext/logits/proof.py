@@ -47,14 +47,14 @@ Kind = tuple[str, bool]
 class SharedPrompt:
     """Packs the micro-batches of one model, after verifying each kind of row.
 
-    Each rank verifies on its own: ranks may make different numbers of passes, as a teacher may have
+    Each rank verifies on its own: ranks may make different numbers of passes, as a teacher may see
     only some of the rows. Ranks that share weights make all passes together. Either all of them
     pack a micro-batch or none does, because a packed pass may call a layer more often.
     """
 
     def __init__(self, base: PreTrainedModel) -> None:
         self._base = base  # unwrapped
-        self._has_logged = False  # why a micro-batch was not packed
+        self._has_logged = False  # whether the log has a reason against packing
         self._proven = set[Kind]()
         self.has_failed = False  # packing has changed log-probabilities
 

@@ -45,7 +45,7 @@ class RouterReplay:
 
     def __init__(self, *models: nn.Module) -> None:
         self._models = [base_model(model) for model in models]
-        self._given: Tensor | None = None  # the experts of the running pass
+        self._experts: Tensor | None = None  # the experts of the running pass
         self._num_calls = 0  # replayed router calls; a pass without any did not get the experts
         self._num_equal = self._num_given = 0.0
         for model in self._models:
@@ -58,7 +58,7 @@ class RouterReplay:
                     "mixture of experts such as Qwen3-VL-MoE. Leave the flag out."
                 )
             for parent in {model.get_submodule(name.rpartition(".layers.")[0]) for name in routers}:
-                parent.register_forward_pre_hook(self._give, with_kwargs=True)
+                parent.register_forward_pre_hook(self._pass_experts, with_kwargs=True)
             for name, (layer, router) in routers.items():
                 self._replay(int(name.rpartition(".")[2]), layer, router)
 
@@ -77,26 +77,26 @@ class RouterReplay:
         router.register_forward_hook(choose)
 
     @contextmanager
-    def given(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def active(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Replay the experts in `inputs` in a pass within the block, and yield the other inputs.
         Raise `RuntimeError` if the model's layers did not get the experts."""
         others = {name: value for name, value in inputs.items() if name != INPUT}
         base, num_calls = base_model(model), self._num_calls
-        # A teacher routes by itself.
-        self._given = inputs.get(INPUT) if base in self._models else None
-        is_given = self._given is not None
+        # A teacher chooses its own experts.
+        self._experts = inputs.get(INPUT) if base in self._models else None
+        is_given = self._experts is not None
         try:
             yield others
         finally:
-            self._given = None
+            self._experts = None
         if is_given and self._num_calls == num_calls:
             raise RuntimeError(
                 f"--router_replay_mode R3: {type(base).__name__} does not pass `{INPUT}` on to its "
                 "layers. Leave the flag out."
             )
 
-    def _give(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if self._given is None else (args, {**kwargs, INPUT: self._given})
+    def _pass_experts(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if self._experts is None else (args, {**kwargs, INPUT: self._experts})
 
     def _chosen(
         self, given: Tensor, logits_SE: Tensor, weights_SK: Tensor, own_SK: Tensor

@@ -1,4 +1,4 @@
-"""Attention and gated delta nets for packed rows, which they process by segments.
+"""Makes attention and gated delta nets process packed rows by segments.
 
 A packed row has the prompts of groups, each followed by its samples (`packed.py`). Layers that mix
 positions get the segments as their `attention_mask`, a tensor of int32 [1, 1, 4, L]: transformers
@@ -42,7 +42,7 @@ KINDS = {"full_attention", "sliding_attention"}  # supported `layer_types`
 if hasattr(masking_utils, "create_recurrent_attention_mask"):  # transformers 5.12 has other states
     KINDS.add("linear_attention")
 WITH_WINDOW, EVERYWHERE = 1, 2
-"""Layers with bidirectional attention within images: those with a window, or all; 0: none."""
+"""The layers with bidirectional attention within images: layers with a window, or all. 0: none."""
 
 
 def is_packed(mask: object) -> TypeGuard[Tensor]:
@@ -68,7 +68,7 @@ class Segment:
 
     @property
     def visible(self) -> list[Segment]:
-        """The segments whose keys it may attend to."""
+        """The segments that this one may attend to."""
         return [self.prompt, self] if self.prompt else [self]
 
 
@@ -153,7 +153,7 @@ class Segments:
 
     @cached_property
     def batches(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Indices to batch prompts and samples: positions of prompts [P, T], padded on the left;
+        """Indices that batch prompts and samples: positions of prompts [P, T], padded on the left;
         positions of samples [S, T], padded on the right; each sample's prompt [S]; and the index
         [L] of each position in both batches, flattened and joined. Padding has the position L."""
         prompts = [segment for segment in self.segments if segment.prompt is None]

@@ -17,23 +17,23 @@ from torch.distributed.tensor import DTensor
 
 
 class ShardRanks(NamedTuple):
-    """The ranks that hold shards of one model; this rank alone where nothing is sharded."""
+    """The ranks that hold shards of one model; this rank alone if nothing is sharded."""
 
     groups: tuple[dist.ProcessGroup, ...] = ()  # one for each dimension of the device mesh
-    device: torch.device | str = "cpu"  # where the groups' collectives find their tensors
+    device: torch.device | str = "cpu"  # of the tensors in the groups' collectives
 
     def highest(self, values: Tensor) -> Tensor:
         """Return the elementwise maximum over all ranks."""
         if not self.groups:
             return values
         agreed = values.detach().to(self.device, copy=True)  # a copy: reduced in place
-        # Over one mesh dimension after the other, the maximum becomes that over the whole mesh.
+        # Reducing over each dimension of the mesh in turn gives the maximum over the whole mesh.
         for group in self.groups:
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
         return agreed.to(values.device)
 
     def all(self, holds: bool) -> bool:
-        """All-reduce a boolean with AND."""
+        """Return whether `holds` is true on all ranks, on every rank."""
         return not self.highest(torch.tensor([not holds], dtype=torch.int32))
 
 

@@ -117,7 +117,7 @@ class LogitsShim:
             model, inputs, lambda hidden: select_positions(hidden, mask_BT), int(mask_BT.sum())
         )
         if found is not None:
-            return found[0].logits.squeeze(0)  # not `[0]`, whose backward copies
+            return found[0].logits.squeeze(0)  # the backward of `[0]` would copy
         # Keep the columns from the first wanted position of any row on.
         num_kept = mask_BT.shape[1] - int(mask_BT.any(0).int().argmax())
         keep = {self._keyword: num_kept} if self._keyword else {}
@@ -164,7 +164,7 @@ class LogitsShim:
                 chunk_size=self.chunk_size,
                 num_chunks=num_chunks,
             )
-            # The forward continues with one position, whose logits [1, 1, V] reveal the transform.
+            # The forward continues with one position: its logits [1, 1, V] reveal the transform.
             return hidden_BTH[:1, -1:]
 
         found = self._at_head(model, inputs, at_head, 1)

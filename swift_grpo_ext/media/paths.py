@@ -30,7 +30,7 @@ from swift.template import Template, vision_utils
 from swift.template.template_inputs import TemplateInputs
 from swift.utils import SafeMediaPath, SafeUrlFetcher
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 from swift_grpo_ext.upstream.rows import COLUMNS, FILE
 
 LONGEST_PATH = 4096  # Linux's PATH_MAX; a longer string is base64
@@ -65,7 +65,7 @@ def check_media(request: Mapping[str, Any]) -> None:
 
 
 def _map_texts(media: Any, function: Callable[[str], str]) -> Any:
-    """Return media with `function` applied to each text, however nested."""
+    """Return media with `function` applied to each text, at any depth."""
     if isinstance(media, (list, tuple)):
         return [_map_texts(item, function) for item in media]
     if isinstance(media, Mapping):
@@ -92,7 +92,7 @@ def _check_name(text: str) -> str:
     return text
 
 
-@repair(Moment.REPLICA)
+@repair(PatchPhase.REPLICA)
 def check_redirects() -> None:
     """Have a replica's templates download URLs into files, and reject playlists. Have Pillow reject
     a picture by the size in its header.
@@ -134,7 +134,7 @@ def _fetched(text: str, kind: str, folder: str) -> str:
         medium = SwiftDeploy._materialize_media(text, kind.removesuffix("s"), folder)
     with suppress(Exception):  # if it cannot be read, its loader will raise
         path = vision_utils._check_path(medium)
-        # Not by `load_file`, which reads the whole file, whatever its size.
+        # Not by `load_file`, which would read a file of any size into memory.
         with Path(path).open("rb") if path else vision_utils.load_file(medium) as file:
             start = file.read(PROBED_BYTES)
     # Playlists are text: a match after a zero byte is binary data.

@@ -100,7 +100,7 @@ def fill_scheduler_fields(response: ChatCompletionResponse, template: Template, 
     if not isinstance(response, AnsweredResponse):
         return  # ms-swift has added them
     decode = template.tokenizer.decode
-    # `_get_toolcall` reads no other attributes.
+    # `_get_toolcall` reads only these attributes.
     engine, inputs = SimpleNamespace(template=template), SimpleNamespace(tools=tools)
     for choice, completion in zip(response.choices, response.answer.completions, strict=False):
         if completion.logprobs is not None:

@@ -42,16 +42,16 @@ class Turn:
     prompt: Prompt
     completion: Completion
     fingerprint: str  # the hash of the prompt
-    # Those added to the prompt since the previous answer; the first turn has the whole prompt.
+    # Added to the prompt since the previous answer. The first turn has the whole prompt.
     messages: list[dict[str, Any]] = field(default_factory=list)
     media: list[Picture] = field(default_factory=list)
-    # From the request to the answer. A colocated engine answers all samples of a turn at once.
+    # From request to answer. A colocated engine answers all samples of a turn at once.
     engine_seconds: float = 0.0
     tool_seconds: float = 0.0  # in the scheduler, between the previous answer and the request
 
     @property
     def is_answered(self) -> bool:
-        """False for the last turn of a conversation whose prompt left no room for an answer."""
+        """False for a conversation's last turn if its prompt left no room for an answer."""
         return len(self.completion.token_ids) > 0
 
 
@@ -72,7 +72,7 @@ class Conversation:
         added = {}
         for name, values in held.items():
             known = self._num_known.get(name, 0)
-            # Fewer than before: the scheduler rewrote the conversation, so that all are new.
+            # Fewer values than before: the scheduler rewrote the conversation, and all are new.
             added[name] = values[known:] if known <= len(values) else values
             self._num_known[name] = len(values)
         self._num_known["messages"] += 1  # the answer
@@ -108,7 +108,7 @@ def write_turns(output: RolloutOutput, turns: Sequence[Turn]) -> None:
     """Add turns to an output's `rollout_infos`, as JSON values."""
     output.rollout_infos[KEY] = {
         "version": wire.VERSION,
-        "server": "",  # the trainer fills it in (`name_server`): a server does not know its number
+        "server": "",  # `name_server` in the trainer sets it: a server does not know its number
         "turns": [
             {
                 "sample_id": asdict(turn.sample_id),
@@ -161,7 +161,7 @@ class BetweenTurns:
     num_messages: int = 0  # includes the last answer
     media: dict[str, list[Any]] = field(default_factory=dict)  # by column, as the engine saw it
     tool_seconds: float = 0.0  # time in hooks
-    reported: frozenset[str] = frozenset()  # media columns that `step` put into `rollout_infos`
+    reported: frozenset[str] = frozenset()  # media columns in the `rollout_infos` of `step`
 
 
 def between_turns(request: RolloutInferRequest) -> BetweenTurns:
@@ -208,7 +208,7 @@ def servers_turns(
     samples: Sequence[RolloutSample], outputs: Sequence[RolloutOutput], run_seed: int | None
 ) -> list[list[Turn]]:
     """Return the known turns of each output of a server's conversations. A server without this
-    plugin only sends the last turn. A scheduler may return several outputs for one sample."""
+    plugin sends the last turn only. A scheduler may return several outputs for one sample."""
     turns_of_outputs = [read_turns(output, run_seed) for output in outputs]
     if len(samples) != len(outputs):
         return turns_of_outputs

@@ -1,8 +1,8 @@
 """Distributes requests over workers, and retries failed ones (docs/promises.md, F3 and F5). Pure.
 
-The trainer's workers are servers, a server's workers are replicas. A worker that fails is not used
-again in this round. Others answer its requests, with the same tokens, thanks to seeds (S2). A
-request is not retried after `MOST_LOST` workers died while they had it.
+The trainer's workers are servers; a server's workers are replicas. A worker that fails is not used
+again in this round. Other workers answer its requests, with the same tokens due to seeds (S2). A
+request is not retried after `MOST_LOST` workers were lost with it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def dispatch(
         if suspects:
             raise RequestError(
                 f"requests {', '.join(suspects)} of the batch were with {MOST_LOST} workers when "
-                f"these were lost, and are given to no other: "
+                f"these were lost, and are not retried: "
                 f"{'; '.join(map(str, failures.values()))}"
             )
     return [answers[i] for i in range(len(costs))]

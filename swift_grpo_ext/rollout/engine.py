@@ -42,7 +42,7 @@ from swift_grpo_ext.upstream import pins, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator, number_bits
 from swift_grpo_ext.upstream.contract import verify, verify_overrides
 from swift_grpo_ext.upstream.encoding import add_video_metadata
-from swift_grpo_ext.upstream.patches import Moment, apply, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, apply, patch, repair
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 from swift_grpo_ext.upstream.rows import column_of
 
@@ -61,10 +61,10 @@ CPU_EXTENSION = "swift_grpo_ext.cpu.receiver.CPUWeightSyncWorkerExtension"
 
 STATE = f"{wire.KEY}.state"  # key of the `RequestState` in an encoded request
 
-# vLLM rejects an invalid prompt with a `ValueError` (0.23) or with a class of its own (0.32).
+# vLLM rejects an invalid prompt with a `ValueError` (0.23) or with its own class (0.32).
 REFUSALS = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
 
-# Matches the error for a prompt that is too long, from vLLM or ms-swift's template.
+# Matches the errors of vLLM and of ms-swift's template for a prompt that is too long.
 TOO_LONG = re.compile(r"max(imum|_| )+model[_ ]len|maximum context length|max_length")
 
 
@@ -79,7 +79,7 @@ class RequestState:
     request: object = None  # ms-swift's request, an object or a dictionary
     replica: int | None = None  # the replica to use; None if the engine has only one
     seed: int | None = None  # the first sample's seed; None: vLLM chooses
-    stops: Stops | None = None  # None: ms-swift's stops apply
+    stops: Stops | None = None  # None: the stops of ms-swift apply
     is_context_overflow: bool = False  # a later turn's prompt leaves no room for an answer
 
     @property
@@ -104,9 +104,9 @@ class RolloutEngine(GRPOVllmEngine):
         if extension == UPSTREAM_EXTENSION:
             ours = VERIFIED_EXTENSION if has_accelerator() else CPU_EXTENSION
             engine_kwargs["worker_extension_cls"] = ours
-        apply(Moment.ENGINE)
+        apply(PatchPhase.ENGINE)
         if self.serves:
-            apply(Moment.REPLICA)
+            apply(PatchPhase.REPLICA)
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
         if self.serves:
             vllm_repairs.exit_when_engine_dies(self.engine)
@@ -133,7 +133,7 @@ class RolloutEngine(GRPOVllmEngine):
             return self.failure(e)
 
     async def async_infer(self, *args: Any, **kwargs: Any) -> Any:
-        """Do the same as `infer`, for an async engine."""
+        """Return the same as `infer`, from an async engine."""
         try:
             return self._written_outputs(await super().async_infer(*args, **kwargs))
         except Exception as e:
@@ -159,7 +159,7 @@ class RolloutEngine(GRPOVllmEngine):
         infer = partial(self._infer_async, infer_request, request_config, kwargs)
         conversation = current_conversation.get()
         if conversation is not None:
-            return await conversation.ask(infer_request, request_config, infer)
+            return await conversation.infer_turn(infer_request, request_config, infer)
         return await infer(wire.read_metadata(column_of(infer_request, "data_dict")))
 
     async def _infer_async(
@@ -240,7 +240,7 @@ class RolloutEngine(GRPOVllmEngine):
         request_id: str,
         adapter_request: AdapterRequest | None = None,
     ) -> Any:
-        # Every path of ms-swift adds each of its requests here.
+        # All paths of ms-swift add their requests here.
         state: RequestState = inputs[STATE]
         metadata = state.metadata
         if metadata is not None:
@@ -309,7 +309,7 @@ class RolloutEngine(GRPOVllmEngine):
     ) -> ChatCompletionResponse:
         state: RequestState = inputs[STATE]
         metadata = state.metadata
-        # Pop them in any case: positions that stay would evict those of other requests.
+        # Pop them in any case: positions left here would evict those of other requests.
         positions = kept_positions.pop(request_id, None)
         args = (result, inputs, request_config, request_id)
         if metadata is None:
@@ -418,11 +418,11 @@ def flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> list
 verify_overrides(RolloutEngine)
 
 
-@repair(Moment.SERVER)
+@repair(PatchPhase.SERVER)
 def use_rollout_engine() -> None:
     """Replace the engine class that the trainer imports by `RolloutEngine`.
 
-    Symptom: ms-swift's own engine has no seeds, counts and stops of single requests.
+    Symptom: ms-swift's own engine ignores the seeds, counts and stops of single requests.
     Upstream: ms-swift 4.6, rlhf_trainers/rollout_mixin.py imports `GRPOVllmEngine` by name. Can go
     when ms-swift lets a plugin name the engine's class.
     """

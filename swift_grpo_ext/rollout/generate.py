@@ -1,7 +1,7 @@
-"""One rollout: turns samples into a request per group, and assigns completions to samples.
+"""Generates a rollout: makes one request for each group, and assigns completions to samples.
 
-Each rank makes the requests whose first sample is its own. Requests, with their images, go only to
-ranks that call an engine, and samples only to their own rank.
+Each rank makes the requests that begin with one of its samples. Requests, with their images, go
+only to ranks that call an engine, and samples only to their own rank.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def begin_turn(sample: RolloutSample | RolloutInferRequest, scheduler: str | Non
         raise ValueError(
             f"--multi_turn_scheduler {scheduler}: its `step` returned a "
             f"request without `data_dict['{wire.KEY}']`, from which its seed is made. Return "
-            "the request that it was given, or a copy with the same `data_dict`."
+            "the request that it received, or a copy with the same `data_dict`."
         )
     metadata = metadata.next_turn()
     # Write it back for the turn after: a scheduler returns this request, or a copy of it.

@@ -1,4 +1,4 @@
-"""Position ids that vLLM gives to prompts with media: in time, height and width.
+"""Computes the position ids that vLLM gives to prompts with media: in time, height and width.
 
 vLLM and transformers may silently differ: after a long video, transformers 5.19 continued at a
 smaller position than vLLM. Training compares the engine's positions with its own
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from swift.utils import get_logger
 from torch import nn
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -45,11 +45,11 @@ def position_model(config: ModelConfig) -> Any:
     return model
 
 
-# By request id, until the answer takes them; those of aborted requests stay until evicted.
+# By request id. The answer removes them; positions of aborted requests stay until evicted.
 kept_positions = LRUCache[str, Positions](maxsize=2**12)
 
 
-@repair(Moment.ENGINE, optional=True)
+@repair(PatchPhase.ENGINE, optional=True)
 def keep_positions() -> None:
     """Have vLLM's frontend compute and keep the positions of each prompt with media.
 

@@ -1,4 +1,4 @@
-"""ms-swift's sample classes with added fields.
+"""Extends ms-swift's sample classes with fields.
 
 ms-swift's trainer creates its samples as `sample_cls` (rlhf_trainers/base_rollout_mixin.py).
 """
@@ -29,8 +29,8 @@ class RolloutFields(OnPolicySample):
 
 
 class RolloutSample(RolloutFields, GRPOSample):
-    """A sample of GRPO's trainer."""
+    """A sample of the GRPO trainer."""
 
 
 class RolloutGKDSample(RolloutFields, GKDSample):
-    """A sample of the trainer that distills."""
+    """A sample of the GKD trainer."""

@@ -1,7 +1,7 @@
 """Wraps users' multi-turn schedulers, so that errors name scheduler, hook, sample and turn.
 
 `watch` registers a subclass of the user's scheduler with ms-swift. The subclass calls the same
-hooks, and
+hooks, and it
 
 - raises `SchedulerError` if a hook raises, returns no request, or exceeds `--tool_timeout`;
 - ends a conversation without room for another turn after its last answer, as "length": ms-swift
@@ -61,7 +61,7 @@ def is_context_overflow(choice: Choice) -> bool:
 
 
 class WatchedScheduler(MultiTurnScheduler):
-    """Mixin that goes before a user's scheduler class in the bases."""
+    """Mixin for a user's scheduler; it precedes the scheduler's class in the bases."""
 
     tool_timeout: float
     _num_started = 0  # conversations that a server's scheduler has started
@@ -87,7 +87,7 @@ class WatchedScheduler(MultiTurnScheduler):
     ) -> Any:
         self._num_started += 1
         conversation = ServedConversation(infer_request)
-        return await conversation.lead(super().run(infer_request, request_config, **kwargs))
+        return await conversation.run(super().run(infer_request, request_config, **kwargs))
 
     # --- hooks, in the order in which ms-swift calls them ---
 
@@ -123,7 +123,7 @@ class WatchedScheduler(MultiTurnScheduler):
         with self._named("check_finished", infer_request, current_turn):
             if self.infer_engine is not None:
                 return in_thread(check).result(self.tool_timeout)
-            # In the trainer's main thread: `math_verify` implements its timeouts with signals.
+            # In the trainer's main thread: the timeouts of `math_verify` use signals.
             return check()
 
     def get_response_token_data(
@@ -142,7 +142,7 @@ class WatchedScheduler(MultiTurnScheduler):
             request = result.get("infer_request") if isinstance(result, Mapping) else None
             if not isinstance(request, RolloutInferRequest):
                 raise TypeError(
-                    f"it returned {result!r:.200}; expected a dictionary whose `infer_request` is "
+                    f"it returned {result!r:.200}; expected a dictionary with `infer_request`, "
                     "the request of the next turn"
                 )
         between = between_turns(infer_request)

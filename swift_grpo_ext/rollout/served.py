@@ -66,7 +66,7 @@ class ServedConversation:
 
     # --- in the engine's event loop ---
 
-    async def lead(self, run: Coroutine[Any, Any, Any]) -> Any:
+    async def run(self, run: Coroutine[Any, Any, Any]) -> Any:
         """Run a scheduler's `run` in a thread, and return its outputs with their turns."""
         _running.add(self)
         try:
@@ -109,7 +109,7 @@ class ServedConversation:
         finally:
             loop.close()
 
-    async def ask(
+    async def infer_turn(
         self,
         request: RolloutInferRequest,
         config: RequestConfig | None,

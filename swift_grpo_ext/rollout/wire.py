@@ -1,4 +1,4 @@
-"""The wire format between trainer and engine: a request's metadata, and its answer. Pure.
+"""Defines the wire format between trainer and engine: a request's metadata and answer. Pure.
 
 The metadata is in `RolloutInferRequest.data_dict`, which reaches the engine on every path of
 ms-swift (colocated and served, sync and async, through multi-turn schedulers).
@@ -30,7 +30,7 @@ INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
 TIMEOUT_HEADER = "X-Swift-Grpo-Ext-Timeout"
 MIN_TIMEOUT = 1.0  # seconds; an idle, healthy replica answers faster
 
-# Requests a streamed answer, as conversations last as long as their tools: blanks, and then the
+# Requests a streamed answer, since conversations may wait long for their tools: blanks, then the
 # status, a line break and the content.
 STATUS_HEADER = "X-Swift-Grpo-Ext-Status"
 
@@ -72,7 +72,7 @@ class RequestMetadata:
     run_seed: NonNegativeInt | None  # `--seed`; None: ms-swift chooses the seeds
     as_arrays: bool  # whether to answer with arrays; multi-turn schedulers need ms-swift's form
     # In addition to the stop strings of ms-swift's request configuration. A server sets None for a
-    # client that sends no metadata: stops and texts are ms-swift's.
+    # client that sends no metadata: ms-swift's own stops and texts apply.
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = ()
     include_stop_str_in_output: bool = True  # whether texts include the stop that ended them
 
@@ -93,8 +93,7 @@ _METADATA = TypeAdapter(RequestMetadata)
 
 
 def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None:
-    """Return the metadata of a request, or None. Raise a `WireError` if it has another version, or
-    is malformed."""
+    """Return a request's metadata, or None. Raise `WireError` if its version or form is wrong."""
     wire = (data_dict or {}).get(KEY)
     if wire is None:
         return None

@@ -1,7 +1,7 @@
-"""One hash of a prompt's words, its media and its template's settings (docs/promises.md, G7).
+"""Computes a hash of a prompt's words, media and template settings (docs/promises.md, G7).
 
-Groups never come from it (G1): it keeps rows that differ out of one request (G3), and counts
-duplicates (G4).
+It does not form groups (G1). It keeps different rows out of one request (G3), and finds duplicates
+(G4).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROMPT_FIELDS = (
     *("messages", "images", "videos", "audios", "tools", "objects"),
     "chat_template_kwargs",  # such as `enable_thinking`
 )
-"""What makes a prompt. Other columns (a solution, a difficulty) do not."""
+"""The columns that make a prompt. Other columns (a solution, a difficulty) do not count."""
 
 
 def prompt_hash(row: object) -> str:
@@ -26,18 +26,18 @@ def prompt_hash(row: object) -> str:
 
     `row` is a data set's row, or an object with its columns as attributes or in `extra` (ms-swift's
     samples and requests). A path counts by its name, bytes and base64 by their content, a decoded
-    image by its pixels. Raises ValueError, with the fields, where one has no form as JSON.
+    image by its pixels. Raises ValueError, with the fields, if one cannot be written as JSON.
     """
-    # A row without images has None, [] or no such column, by the way it came.
+    # Depending on its source, a row without images has None, [] or no such column.
     fields = {
         name: value
         for name, value in _prompt_columns(row).items()
         if not isinstance(value, (str, list, tuple, dict, type(None))) or value
     }
-    digest = xxhash.xxh3_128()  # 2 MB take 0.02 ms; BLAKE2b takes 1.3, for each of a group's rows
+    digest = xxhash.xxh3_128()  # 2 MB take 0.02 ms (BLAKE2b: 1.3 ms), once for each row
 
     def content(value: Any) -> str:
-        """Binary values go into the digest, a mark of their size into the text."""
+        """Add a binary value to the digest; return a mark with its size for the text."""
         digest.update(data := content_of(value))
         return f"<{type(value).__name__} of {len(data)} bytes>"
 
@@ -46,7 +46,7 @@ def prompt_hash(row: object) -> str:
     except (TypeError, ValueError, RecursionError) as e:
         raise ValueError(
             f"A prompt's fields {', '.join(fields)} cannot be hashed ({e}): expected "
-            "what JSON holds, bytes, arrays or images, and texts as keys."
+            "JSON values, bytes, arrays or images, and texts as keys."
         ) from e
     # JSON files may hold a lone half of a surrogate pair, which UTF-8 refuses.
     digest.update(text.encode("utf-8", errors="surrogatepass"))
@@ -54,13 +54,13 @@ def prompt_hash(row: object) -> str:
 
 
 def _prompt_columns(row: object) -> dict[str, Any]:
-    """Return the columns that make a prompt. Media in parts of `content` come in columns."""
+    """Return the columns that make a prompt. Media in parts of `content` move to columns."""
     extra = getattr(row, "extra", None) or {}  # columns for which ms-swift's sample has no field
     columns = {name: extra.get(name, column_of(row, name)) for name in PROMPT_FIELDS}
     contents = [column_of(message, "content") for message in columns["messages"] or ()]
     if all(content is None or isinstance(content, str) for content in contents):
         return columns
-    with suppress(RowFormError):  # compared as it is given
+    with suppress(RowFormError):  # then hash the columns as they are
         read = read_row(row)
         columns["messages"] = read.messages
         columns |= {f"{kind}s": [medium.value for medium in read.shown_as(kind)] for kind in KINDS}
@@ -72,14 +72,14 @@ def _prompt_columns(row: object) -> dict[str, Any]:
 
 
 def content_of(value: Any) -> bytes:
-    """Return a value as bytes that differ for another: content, pixels with their form, `repr`."""
+    """Return bytes that identify a value: its content, its pixels and their form, or its `repr`."""
     if hasattr(value, "detach"):  # a torch tensor; this module imports no torch
         value = value.detach().cpu().numpy()
     if isinstance(value, bytes):
         return value
     if not hasattr(value, "tobytes"):
         return repr(value).encode()
-    # PIL images and arrays: 8 x 2 pixels have the bytes of 4 x 4, and one palette's another's.
+    # Images of 8 x 2 and of 4 x 4 pixels, or with two palettes, may have equal bytes: add the form.
     form = [getattr(value, name, None) for name in ("mode", "size", "shape", "dtype")]
     palette = value.getpalette() if hasattr(value, "getpalette") else None
     return repr((*form, palette)).encode() + bytes(value.tobytes())

@@ -1,7 +1,7 @@
-"""The names of rounds: the optimizer step at which a round begins, and its number in that step.
+"""Names rounds by the optimizer step at which a round begins, and its number in that step.
 
-Names follow from the number of training batches that were taken. So a resumed run names its rounds
-as the uninterrupted run did, also from the middle of a round.
+A name depends only on the number of training batches before the round. A resumed run therefore
+names its rounds like the uninterrupted run, even from the middle of a round.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def sample_ids_at(
     round_: RoundId, positions: Iterable[int], group_size: int, *, first_group: int = 0
 ) -> list[SampleId]:
     """Return the ids of samples from their positions in the generation batch, over all ranks
-    (docs/promises.md, G1). `first_group` is the batch's first: batches of an evaluation count on,
-    so that seeds do not depend on their size."""
+    (docs/promises.md, G1). `first_group` is the number of the batch's first group: an evaluation
+    numbers groups over its batches, so that seeds do not depend on the batch size."""
     return [
         SampleId(**round_._asdict(), group=first_group + p // group_size, index=p % group_size)
         for p in positions
@@ -33,22 +33,22 @@ class RoundClock:
     """Turns counts of training batches into names of rounds, and optimizer steps into counts."""
 
     batches_per_step: int  # `gradient_accumulation_steps`
-    batches_per_round: int  # `steps_per_generation * num_iterations`: one round serves them
-    batches_per_epoch: int  # a multiple of these; the last step takes the batches that are left
+    batches_per_round: int  # `steps_per_generation * num_iterations`: training batches of a round
+    batches_per_epoch: int  # a multiple of `batches_per_round`; the last step may have fewer
     max_resamples: int = 0  # rounds that dynamic sampling may add to one round
 
     @classmethod
     def of(cls, args: GRPOConfig, num_rows: int, sequence_parallel_size: int) -> RoundClock:
-        """Return the clock of a training; ms-swift's trainer has adjusted `args` before."""
-        # As ms-swift counts (4.6, grpo_trainer.py, `_prepare_inputs`): ranks that share sequences
-        # take the samples of all of them one after the other.
+        """Return the clock of a training, from `args` as ms-swift's trainer has adjusted them."""
+        # Count like ms-swift (4.6, grpo_trainer.py, `_prepare_inputs`): ranks that share sequences
+        # process the samples of all these ranks one after the other.
         per_round = args.steps_per_generation * sequence_parallel_size * args.num_iterations
         num_rounds = num_rows // (args.generation_batch_size // args.num_generations)
         return cls(
             batches_per_step=args.gradient_accumulation_steps,
             batches_per_round=per_round,
-            # Rows that do not fill a generation batch are left out; where there are fewer, an epoch
-            # is one round.
+            # Rows that do not fill a generation batch are left out. With fewer rows than one batch,
+            # an epoch is one round.
             batches_per_epoch=max(num_rounds, 1) * per_round,
             max_resamples=args.max_resample_times if args.dynamic_sample else 0,
         )
@@ -62,8 +62,8 @@ class RoundClock:
         return step // self._steps_per_epoch
 
     def generation_batch_before(self, batch: int) -> tuple[int, int]:
-        """Return epoch and number of the generation batch before that of training batch `batch`;
-        before the first one, the last of epoch 0."""
+        """Return the epoch and number of the generation batch that precedes the one of training
+        batch `batch`. The first one is preceded by the last of epoch 0."""
         rounds_per_epoch = self.batches_per_epoch // self.batches_per_round
         epoch, number = divmod(batch // self.batches_per_round - 1, rounds_per_epoch)
         return max(epoch, 0), number
@@ -98,11 +98,11 @@ class RoundNames:
         self.current = self.clock.round_at(batch)
 
     def added(self, number: int) -> tuple[RoundId, int]:
-        """Return the name of round `number` of those that dynamic sampling adds to the current one,
-        and the number of its batch in the resampling order, which is its own."""
+        """Return the name of the round that dynamic sampling adds to the current one as the
+        `number`-th, and the number of its batch in the order of resampling."""
         clock, (_, step, regular) = self.clock, self.current
-        # Each regular round has as many numbers as it may need, behind all regular ones: a resumed
-        # run cannot know how often earlier rounds were resampled.
+        # Reserve as many numbers as each regular round may need, after those of regular rounds: a
+        # resumed run cannot know how often earlier rounds were resampled.
         regular_rounds = -(-clock.batches_per_step // clock.batches_per_round)  # of a step, at most
         added = regular * clock.max_resamples + number
         position = step * regular_rounds * clock.max_resamples + added
@@ -118,7 +118,7 @@ class RoundNames:
         return (self.current, 0) if training else (self._evaluation, self._first_group)
 
     def take_batch(self, num_groups: int, *, training: bool) -> tuple[RoundId, int]:
-        """Return what `upcoming` does; an evaluation's next batch has the groups that follow."""
+        """Return the result of `upcoming`, and advance an evaluation to its next batch."""
         taken = self.upcoming(training=training)
         if not training:
             self._first_group += num_groups

@@ -1,7 +1,7 @@
-"""The order of prompts: ms-swift's, as a function of the epoch.
+"""Yields prompts in ms-swift's order, computed from the epoch.
 
-TRL's `RepeatSampler` draws each epoch's permutation from a generator that it made itself. A resumed
-run makes a new one, and begins with the first epoch's order again (trl 0.29, trainer/utils.py).
+TRL's `RepeatSampler` draws each epoch's permutation from one generator. A resumed run makes a new
+generator, and repeats the order of the first epoch (trl 0.29, trainer/utils.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class EpochSampler(Sampler[int]):
-    """Yields what an uninterrupted `RepeatSampler` with the settings of `upstream` would. Each
-    iteration asks `epoch` for its epoch, from 0."""
+    """Yields the indices that an uninterrupted `RepeatSampler` with the settings of `upstream`
+    would yield. `epoch` returns the epoch of an iteration, from 0."""
 
     def __init__(self, upstream: RepeatSampler, epoch: Callable[[], int]) -> None:
         self._upstream, self._epoch = upstream, epoch

@@ -1,4 +1,4 @@
-"""The seed rule: which seed a sample draws with.
+"""The seed rule: computes the seed that a sample draws with.
 
 A sample's seed depends on `--seed` and on the sample's id, and on nothing else: not on ranks,
 replicas, batch sizes or the order of requests. Anyone can recompute it from a row of the record:
@@ -14,7 +14,7 @@ function, `key = (phase, step, number, turn)` and phase 0 for train, 1 for eval:
 
 - Child k of a vLLM request with seed s draws with s + k (vllm/v1/engine/parallel_sampling.py), so
   samples of a group have consecutive seeds, in one request or in several.
-- Where only the low 32 bits of a seed count (torch's generator on CPU), noise is still distinct
+- If only the low 32 bits of a seed count (torch's generator on CPU), noise is still distinct
   within a round, for up to 2**14 samples a group and 2**18 groups.
 - Over a run, the 62 bits of a group's base keep groups apart: with a million groups of 64, any two
   samples share a seed with probability 3e-5.
@@ -32,11 +32,11 @@ Phase = Literal["train", "eval"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 MAX_GROUP_SIZE = 2**14
-"""Samples in a group; vLLM's own limit for `n` (VLLM_MAX_N_SEQUENCES) is the same."""
+"""The most samples in a group; vLLM's limit for `n` (VLLM_MAX_N_SEQUENCES) is the same."""
 
 
 class RoundId(NamedTuple):
-    """Which round of a run; `eval` sorts before `train`, then earlier steps before later ones."""
+    """Names a round of a run; `eval` sorts before `train`, then earlier steps before later ones."""
 
     phase: Phase
     step: int
@@ -48,10 +48,10 @@ class RoundId(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, order=True, slots=True)
 class SampleId:
-    """Which sample of a run."""
+    """Names a sample of a run."""
 
     phase: Phase
-    step: int  # optimizer step at which its round begins (with `--async_generate`: is used)
+    step: int  # optimizer step at which its round begins; with `--async_generate`, that uses it
     number: int  # of the round in its step
     group: int  # in the round
     index: int  # in the group
@@ -92,21 +92,20 @@ class SampleId:
 
 
 def sample_seed(run_seed: int, sample_id: SampleId) -> int:
-    """Return the seed of one sample, in [0, 2**62 + 2**14); raise ValueError where the group is too
-    large."""
+    """Return a sample's seed, in [0, 2**62 + 2**14). Raise ValueError if the group is too large."""
     if not 0 <= sample_id.index < MAX_GROUP_SIZE:
         raise ValueError(
             f"index {sample_id.index} in a group: expected 0 to {MAX_GROUP_SIZE - 1}; use a "
             "smaller --num_generations."
         )
     key = (PHASES.index(sample_id.phase), sample_id.step, sample_id.number, sample_id.turn)
-    # One `low` for the round, and steps of 2^14 from it: numbers of 32 bits that were drawn for
-    # each group would soon meet by chance.
+    # The groups of a round have steps of 2^14 from one `low`: a random 32-bit number for each group
+    # would soon equal another.
     low, high = (
         int(np.random.SeedSequence(run_seed, spawn_key=k).generate_state(1, np.uint32)[0])
         for k in (key, (*key, sample_id.group))
     )
-    # 62 bits: seeds stay below 2^63, the end of torch's and vLLM's integers.
+    # 62 bits: seeds stay below 2^63, the limit of torch's and vLLM's integers.
     base = (high >> 2 << 32) + (low + sample_id.group * MAX_GROUP_SIZE) % 2**32
-    # vLLM adds the index itself, without a modulus: so must single requests.
+    # No modulus: vLLM adds the index of a request's samples without one.
     return base + sample_id.index

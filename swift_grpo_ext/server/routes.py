@@ -42,7 +42,7 @@ from swift_grpo_ext.timing.stalls import StallReports
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.determinism import batches_follow_arrival
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 
 REPORTS_PATH = "/swift_grpo_ext/weight_reports/"
 INSTANCE = uuid.uuid4().hex  # this start of the server
@@ -71,7 +71,7 @@ class InferRequest(TypedDict, total=False):
     data_dict: dict[str, Any] | None
 
 
-@repair(Moment.SERVER)
+@repair(PatchPhase.SERVER)
 def add_routes() -> None:
     """Symptom: a server splits groups over replicas, waits without a bound, takes a late answer of
     a replica for the next one's, and takes weights that it does not verify.

@@ -1,4 +1,4 @@
-"""The stop rule: where a completion's tokens and text end. Pure.
+"""The stop rule: finds where a completion's tokens and text end. Pure.
 
 A completion ends with the token that completes a stop string, or with a stop token, whichever comes
 first (docs/promises.md, T1). All tokens up to that one are kept (T2). The text ends with the stop
@@ -35,7 +35,7 @@ class Stops:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Where a completion ends."""
+    """The place where a completion ends."""
 
     num_tokens: int  # kept for training
     num_text_tokens: int  # decoded to the text: without a stop token that the text excludes
@@ -76,5 +76,5 @@ def find_ending(token_ids: Sequence[int], decode: Decode, stops: Stops) -> Endin
 def find(text: str, strings: Sequence[str]) -> tuple[str, int] | None:
     """Return the stop string that is complete first, and its start; None without a match."""
     matches = [(string, text.find(string)) for string in strings if string in text]
-    # Of equal ends, `min` returns the first, in the order of the settings.
+    # For equal ends, `min` returns the first in the order of the settings.
     return min(matches, key=lambda match: match[1] + len(match[0]), default=None)

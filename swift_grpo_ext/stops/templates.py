@@ -1,4 +1,4 @@
-"""Applies the stop rule with ms-swift's templates."""
+"""Applies the stop rule to the texts of ms-swift's templates, and checks stop settings."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ class TemplateStops:
     def text(
         self, token_ids: Sequence[int], ending: Ending, template_inputs: StdTemplateInputs | None
     ) -> str:
-        """Return a completion's text, decoded by ms-swift's template; a few templates return images
-        instead."""
+        """Return a completion's text from ms-swift's template; a few templates return images."""
         visible = list(token_ids[: ending.num_text_tokens])
         if visible and visible[-1] in self.end_ids:
             # This token ends a stop string; the template would drop it.
@@ -73,7 +72,7 @@ class TemplateStops:
 
 def check_stop_settings(args: RLHFArguments, template: Template | None = None) -> None:
     """Raise `SettingsError` for nonsensical stop settings (docs/promises.md, T5). Without a
-    template, before a model is loaded, only reject those that are wrong with any template."""
+    template, before a model is loaded, only check settings that are wrong with any template."""
     prefix = "" if template is None else template._get_response_prefix() or ""
     for word in args.stop_words or ():
         if word == "":

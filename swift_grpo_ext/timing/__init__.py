@@ -1,9 +1,9 @@
-"""The parts of a training step, by which its time is logged (promise V5)."""
+"""Defines the parts of a training step for the log of its time (promise V5)."""
 
 PARTS = ("rollout", "rewards", "batch", "logps", "loss", "optimizer", "rest")
-"""Their sum is the step. `batch` encodes and collates samples, `logps` are the passes without
-gradients, `loss` is forward and backward, `rest` are rows, advantages, logs, checkpoints and
+"""Their sum is the step's time. `batch` encodes and collates samples, `logps` has passes without
+gradients, `loss` has forward and backward, and `rest` has rows, advantages, logs, checkpoints and
 evaluations."""
 
 ROLLOUT_PARTS = ("wake", "send", "generate", "sleep")
-"""Parts of `rollout`: a colocated engine wakes and sleeps; weights are sent to any engine."""
+"""The parts of `rollout`. Only a colocated engine wakes and sleeps; weights go to any engine."""

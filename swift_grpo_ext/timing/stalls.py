@@ -1,9 +1,9 @@
-"""Names who waits for whom in a run that hangs, before a collective's timeout ends it.
+"""Reports where each rank of a hanging run waits, before a collective's timeout ends the run.
 
-A thread in each process looks whether a part of the step, or a wait for a server or a replica, has
-begun or ended. Where none has for `MINUTES`, the first rank that answers prints what each rank
-runs. The ranks exchange this through torchrun's store, which needs no collective. So a rank that is
-stopped is named, too.
+A thread in each process checks whether a part of the step, or a wait for a server or a replica, has
+begun or ended. If none has for `MINUTES`, the lowest rank that answers prints the state of each
+rank. The ranks exchange their states through torchrun's store, which needs no collective: a stopped
+rank is reported, too.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 import torch.distributed as dist
 
 MINUTES = 10.0
-"""Without progress before a report, and between reports. A rollout that takes longer gets one."""
+"""Minutes without progress before a report, and between reports. A slow rollout is reported too."""
 
-LOOKS = 10  # within `MINUTES`
+NUM_CHECKS = 10  # checks for progress in `MINUTES`
 
 OURS = ("swift", "swift_grpo_ext")
 LIBRARIES = (sysconfig.get_path("stdlib"), "/site-packages/", "/dist-packages/", "<")
 
-_waits: dict[object, tuple[float, str]] = {}  # when each began, and for what
+_waits: dict[object, tuple[float, str]] = {}  # the start and the target of each wait
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Have reports name what the caller waits for."""
+def waiting(target: str) -> Iterator[None]:
+    """Within the block, reports name `target` as the one that this process waits for."""
     key = object()
-    _waits[key] = perf_counter(), what
+    _waits[key] = perf_counter(), target
     try:
         yield
     finally:
@@ -44,8 +44,8 @@ def waiting(what: str) -> Iterator[None]:
 
 
 class StallReports:
-    """A context in which a process is looked at. `part` returns the part of the step that its main
-    thread runs, and when that began; a server has none, and is idle while it waits for nothing."""
+    """Within the block, reports stalls of this process. `part` returns the part of the step in the
+    main thread, and when it began. A server has no `part`: without waits, it is idle."""
 
     def __init__(
         self, part: Callable[[], tuple[str, float]] | None = None, rank: int = 0, size: int = 1
@@ -53,54 +53,54 @@ class StallReports:
         self._part, self._rank, self._size = part, rank, size
         self._thread = threading.get_ident()
         self._ended = threading.Event()
-        # A clone: another thread's wait for a key would hold the store.
+        # A clone: while another thread waits for a key, the original is blocked.
         store = dist.distributed_c10d._get_default_store().clone() if size > 1 else dist.HashStore()
         self._store = dist.PrefixStore("swift_grpo_ext/stalls", store)
 
     def __enter__(self) -> None:
-        threading.Thread(target=self._look, daemon=True).start()
+        threading.Thread(target=self._check_progress, daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         seen, num_alike, before = None, 0, []
-        while not self._ended.wait(60 * MINUTES / LOOKS):
+        while not self._ended.wait(60 * MINUTES / NUM_CHECKS):
             now = (self._part and self._part(), list(_waits))
             is_idle = self._part is None and not _waits
             seen, num_alike = now, 0 if is_idle or now != seen else num_alike + 1
-            is_due = num_alike > 0 and num_alike % LOOKS == 0
+            is_due = num_alike > 0 and num_alike % NUM_CHECKS == 0
             try:
                 self._store.set(str(self._rank), json.dumps([perf_counter(), self._state()]))
-                # Two looks before the report: each rank that runs has published one in between.
-                if num_alike % LOOKS == LOOKS - 2:
+                # Two checks before the report: each running rank publishes a state in between.
+                if num_alike % NUM_CHECKS == NUM_CHECKS - 2:
                     before = self._read()
                 elif is_due:
                     self._report(before, self._read())
-            except Exception as e:  # the store has ended, with its machine
+            except Exception as e:  # the machine that hosts the store is gone
                 if is_due:
                     _print([f"{_name([self._rank])}: {self._state()}; no store: {e}"])
 
     def _state(self) -> str:
-        """Describe where the main thread is, and what the process waits for."""
+        """Describe the main thread's place, and the waits of the process."""
         now, texts = perf_counter(), []
         if self._part is not None:
             part, since = self._part()
             place = _lines_of(self._thread)
             texts.append(f"{(now - since) / 60:.0f} min in `{part}`, at {place}")
-        for since, what in sorted(_waits.values()):
-            texts.append(f"waits for {what} ({(now - since) / 60:.0f} min)")
+        for since, target in sorted(_waits.values()):
+            texts.append(f"waits for {target} ({(now - since) / 60:.0f} min)")
         return "; ".join(texts)
 
     # --- between ranks ---
 
     def _read(self) -> list[Any]:
-        """Return the time and text of each rank's last look; None where it has published none."""
+        """Return the time and text of each rank's last state; None if it has published none."""
         keys = map(str, range(self._size))
         return [json.loads(self._store.get(k)) if self._store.check([k]) else None for k in keys]
 
     def _report(self, before: list[Any], after: list[Any]) -> None:
-        texts = {rank: look[1] for rank, look in enumerate(after) if look and look != before[rank]}
+        texts = {rank: now[1] for rank, now in enumerate(after) if now and now != before[rank]}
         if self._rank != min(texts, default=self._rank):
             return
         alike: dict[str, list[int]] = {}
@@ -117,13 +117,13 @@ def _name(ranks: Sequence[int]) -> str:
 
 
 def _print(lines: Sequence[str]) -> None:
-    head = f"\nNo part of the step has ended for {MINUTES:g} minutes."  # behind a progress bar
+    head = f"\nNo part of the step has ended for {MINUTES:g} minutes."  # after a progress bar
     print("\n  ".join([head, *lines]), file=sys.stderr, flush=True)
 
 
 def _lines_of(thread: int) -> str:
-    """Return the innermost lines of a thread: of the user's, the plugin's or ms-swift's code, and
-    of a library that this calls."""
+    """Return the innermost lines of a thread in the code of the user, the plugin and ms-swift, and
+    in a library."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
     own = [
         frame
@@ -131,7 +131,7 @@ def _lines_of(thread: int) -> str:
         if frame.f_globals.get("__name__", "").split(".")[0] in OURS
         or not any(each in frame.f_code.co_filename for each in LIBRARIES)
     ]
-    shown = dict.fromkeys([*reversed(own[:2]), frames[0]])  # collectives have one frame in common
+    shown = dict.fromkeys([*reversed(own[:2]), frames[0]])  # two: all collectives share the first
     return " > ".join(
         f"{f.f_code.co_name} ({Path(f.f_code.co_filename).name}:{f.f_lineno})" for f in shown
     )

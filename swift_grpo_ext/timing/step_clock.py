@@ -1,8 +1,8 @@
-"""Times each part of a step, for its log (promise V5); with any trainer of ms-swift that rolls out.
+"""Times each part of a step for its log (promise V5), with any of ms-swift's rollout trainers.
 
-The clock wraps methods of the trainer. Time belongs to the innermost part that runs. Log,
-checkpoint and evaluation follow a step's end, and belong to the `rest` of the next. The clock never
-waits for a device: an accelerator's seconds count in the part in which the host waits for it.
+The clock wraps methods of the trainer. Time belongs to the innermost running part. Log, checkpoint
+and evaluation follow a step's end, and belong to the `rest` of the next step. The clock never waits
+for a device: an accelerator's seconds count in the part in which the host waits for it.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ METHODS = {
     "_fetch_and_assemble_teacher_logprobs": "logps",
     "evaluation_loop": "rest",
 }
-"""The part that a method's time belongs to, without that of the methods in it that are timed."""
+"""Maps a method to the part for its time. Timed methods that it calls count on their own."""
 
 
 class StepClock(TrainerCallback):
-    """Gives the log of each step `time/rollout` and the like: rank 0's seconds, and `time/wait`, a
-    part of `generate`: the mean over ranks of the seconds until the slowest was done."""
+    """Logs the seconds of each step's parts on rank 0 (`time/rollout` and others). `time/wait` is a
+    part of `generate`: the mean over ranks of the seconds until the slowest rank was done."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
         self._timed = ExitStack()
         self._seconds: dict[str, float] = {}  # of the step so far, by part
         self._is_evaluating = False
-        self._stack = ["rest"]  # of parts, each within the one before
+        self._stack = ["rest"]  # nested parts, the innermost last
         self._since = perf_counter()
 
     @property
     def running(self) -> tuple[str, float]:
-        """The part that runs, and when it began or another part within it ended."""
+        """The running part, and when it began or the last part within it ended."""
         return self._stack[-1], self._since
 
     # --- hooks of transformers ---
 
     def on_train_begin(self, *args: object, **kwargs: object) -> None:
         trainer = self._trainer
-        self._timed.close()  # what an earlier training left that failed
+        self._timed.close()  # removes hooks of an earlier training that failed
         for name, part in METHODS.items():
             if hasattr(trainer, name):
                 self._wrap(trainer, name, part)
@@ -93,13 +93,13 @@ class StepClock(TrainerCallback):
             # With `--async_generate` another thread generates. An evaluation counts as a whole.
             if self._is_evaluating or threading.get_ident() != self._thread:
                 return method(*args, **kwargs)
-            stack, begun = self._stack, part
+            stack, actual_part = self._stack, part
             if part == "logps" and stack[-1] == "loss":
-                begun = "loss"  # the pass with gradients goes through the same method
+                actual_part = "loss"  # the pass with gradients calls the same method
             if part == "wake" and self._trainer.vllm_mode != "colocate":
-                begun = "rollout"  # a server does not sleep
+                actual_part = "rollout"  # a server does not sleep
             self._count()
-            stack.append(begun)
+            stack.append(actual_part)
             self._is_evaluating = name == "evaluation_loop"
             try:
                 return method(*args, **kwargs)
@@ -108,7 +108,7 @@ class StepClock(TrainerCallback):
                 self._count()
                 stack.pop()
                 if part == "generate" and stack[-1] == "wake":
-                    stack[-1] = "sleep"  # `_fast_infer` has only that left to do
+                    stack[-1] = "sleep"  # the rest of `_fast_infer` puts the engine to sleep
                 is_last = part == "loss" and self._trainer.accelerator.sync_gradients
                 if is_last and len(stack) == 1:  # gradients are clipped next
                     stack[0] = "optimizer"
@@ -116,12 +116,12 @@ class StepClock(TrainerCallback):
         self._timed.enter_context(wrapped(owner, name, timed))
 
     def _count(self) -> None:
-        """Give the seconds since the last call to the part that runs."""
+        """Add the seconds since the last call to the running part."""
         now = perf_counter()
         self._seconds[self._stack[-1]] += now - self._since
         self._since = now
 
-    def note_wait(self, seconds: float) -> None:
-        """Note by how much the slowest rank generated longer than the mean one."""
+    def record_wait(self, seconds: float) -> None:
+        """Record how many seconds longer than the mean rank the slowest rank generated."""
         if not self._is_evaluating:
             self._seconds["wait"] = self._seconds.get("wait", 0.0) + seconds

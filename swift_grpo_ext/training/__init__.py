@@ -1,4 +1,4 @@
-"""Extensions of ms-swift's trainers: `prompts` before a round, `rollouts` in it, `batch` after."""
+"""Extends ms-swift's trainers; `rollouts` follows the order of a round."""
 
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify, verify_overrides

@@ -37,7 +37,7 @@ DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropou
 
 POSITIONS_REMEDY = (
     "vLLM's model and transformers' count positions of media differently. Install releases that "
-    "agree (docs/support.md); --rollout_mismatch warn trains all the same."
+    "agree (docs/support.md); --rollout_mismatch warn trains anyway."
 )
 
 
@@ -132,13 +132,13 @@ def check_tokens(samples: Sequence[RolloutSample], batch: GRPOBatch) -> None:
                 f"{sample.sample_id}: {num_tokens} sampled tokens and {number} log-probabilities "
                 "came back from the engine."
             )
-        # ms-swift drops the last log-probability if there is one too many.
+        # ms-swift drops the last log-probability of a sample that has one too many.
         if are_dropped and number not in (num_trained, num_trained + 1):
             raise DisagreementError(
                 f"{sample.sample_id}: {number} tokens were sampled, and {num_trained} would be "
                 "trained on. The template has to keep a completion's tokens as they are. A "
                 "scheduler has to leave each answer in the messages, and to return "
-                "`response_token_ids` and `response_loss_mask` where it changes one."
+                "`response_token_ids` and `response_loss_mask` if it changes one."
             )
 
 

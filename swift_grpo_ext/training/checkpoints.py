@@ -5,8 +5,8 @@ step. It only logs two warnings about keys (transformers issue 43701, ms-swift i
 Upstream: `transformers/trainer.py` 5.19, `_load_from_checkpoint` and `_load_best_model` read files
 without translating names, and not strictly. Qwen2.5-VL's weights are `visual.*` in files and
 `model.visual.*` in memory.
-Here: files are read by `from_pretrained`, and every parameter must be there. Upstream still loads
-adapters, and the files of DeepSpeed and FSDP, which keep the names of memory.
+Here: `from_pretrained` reads the files, and every parameter must be in them. Upstream still loads
+adapters, and the files of DeepSpeed and FSDP, which have the names used in memory.
 Can go when: those two methods translate names (transformers pull request 48822 is open).
 """
 
@@ -47,7 +47,7 @@ class WholeCheckpoints(Trainer):
 
 
 def holds_whole_model(checkpoint: str | Path) -> bool:
-    """Return whether the checkpoint is of full tuning: adapters have no config.json."""
+    """Return whether a checkpoint has a whole model: one of adapters has no config.json."""
     return Path(checkpoint, CONFIG_NAME).is_file()
 
 
@@ -61,7 +61,7 @@ def load_whole_model(model: nn.Module, checkpoint: str | Path) -> None:
         # transformers only warns about missing keys, and initializes them at random.
         if report["missing_keys"]:
             raise ValueError(f"it has no {', '.join(sorted(report['missing_keys']))}")
-        model.load_state_dict(saved.state_dict())  # strict: both use the names of memory
+        model.load_state_dict(saved.state_dict())  # strict: both use the names in memory
     except (RuntimeError, ValueError, OSError) as e:
         raise ValueError(
             f"{checkpoint} does not hold the weights of the model that is trained "

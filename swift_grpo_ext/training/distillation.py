@@ -1,9 +1,9 @@
 """GKD trainer (on-policy distillation): adds a teacher and the loss to `RolloutTraining`.
 
-ms-swift draws for each round whether the student generates it (`--lmbda`). Groups have one sample.
+ms-swift decides at random if the student generates a round (`--lmbda`). Groups have one sample.
 
 Letters in names are shapes: B rows, T positions of a row, N positions that predict a token of a
-completion, K tokens of a teacher's top, V vocabulary.
+completion, K most probable tokens of a teacher, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from swift_grpo_ext.upstream.placeholders import placeholder_ids
 if TYPE_CHECKING:
     from swift.template import Template
 
-# Key in a teacher's request: how many tokens its sample has in training.
+# Key in a teacher's request for the number of tokens that its sample has in training.
 NUM_TOKENS = f"{wire.KEY}.num_tokens"
 
 
@@ -62,7 +62,7 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
     # --- the training batch ---
 
     def _encode(self, sample: RolloutGKDSample, template: Template) -> dict[str, Any]:
-        # Answers from the data set are text: there was no rollout.
+        # Answers from the data set are text, without sampled tokens.
         encode = super()._encode if self._data_source == DataSource.STUDENT else encode_sample
         sample.encoded = encode(sample, template)
         return sample.encoded
@@ -73,9 +73,9 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
         if self._data_source == DataSource.STUDENT:
             micro_batches = []
             for batch, chunk in zip(batches, self._chunks, strict=True):
-                both_sides = completions_of(chunk, self.accelerator.device)
-                batch["rollout"] = chunk, both_sides
-                micro_batches.append((chunk, both_sides, batch["model_inputs"]))
+                completions = completions_of(chunk, self.accelerator.device)
+                batch["rollout"] = chunk, completions
+                micro_batches.append((chunk, completions, batch["model_inputs"]))
             check_batches(micro_batches, self.args, self.ranks, self._encoder.fault)
         return batches
 
@@ -129,9 +129,9 @@ class RolloutGKDTrainer(WholeCheckpoints, RolloutTraining, GKDTrainer):
             model, forward, mask_BT, losses, [targets_N, *columns]
         )
         if round_ is not None and logps_N is not None:
-            _, both_sides = inputs["rollout"]
-            both_sides.old_per_token_logps = scattered(logps_N, both_sides.completion_mask)
-            # End it before the last backward of an update, or of the round.
+            _, completions = inputs["rollout"]
+            completions.old_per_token_logps = scattered(logps_N, completions.completion_mask)
+            # End the round before the last backward of the round or of an update.
             if round_.is_measured or self.accelerator.sync_gradients:
                 self._end_round()
         assert total is not None
@@ -244,7 +244,7 @@ def completions_of(samples: Sequence[RolloutGKDSample], device: torch.device) ->
 
 def check_teacher(
     requests: Sequence[RolloutInferRequest],
-    numbers: Sequence[int | None],  # tokens in training; None where unknown
+    numbers: Sequence[int | None],  # tokens in training; None if unknown
     parsed: Sequence[tuple[Sequence[Any], Sequence[Any]]],
 ) -> None:
     """Raise `DisagreementError` if a teacher's server scored another number of tokens than training

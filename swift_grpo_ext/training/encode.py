@@ -3,7 +3,7 @@
 ms-swift encodes each of the G samples of a group, and reads the same images G times (ms-swift issue
 4413). Here the first sample is encoded whole, as in ms-swift. The others reuse its prompt and add
 their own token ids. The result equals ms-swift's in all families (`tests/stack/test_encodings.py`).
-Where the shortcut does not apply (docs/support.md), each sample is encoded whole.
+If the shortcut does not apply (docs/support.md), each sample is encoded whole.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ SHOWN = 5  # tokens per side quoted in error messages
 
 REMEDY = (
     "Give `swift rollout` the settings of the training: --template, --system, --max_length, "
-    "MAX_PIXELS and the like. Where --max_length leaves no text between two media of a prompt, "
-    "raise it, or have such prompts replaced with --truncation_strategy delete. Where ms-swift's "
+    "MAX_PIXELS and the like. If --max_length leaves no text between two media of a prompt, "
+    "raise it, or have such prompts replaced with --truncation_strategy delete. If ms-swift's "
     "template writes another prompt for vLLM than for training (docs/support.md), "
-    "--rollout_mismatch warn trains on its prompt all the same."
+    "--rollout_mismatch warn trains on its prompt anyway."
 )
 
 TURNS_REMEDY = (
     "Training uses the messages and media that the scheduler returns: its `step` must return all "
     "images of a conversation in `rollout_infos['images']` (videos and audios likewise) and must "
     "not change earlier turns; --max_length must hold all turns. "
-    "--rollout_mismatch warn trains all the same."
+    "--rollout_mismatch warn trains anyway."
 )
 
 
@@ -228,10 +228,10 @@ def _line(ids: list[int], decode: Decode) -> str:
 
 
 def _same_item(seen: list[int], trained: list[int]) -> bool:
-    """Return whether two runs of placeholders stand for the same item."""
-    # InternVL's frames are `<video>` tokens in vLLM, and as many `<IMG_CONTEXT>` in training.
+    """Return whether two runs of placeholders represent the same item."""
+    # A frame of InternVL has `<video>` tokens in vLLM, and as many `<IMG_CONTEXT>` in training.
     alike = len(seen) == len(trained) and len({*seen}) == len({*trained}) == 1
-    # A negative id stands for a whole item, whatever its number of tokens.
+    # A negative id represents a whole item, with any number of tokens.
     return seen == trained or alike or min(trained) < 0
 
 
@@ -244,8 +244,7 @@ def check_rollout_prompts(
     template: Template,
     placeholders: Collection[int],
 ) -> None:
-    """Raise `DisagreementError` if an encoded sample does not begin with each known prompt of its
-    rollout's turns."""
+    """Raise `DisagreementError` if an encoded sample does not begin with its rollout's prompts."""
     training: list[int] = torch.as_tensor(encoded["input_ids"]).flatten().tolist()
     spans, decode = spans_of(training, placeholders), template.tokenizer.decode
     prompts = rollout_prompts(sample)
@@ -253,16 +252,16 @@ def check_rollout_prompts(
         rollout = prompt.token_ids
         rollout_spans = spans_of(rollout, placeholders)
         agrees = len(spans) >= len(rollout_spans)
-        for (is_media, own), (_, other) in zip(rollout_spans, spans, strict=False):
+        for (is_media, seen), (_, trained) in zip(rollout_spans, spans, strict=False):
             if is_media:
-                agrees &= _same_item(own, other)
+                agrees &= _same_item(seen, trained)
                 continue
-            is_last = own is rollout_spans[-1][1]  # in training, the completion follows in it
-            if own == (other[: len(own)] if is_last else other):
+            is_last = seen is rollout_spans[-1][1]  # training's span goes on with the completion
+            if seen == (trained[: len(seen)] if is_last else trained):
                 continue
             # `with_text_of` has aligned line breaks in the prompts of single turns only.
-            line, other_line = _line(own, decode), _line(other, decode)
-            starts = other_line.startswith(line) if is_last else other_line == line
+            line, trained_line = _line(seen, decode), _line(trained, decode)
+            starts = trained_line.startswith(line) if is_last else trained_line == line
             agrees &= len(prompts) > 1 and len(rollout_spans) > 1 and starts
         if agrees:
             continue

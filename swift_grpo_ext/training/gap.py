@@ -1,4 +1,4 @@
-"""The gap between log-probabilities of rollout and training at equal weights.
+"""Checks the gap between log-probabilities of rollout and training at equal weights.
 
 The first training pass over a round uses the weights that generated it. Each token therefore tests
 whether its engine samples from the trainer's weights (M4), and whether both sides see the same row
@@ -127,7 +127,7 @@ def measure_gap(
     measured = []
     for samples, batch in micro_batches:
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
-        # ms-swift gives none with `--use_vllm false`, or if one sample of the batch lacks them.
+        # ms-swift sets None with `--use_vllm false`, or if one sample of the batch lacks them.
         if rollout is None or training is None:
             continue
         gaps = gaps_between(rollout, training, batch.completion_mask.bool())
@@ -209,15 +209,15 @@ class GapCheck:
             for s, gap in beyond.items()
         )
         if ends and self._args.rollout_mismatch == "stop":
-            raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")
+            raise DisagreementError(f"{text} --rollout_mismatch warn trains anyway.")
         before = [f"{self._median(s):.3g}" for s in beyond if self._means[s]]
         trend = f" Before, it was {', '.join(before)} nats in the median." if before else ""
         logger.warning_once(f"{text}{trend}", hash_id=f"rollout_gap {[*beyond]}")
 
 
 def likely_cause(beyond: Collection[Source], known: Collection[Source]) -> str:
-    """Describe the likely cause, by what the sources beyond their bound share and no other source
-    has: an engine, or a kind of row."""
+    """Describe the likely cause: an engine or a kind of row that all sources beyond their bound
+    share, and no other source has."""
     engines, kinds = ({source[i] for source in beyond} for i in (0, 1))
     all_engines, all_kinds = ({source[i] for source in known} for i in (0, 1))
     if kinds < all_kinds:

@@ -1,4 +1,4 @@
-"""A group in training: the samples of one prompt, from encoding to the loss.
+"""Defines a group in training: the samples of one prompt, from encoding to the loss.
 
 Before encoding, `SampleId` identifies a sample's group. Encoding gives the samples of a group one
 `GroupPrompt` (`encode.py`), and `groups_of` finds the groups of a micro-batch by that object.
@@ -112,7 +112,7 @@ class Group(NamedTuple):
 
 
 def groups_of(samples: Iterable[RolloutSample]) -> list[Group]:
-    """Return the groups of encoded samples, in order; one without a prompt is its own group."""
+    """Return the groups of encoded samples, in order. A sample without a prompt is a group."""
 
     def prompt_of(sample: RolloutSample) -> GroupPrompt | None:
         row = sample.encoded
@@ -137,7 +137,7 @@ def trained_ids(sample: RolloutSample) -> list[int]:
 
 
 def flatten(values: Iterable[Any] | None) -> Iterator[Any]:
-    """Yield values from ms-swift's lists, which are nested only where there are several turns."""
+    """Yield values from ms-swift's lists, which are nested if there are several turns."""
     return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
 
 

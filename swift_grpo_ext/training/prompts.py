@@ -46,7 +46,7 @@ def replace_failing_prompts(
     ranks: RankGroup,
     error_of: Callable[[Row], str | None],  # returns why a row cannot be encoded
 ) -> tuple[list[Row], list[int]]:
-    """Replace groups whose prompt cannot be encoded. Return this rank's rows, and the numbers of
+    """Replace groups if their prompt cannot be encoded. Return this rank's rows, and the numbers of
     all replaced groups in the generation batch. Every rank calls it with its own rows, and raises
     ValueError if no candidate can be encoded."""
     # A group may begin on one rank and end on the next. All branches depend on gathered values, so
@@ -59,7 +59,7 @@ def replace_failing_prompts(
     for (group, _), row in distinct.items():
         if group not in failed_here and (error := error_of(row)):
             failed_here[group] = error, row
-    # Reversed: of several ranks with rows of a group, the first one's failure is kept.
+    # Reversed: if several ranks have rows of a group, the first rank's failure is kept.
     by_rank = reversed(ranks.all_gather(failed_here))
     failed = {group: failure for failures in by_rank for group, failure in failures.items()}
     if not failed:
@@ -67,7 +67,7 @@ def replace_failing_prompts(
 
     found: dict[int, Row] = {}
     if ranks.rank == 0:  # decides for all ranks: a row may fail on some ranks only
-        # Each group continues where the last one stopped, so that no two get the same row.
+        # Each group continues after the last group's rows, so that no two get the same row.
         numbers = cycle(candidate_order(seed, round_, first_group, len(others)))
         for group in sorted(failed):
             for number in islice(numbers, MAX_CANDIDATES):
@@ -132,7 +132,7 @@ def candidate_order(seed: int, round_: RoundId, first_group: int, num_rows: int)
 
 
 def warn_uneven(uneven: Sequence[SampleId]) -> None:
-    """Warn once about groups whose rows differ (G3)."""
+    """Warn once about groups with different rows (G3)."""
     if uneven:
         logger.warning_once(
             f"{len(uneven)} groups hold rows that differ, the first in {uneven[0]}: their samples "

@@ -1,9 +1,9 @@
-"""Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) in as few waves as can be.
+"""Makes dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) take as few waves as possible.
 
-A step trains on the first groups with unequal rewards, in the order of rounds and groups: those of
-its batch, then those of the rounds that are added to it. ms-swift draws one generation batch after
-the other; the engines wait for the longest answer of each. Here the first wave holds as many groups
-of the added rounds as are expected to be needed. What is kept does not depend on that.
+A step trains on the first groups with unequal rewards: those of its own batch, then those of the
+rounds that are added to it. ms-swift draws one generation batch after the other, and the engines
+wait for the longest answer of each batch. Here the first wave includes as many groups of the added
+rounds as are expected to be needed. The kept groups do not depend on the sizes of waves.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ logger = get_logger()
 
 
 class Scored(NamedTuple):
-    """A sample, and how reward functions scored it."""
+    """A sample and its rewards."""
 
     sample: RolloutSample
-    values: torch.Tensor  # [functions], NaN where a function gave none
+    values: torch.Tensor  # [reward functions]; NaN if a function gave no reward
     reward: float
 
 
 class DynamicSampling(RolloutTraining, GRPOTrainer):
     """Adds `--dynamic_sample` to the rollouts of GRPO."""
 
-    # The last wave on this rank took these.
+    # The times of the last wave on this rank.
     _generating_seconds = 0.0
     _scoring_seconds = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._batch = self.args.generation_batch_size // self.num_generations  # groups
-        # All ranks have equally many samples of a wave: ms-swift gathers their rewards.
+        # All ranks need equal numbers of a wave's samples: ms-swift gathers their rewards.
         unit = self.ranks.size // math.gcd(self.ranks.size, self.num_generations)
         is_ours = self._settings.generates and not self.args.async_generate
         self._waves = Waves(self._batch, unit, draws_ahead=is_ours)
@@ -56,14 +56,14 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
     def _rollout_samples(self, inputs: list[Any]) -> list[RolloutSample]:
         if not (self.dynamic_sample and self.model.training):
             return super()._rollout_samples(inputs)
-        self._num_added = 0  # groups of added rounds that were drawn
+        self._num_added = 0  # drawn groups of added rounds
         samples = self._named(inputs, self._rounds.current, 0)
         return self._timed([*samples, *self._next_added(self._waves.first())])
 
     def _next_added(self, count: int) -> list[RolloutSample]:
         """Return this rank's samples of the next groups of added rounds, with their names."""
         upstream = GRPOTrainer._get_train_sampler(self)
-        upstream.seed = (upstream.seed or 0) + 1  # as ms-swift: not the order of training
+        upstream.seed = (upstream.seed or 0) + 1  # like ms-swift: another order than training's
         sampler = EpochSampler(upstream, lambda: 0)
         samples = []
         last = min(self._num_added + count, self._batch * self.max_resample_times)
@@ -78,13 +78,13 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
         return samples
 
     def rows_of(self, indices: Sequence[int]) -> list[Any]:
-        """Return this rank's share of rows that belong to all ranks, in order."""
+        """Return this rank's share of the data set's rows with these indices."""
         share = len(indices) // self.ranks.size
         start = share * self.ranks.rank
         return [self.train_dataset[i] for i in indices[start : start + share]]
 
     def _named(self, rows: list[Any], round_: RoundId, first: int) -> list[RolloutSample]:
-        """Return samples of rows, all ranks' shares of which are groups from `first` on."""
+        """Return this rank's rows as samples with ids; all ranks' groups count from `first`."""
         if self.template.truncation_strategy == "raise":
             rows = self.replace_failing(rows, round_, first)
         samples: list[RolloutSample] = self.to_samples(rows)
@@ -97,11 +97,11 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
         self._generating_seconds = perf_counter() - began
         return samples
 
-    # --- which groups are kept ---
+    # --- the kept groups ---
 
     def own_share(self, samples: list[RolloutSample], values: torch.Tensor) -> list[list[float]]:
         """Return this rank's part of all ranks' rewards, [samples][functions]."""
-        # Sizes differ from those of `_add_prompt_id_to_inputs`, where a scheduler makes several
+        # Sizes differ from those in `_add_prompt_id_to_inputs` if a scheduler has made several
         # samples of one.
         start = sum(self.ranks.all_gather(len(samples))[: self.ranks.rank])
         return list(values[start : start + len(samples)].tolist())
@@ -110,7 +110,7 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
         began = perf_counter()
         values = super()._compute_rewards_per_func(samples)
         self._scoring_seconds = perf_counter() - began
-        # Groups of equal rewards leave next; the record has their scores all the same.
+        # Record these scores now: groups of equal rewards are dropped next.
         if self.dynamic_sample and self.model.training:
             self._rewards.generated(samples, self.own_share(samples, values))
         return values
@@ -118,8 +118,8 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
     def _dynamic_sampling(
         self, samples: list[RolloutSample], rewards_per_func: torch.Tensor
     ) -> tuple[list[RolloutSample], torch.Tensor]:
-        """Return this rank's share of the samples to train on, and all ranks' rewards, [samples,
-        functions]. Too few groups with unequal rewards: those of the batch, as in ms-swift."""
+        """Return this rank's share of the samples to train on, and all ranks' rewards [samples,
+        functions]. If too few groups have unequal rewards, train on the batch, like ms-swift."""
         scored = self._scored_groups(samples, rewards_per_func)
         while len(kept := unequal(scored)) < self._batch:
             more = self._next_added(self._waves.further(self._batch - len(kept)))
@@ -140,8 +140,8 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
     def _scored_groups(
         self, samples: list[RolloutSample], values: torch.Tensor
     ) -> dict[SampleId, list[Scored]]:
-        """Return the samples of a wave, of all ranks, by groups and in the order of their names."""
-        # The first rank's seconds, on all ranks.
+        """Return all ranks' samples of a wave by group, in the order of their ids."""
+        # All ranks use the first rank's seconds, so that their next waves have equal sizes.
         seconds = self._generating_seconds, self._scoring_seconds
         samples_of_ranks, (seconds, *_) = zip(
             *self.ranks.all_gather((samples, seconds)), strict=True
@@ -153,13 +153,13 @@ class DynamicSampling(RolloutTraining, GRPOTrainer):
             name: list(group)
             for name, group in groupby(in_order, lambda each: each.sample.sample_id.group_id)
         }
-        self._waves.note(len(unequal(groups)), len(groups), *seconds)
+        self._waves.record(len(unequal(groups)), len(groups), *seconds)
         return groups
 
 
 def unequal(groups: Mapping[SampleId, list[Scored]]) -> list[list[Scored]]:
-    """Return the groups with several rewards. A conversation that makes several samples has the
-    reward of the last one, as in ms-swift."""
+    """Return the groups with unequal rewards. If a conversation made several samples, the reward of
+    the last one counts, like in ms-swift."""
     kept = []
     for group in groups.values():
         rewards = {each.sample.request_id: each.reward for each in group}

@@ -1,5 +1,5 @@
-"""ms-swift's trainer hooks for a rollout round, shared by GRPO and distillation (GKD). They follow
-the order of a round: names and seeds, engines, requests, the training batch, weights.
+"""Overrides ms-swift's trainer hooks for rollouts, in GRPO and distillation (GKD). They follow the
+order of a round: names and seeds, engines, requests, the training batch, weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from swift_grpo_ext.upstream.determinism import (
     sum_gradients_one_by_one,
 )
 from swift_grpo_ext.upstream.encoding import answers_for_servers
-from swift_grpo_ext.upstream.patches import Moment, apply, replaced
+from swift_grpo_ext.upstream.patches import PatchPhase, apply, replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
 from swift_grpo_ext.weights.layout import StateDict, checkpoint_buffers, checkpoint_layout
 from swift_grpo_ext.weights.sync import WeightSync
@@ -95,27 +95,27 @@ class RoundReport(NamedTuple):
     """Observations of one rank in a round."""
 
     gaps: list[SampleGap]
-    prompt_hashes: list[str]  # one for each group whose first sample is on this rank
+    prompt_hashes: list[str]  # one for each group that begins on this rank
     scores: list[RewardRow]  # of this rank's samples
     sharing_failed: bool  # a packed pass has changed log-probabilities (`logits/proof.py`)
-    num_replayed: tuple[float, float]  # replayed experts: those training also chose, and all
+    num_replayed: tuple[float, float]  # replayed experts: those that training chose too, and all
 
 
 class RolloutTraining(RolloutTrainerMixin):
     """Overrides ms-swift's rollout hooks; list it before ms-swift's trainer in the base classes."""
 
-    recorder: SampleRecorder  # on rank 0 its listeners get the samples of all ranks, once generated
+    recorder: SampleRecorder  # on rank 0 its listeners get all ranks' generated samples
     # Called once a round on every rank, with the scores of all ranks' samples.
     score_listeners: list[Callable[[list[RewardRow]], None]]
     ranks: RankGroup  # all training ranks, for the exchange of Python objects
-    # The ms-swift module whose `encode_sample` the trainer calls.
+    # The ms-swift module from which the trainer calls `encode_sample`.
     encoding_module: ClassVar[ModuleType]
     completion_logps: CompletionLogps  # declared here: mypy would infer it by the order of files
-    _round: Round | None = None  # set when its batch is ready, until `_end_round`
+    _round: Round | None = None  # from the time that its batch is ready to `_end_round`
     _router_replay: RouterReplay | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        apply(Moment.TRAINER)
+        apply(PatchPhase.TRAINER)
         config, template = kwargs["args"], kwargs["template"]
         check_stop_settings(config, template)  # early: starting an engine takes minutes
         self.ranks = training_ranks(config.ddp_timeout)
@@ -163,7 +163,7 @@ class RolloutTraining(RolloutTrainerMixin):
         try:
             with StallReports(lambda: self._clock.running, self.ranks.rank, self.ranks.size):
                 result = super().train(*args, **kwargs)
-            # With `--async_generate`, the last batch is still being generated, for no step.
+            # With `--async_generate`, a last batch that no step uses is still being generated.
             wait(self._async_futures.values())
             return result
         except BaseException:
@@ -358,7 +358,7 @@ class RolloutTraining(RolloutTrainerMixin):
             failure = e
         if shares_failures:
             seconds = self.ranks.all_gather_or_raise(time.monotonic() - began, failure)
-            self._clock.note_wait(max(seconds) - fmean(seconds))
+            self._clock.record_wait(max(seconds) - fmean(seconds))
         return results
 
     def _engine_ranks(self, is_global_inputs: bool) -> RankGroup:
@@ -514,7 +514,7 @@ class RolloutTraining(RolloutTrainerMixin):
             self._weights.load_colocated(state_dict, self.engine, load)
         elif self.args.enable_flattened_weight_sync:
             self._weights.send(state_dict, load)
-        else:  # NCCL sends raw memory, whatever a tensor's strides
+        else:  # NCCL sends raw memory, and ignores a tensor's strides
             for name, tensor in state_dict.items():
                 self._weights.send({name: tensor.contiguous()}, load)
 

@@ -38,7 +38,7 @@ class RunSummary:
             logger.info(f"swift-grpo-ext {__version__}: {states}. Look at it meanwhile: {view}")
 
     def end(self) -> None:
-        # Without a round, the training failed at its start, and its error is enough.
+        # Without a round, the training failed at its start; its error is enough.
         if self._trainer.ranks.rank or not self._rounds:
             return
         logs, args = self._trainer.state.log_history, self._trainer.args

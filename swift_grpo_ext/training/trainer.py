@@ -32,7 +32,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
     sample_cls = RolloutSample
     encoding_module = grpo_trainer
     _skips_old_pass = False  # only true while a round's batches are made
-    _last_skipped: GRPOBatch | None = None  # the batch whose old-policy pass was skipped last
+    _last_skipped: GRPOBatch | None = None  # the last batch without an old-policy pass
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -141,7 +141,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
         # `_get_logps_via_local_forward` below unwraps it.
         restricted = self.completion_logps.restrict(model, grpo_batch)
         replay = self._router_replay
-        with replay.given(model, model_inputs) if replay else nullcontext(model_inputs) as inputs:
+        with replay.active(model, model_inputs) if replay else nullcontext(model_inputs) as inputs:
             return upstream(restricted, inputs, grpo_batch, compute_entropy)
 
     def _get_logps_via_local_forward(
@@ -153,7 +153,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
         compute_entropy: bool = False,
     ) -> Any:
         upstream = super()._get_logps_via_local_forward
-        # Upstream's method sets it, but is only called where `compute` falls back to it.
+        # Upstream's method sets it, but is only called if `compute` falls back to that method.
         if "use_cache" in self.model_kwarg_keys:
             model_inputs["use_cache"] = False
         return self.completion_logps.compute(
@@ -184,7 +184,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
         )
         return tuple(None if t is None else t[:, : t.shape[1] - surplus] for t in results)
 
-    # --- how samples scored ---
+    # --- the rewards of samples ---
 
     def _postprocess_batch(
         self, samples: list[RolloutSample], batch_encoded_inputs: list[dict[str, Any]]

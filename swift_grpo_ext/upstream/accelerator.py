@@ -1,4 +1,4 @@
-"""The accelerator, and the precision of an engine's numbers."""
+"""Detects an accelerator, and the precision of an engine's numbers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ TRIED = {
     "vllm": ("0.23.0", "0.25.1", "0.32.0"),
     "transformers": ("5.12.1", "5.19.0"),
 }
-"""Releases that training works with (docs/support.md, made by `scripts/compatibility.py`)."""
+"""Releases that trainings were tried with (docs/support.md, `scripts/compatibility.py`)."""
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -38,7 +38,7 @@ def mismatch(pin: str) -> str | None:
         value = attrgetter(path)(importlib.import_module(module))
     except (AttributeError, ImportError) as e:
         return f"{place} is missing ({e})"
-    # Parameters after the pinned ones have defaults.
+    # Further parameters after the pinned ones must have defaults, which is not checked.
     found = [*inspect.signature(value).parameters] if parameters else []
     if found[: len(parameters)] != parameters:
         return f"{place} takes {tuple(found)}, expected {tuple(parameters)}"

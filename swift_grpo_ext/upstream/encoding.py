@@ -1,4 +1,4 @@
-"""Loads images upright, converts videos for vLLM, and answers for a teacher's server."""
+"""Loads images upright, and converts videos for vLLM and answers for a teacher's server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
@@ -35,7 +35,7 @@ def apply_exif_orientation(image: Image.Image) -> Image.Image:
         return image
 
 
-@repair(Moment.TRAINING, Moment.ENGINE)
+@repair(PatchPhase.TRAINING, PatchPhase.ENGINE)
 def load_upright() -> None:
     """Have ms-swift's templates load images upright and without EXIF, which vLLM then keeps. Boxes
     of `objects` refer to the upright image.
@@ -97,14 +97,14 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
         videos[i] = (video, metadata)
 
 
-@repair(Moment.ENGINE)
+@repair(PatchPhase.ENGINE)
 def supply_video_loader() -> None:
     """Provide the module from which ms-swift's base template loads videos for vLLM.
 
-    Symptom: `No module named 'swift.vision_utils'` at the first video, with InternVL and others
-    whose template leaves videos to the base class.
-    Upstream: ms-swift 4.6, template/base.py (`replace_tag`); the module is
-    template/vision_utils.py, whose `load_vllm_video` reads other frames than training does. Can go
+    Symptom: `No module named 'swift.vision_utils'` at the first video, with InternVL and other
+    templates that leave videos to the base class.
+    Upstream: ms-swift 4.6, template/base.py (`replace_tag`) imports a wrong module. The right one,
+    template/vision_utils.py, has a `load_vllm_video` that reads other frames than training. Can go
     when ms-swift imports its own module, and reads the same frames.
     """
     name = "swift.vision_utils"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair, replaced
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair, replaced
 
 if TYPE_CHECKING:
     from swift.template.template_inputs import StdTemplateInputs
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 
-@repair(Moment.TRAINING, optional=True)
+@repair(PatchPhase.TRAINING, optional=True)
 def repair_gemma4() -> None:
     """Give ms-swift's forward of Gemma 4 its features as one tensor, and transformers' masks.
 
@@ -70,7 +70,7 @@ def joined_features(
     return outputs
 
 
-@repair(Moment.TRAINING, optional=True)
+@repair(PatchPhase.TRAINING, optional=True)
 def place_glm_ocr_images() -> None:
     """Add the positions of images in time, height and width to batches of GLM-OCR.
 
@@ -96,7 +96,7 @@ def place_glm_ocr_images() -> None:
     patch(GLMOCRTemplate, _data_collator=_data_collator, use_model=True)
 
 
-@repair(Moment.TRAINING, optional=True)
+@repair(PatchPhase.TRAINING, optional=True)
 def place_what_follows_videos() -> None:
     """Make positions of Qwen2-VL and Qwen2.5-VL continue after a video's largest one, as vLLM.
 
@@ -159,7 +159,7 @@ def _listed(values: torch.Tensor | Sequence[Any] | None) -> list[Any]:
     return [] if values is None else torch.as_tensor(values).tolist()
 
 
-@repair(Moment.TRAINING, optional=True)
+@repair(PatchPhase.TRAINING, optional=True)
 def join_internvl_videos() -> None:
     """Make ms-swift's template of InternVL and Intern-S1 encode rows of several videos.
 

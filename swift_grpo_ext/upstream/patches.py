@@ -1,8 +1,8 @@
-"""Patches ms-swift, vLLM, transformers and torch; no other module may.
+"""Patches ms-swift, vLLM, transformers and torch. No other module may patch them.
 
 A repair is a function that patches something, by `patch`, for the rest of a process. Its docstring
 names the symptom without it, the cause upstream (release and file), and when it can go. `@repair`
-registers it, and `apply(moment)` makes it; another module calls a repair that needs an object or a
+registers it, and `apply(phase)` makes it. Other modules call repairs that need an object or a
 setting. `replaced` and `wrapped` patch something for a block. `tests/upstream/test_patches.py`
 fails on any other monkeypatch. `registry.py` uses ms-swift's own plugin registries.
 """
@@ -24,8 +24,8 @@ from swift_grpo_ext.upstream.contract import disagreement, refuse
 T = TypeVar("T", bound=Callable[[], object])
 
 
-class Moment(Enum):
-    """The points in time at which repairs are applied."""
+class PatchPhase(Enum):
+    """The phases of a process at which repairs are applied."""
 
     REGISTRATION = "ms-swift has imported the plugin"
     TRAINING = "a training's arguments are complete, and no model is loaded yet"
@@ -36,15 +36,15 @@ class Moment(Enum):
     SERVER = "`swift rollout` is loaded, and has not created a server"
 
 
-MODULES: dict[Moment, tuple[str, ...]] = {
-    Moment.REGISTRATION: ("command_line",),
-    Moment.TRAINING: ("upstream.models", "upstream.encoding", "upstream.rows"),
-    Moment.ENGINE: ("upstream.encoding", "upstream.rows", "rollout.positions"),
-    Moment.REPLICA: ("media.paths",),
-    Moment.SERVER: ("rollout.engine", "server.routes"),
+MODULES: dict[PatchPhase, tuple[str, ...]] = {
+    PatchPhase.REGISTRATION: ("command_line",),
+    PatchPhase.TRAINING: ("upstream.models", "upstream.encoding", "upstream.rows"),
+    PatchPhase.ENGINE: ("upstream.encoding", "upstream.rows", "rollout.positions"),
+    PatchPhase.REPLICA: ("media.paths",),
+    PatchPhase.SERVER: ("rollout.engine", "server.routes"),
 }
-"""The modules of `swift_grpo_ext` with a moment's repairs. They are imported at that moment, since
-they import the code that they patch."""
+"""The modules of `swift_grpo_ext` with the repairs of each phase. They are imported in that phase,
+since they import the code that they patch."""
 
 
 @dataclass(frozen=True)
@@ -52,34 +52,34 @@ class Repair:
     """One lasting change of upstream."""
 
     function: Callable[[], object]
-    moments: tuple[Moment, ...]  # `apply` makes it at the first of these
+    phases: tuple[PatchPhase, ...]  # `apply` makes it in the first of these
     optional: bool  # `make` skips it, with a warning, if a release lacks the patched code
 
 
 REPAIRS: list[Repair] = []  # of all modules imported so far
 
 
-def repair(*moments: Moment, optional: bool = False) -> Callable[[T], T]:
+def repair(*phases: PatchPhase, optional: bool = False) -> Callable[[T], T]:
     """Register a function that patches upstream; `Repair` documents the arguments."""
 
     def register(function: T) -> T:
-        REPAIRS.append(Repair(function, moments, optional))
+        REPAIRS.append(Repair(function, phases, optional))
         return function
 
     return register
 
 
-def apply(moment: Moment) -> None:
-    """Apply the repairs of a moment that were not applied yet, in order."""
-    for name in MODULES.get(moment, ()):
+def apply(phase: PatchPhase) -> None:
+    """Apply the repairs of a phase that were not applied yet, in order."""
+    for name in MODULES.get(phase, ()):
         module = import_module(f"swift_grpo_ext.{name}").__name__
         # `REPAIRS` may have others, such as those for CPU on a machine with a GPU.
         for each in [each for each in REPAIRS if each.function.__module__ == module]:
-            if moment in each.moments:
+            if phase in each.phases:
                 make(each.function)
 
 
-@cache  # once in a process, at the first of its moments
+@cache  # once in a process, in the first of its phases
 def make(function: Callable[[], object]) -> bool:
     """Apply one repair. Return False if it is optional and upstream lacks the patched code."""
     [each] = [each for each in REPAIRS if each.function is function]
@@ -118,8 +118,8 @@ def _misfit(owner: object, name: str, value: object) -> str | None:
 
 _ABSENT = object()
 _replacements: dict[tuple[int, str], dict[object, object]] = {}
-"""By owner id and attribute name: the original value, followed by the value of each open block.
-Blocks keep their owner alive."""
+"""Maps an owner's id and an attribute to the original value, followed by the value of each open
+block. Blocks keep their owner alive."""
 
 _lock = threading.RLock()  # reentrant: garbage collection may end a block while another begins
 

@@ -15,7 +15,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-from swift_grpo_ext.upstream.patches import Moment, patch, repair
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 
 KINDS = ("image", "video", "audio")
 COLUMNS = tuple(f"{kind}s" for kind in KINDS)
@@ -41,8 +41,8 @@ class Medium:
 
 @dataclass(frozen=True)
 class ReadRow:
-    """A row's prompt in the form that templates encode: texts with marks (`<image>`), and media
-    sorted by `KINDS`, and within a kind in the order of their marks."""
+    """A row's prompt in the form that templates encode: texts with marks (`<image>`), and media in
+    the order of `KINDS`, and for each kind in the order of their marks."""
 
     messages: list[dict[str, Any]]
     media: list[Medium] = field(default_factory=list)
@@ -65,7 +65,7 @@ class ReadRow:
 def read_row(row: object) -> ReadRow:
     """Return the messages and media of a row as ms-swift's template reads them. `row` is a row of
     the data set, or an object with its columns as attributes (a sample, a request). Raise
-    `RowFormError` where ms-swift would raise."""
+    `RowFormError` if ms-swift would raise."""
     given = column_of(row, "messages") or ()
     are_messages = isinstance(given, (list, tuple)) and all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in given
@@ -178,7 +178,7 @@ def source_of(value: Any) -> Any:
 # --- addresses of files ---
 
 
-@repair(Moment.TRAINING, Moment.ENGINE)
+@repair(PatchPhase.TRAINING, PatchPhase.ENGINE)
 def read_file_urls() -> None:
     """Make ms-swift read `file:///1.png` as a path, as qwen_vl_utils does for videos.
 

@@ -60,11 +60,9 @@ def exit_if_engine_is_dead(error: Exception) -> None:
 def collect_rpc_from_all_replicas(engine: AsyncLLM) -> None:
     """Make an async engine's `collective_rpc` return the answers of all its replicas.
 
-    Symptom: with --vllm_data_parallel_size above 1, missing weights are only noticed at the first
-    replica.
+    Symptom: with --vllm_data_parallel_size above 1, only the first replica reports missing weights.
     Upstream: vLLM 0.32, v1/engine/core_client.py: `DPLBAsyncMPClient.call_utility_async` gathers
-    all answers and returns the first. Can go when `collective_rpc` returns the answers of all
-    replicas.
+    all answers and returns the first. Can go when `collective_rpc` returns all replicas' answers.
     """
     core = engine.engine_core
 

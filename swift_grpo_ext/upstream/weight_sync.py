@@ -1,4 +1,4 @@
-"""Timeouts for the process group that sends weights from a trainer to `swift rollout`."""
+"""Adds timeouts to the process group that sends weights from a trainer to `swift rollout`."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def bounded_broadcasts(communicators: Sequence[Any], timeout: float) -> Iterator
         yield
         return
     text = (
-        f"Weights were not taken within {timeout:g} s (--rollout_timeout). NCCL waits for ever "
-        "where a replica has ended: see the log of `swift rollout`, end this training, and resume "
+        f"Weights were not taken within {timeout:g} s (--rollout_timeout). NCCL waits forever "
+        "if a replica has ended: see the log of `swift rollout`, end this training, and resume "
         "it from its last checkpoint."
     )
     timer = threading.Timer(timeout, logger.error, [text])

@@ -7,7 +7,7 @@ ms-swift (4.6.0, `rlhf_trainers/utils.py::revert_runtime_names_to_checkpoint`) o
 AdaLoRA dies there too: its `ranknum` lacks the prefix by which ms-swift filters adapters (4.6.0,
 `rollout_mixin.py::_process_state_dict_for_vllm`).
 
-`checkpoint_buffers`: GLM-4.5V, or another model whose router has its own bias, fails at its first
+`checkpoint_buffers`: GLM-4.5V, or another model with a bias in its router, fails at its first
 weight update. The bias is a buffer in transformers and a parameter in vLLM, and ms-swift (4.6.0,
 `rollout_mixin.py::_collect_state_dict_for_vllm`) only sends parameters.
 

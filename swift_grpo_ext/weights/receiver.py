@@ -1,5 +1,5 @@
-"""vLLM worker extension of a server, which loads and records weight updates. vLLM imports this
-module in every worker process, possibly without registering the plugin.
+"""Loads and records weight updates in a server's vLLM workers. vLLM imports this module in every
+worker process, possibly without registering the plugin.
 
 Symptom: a failed update is only logged; ranks are missing from a new group after a replica died; a
 worker waits up to 5 minutes for a trainer that does not come. Upstream: ms-swift 4.6,
@@ -29,7 +29,7 @@ REPLICA_NUMBER = "SWIFT_ROLLOUT_DP_RANK"
 
 
 class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
-    """ms-swift's worker extension, recording the weights that it loads."""
+    """Extends ms-swift's worker extension, and records the weights that it loads."""
 
     @cached_property
     def engine_weights(self) -> EngineWeights:

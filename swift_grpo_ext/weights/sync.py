@@ -98,7 +98,7 @@ class WeightSync:
             if set(kinds) - {None} != {"sending"}:
                 break
             if self._failure is not None:
-                logger.warning("The weight update is made once more.")
+                logger.warning("The weight update is retried.")
         self._ranks.all_gather_or_raise(None, self._failure)
 
     def _check_engines(self) -> None:
@@ -162,15 +162,14 @@ class WeightSync:
         return self._engine
 
     def send_adapter(self, client: VLLMClient, move: Callable[[], None]) -> None:
-        """Send an adapter to the servers; `move` gathers it, and calls ms-swift's client on rank
-        0."""
+        """Send an adapter to the servers; `move` gathers it and calls rank 0's client."""
         if self._ranks.rank > 0:
             move()
             return
 
         def record(send: Callable[..., None], config: LoraConfig, *parts: Any) -> None:
-            tensors = parts[0]  # by name; of a flattened adapter, its metadata and one tensor
-            if len(parts) > 1:
+            tensors = parts[0]  # by name
+            if len(parts) > 1:  # a flattened adapter: its metadata and one tensor
                 bucket = FlattenedTensorBucket(metadata=parts[0], flattened_tensor=parts[1])
                 tensors = bucket.reconstruct_tensors()
             self.send(tensors, lambda _: send(config, *parts))

@@ -1,4 +1,4 @@
-"""Records an engine's last weight update: the tensors that arrived, and those that it loaded.
+"""Records an engine's last weight update: the arrived tensors, and the loaded ones.
 
     weights = EngineWeights(model_runner)
         weights.begin_watch()               optional, before the first update
@@ -128,7 +128,7 @@ class EngineWeights:
     @contextmanager
     def adapter(self) -> Iterator[None]:
         """Record an adapter; raise `WeightUpdateError` if the engine does not use all of it."""
-        # The first adapter belongs to the update of its base; each later one is an own update.
+        # The first adapter belongs to the update of its base; each later one is another update.
         self.end(is_whole=False)
         if self._update is None or self._update.has_adapter:
             self._update = Update(filled=None, has_ended=True)
@@ -211,7 +211,7 @@ def plain_name(name: str) -> str:
 
 
 def compare(sent: Mapping[str, str], report: WeightReport, engine_name: str) -> None:
-    """Raise `WeightUpdateError` if an engine's tensors differ from those that were `sent`."""
+    """Raise `WeightUpdateError` if an engine's tensors differ from the `sent` ones."""
     if report.adapter_fault:
         raise WeightUpdateError(
             f"{engine_name} does not generate with the trainer's adapter. {report.adapter_fault}"
@@ -225,9 +225,9 @@ def compare(sent: Mapping[str, str], report: WeightReport, engine_name: str) -> 
     wrong = [f"{len(names)} {fault} ({shorten(names)})" for fault, names in faults.items() if names]
     if wrong:
         raise WeightUpdateError(
-            f"{engine_name} does not hold the trainer's weights: of {len(sent)} tensors "
-            f"{'; '.join(wrong)}. Rollouts would come from another policy. The engine's log "
-            "tells why; restart it and resume from the last checkpoint."
+            f"{engine_name} does not hold the trainer's weights after an update of {len(sent)} "
+            f"tensors: {'; '.join(wrong)}. Rollouts would come from another policy. The engine's "
+            "log has the cause; restart it and resume from the last checkpoint."
         )
 
 

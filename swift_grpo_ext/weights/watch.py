@@ -3,8 +3,8 @@
 Every layer multiplies four fixed random vectors with its own kernel, so that packed, quantized and
 sharded weights are checked in the form that is used. Entries of the products form a sketch of the
 matrix: the cosine of two sketches approximates that of their matrices within 1/sqrt(n). An update
-as large as the matrix itself gives a cosine of 0.71 with the matrix before, one three times as
-large 0.32. A transposed, random or wrong matrix gives a cosine of 0.
+as large as the matrix itself gives a cosine of 0.71 with the old matrix, and an update three times
+as large gives 0.32. A transposed, random or wrong matrix gives a cosine of 0.
 
 Symptom: rollouts are garbage after a weight update ("!!!"), but neither client nor server fails
 (ms-swift's issues 9787, 9835, 9656, 9619, 9697, 9226; 8233: an adapter counts twice).
@@ -33,7 +33,7 @@ Sketches = dict[str, torch.Tensor]
 """Maps a name to float32 [B, N]: N entries of each of B blocks (experts; else 1)."""
 
 NUM_VECTORS = 4
-MOST_ENTRIES = 4096  # of a sketch: 20 MB for a model with 28 layers
+MOST_ENTRIES = 4096  # of a sketch; sketches of a model with 28 layers take 20 MB
 MOST_OF_EXPERT = 256
 FEWEST_ENTRIES = 128  # the cosine of two random sketches has a standard deviation of 0.09
 EXPERTS = ".experts."
@@ -91,7 +91,7 @@ class WeightWatch:
                 f"no weight changed, though {len(stale)} changed tensors arrived (stale): "
                 f"{shorten(stale)}"
             )
-        # Not a fault for biases and norms: a client need not send those that it does not train.
+        # Not a fault for biases and norms: a client need not send them if it does not train them.
         matrices = {name for name, sketch in now.items() if sketch.shape[1] >= FEWEST_ENTRIES}
         left = [n for n in unfilled if n.removesuffix(".weight") in self._layers or n in matrices]
         if left:
@@ -110,7 +110,7 @@ class WeightWatch:
         return tuple(faults)
 
     def _stale(self, arrived: Sketches, now: Sketches) -> list[str]:
-        """If no weight of the model changed, return the tensors that arrived with a change."""
+        """Return the tensors that arrived changed although no weight of the model changed."""
         if any(not torch.equal(now[name], self._sound[name]) for name in now):
             return []
         before = self._arrived_sound
@@ -125,8 +125,7 @@ class WeightWatch:
 
     @torch.no_grad()
     def check_adapter(self, loras: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the faults of the base below an adapter. `loras` has vLLM's `LoRALayerWeights` by
-        module name."""
+        """Return the faults of an adapter's base. `loras` maps modules to `LoRALayerWeights`."""
         both = changed = effect = 0.0
         for path, lora in loras.items():
             parts = [  # lists for a layer that packs several matrices

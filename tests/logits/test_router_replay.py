@@ -114,7 +114,7 @@ def logits_of(
     experts: torch.Tensor | None,
 ) -> torch.Tensor:
     batch = {"input_ids": ids[0], "attention_mask": ids[1], "routed_experts": experts}
-    with replay.given(model, batch) as inputs:
+    with replay.active(model, batch) as inputs:
         assert "routed_experts" not in inputs
         logits: torch.Tensor = model(**inputs).logits
     return logits
@@ -150,7 +150,7 @@ def test_other_models_get_no_experts() -> None:
         RouterReplay(model, Qwen3ForCausalLM(Qwen3Config(**SIZES)))
     with (
         pytest.raises(RuntimeError, match=r"Qwen3MoeForCausalLM does not pass `routed_experts`"),
-        replay.given(model, {"routed_experts": some_experts(1, ids[1])}),
+        replay.active(model, {"routed_experts": some_experts(1, ids[1])}),
     ):
         model.get_input_embeddings()(ids[0])  # a pass that asks no layer
 

@@ -225,7 +225,7 @@ class HangsAtEnd(Crop):
     ("cls", "message"),
     [
         (Raises, r"Raises\.step raised KeyError: 'box'"),
-        (Forgets, r"Forgets\.step .*it returned None; expected a dictionary whose `infer_request`"),
+        (Forgets, r"Forgets\.step .*it returned None; expected a dictionary with `infer_request`"),
         (Invents, r"Invents\.step .*it returned {'infer_request': .*; expected a dictionary"),
         (Judges, r"Judges\.check_finished raised ValueError: no digit"),
         (Hangs, r"Hangs\.step has not returned for 0\.2 s \(--tool_timeout\)"),

@@ -19,7 +19,7 @@ def test_waves_are_bounded_and_fit_the_ranks(
     """The batch and its first wave are at most twice the batch; a further wave is not empty."""
     waves = Waves(12, unit, draws_ahead=True)
     for kept, drawn in counts:
-        waves.note(kept, drawn, 1.0, 0.5)
+        waves.record(kept, drawn, 1.0, 0.5)
     for size, least in ((waves.first(), 0), (waves.further(missing) if counts else 12, 1)):
         assert least <= size <= 12
         assert size % unit == 0
@@ -30,19 +30,19 @@ def test_a_wave_is_expected_to_leave_a_full_batch() -> None:
     scores."""
     waves = Waves(64, 1, draws_ahead=True)
     assert waves.first() == 0, "nothing is known yet"
-    waves.note(32, 64, generating=0.0, scoring=1.0)
+    waves.record(32, 64, generating=0.0, scoring=1.0)
     assert waves.first() == 64
     assert waves.further(8) == 16
-    waves.note(32, 64, generating=1.0, scoring=0.0)
+    waves.record(32, 64, generating=1.0, scoring=0.0)
     assert waves.further(8) == 16 + math.sqrt(8 * 0.5) / 0.5
     for _ in range(8):
-        waves.note(64, 64, generating=1.0, scoring=0.0)
+        waves.record(64, 64, generating=1.0, scoring=0.0)
     assert waves.first() == 0, "all are kept"
 
 
 def test_one_standard_deviation_suffices_in_five_of_six_waves() -> None:
     waves, share, size = Waves(64, 1, draws_ahead=True), 0.8, 80
-    waves.note(64, size, generating=1.0, scoring=0.0)
+    waves.record(64, size, generating=1.0, scoring=0.0)
     drawn = 64 + waves.first()
     enough = sum(
         math.comb(drawn, k) * share**k * (1 - share) ** (drawn - k) for k in range(64, drawn + 1)
@@ -52,5 +52,5 @@ def test_one_standard_deviation_suffices_in_five_of_six_waves() -> None:
 
 def test_engine_mode_draws_as_ms_swift_does() -> None:
     waves = Waves(12, 1, draws_ahead=False)
-    waves.note(3, 12, 1.0, 1.0)
+    waves.record(3, 12, 1.0, 1.0)
     assert (waves.first(), waves.further(1)) == (0, 12)

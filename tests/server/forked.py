@@ -44,7 +44,7 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server.client import connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.server.replicas import Restarts
-from swift_grpo_ext.upstream.patches import Moment, apply
+from swift_grpo_ext.upstream.patches import PatchPhase, apply
 from swift_grpo_ext.upstream.weight_sync import bounded_rendezvous
 from swift_grpo_ext.weights.sync import WeightSync
 from tests.ranks import ThreadRanks, run_rank_groups
@@ -297,7 +297,7 @@ class Training:
         client, connected = None, None
         try:
             client = VLLMClient(self.urls, group_ports=self.group_ports, connection_timeout=5.0)
-            apply(Moment.TRAINER)
+            apply(PatchPhase.TRAINER)
             with bounded_rendezvous(vllm_client, self.timeout):  # ms-swift would wait 300 s
                 client.init_communicator(device="cpu")
             args = SimpleNamespace(

@@ -26,7 +26,7 @@ from swift_grpo_ext.server.replicas import (
     Restarts,
     WorkerConnection,
 )
-from swift_grpo_ext.upstream.patches import Moment, apply
+from swift_grpo_ext.upstream.patches import PatchPhase, apply
 
 
 def request(group: int, words: int = 1, **fields: Any) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Deployed(SwiftRolloutDeploy):
         use_async: bool = False,
         **settings: Any,
     ) -> None:
-        apply(Moment.SERVER)
+        apply(PatchPhase.SERVER)
         self.args = SimpleNamespace(
             api_key=key,
             rollout_timeout=timeout,

@@ -22,7 +22,7 @@ from swift_grpo_ext.ranks import RolloutError
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.server import bodies
 from swift_grpo_ext.server.client import RolloutServers
-from swift_grpo_ext.upstream.patches import Moment, apply
+from swift_grpo_ext.upstream.patches import PatchPhase, apply
 from tests.server.forked import deployed, use_fork
 from tests.server.served import Deployed, Replica, listening, request
 
@@ -126,7 +126,7 @@ def test_health_is_not_held_up_while_a_large_body_arrives(
     """A body of 400 MB is read, parsed, checked and passed to a replica. The bound is in CPU
     seconds of this process between two answers. It does not hold beside many other processes on few
     cores, where all threads wait for one another."""
-    apply(Moment.SERVER)
+    apply(PatchPhase.SERVER)
     use_fork(monkeypatch)
     has_ended, spent = threading.Event(), []
     body = body_of(["A" * (400_000_000 // num_images)] * num_images)

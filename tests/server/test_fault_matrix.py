@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from swift_grpo_ext.server import client
-from swift_grpo_ext.upstream.patches import Moment, apply
+from swift_grpo_ext.upstream.patches import PatchPhase, apply
 from tests.server.forked import (
     OF_CONNECTIONS,
     RANKS,
@@ -98,7 +98,7 @@ def name(cell: tuple[str, Fault, tuple[int, ...], str]) -> str:
 
 @pytest.fixture(autouse=True)
 def _forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    apply(Moment.SERVER)
+    apply(PatchPhase.SERVER)
     use_fork(monkeypatch)
     monkeypatch.setattr(client, "TRIES", client.TRIES.new(backoff_factor=0.01))
     monkeypatch.setattr(client, "SECONDS_BETWEEN_LOOKS", 0.02)

@@ -24,7 +24,7 @@ from swift.rlhf_trainers.utils import (
 )
 
 from swift_grpo_ext import cpu
-from swift_grpo_ext.upstream.patches import Moment, apply
+from swift_grpo_ext.upstream.patches import PatchPhase, apply
 
 BUCKET_BYTES = 1 << 20
 """Small enough for several buckets of a tiny model; SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE is 512 MB."""
@@ -48,7 +48,7 @@ class MegatronClient:
         self._client.close_communicator()
         # On CPU the plugin broadcasts weights over gloo; Megatron with NCCL needs no plugin.
         cpu.register()
-        apply(Moment.TRAINER)
+        apply(PatchPhase.TRAINER)
         self._client.init_communicator(device="cpu")
         atexit.unregister(self._client.close_communicator)
         # trainers/rollout_mixin.py, `_init_rollout_engine`

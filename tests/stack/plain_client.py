@@ -23,7 +23,7 @@ from swift.rlhf_trainers.utils import FlattenedTensorBucket
 from swift.rlhf_trainers.vllm_client import VLLMClient
 
 from swift_grpo_ext import cpu
-from swift_grpo_ext.upstream.patches import Moment, apply
+from swift_grpo_ext.upstream.patches import PatchPhase, apply
 
 SPOILED = "model.layers.1.self_attn.o_proj.weight"
 
@@ -40,7 +40,7 @@ def main(port: int, group_port: int, model: str, output: str) -> None:
     url = f"http://127.0.0.1:{port}"
     cpu.register()
     client = VLLMClient([url], group_ports=group_port)
-    apply(Moment.TRAINER)
+    apply(PatchPhase.TRAINER)
     client.init_communicator(device="cpu")
     weights = load_file(Path(model, "model.safetensors"))
     question = RolloutInferRequest(messages=[{"role": "user", "content": "Which digit?"}])

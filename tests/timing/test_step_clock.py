@@ -282,7 +282,7 @@ class Waiting(Trainer):
     """Reports to the clock that other ranks took 3 seconds longer in each round."""
 
     def _infer_single_or_multi_turn(self, failing: bool = False) -> str:
-        self.clock.note_wait(3.0)
+        self.clock.record_wait(3.0)
         return super()._infer_single_or_multi_turn(failing)
 
 

@@ -206,11 +206,11 @@ def test_each_engine_is_told_of_once(warnings: list[str]) -> None:
 def test_a_healthy_run_does_not_end_late(warnings: list[str]) -> None:
     """In the first two rounds a gap beyond the bound ends the run, later one beyond four bounds or
     eight medians."""
-    judge = GapCheck(arguments(rollout_mismatch="stop"), 0.25)
+    gap_check = GapCheck(arguments(rollout_mismatch="stop"), 0.25)
 
     def round_of(nats: float, **of_round: bool) -> None:
         pairs = [([drawn()], batch_of(nats, count=2**14))]
-        judge.check(measure_gap(pairs), 7, **of_round)
+        gap_check.check(measure_gap(pairs), 7, **of_round)
 
     round_of(0.1)
     round_of(0.1, is_training=False)

@@ -24,7 +24,7 @@ class Trainer(RolloutTraining):
         self.fails = fails
         self.waits: list[float] = []
         self._settings: Any = SimpleNamespace(generates=generates)
-        self._clock: Any = SimpleNamespace(note_wait=self.waits.append)
+        self._clock: Any = SimpleNamespace(record_wait=self.waits.append)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ import pytest
 from swift_grpo_ext import cpu
 from swift_grpo_ext.upstream import patches
 from swift_grpo_ext.upstream.contract import UnsupportedUpstreamError
-from swift_grpo_ext.upstream.patches import Moment, Repair, patch, repair, replaced, wrapped
+from swift_grpo_ext.upstream.patches import PatchPhase, Repair, patch, repair, replaced, wrapped
 
 PACKAGE = Path(inspect.getfile(patches)).parents[1]
 UPSTREAM = ("swift", "vllm", "transformers", "torch", "PIL", "peft", "accelerate", "trl")
@@ -190,10 +190,10 @@ def registered() -> list[Repair]:
 
 
 @pytest.mark.parametrize("each", registered(), ids=lambda each: each.function.__name__)
-def test_a_repair_is_found_when_its_moment_comes(each: Repair) -> None:
+def test_a_repair_is_found_in_its_phases(each: Repair) -> None:
     module = each.function.__module__.removeprefix("swift_grpo_ext.")
-    for moment in each.moments:
-        assert module in patches.MODULES[moment]
+    for phase in each.phases:
+        assert module in patches.MODULES[phase]
     assert not inspect.signature(each.function).parameters
 
 
@@ -233,21 +233,21 @@ def test_what_upstream_lacks_or_calls_otherwise_is_refused() -> None:
 def test_a_repair_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(patches, "REPAIRS", [])
-    here = dict.fromkeys((Moment.ENGINE, Moment.WORKER), ("test_patches",))
+    here = dict.fromkeys((PatchPhase.ENGINE, PatchPhase.WORKER), ("test_patches",))
     monkeypatch.setattr(patches, "MODULES", here)
     monkeypatch.setattr(patches, "import_module", lambda _: SimpleNamespace(__name__=__name__))
 
-    @repair(Moment.ENGINE, Moment.WORKER)
+    @repair(PatchPhase.ENGINE, PatchPhase.WORKER)
     def change() -> None:
         made.append("change")
 
-    @repair(Moment.ENGINE)
+    @repair(PatchPhase.ENGINE)
     def elsewhere() -> None:
         made.append("of a module that is not listed")
 
     elsewhere.__module__ = "swift_grpo_ext.cpu.engines"
-    for moment in (Moment.TRAINING, Moment.WORKER, Moment.ENGINE, Moment.ENGINE):
-        patches.apply(moment)
+    for phase in (PatchPhase.TRAINING, PatchPhase.WORKER, PatchPhase.ENGINE, PatchPhase.ENGINE):
+        patches.apply(phase)
     assert made == ["change"]
 
 
@@ -257,7 +257,7 @@ def test_an_optional_repair_is_left_out_where_upstream_is_another(
 ) -> None:
     monkeypatch.setattr(patches, "REPAIRS", [])
 
-    @repair(Moment.ENGINE, optional=optional)
+    @repair(PatchPhase.ENGINE, optional=optional)
     def change() -> None:
         patch(ModuleType("vllm.module"), gone=1)
 

@@ -24,7 +24,7 @@ def test_a_difference_is_named() -> None:
     received = {**sent, "layer.3": "float32 (3,)"}
     del received["layer.7"]
     message = (
-        r"^replica 0 does not hold .*: of 9 tensors 1 did not arrive \(layer\.7\); "
+        r"^replica 0 does not hold .* of 9 tensors: 1 did not arrive \(layer\.7\); "
         r"1 have another type or shape \(layer\.3\)"
     )
     with pytest.raises(WeightUpdateError, match=message):
