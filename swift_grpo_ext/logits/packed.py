@@ -1,9 +1,10 @@
 """Computes the prompt of a group once in a training pass (`--logps_shared_prompt`).
 
 A micro-batch repeats a group's prompt in the row of each sample. A *packed row* has each prompt
-once, followed by its samples, without padding; each sample's position ids continue the prompt's.
-Layers that mix positions process it by segments (`segments.py`): a sample sees its prompt and
-itself. Results differ only in the order of sums (shared-prefix forward: arXiv 2506.05433).
+once, without its last token, which each sample repeats before its response. It has no padding, and
+each sample's position ids continue the prompt's. Layers that mix positions process it by segments
+(`segments.py`): a sample sees its prompt and itself. Results differ only in the order of sums
+(shared-prefix forward: arXiv 2506.05433).
 
     prompt a b c, samples d e and f g  ->  a b  c d e  c f g
 
@@ -202,8 +203,8 @@ class Layout:
             kinds_L = self.take(heads[name])[0]
         # In both families 1 is an image, 2 a video, and 3 audio, which has causal attention.
         looks_ahead_L = layers * ((kinds_L == 1) | (kinds_L == 2))
-        rows = torch.stack([self.groups_L, self.numbers_L, looks_ahead_L, self.columns_L])
-        mask = rows.to(torch.int32)[None, None]
+        channels = torch.stack([self.groups_L, self.numbers_L, looks_ahead_L, self.columns_L])
+        mask = channels.to(torch.int32)[None, None]
         kinds_of_layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
         if "linear_attention" not in kinds_of_layers:
             return mask
@@ -219,7 +220,7 @@ def layout_of(groups: Sequence[GroupRows], heads: Mapping[str, Any]) -> Layout:
     if attended.shape != input_ids.shape:
         raise UnknownInputError(f"attention_mask has the shape {tuple(attended.shape)}")
     parts = []
-    for number, group in enumerate(groups):
+    for group_index, group in enumerate(groups):
         prompt, samples = group.num_positions
         # For each segment: 0 or the sample's number, its row, and its start and stop in the row.
         segments_of_group = [(0, 0, 0, prompt)]
@@ -229,16 +230,17 @@ def layout_of(groups: Sequence[GroupRows], heads: Mapping[str, Any]) -> Layout:
             ids, labels = np.asarray(group.ids[row]), np.asarray(group.labels[row])
             predicts = np.append(labels[1:] != -100, False)
             ahead = np.maximum(columns - group.prompt, 0) if group.is_shared else 0 * columns
-            same = (np.full(len(columns), value) for value in (number, n))
+            same = (np.full(len(columns), value) for value in (group_index, n))
             parts.append(np.stack([ids[start:stop], predicts[start:stop], columns, ahead, *same]))
     table = torch.from_numpy(np.concatenate(parts, axis=1)).to(input_ids.device)
     return Layout(attended.int().argmax(dim=1), *table)
 
 
 def images_that_look_ahead(model: PreTrainedModel) -> tuple[str, int]:
-    """Return the input that marks image positions, and the layers with bidirectional attention
-    within images (0: none). Gemma 3 and 4 have such layers: they build their masks in
-    `create_masks_for_vision_model` (transformers 5.19). Gemma 3n does not use these inputs."""
+    """Return the input that marks image positions, and a code of `segments` for the layers with
+    bidirectional attention within images (0: none). Gemma 3 and 4 have such layers: they build
+    their masks in `create_masks_for_vision_model` (transformers 5.19). Gemma 3n does not use these
+    inputs."""
     classes = {cls.__name__ for cls in type(model).__mro__}  # FSDP2 uses a derived class
     if "Gemma3ForConditionalGeneration" in classes:
         return "token_type_ids", segments.EVERYWHERE

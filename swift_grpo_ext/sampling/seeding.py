@@ -16,8 +16,8 @@ function, `key = (phase, step, number, turn)` and phase 0 for train, 1 for eval:
   samples of a group have consecutive seeds, in one request or in several.
 - If only the low 32 bits of a seed count (torch's generator on CPU), noise is still distinct
   within a round, for up to 2**14 samples a group and 2**18 groups.
-- Over a run, the 62 bits of a group's base keep groups apart: with a million groups of 64, any two
-  samples share a seed with probability 3e-5.
+- Over a run, the 62 bits of a group's base keep groups apart: with a million groups of 64, some two
+  samples share a seed with probability 1.4e-5.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SampleId:
 
     @property
     def group_id(self) -> SampleId:
-        """The id of the group's first sample, which names the group."""
+        """The id of the group's first sample; it identifies the group."""
         return replace(self, index=0)
 
     @property
@@ -73,7 +73,7 @@ class SampleId:
 
     @property
     def request_id(self) -> str:
-        """ms-swift's name of the sample, unique in a run: `train-12.0-5-3` for its index 3."""
+        """ms-swift's name of the sample, the same for all its turns: `train-12.0-5-3`."""
         return f"{self.prompt_id}-{self.index}"
 
     @classmethod

@@ -2,8 +2,9 @@
 
 ms-swift encodes each of the G samples of a group, and reads the same images G times (ms-swift issue
 4413). Here the first sample is encoded whole, as in ms-swift. The others reuse its prompt and add
-their own token ids. The result equals ms-swift's in all families (`tests/stack/test_encodings.py`).
-If the shortcut does not apply (docs/support.md), each sample is encoded whole.
+their own token ids. The result equals a whole encoding in all families
+(`tests/stack/test_encodings.py`). If the shortcut does not apply (docs/support.md), each sample is
+encoded whole.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class GroupEncoder:
         return encoded
 
     def _response(self, sample: RolloutSample) -> tuple[list[int], list[int]] | None:
-        """Return a response's tokens and loss weights; None if it must be encoded whole."""
+        """Return a response's tokens and loss weights; None if the sample must be encoded
+        whole."""
         turns = sample.response_token_ids or []
         if not turns or self._is_conversation or (isinstance(turns[0], list) and len(turns) > 1):
             return None
@@ -120,17 +122,17 @@ def encode_whole(
 ) -> dict[str, Any]:
     """Return a sample as ms-swift encodes it, but with the text of its rollout. `max_length` is the
     template's, which ms-swift unsets while it encodes."""
-    # For answers that are text, ms-swift labels the end of each turn (4.6, template/base.py,
-    # `_add_dynamic_eos`). Those tokens were not sampled, and have no log-probabilities.
+    # ms-swift labels the end of each turn (4.6, template/base.py, `_add_dynamic_eos`). Sampled
+    # tokens already have their end; an end that was not sampled has no log-probability.
     has_ids = bool(sample.response_token_ids)
-    adds_eos = replaced(template, "_add_dynamic_eos", lambda *_: None) if has_ids else nullcontext()
-    with adds_eos:
+    as_sampled = replaced(template, "_add_dynamic_eos", lambda *_: None)
+    with as_sampled if has_ids else nullcontext():
         encoded: dict[str, Any] = encode_sample(sample, template)
     encoded.pop("_extra_kwargs", None)
     # In a conversation each turn has another prompt, which includes earlier answers.
     prompts = rollout_prompts(sample)
     rollout = prompts[0].token_ids if len(prompts) == 1 else ()
-    was_cut = 0 < (max_length or 0) <= len(rollout)  # a medium counts as one token
+    was_cut = 0 < (max_length or 0) <= len(rollout)  # in `_truncate` a medium is one token
     placeholders, decode = placeholder_ids(template), template.tokenizer.decode
     changed = with_text_of(rollout, encoded, placeholders, decode, was_cut=was_cut)
     if changed and not was_cut:
@@ -162,7 +164,7 @@ def with_text_of(
     was_cut: bool,
 ) -> dict[str, Any]:
     """Return the changed entries that give an encoded sample the text of its rollout. Return {} if
-    the prompts are equal, or differ in more than
+    the prompts are equal, or differ in other ways than
 
     - line breaks beside media: a template writes one more for training (ms-swift's InternVL), or an
       engine merges them (vLLM's Gemma3);
@@ -193,6 +195,7 @@ def with_text_of(
             has_media = len(rollout_spans) > 1
             agree = is_cut or (has_media and _line(seen, decode) == _line(trained, decode))
             new_ids += seen
+            # Any text token serves: below, their values must be equal.
             sources += text_positions[:1] * len(seen)
         if not agree:
             return {}

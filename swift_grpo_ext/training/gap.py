@@ -31,7 +31,7 @@ logger = get_logger()
 
 Source = tuple[str, str]  # an engine's name and a kind of row
 
-SPIKES = 32  # slack for outliers: their summed excess may reach this many limits
+SPIKES = 32  # slack for outliers: the mean of N tokens may exceed the limit by 32 / N limits
 
 # In the first rounds after a start or a resume, any gap beyond its bound ends the run. Later a gap
 # must also exceed `FAR` bounds, or `JUMP` times the median of the run's earlier rounds.
@@ -39,9 +39,9 @@ NUM_EARLY = 2
 FAR, JUMP = 4.0, 8.0
 MAX_HISTORY = 100
 
-# Nats by which `--top_k`, `--min_p` and `--repetition_penalty` may shift the mean: they keep at
-# least e^-2 = 14% of the distribution. With these settings a single wrong tensor goes unnoticed
-# (a transposed one shifts the mean by 0.23 nats in the tiny model).
+# Nats by which `--top_k`, `--min_p` and `--repetition_penalty` may shift the mean, if they keep
+# e^-2 = 14% of the distribution. With these settings a single wrong tensor goes unnoticed (a
+# transposed one shifts the mean by 0.23 nats in the tiny model).
 CUT_OFF = 2.0
 
 
@@ -83,10 +83,10 @@ def gaps_between(
 def gap_limit(bits: int, temperature: float = 1.0) -> float:
     """Return the mean gap, in nats, that imprecision cannot explain. `bits` is the size of the less
     precise side's numbers."""
-    # Large models have logits around 2^4. bfloat16 (8 bits of mantissa) rounds these to steps of
-    # 2^-4: the limit is two steps. float32 rounds to 2^-19 there: the limit has a wide margin for
-    # kernels that sum in other orders. E4M3 (arXiv:2209.05433) keeps 4 bits of mantissa: the limit
-    # is 2^4 times that of bfloat16.
+    # Large models have logits around 2^4. bfloat16 (8 significant bits) has steps of 2^-3 there:
+    # the limit is one step. float32 has steps of 2^-19: the limit has a wide margin for kernels
+    # that sum in other orders. E4M3 (arXiv:2209.05433) has 4 significant bits: the limit is 2^4
+    # times that of bfloat16.
     limit = 0.01 if bits > 16 else 0.125 if bits == 16 else 2.0
     # The temperature divides logits and their rounding errors; above 1 the limit stays as it is.
     return limit / min(temperature or 1.0, 1.0)
@@ -95,8 +95,9 @@ def gap_limit(bits: int, temperature: float = 1.0) -> float:
 def sampling_shift(args: RolloutGRPOConfig) -> float:
     """Return the mean gap, in nats, that the sampling settings explain."""
     # vLLM reports log-probabilities of the distribution that it samples from. Settings that keep a
-    # share p of the distribution add -log(p) to each. The share is unknown for `--top_k 1`, a
-    # grammar or the model's own settings (None). `--async_generate` samples with older weights.
+    # share p of the distribution add -log(p) to each. No bound is known for the share of
+    # `--top_k 1`, a grammar, or settings left to the model (None). `--async_generate` samples with
+    # older weights.
     is_unbounded = (
         args.async_generate
         or args.structured_outputs_regex
@@ -193,7 +194,7 @@ class GapCheck:
     def _median(self, source: Source) -> float:
         return median(self._means[source]) if self._means[source] else inf
 
-    def _report(self, step: int, beyond: Mapping[Source, Gap], known: Collection[Source]) -> None:
+    def _report(self, step: int, beyond: Mapping[Source, Gap], sources: Collection[Source]) -> None:
         shift = self._shift
         settings = f", and the {shift:.3g} of the sampling settings" if 0 < shift < inf else ""
         found = "; ".join(
@@ -202,7 +203,7 @@ class GapCheck:
         text = (
             f"Step {step}: log-probabilities of the rollout and of training differ by more than "
             f"the {self._limit:g} nats in the mean that rounding explains{settings}. {found}. "
-            f"{likely_cause(beyond, known)}"
+            f"{likely_cause(beyond, sources)}"
         )
         ends = self._num_rounds < NUM_EARLY or any(
             not gap.mean <= min(FAR * self._bound(gap), JUMP * self._median(s))
@@ -215,14 +216,14 @@ class GapCheck:
         logger.warning_once(f"{text}{trend}", hash_id=f"rollout_gap {[*beyond]}")
 
 
-def likely_cause(beyond: Collection[Source], known: Collection[Source]) -> str:
-    """Describe the likely cause: an engine or a kind of row that all sources beyond their bound
-    share, and no other source has."""
+def likely_cause(beyond: Collection[Source], sources: Collection[Source]) -> str:
+    """Describe the likely cause: a kind of row that is beyond its bound in each engine, or some of
+    the engines."""
     engines, kinds = ({source[i] for source in beyond} for i in (0, 1))
-    all_engines, all_kinds = ({source[i] for source in known} for i in (0, 1))
-    if kinds < all_kinds:
-        return "Other rows agree: one side reads, places or encodes such media differently."
-    if engines < all_engines:
+    is_every_engine = all(source in beyond for source in sources if source[1] in kinds)
+    if is_every_engine and len(beyond) < len(sources):
+        return "Other rows agree: one side reads, places or encodes such rows differently."
+    if engines < {engine for engine, _ in sources}:
         return (
             "Other engines agree: this one has other weights, or a cache of older ones. Restart "
             "it and resume from the last checkpoint."

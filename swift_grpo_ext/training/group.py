@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class DisagreementError(RuntimeError):
-    """Rollout and training disagree about a sample's prompt, positions, tokens or numbers."""
+    """Rollout and training have different prompts, positions, tokens or log-probabilities."""
 
 
 class EncodedSample(dict[str, Any]):
     """An encoded sample, in the form that a template's collator expects."""
 
-    prompt: GroupPrompt | None = None  # the group's prompt; None if the sample shares nothing
+    prompt: GroupPrompt | None = None  # None if the row was not split into prompt and response
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,8 @@ def groups_of(samples: Iterable[RolloutSample]) -> list[Group]:
 
     def prompt_of(sample: RolloutSample) -> GroupPrompt | None:
         row = sample.encoded
-        return row.prompt if isinstance(row, EncodedSample) else None  # a teacher's row has none
+        # Only a distillation teacher's row is another dictionary.
+        return row.prompt if isinstance(row, EncodedSample) else None
 
     groups = [list(group) for _, group in groupby(samples, lambda s: id(prompt_of(s) or s))]
     return [Group(prompt_of(group[0]), group) for group in groups]
@@ -149,5 +150,5 @@ def kind_of_row(sample: RolloutSample) -> str:
 
 
 def rollout_prompts(sample: RolloutSample) -> list[Prompt]:
-    """Return the known prompts of answered turns."""
+    """Return the prompts of answered turns with known token ids."""
     return [prompt for prompt in sample.rollout_prompts if prompt.token_ids]

@@ -149,6 +149,15 @@ def test_one_engine_of_several_is_named(warnings: list[str]) -> None:
     assert "Other engines agree: this one has other weights" in warning
 
 
+def test_one_kind_of_row_in_one_engine_is_the_engines_fault(warnings: list[str]) -> None:
+    """Images agree in the other engine: training reads them as that engine does."""
+    rows = [drawn(f"replica {n}", **media) for n in (0, 1) for media in ({}, {"images": 1})]
+    measure((rows, batch_of(0.0, 0.9, 0.0, 0.0)))
+    [warning] = warnings
+    assert "replica 0 rows of image: 0.9 nats" in warning
+    assert "Other engines agree" in warning
+
+
 def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
     """One of 64 rows hardly changes their mean. A NaN always stops the run."""
     rows = [drawn(images=2) for _ in range(64)]
