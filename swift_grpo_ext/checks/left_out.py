@@ -46,8 +46,7 @@ def left_out_rows_named() -> Iterator[None]:
 
         with wrapped(Dataset, "map", check):
             loaded = upstream(loader, syntax, *args, **kw)
-        # Only after `map`: other ranks wait for it, and an error within it would leave them
-        # waiting.
+        # Only after `map`: an error within it would leave other ranks waiting.
         for findings in found:
             enforce(findings)
         return loaded
@@ -59,8 +58,7 @@ def left_out_rows_named() -> Iterator[None]:
 def check_left_out(
     name: str, preprocessor: RowPreprocessor, rows: Dataset, num_kept: int
 ) -> Findings:
-    """Warn of left-out rows, with the first one and the cause. Refuse a data set without other
-    rows."""
+    """Warn of left-out rows, with the first one and the cause; refuse a data set with no other."""
     setting, num_rows, first, is_filter = f"Data set {name}", len(rows), "", False
     num_left_out = num_rows - num_kept
     if num_left_out > 0 and (found := first_left_out(preprocessor, rows)):

@@ -26,8 +26,7 @@ from swift_grpo_ext.checks.rows import reason_of
 from swift_grpo_ext.upstream.rows import short
 
 MAX_SECONDS = 10  # for the made-up completions: a function may call a judge model
-# Texts that any model may write. One would not do: ms-swift spreads a single value over all
-# samples.
+# Texts that any model may write. There are several: ms-swift spreads one value over all samples.
 COMPLETIONS = ("I do not know.", "", "<think>Let me see.</think><answer>42</answer>")
 # A column that servers with schedulers add (4.6, grpo_trainer.py:354).
 FROM_SERVERS = "trajectory_inputs"

@@ -180,8 +180,7 @@ def place_of(row: object) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts and numbers within lists and dictionaries. Numbers become texts, as in a CSV
-    file."""
+    """Yield the texts within lists and dictionaries, and numbers as the texts of a CSV file."""
     inner = value.values() if isinstance(value, Mapping) else value
     if isinstance(value, (Mapping, list, tuple)):
         for each in inner:
