@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 MAX_ROWS = 20_000  # of a larger data set, this many rows are checked, drawn at random
-MAX_CONTENT = 2**31  # bytes of images within the rows: the check ends once it has read so much
+MAX_CONTENT = 2**31  # bytes of images within the rows: the check ends once it has read this much
 MAX_SEARCHED = 2**26  # bytes: a larger file is not searched for a row; this size takes 0.5 s
 SHOWN_MEDIA = 3  # media that an error names at most
 
