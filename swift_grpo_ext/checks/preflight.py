@@ -37,7 +37,8 @@ def check_server_process(port: int) -> Findings:
             f"{', '.join(names)}.",
             f"Start it with env {' '.join(f'-u {name}' for name in names)} swift rollout ...",
         )
-    # ms-swift takes the next free port in silence, where no trainer looks for it (deploy_args.py).
+    # ms-swift would take the next free port without a warning, and no trainer looks there
+    # (deploy_args.py).
     sockets = psutil.net_connections("tcp")
     listening = (each.laddr for each in sockets if each.status == psutil.CONN_LISTEN)
     if any(address and address.port == port for address in listening):

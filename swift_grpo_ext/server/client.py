@@ -61,7 +61,7 @@ class _Tries(Retry):
 
 
 class _BoundedAdapter(HTTPAdapter):
-    """Bounds the waits of a request in `seconds`; ms-swift's client does not."""
+    """Limits each wait of a request to `seconds`; ms-swift's client has no limit."""
 
     def __init__(self, seconds: float, **settings: Any) -> None:
         super().__init__(**settings)

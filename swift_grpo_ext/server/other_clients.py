@@ -82,7 +82,8 @@ class Updates:
     A training with the plugin compares weights itself: faults of its updates only appear in the log
     and in `/health`. Any other client gets the fault as the answer to its update, or (adapters,
     which arrive after the answer) to its next request. It draws nothing until an update is sound
-    (`--rollout_mismatch stop`). `/health` stays 200: a restart would destroy the evidence."""
+    (`--rollout_mismatch stop`). `/health` stays 200: a restart would destroy the evidence.
+    """
 
     def __init__(self, watches: bool) -> None:
         self.watches = watches

@@ -50,7 +50,7 @@ Command = dict[str, Any] | str  # one of ms-swift's commands, or `GIVE_UP`
 NONE_LEFT = "it has no replica left"
 SECONDS_BETWEEN_NOTES = 0.25
 SECONDS_TO_END = 10.0
-# Of all replicas of a server together. A fault of the model or the machine returns after each.
+# All replicas of a server share these. A fault of the model or the machine returns after each.
 MAX_RESTARTS = 3
 
 

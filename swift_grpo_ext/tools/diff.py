@@ -300,7 +300,7 @@ def differing_settings(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    """Print what differs; return 0 for equal runs, else 1."""
+    """Print the differences; return 0 for equal runs, else 1."""
     run_a, run_b = find_run(options.run_a), find_run(options.run_b)
     result = diff(open_record(run_a), open_record(run_b))
     if options.json:

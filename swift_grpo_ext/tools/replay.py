@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what `--json` prints."""
+    """Return the values that `--json` prints."""
     folder, (step, number) = find_run(options.run_dir), options.round
     settings = read_settings(folder, dict(options.set))
     recorded = read_group(

@@ -264,8 +264,8 @@ def spread(trained: Sequence[T]) -> Sequence[T]:
 # --- log-probabilities ---
 
 TOLERANCES = {16: 0.5, 32: 1e-3}
-"""Two passes may differ by this many nats in a token's log-probability, by bits of a number. bfloat16
-rounds logits between 32 and 64 to steps of 2^-2, and passes may lie two steps apart."""
+"""Two passes may differ by this many nats in a token's log-probability, by bits of a number.
+bfloat16 rounds logits between 32 and 64 to steps of 2^-2, and passes may lie two steps apart."""
 
 
 def check_logits(rig: Rig) -> Finding:

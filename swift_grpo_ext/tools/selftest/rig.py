@@ -203,7 +203,7 @@ class Rig:
 
     def logps(self, inputs: dict[str, Any], batch: GRPOBatch) -> torch.Tensor:
         """Return the trainer's log-probabilities [samples, tokens] in nats; the batch's
-        `completion_mask` says which have a meaning."""
+        `completion_mask` marks the valid ones."""
         trainer = self.trainer
         checkpointing = disable_gradient_checkpointing(
             trainer.model, trainer.args.gradient_checkpointing_kwargs

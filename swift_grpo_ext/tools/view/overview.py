@@ -112,7 +112,7 @@ def worst_groups(run: Run) -> list[dict[str, Any]]:
 
 
 def make_panels(facts: Facts) -> Panels:
-    """Return the panels of a run: what was logged, the seconds of steps, and the monitor's metrics
+    """Return the panels of a run: logged values, the seconds of steps, and the monitor's metrics
     of training rounds. No panel and no curve is empty."""
     panels: Panels = {key: _curves(facts.steps, pattern) for key, pattern in LOGGED.items()}
     evaluated = {int(e[STEP].partition("/")[0]): e for e in facts.logs if "eval_reward" in e}

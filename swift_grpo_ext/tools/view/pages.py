@@ -134,7 +134,7 @@ def _whole(runs: Sequence[Run], page: str, state: str = "", **parts: Mapping[str
     )
 
 
-# --- what each page shows ---
+# --- the values of each page ---
 
 
 def samples_values(run: Run, query: Query) -> dict[str, Any]:
