@@ -151,8 +151,8 @@ def collision_test(
 
 
 class PromptMemory:
-    """Keeps the beginnings of earlier rounds' completions by prompt, to detect frozen noise. Prompts
-    that were used least recently are dropped first."""
+    """Keeps the beginnings of earlier rounds' completions by prompt, to detect frozen noise.
+    Prompts that were used least recently are dropped first."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._prompts: LRUCache[str, list[SampleRow]] = LRUCache(

@@ -48,7 +48,7 @@ GOES_ON = "goes on"  # a reply before the reply: a replica's conversations go on
 Command = dict[str, Any] | str  # one of ms-swift's commands, or `GIVE_UP`
 
 NONE_LEFT = "it has no replica left"
-SECONDS_BETWEEN_NOTES = 0.25
+SECONDS_BETWEEN_POLLS = 0.25
 SECONDS_TO_END = 10.0
 # All replicas of a server share these. A fault of the model or the machine returns after each.
 MAX_RESTARTS = 3
@@ -89,7 +89,7 @@ class WorkerConnection:
         try:
             while True:
                 began = monotonic()
-                if not self.connection.poll(SECONDS_BETWEEN_NOTES):
+                if not self.connection.poll(SECONDS_BETWEEN_POLLS):
                     if go_on(began):
                         self.send(GOES_ON)
                     continue

@@ -419,8 +419,8 @@ def _infer(
             check_media(request)
         except ValueError as e:
             raise RequestError(f"infer_requests[{number}].{e}") from e
-    is_ours = None not in metadatas
-    if not is_ours:  # after all checks: a refused call is not counted
+    is_from_plugin = None not in metadatas
+    if not is_from_plugin:  # after all checks: a refused call is not counted
         metadatas = server.other_clients.name(requests, config)
     as_arrays = all(metadata.as_arrays for metadata in metadatas)
     if as_arrays:
@@ -446,7 +446,7 @@ def _infer(
         server.record.add(requests, metadatas, outputs, config, server.num_updates)
     if as_arrays:  # plain values, which FastAPI need not convert
         return [{"response": asdict(o.response), "rollout_infos": o.rollout_infos} for o in outputs]
-    if not is_ours:  # other clients do not read turns
+    if not is_from_plugin:  # other clients do not read turns
         for output in outputs:
             output.rollout_infos.pop(conversation.KEY, None)
     return outputs
