@@ -268,7 +268,7 @@ def log2_fisher(log2_ps: Sequence[float]) -> float:
 
 
 def format_p(log10_p: float) -> str:
-    """Write 10^log10_p as `3.2e-8`, also where a float cannot hold it."""
+    """Write 10^log10_p as `3.2e-8`, also if a float cannot hold it."""
     return f"{Decimal(10) ** Decimal(log10_p):.2g}"
 
 

@@ -277,7 +277,7 @@ class SampleLog:
     # --- few files, and not too many bytes ---
 
     def _tidy(self, files: Sequence[RecordFile]) -> None:
-        """Merge files that follow one another, and remove the oldest beyond the bound."""
+        """Merge consecutive files, and remove the oldest beyond the bound."""
         try:
             files = [file for file in files if file.path.exists()]  # the oldest may be gone
             if len(files) > 1:
@@ -334,7 +334,7 @@ def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> in
                 compression="zstd",
                 compression_level=ZSTD_LEVEL,
                 use_dictionary=DICTIONARY_COLUMNS,
-                # The high bytes of numbers, laid apart from the low ones, compress.
+                # The high bytes of numbers compress if they are separate from the low ones.
                 use_byte_stream_split=["logprobs.list.element"],
                 data_page_size=PAGE_BYTES,
                 write_statistics=list(ROUND_COLUMNS),  # for queries by step; more would take 1 KB

@@ -1,4 +1,4 @@
-"""Makes a row of each sample as it is generated, in a training or a server. Rank 0 gathers the
+"""Makes a row for each sample once it is generated, in a training or a server. Rank 0 gathers the
 rows of a round, writes them, and passes them to listeners.
 
 Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its escape, `\\ud83d`.

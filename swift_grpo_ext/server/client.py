@@ -85,7 +85,7 @@ class Server:
     name: str  # `server 0 (URL)`: the number does not change when other servers are lost
     url: str
     session: requests.Session
-    client: Any  # a copy of ms-swift's client that has this server alone
+    client: Any  # a copy of ms-swift's client that has only this server
     replicas: int = 0
     members: list[str] = field(default_factory=list)  # starts of the server and of its replicas
     is_lost: bool = False

@@ -60,7 +60,7 @@ def rpc(method: str, args: tuple[Any, ...] = (), kind: str = "call") -> dict[str
 
 
 class WorkerConnection:
-    """A worker's end of its pipe: takes the number off each command, and gives it to the reply."""
+    """A worker's end of its pipe: removes the number of each command, and adds it to the reply."""
 
     _is_free = threading.Lock()  # of the class: an instance is pickled for the worker's process
 

@@ -337,7 +337,7 @@ async def init_communicator(
     # A client that has ended may have left an update unfinished.
     self.updates.is_due = self.updates.is_arriving = False
     for number, connection in enumerate(self.connections):
-        # The replica's number among the living. ms-swift's own has a gap where one has ended.
+        # The number among living replicas: ms-swift's numbers have gaps where replicas have ended.
         replica = None if self.use_async_engine else number
         args = (host, request.port, request.world_size, replica, timeout, self.updates.watches)
         connection.send(rpc("join_group", args, kind="fire_and_forget"))

@@ -1,4 +1,4 @@
-"""Two runs side by side: `swift-grpo-ext diff` and `swift-grpo-ext compare`.
+"""Compares two runs: `swift-grpo-ext diff` and `swift-grpo-ext compare`.
 
 `diff` joins two runs by the identity of their samples (phase, round, group, index, turn) and names
 the first one that differs, in the order in which a training generates them. Later differences
@@ -108,7 +108,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """The result, as `--json` prints it."""
+    """The result of `diff`, as `--json` prints it."""
 
     difference: Difference | None
     num_samples: int  # before the first difference; all turns of a conversation are one
@@ -331,7 +331,7 @@ def run_diff(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The result, as `--json` prints it."""
+    """The result of `compare`, as `--json` prints it."""
 
     num_pairs: int
     num_prompts: int  # prompts that both runs of a pair met, summed over pairs
@@ -345,7 +345,7 @@ class Comparison:
 
 
 class Pair(NamedTuple):
-    """Two runs side by side."""
+    """The prompts that two runs have in common."""
 
     means: dict[str, tuple[float, float]]  # mean rewards of the prompts that both met, by hash
     num_alone: int  # prompts that one of them met

@@ -149,7 +149,7 @@ def result_writer() -> Iterator[Callable[[Any], None]]:
 
 
 class StartResult(NamedTuple):
-    """The result of a start."""
+    """The result of `begin`."""
 
     args: RLHFArguments | RolloutArguments
     template: Template

@@ -19,7 +19,7 @@ LAUNCH_SCRIPT = SHARE / "scripts" / "launch.sh"
 
 
 def plugin_path(options: argparse.Namespace) -> None:
-    """Print where the plugin file is."""
+    """Print the path of the plugin file."""
     print(PLUGIN_FILE)
 
 

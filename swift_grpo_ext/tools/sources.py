@@ -20,7 +20,7 @@ Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
 
 MODEL = ("model", "model_type", "template")
-"""`launch.sh` gives servers these settings of the training, where their own file has none."""
+"""`launch.sh` gives servers these settings of the training, if their own file has none."""
 
 DEFAULTS = (
     "--rlhf_type grpo --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.4 "

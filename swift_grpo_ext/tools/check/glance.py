@@ -212,6 +212,6 @@ def check_agreement(training: Source, rollout: Source) -> Findings:
 
 
 def _text(values: Sequence[str] | None) -> str | None:
-    """Return the values of a flag as one text; None where it is off or not given."""
+    """Return the values of a flag as one text; None if it is off or not given."""
     text = " ".join(values or ())
     return {"true": "true", "false": None}.get(text.lower(), text or None)

@@ -130,7 +130,7 @@ BEFORE, BEHIND = "It is 7. ", " Then more."
 
 
 def check_stops(rig: Rig) -> Finding:
-    """Have a grammar spell each stop string and more text behind it; test where the sample ends."""
+    """Force each stop string and text after it by a grammar, and test where the sample ends."""
     trainer = rig.trainer
     # No grammar can force special tokens.
     special = set(trainer.template.tokenizer.get_added_vocab())

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 NUM_PROMPTS = 4
 MAX_GROUP_SIZE = 8
-MAX_TOKENS = 64  # of a completion, where the user's own limit is higher
+MAX_TOKENS = 64  # of a completion, if the user's own limit is higher
 ROWS_LOOKED_AT = 500  # of the data set, evenly spread
 
 # `rounding_noise` measures how far rounding moves log-probabilities. A gap may be
@@ -183,7 +183,7 @@ class Rig:
 
     @cached_property
     def first_round(self) -> list[SampleRow]:
-        """Round 0 of `prompts`."""
+        """The samples of round 0, for `prompts`."""
         return self.generate_tokens(self.ids(0, len(self.prompts)))
 
     # --- training's view ---

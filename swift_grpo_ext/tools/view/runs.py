@@ -34,7 +34,7 @@ MAX_TEXT, MAX_QUESTION = 400, 160  # characters of a completion, and of a questi
 
 IDENTITY = ", ".join(f'"{name}"' for name in SAMPLE_ID_COLUMNS)
 
-# Only a group's page reads the long columns. DuckDB reads the others of the chosen rows alone.
+# Only a group's page reads the long columns. DuckDB reads the others only for the chosen rows.
 SEARCH = f"""
 select * exclude (token_ids, logprobs, mask, pictures, gaps)
 from scored semi join (
@@ -186,7 +186,7 @@ class Run:
 
     @cached_property
     def decode(self) -> Decode | None:
-        """The tokenizer of a checkpoint, or of the model; None where neither is on this machine."""
+        """The tokenizer of a checkpoint, or of the model; None if neither is on this machine."""
         return find_decoder(self.run_dir)
 
 
