@@ -1,4 +1,4 @@
-"""Findings of checks, and how `swift` acts on them."""
+"""Defines findings of checks, and how `swift` acts on them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ Level = Literal["ok", "note", "skipped", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check. `error`: the setting does not run, or trains something else than it
-    says. `warning`: it is ignored, wasteful or a likely slip. `skipped`: it was not checked."""
+    """One result of a check. `error`: the run fails, or trains something else than the setting
+    means. `warning`: the setting is ignored, wasteful or probably a mistake. `skipped`: it was not
+    checked."""
 
     level: Level
     setting: str  # a flag without dashes, perhaps with its value; or another subject
@@ -26,7 +27,7 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """Setting, text and remedy, with dashes before a flag."""
+        """Return setting, text and remedy, with dashes before a flag."""
         is_flag = self.setting.partition(" ")[0].isidentifier() and self.setting[0].islower()
         dashes = "--" if is_flag else ""
         return f"{dashes}{self.setting}: {self.text} {self.remedy}".rstrip()
@@ -42,7 +43,7 @@ error = partial(Finding, "error")
 
 
 class SettingsError(ValueError):
-    """A mistake of the user's. Where nothing catches it, its text is printed without traceback."""
+    """A mistake of the user. If nothing catches it, its text is printed without a traceback."""
 
 
 def hide_tracebacks() -> None:
@@ -64,14 +65,14 @@ _listeners: list[Callable[[Finding], None]] = []
 
 
 @contextmanager
-def collected(tell: Callable[[Finding], None]) -> Iterator[None]:
-    """Within the block, `enforce` calls `tell` with each finding and raises nothing: `check` goes
-    on after an error."""
-    _listeners.append(tell)
+def collected(report: Callable[[Finding], None]) -> Iterator[None]:
+    """Within the block, `enforce` calls `report` with each finding and raises nothing, so that
+    `check` goes on after an error."""
+    _listeners.append(report)
     try:
         yield
     finally:
-        _listeners.remove(tell)
+        _listeners.remove(report)
 
 
 def enforce(findings: Iterable[Finding]) -> None:
@@ -88,6 +89,6 @@ def enforce(findings: Iterable[Finding]) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question with the nearest known name; "" where none is near."""
+    """Return a question with the nearest known name; "" if none is near."""
     near = difflib.get_close_matches(name, known)
     return f"did you mean {near[0]}?" if near else ""

@@ -1,7 +1,7 @@
-"""Rows that ms-swift leaves out as it loads a data set: their number, the first one, and the cause.
+"""Reports rows that ms-swift leaves out of a data set: their number, the first one, and the cause.
 
 A preprocessor of ms-swift's (4.6, dataset/preprocessor/core.py, `batched_preprocess`) drops each
-row that it fails on or makes nothing of. ms-swift logs the cause at the level INFO, without the
+row that makes it fail or gives no result. ms-swift logs the cause at the level INFO, without the
 row. A data set without rows ends in a `ZeroDivisionError`.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-MAX_SEARCHED = 20_000  # rows that are searched for the first one that is left out: some seconds
+MAX_SEARCHED = 20_000  # rows that are searched for the first left-out one: some seconds
 OBJECTS = '{"ref": ["..."], "bbox": [[x1, y1, x2, y2], ...]}, or null'
 
 
@@ -46,7 +46,7 @@ def left_out_rows_named() -> Iterator[None]:
 
         with wrapped(Dataset, "map", check):
             loaded = upstream(loader, syntax, *args, **kw)
-        # Not within `map`: other ranks wait for it, and an error here would leave them waiting.
+        # Only after `map`: an error within it would leave other ranks waiting.
         for findings in found:
             enforce(findings)
         return loaded
@@ -58,7 +58,7 @@ def left_out_rows_named() -> Iterator[None]:
 def check_left_out(
     name: str, preprocessor: RowPreprocessor, rows: Dataset, num_kept: int
 ) -> Findings:
-    """Warn of rows that were left out, with the first one and the cause; refuse an empty rest."""
+    """Warn of left-out rows, with the first one and the cause; refuse a data set with no other."""
     setting, num_rows, first, is_filter = f"Data set {name}", len(rows), "", False
     num_left_out = num_rows - num_kept
     if num_left_out > 0 and (found := first_left_out(preprocessor, rows)):
@@ -66,7 +66,7 @@ def check_left_out(
         kind = type(preprocessor)
         # A preprocessor of the user's own may filter rows.
         is_filter = raised is None and not kind.__module__.startswith("swift.")
-        reason = reason_of(raised) if raised else f"{kind.__name__} makes nothing of it"
+        reason = reason_of(raised) if raised else f"{kind.__name__} returns no row for it"
         first = f"; the first is {name_of({**row, 'dataset': name})}: {reason}"
         if (objects := row.get("objects")) is not None:
             first += f" (objects: {short(objects)}; expected {OBJECTS})"
@@ -76,21 +76,21 @@ def check_left_out(
         )
         yield error(setting, f"no row is left of {num_rows}{first}.", remedy)
     elif num_left_out > 0:
-        say = note if is_filter else warning
-        yield say(setting, f"ms-swift leaves out {num_left_out} of {num_rows} rows{first}.")
+        level = note if is_filter else warning
+        yield level(setting, f"ms-swift leaves out {num_left_out} of {num_rows} rows{first}.")
 
 
 def first_left_out(
     preprocessor: RowPreprocessor, rows: Dataset
 ) -> tuple[Row, Exception | None] | None:
     """Return the first row that the preprocessor leaves out, with the error that it raises; None
-    where the first `MAX_SEARCHED` rows have none."""
+    if it leaves out none of the first `MAX_SEARCHED` rows."""
     from swift.dataset.preprocessor import core
 
     for row in islice(rows, MAX_SEARCHED):
         batch = {name: [value] for name, value in row.items()}
         try:
-            # Its warning recommends `strict=False`, which trainings have.
+            # Its warning recommends `strict=False`, which trainings use already.
             with replaced(core.logger, "warning", lambda *_: None):
                 made = preprocessor.batched_preprocess(
                     batch, strict=True, ignore_max_length_error=True

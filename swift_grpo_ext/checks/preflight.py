@@ -33,10 +33,12 @@ def check_server_process(port: int) -> Findings:
     if {*names} <= os.environ.keys() and os.environ["WORLD_SIZE"] != "1":
         yield error(
             "`swift rollout`",
-            f"is one process, whatever its replicas, and found torchrun's {', '.join(names)}.",
+            "is one process, with any number of replicas, and found torchrun's "
+            f"{', '.join(names)}.",
             f"Start it with env {' '.join(f'-u {name}' for name in names)} swift rollout ...",
         )
-    # ms-swift takes the next free port in silence, where no trainer looks for it (deploy_args.py).
+    # ms-swift would take the next free port without a warning, and no trainer looks there
+    # (deploy_args.py).
     sockets = psutil.net_connections("tcp")
     listening = (each.laddr for each in sockets if each.status == psutil.CONN_LISTEN)
     if any(address and address.port == port for address in listening):
@@ -51,7 +53,7 @@ def check_server_process(port: int) -> Findings:
 def check_model(args: Arguments) -> Findings:
     """Refuse settings that this model does not allow, and adapters that engines do not take."""
     yield from rules.rules_of_model(args)
-    # A training asks its servers, on its first rank; the launcher ends the other ranks with it.
+    # Rank 0 of a training asks its servers. If it fails, the launcher ends the other ranks.
     if client := getattr(args, "vllm_client", None):
         client.get_engine_type()
         yield from rules.rules_of_adapters(args, client.enable_lora)
@@ -63,15 +65,15 @@ def check_datasets(
     args: RLHFArguments, train_dataset: Dataset, eval_dataset: Dataset | None
 ) -> Findings:
     """Refuse data sets with broken rows, with too few rows for a batch, and without the columns
-    that reward functions ask for."""
+    that reward functions need."""
     yield from rules.rules_of_data(args, train_dataset, eval_dataset)
-    # One rank of each machine looks at rows, since disks may differ; it ends the others with it.
+    # One rank of each machine checks rows, since disks may differ. Its error ends the others.
     if not is_local_master():
         return
     yield from check_rewarded(args, train_dataset)
     placeholders = _placeholders(args)
     # A scheduler or a gym may add columns that rewards need.
-    is_led = bool(args.multi_turn_scheduler or args.use_gym_env or args.gym_env)
+    may_add_columns = bool(args.multi_turn_scheduler or args.use_gym_env or args.gym_env)
     for setting, dataset in (("dataset", train_dataset), ("val_dataset", eval_dataset)):
         if dataset is None:
             continue
@@ -82,7 +84,7 @@ def check_datasets(
             deletes_bad_rows=args.truncation_strategy == "delete",
             placeholders=placeholders,
         )
-        num_rows = 0 if is_led else min(len(dataset), len(COMPLETIONS))
+        num_rows = 0 if may_add_columns else min(len(dataset), len(COMPLETIONS))
         yield from check_rewards(
             (args.reward_funcs or ()) if args.rlhf_type == "grpo" else (),
             [dataset[i] for i in range(num_rows)],
@@ -94,7 +96,7 @@ def check_datasets(
 
 def check_rewarded(args: RLHFArguments, dataset: Dataset) -> Findings:
     """Refuse a training without any reward: ms-swift 4.6 then expects a teacher's view in each row
-    (grpo_trainer.py, `_has_teacher`), and trains on zeros."""
+    (grpo_trainer.py, `_has_teacher`), and trains with rewards of 0."""
     names = ("reward_model", "teacher_model", "teacher_model_server", "use_gym_env", "gym_env")
     is_rewarded = any(getattr(args, name, None) for name in ("reward_funcs", *names))
     client = getattr(args, "vllm_client", None)  # of the first rank
@@ -105,7 +107,7 @@ def check_rewarded(args: RLHFArguments, dataset: Dataset) -> Findings:
 
 
 def _placeholders(args: RLHFArguments) -> list[str]:
-    """Return the tokens that stand for media; [] for a text model, and for one on a hub."""
+    """Return a model's own tokens for media; [] for a text model, and for a model on a hub."""
     if not args.model_meta.is_multimodal or not Path(args.model_dir or "").is_dir():
         return []
     from swift.model import get_processor

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are whole, judged by the files on the disk."""
+"""Finds the whole checkpoints of a run, by their files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def last_whole(run: Path) -> Path | None:
-    """Return the newest whole checkpoint in a run's directory; None where there is none."""
+    """Return the newest whole checkpoint in a run's directory; None if there is none."""
     whole = [folder for folder in run.glob("checkpoint-[0-9]*") if is_whole(folder)]
     return max(whole, key=lambda folder: int(folder.name.partition("-")[2]), default=None)

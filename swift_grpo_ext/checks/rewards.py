@@ -1,4 +1,4 @@
-"""Reward functions, tried on the first rows with made-up completions before a model is loaded.
+"""Tries reward functions on the first rows, with made-up completions, before a model is loaded.
 
 ms-swift makes each by `orms[name](args=...)`, and calls it as `function(completions, **columns)`
 after the first rollout (4.6, rl_core/grpo_algorithm.py, `compute_rewards_per_func`). A column that
@@ -25,8 +25,8 @@ from swift_grpo_ext.checks.finding import Findings, error, skipped, warning
 from swift_grpo_ext.checks.rows import reason_of
 from swift_grpo_ext.upstream.rows import short
 
-MAX_SECONDS = 10  # for the made-up completions: a function may ask a judge
-# Any model writes such texts at times. Several: ms-swift spreads a lone value over all samples.
+MAX_SECONDS = 10  # for the made-up completions: a function may call a judge model
+# Texts that any model may write. There are several: ms-swift spreads one value over all samples.
 COMPLETIONS = ("I do not know.", "", "<think>Let me see.</think><answer>42</answer>")
 # A column that servers with schedulers add (4.6, grpo_trainer.py:354).
 FROM_SERVERS = "trajectory_inputs"
@@ -47,8 +47,8 @@ def check_rewards(
     calls: bool = True,
 ) -> Findings:
     """Refuse reward functions that fail with the rows of a data set, for any completion. `rows` are
-    the first ones, as ms-swift reads them; [] where a scheduler or a gym adds columns. Unless it
-    `calls` the functions, their signatures alone are checked."""
+    the first ones, as ms-swift reads them; [] if a scheduler or a gym adds columns. Without
+    `calls`, only the signatures of the functions are checked."""
     from swift.rewards import orms
 
     columns = columns_of(rows)
@@ -56,7 +56,8 @@ def check_rewards(
     for name in (name for name in names if name in orms):  # `rules_of_names` refuses the others
         made, subject, is_swifts = orms[name], f"reward_funcs {name}", _is_swifts(orms[name])
         try:
-            # ms-swift's own classes look for packages, and load nothing. A user's may load a model.
+            # Making ms-swift's own classes loads nothing. A user's class may load a model: only its
+            # signature is checked.
             make = made if is_swifts else inspect.signature(made).bind
             make(args=args)
         except Exception as e:
@@ -81,7 +82,7 @@ def check_rewards(
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Return the columns that reward functions get with made-up completions; {} where no row has
+    """Return the columns that reward functions get with made-up completions; {} if no row has
     messages."""
     from swift.dataset import RowPreprocessor
     from swift.rl_core.data import GRPOSample
@@ -108,7 +109,7 @@ def try_reward(
     """Call a reward function once, and check the number and the type of its values."""
     given = {"trainer_state": TrainerState(), **columns}
     try:
-        with _at_most(MAX_SECONDS):
+        with _time_limit(MAX_SECONDS):
             output = made(args=args)(list(COMPLETIONS), **given)
             if inspect.iscoroutine(output):
                 output = asyncio.run(output)
@@ -134,9 +135,9 @@ def try_reward(
 
 
 def values_fault(output: Any) -> str:
-    """Return the fault of a reward function's values, in words; "" where there is none."""
+    """Return the fault of a reward function's values, in words; "" if there is none."""
     try:
-        # As in ms-swift: None means "not judged", and a tensor holds the values.
+        # As in ms-swift: None means "no score", and a tensor holds the values.
         values = [math.nan if value is None else value for value in output]
         shape = torch.tensor(values, dtype=torch.float32).shape
     except (TypeError, ValueError, RuntimeError):
@@ -150,7 +151,7 @@ def _is_swifts(made: object) -> bool:
 
 def _needs_more(made: Callable[..., object]) -> bool:
     """Return whether a reward may need other ranks, a server's conversations, or a model."""
-    if not _is_swifts(getattr(made, "__init__", None)):  # that of `ORM` loads nothing
+    if not _is_swifts(getattr(made, "__init__", None)):  # `ORM.__init__` loads nothing
         return True
     try:
         source = inspect.getsource(made)
@@ -160,8 +161,8 @@ def _needs_more(made: Callable[..., object]) -> bool:
 
 
 @contextmanager
-def _at_most(seconds: int) -> Iterator[None]:
-    """Raise `TooSlowError` within the block after `seconds`; in the main thread alone."""
+def _time_limit(seconds: int) -> Iterator[None]:
+    """Raise `TooSlowError` within the block after `seconds`; it works in the main thread only."""
 
     def end(*_: object) -> None:
         raise TooSlowError

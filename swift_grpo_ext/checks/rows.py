@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 MAX_ROWS = 20_000  # of a larger data set, this many rows are checked, drawn at random
-MAX_CONTENT = 2**31  # bytes of images within the rows: the check ends once it has read them
-MAX_SEARCHED = 2**26  # bytes: a larger file is not searched for a row; this one takes 0.5 s
+MAX_CONTENT = 2**31  # bytes of images within the rows: the check ends once it has read this much
+MAX_SEARCHED = 2**26  # bytes: a larger file is not searched for a row; this size takes 0.5 s
 SHOWN_MEDIA = 3  # media that an error names at most
 
 # Readers of the files that are searched for a row, by suffix.
@@ -75,13 +75,13 @@ def check_rows(
     deletes_bad_rows: bool = False,
     placeholders: Collection[str] = (),
 ) -> Findings:
-    """Refuse the first row with a `row_fault`, or count such rows where ms-swift
-    `deletes_bad_rows`. Warn of a data set without media where the model `expects_media`, of marks
+    """Refuse the first row with a `row_fault`, or count such rows if ms-swift
+    `deletes_bad_rows`. Warn of a data set without media if the model `expects_media`, of marks
     without media, and of repeated prompts (docs/promises.md, G4)."""
     numbers: Sequence[int] = range(len(dataset))
     if len(numbers) > MAX_ROWS:
-        # A fixed stride could meet one kind of row alone where kinds alternate. By the fixed seed,
-        # each run draws the same rows.
+        # A fixed stride could meet only one kind of row if kinds alternate. The fixed seed makes
+        # each run draw the same rows.
         numbers = random.Random(0).sample(numbers, MAX_ROWS)
     num_bytes, has_media = 0, False
     bad: list[str] = []
@@ -123,7 +123,7 @@ def check_rows(
 
 
 def media_of(row: object) -> list[Medium]:
-    """Return a row's media; [] where ms-swift cannot read the row."""
+    """Return a row's media; [] if ms-swift cannot read the row."""
     try:
         return read_row(row).media
     except RowFormError:
@@ -161,8 +161,8 @@ def name_of(row: object) -> str:
 
 
 def place_of(row: object) -> str:
-    """Return a row's number, from 1, and its file; "" where it is not found. ms-swift notes a row's
-    file alone, and shuffles (4.6, dataset/loader.py, `_inject_dataset_routing_tag`)."""
+    """Return a row's number, from 1, and its file; "" if it is not found. ms-swift records only
+    a row's file, and shuffles rows (4.6, dataset/loader.py, `_inject_dataset_routing_tag`)."""
     columns = row if isinstance(row, Mapping) else {**getattr(row, "__dict__", {})}
     columns = {**columns, **(columns.get("extra") or {})}  # a sample's other columns
     path = Path(str(columns.get("dataset", ""))).expanduser()
@@ -174,13 +174,13 @@ def place_of(row: object) -> str:
     with suppress(ValueError), path.open(encoding="utf-8", newline="") as file:
         for number, written in enumerate(READERS[path.suffix](file), 1):
             texts = {*_texts(written)}
-            if prompt <= texts:  # several rows may; the one with the fewest other texts is it
+            if prompt <= texts:  # several rows may match: take the one with the fewest others
                 found.append((len(texts - known), number))
     return f"row {min(found)[1]} of {path}" if found else ""
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts and numbers within lists and dictionaries; a CSV file has texts alone."""
+    """Yield the texts within lists and dictionaries, and numbers as the texts of a CSV file."""
     inner = value.values() if isinstance(value, Mapping) else value
     if isinstance(value, (Mapping, list, tuple)):
         for each in inner:
@@ -191,8 +191,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 def row_fault(row: object, placeholders: Collection[str] = ()) -> str | None:
     """Return the fault of a row's prompt, or of a teacher's view of it: field, value and expected
-    form; None where there is none. `placeholders` are the tokens that stand for media inside the
-    model. `encoding_error` finds faults beyond the headers of images."""
+    form; None if there is none. `placeholders` are the model's own tokens for media.
+    `encoding_error` finds faults beyond the headers of images."""
     row = prompt_of(row)
     if fault := _view_fault(row, placeholders):
         return fault
@@ -209,7 +209,7 @@ def _view_fault(row: object, placeholders: Collection[str]) -> str | None:
     for where, text in read.texts():
         if typed := [token for token in placeholders if token in text and token not in MARKS]:
             return (
-                f"{where}: holds {typed[0]!r}, which stands for a medium inside the model; "
+                f"{where}: holds {typed[0]!r}, which is the model's own token for a medium; "
                 "expected text, with <image>, <video> or <audio> where a medium is shown"
             )
     if surplus := unmatched_marks(read, placeholders):
@@ -221,7 +221,7 @@ def _view_fault(row: object, placeholders: Collection[str]) -> str | None:
 
 
 def unmatched_marks(read: ReadRow, marks: Collection[str]) -> str:
-    """Return which of some marks are more than the media of their kind, in words; else ""."""
+    """Return a text if a kind of medium has more of these marks than media; else ""."""
     for kind in KINDS:
         given, marked = read.count(kind)
         if marked > given and f"<{kind}>" in marks:
@@ -244,11 +244,11 @@ def _medium_fault(medium: Medium) -> str | None:
 
 
 def unreadable(medium: object, *, is_image: bool = True) -> str | None:
-    """Return why a medium cannot be read; None where it can, and for URLs and for the content of
-    videos and audios, which are not read here."""
+    """Return why a medium cannot be read; None if it can. URLs, and the content of videos and
+    audios, are not read here."""
     try:
         content = media_content(medium)
-        if isinstance(content, Path) and not content.is_file():  # a pipe would be waited for
+        if isinstance(content, Path) and not content.is_file():  # a pipe would block
             return "is not a file" if content.exists() else "does not exist"
         if is_image and content is not None:
             Image.open(content).close()  # reads the header, and no pixel
@@ -293,9 +293,9 @@ class RowError(ValueError):
 def encoding_error(
     template: Template, row: Row, max_tokens: int | None = None, *, strip_response: bool = True
 ) -> str | None:
-    """Return why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it; None
-    where it can. `max_tokens` is the engine's limit for prompt and completion together. With
-    `strip_response` the row's own answer is left out, which a sampled one replaces."""
+    """Return why a row's prompt cannot be encoded, by the rules of `--truncation_strategy delete`;
+    None if it can. `max_tokens` is the engine's limit for prompt and completion together.
+    `strip_response` leaves out the row's own answer, which a sampled one replaces."""
     import torch
     from swift.utils import remove_response
 
@@ -348,7 +348,7 @@ def encoding_fault(row: object, error: Exception) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's type and text; the line that raised it where it has no text."""
+    """Return an error's type and text; without a text, the line that raised it."""
     text = re.sub(r" (object )?at 0x[0-9a-fA-F]+", "", str(error))  # addresses in memory
     if not text:
         *_, last = traceback.extract_tb(error.__traceback__)

@@ -33,16 +33,16 @@ SERVER_FLAGS = (
     *("rollout_mismatch", "rollout_seed_mode", "rollout_timeout", "tool_timeout"),
     *("sample_log", "sample_log_gb"),
 )
-# ms-swift's engine settings that a training's own engine is not given (4.6, rlhf_trainers/
-# rollout_mixin.py:502-530): `swift rollout` reads them, `swift rlhf` never does.
+# Engine settings that only `swift rollout` reads: ms-swift 4.6 does not pass them to a training's
+# own engine (rlhf_trainers/rollout_mixin.py:502-530).
 ENGINE_FLAGS_OF_SERVERS = (
     *("vllm_data_parallel_size", "vllm_pipeline_parallel_size", "vllm_enable_expert_parallel"),
     *("vllm_disable_custom_all_reduce", "vllm_quantization", "vllm_speculative_config"),
     *("vllm_max_lora_rank", "vllm_use_async_engine"),
 )
-# Beginnings of the `vllm_` flags that a training with servers reads.
+# Prefixes of the `vllm_` flags that a training with servers reads.
 WITH_SERVERS = ("vllm_mode", "vllm_server", "vllm_enable_lora")
-# Tuners with adapters that vLLM takes merged into its weights alone.
+# Tuners with adapters that vLLM only takes merged into its weights.
 MERGED_TUNERS = ("adalora", "boft", "bone", "fourierft", "ia3", "vera")
 
 
@@ -53,7 +53,7 @@ def rule(
     remedy: str = "Leave it out.",
     level: Level = "error",
 ) -> Findings:
-    """Yield a finding where a rule is broken."""
+    """Yield a finding if a rule is broken."""
     if is_broken:
         yield Finding(level, setting, text, remedy)
 
@@ -62,7 +62,7 @@ advice = partial(rule, level="warning")
 
 
 def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
-    """Check the arguments of one side; `given` are the names of the flags that were typed."""
+    """Check the arguments of one side; `given` has the names of the flags that the user gave."""
     rules = [rules_of_both(args), rules_without_accelerator(args)]
     if not serves(args):
         rules += [rules_of_training(args), rules_of_router_replay(args), rules_of_determinism(args)]
@@ -91,9 +91,9 @@ def rules_without_accelerator(args: Arguments) -> Findings:
     if has_accelerator():
         return
     has_engine = serves(args) or (args.use_vllm and args.vllm_mode == "colocate")
-    # accelerate 1.15 (state.py) shards over devices alone. On CPU `--fsdp` trains whole copies, and
-    # a reference model has empty weights on all ranks but the first. The variable is for those who
-    # have changed accelerate.
+    # accelerate 1.15 (state.py) shards over accelerators only. On CPU `--fsdp` trains whole copies,
+    # and a reference model has empty weights on all ranks but the first. Users who have changed
+    # accelerate set the variable.
     shards = () if "ACCELERATE_TORCH_DEVICE" in os.environ else ("deepspeed", "fsdp")
     for name in (*shards, *(("sleep_level",) if has_engine else ())):
         value = getattr(args, name, None)
@@ -106,7 +106,7 @@ def rules_of_training(args: RLHFArguments) -> Findings:
     remedy = "Choose another, such as lora."
     yield from rule(f"tuner_type {args.tuner_type}", is_unmerged, text, remedy)
     resumed = args.resume_from_checkpoint
-    # --resume_only_model reads weights alone, perhaps of another program.
+    # --resume_only_model reads only weights, which another program may have written.
     if resumed and not args.resume_only_model:
         last = last_whole(Path(resumed).parent)
         yield from rule(
@@ -177,7 +177,7 @@ def rules_of_router_replay(args: RLHFArguments) -> Findings:
 
 
 def rules_of_adapters(args: Arguments, apart: bool) -> Findings:
-    """Check adapters that engines hold apart from their weights, which is `--vllm_enable_lora` of
+    """Check adapters that engines hold apart from their weights; `apart` is `--vllm_enable_lora` of
     the side with the engines."""
     is_served = not serves(args) and args.vllm_mode == "server"
     has_lora = serves(args) or (args.tuner_type == "lora" and args.use_vllm)
@@ -195,7 +195,7 @@ def rules_of_adapters(args: Arguments, apart: bool) -> Findings:
     if serves(args):
         return
     remedy = f"Leave it out, or leave out --vllm_enable_lora, {merged}"
-    text = "does not go with --vllm_enable_lora true: vLLM takes two matrices a layer alone."
+    text = "does not go with --vllm_enable_lora true: vLLM only takes two matrices a layer."
     is_other = args.tuner_type in MERGED_TUNERS
     yield from rule(f"tuner_type {args.tuner_type}", is_other, text, remedy)
     refusal = refusal_of_vllm(args)
@@ -203,15 +203,15 @@ def rules_of_adapters(args: Arguments, apart: bool) -> Findings:
 
 
 def refusal_of_vllm(args: RLHFArguments) -> str:
-    """Return why vLLM would refuse a LoRA adapter, minutes later; "" where it takes the adapter."""
+    """Return why vLLM would refuse a LoRA adapter, minutes later; "" if it takes the adapter."""
     from vllm.lora.peft_helper import PEFTHelper
 
-    # An adapter that is trained on keeps its own settings, against the flags.
+    # An adapter that is trained further keeps its own settings, and ignores the flags.
     folder = args.resume_from_checkpoint or next(iter(args.adapters), "")
     file = Path(folder).expanduser() / "adapter_config.json"
     if file.is_file():
         config, where = json.loads(file.read_bytes()), f" of {folder}"
-    elif args.tuner_type == "lora":  # others, `lora_llm` too, read none of these
+    elif args.tuner_type == "lora":  # other tuners, `lora_llm` too, ignore these
         init = {"lora-ga": "lora_ga"}.get(args.init_weights, args.init_weights)
         config = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "target_modules": []}
         config |= {"bias": args.lora_bias, "use_dora": args.use_dora, "init_lora_weights": init}
@@ -250,7 +250,7 @@ def rules_of_names(args: Arguments) -> Findings:
 
 
 def rules_of_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
-    """Warn of flags that have no effect: names, whether they are idle, and why."""
+    """Warn of flags without effect. A row has the names, whether they have none, and the reason."""
     is_server, engine_flags = serves(args), [*ENGINE_FLAGS_OF_SERVERS]
     if not is_server and args.vllm_mode == "server":
         engines = [name for name in given if name.startswith(("vllm_", "sleep_level"))]
@@ -271,11 +271,12 @@ def rules_of_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
 def rules_of_model(args: Arguments) -> Findings:
     # `logit_bias` keeps vLLM from sampling media placeholders. vLLM 0.32 refuses it beside a
     # speculation (sampling_params.py, line 1190): the first request would end the run.
-    engine, sees = json_parse_to_dict(args.vllm_engine_kwargs), args.model_meta.is_multimodal
+    engine = json_parse_to_dict(args.vllm_engine_kwargs)
+    is_multimodal = args.model_meta.is_multimodal
     config = engine.get("speculative_config") or (serves(args) and args.vllm_speculative_config)
     text = "does not go with a multimodal model: vLLM 0.32 then refuses `logit_bias`."
     remedy = "Leave it out (also of --vllm_engine_kwargs)."
-    yield from rule(f"vllm_speculative_config {config}", config and sees, text, remedy)
+    yield from rule(f"vllm_speculative_config {config}", config and is_multimodal, text, remedy)
     if args.new_special_tokens and (serves(args) or args.use_vllm):
         yield from rule_of_new_tokens(args)
     if serves(args):
@@ -286,7 +287,7 @@ def rules_of_model(args: Arguments) -> Findings:
 
 
 def rule_of_new_tokens(args: Arguments) -> Findings:
-    """Refuse new tokens without a row in the embedding on the disk, which vLLM loads (ms-swift 4.6,
+    """Refuse new tokens without a row in the saved embedding, which vLLM loads (ms-swift 4.6,
     `_get_hf_config_overrides`): updates would fail, or the tokens would never be sampled."""
     from transformers import AutoConfig, AutoTokenizer
 

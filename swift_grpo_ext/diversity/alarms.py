@@ -48,7 +48,7 @@ def describe_cause(record: DiversityRow, language: int) -> str:
 
 
 def describe_collision(collision: dict[str, Any], language: int) -> str:
-    """Return which samples share which prefix (an entry of `DiversityRow.collisions`)."""
+    """Return a sentence about samples that share a prefix (of `DiversityRow.collisions`)."""
     earlier = collision["earlier"][-1:]
     return read_words()[f"collision_{collision['kind']}"][language].format(
         samples=_name(collision["samples"], collision["num_samples"], language),
@@ -60,7 +60,7 @@ def describe_collision(collision: dict[str, Any], language: int) -> str:
 
 
 def _name(origins: Sequence[dict[str, Any]], num_origins: int, language: int) -> str:
-    """Name samples by group, rank, replica and seed, as far as the last two are known."""
+    """Return samples by group, rank, replica and seed, as far as the last two are known."""
     words, named = read_words(), []
     for origin in origins[:MAX_NAMED_ORIGINS]:
         sample_id, replica, seed = origin["sample_id"], origin["replica"], origin["seed"]

@@ -3,9 +3,9 @@
 The verdict on a round:
 
 - `broken`: samples share prefixes that independent noise would not give them (`collision`).
-- `collapse`: the noise is sound as far as the test can see, and yet the policy gives one
-  completion: the same to nearly all prompts (`common_mode`), or to each prompt its own
-  (`copied_ratio`). Solved prompts look like the second: a round with `SOLVED` of them is healthy.
+- `collapse`: the test finds no shared noise, and yet the policy gives one completion: the same for
+  nearly all prompts (`common_mode`), or one for each prompt (`copied_ratio`). Solved prompts look
+  like the latter: a round with a share of `SOLVED` is healthy.
 - `unknown`: the round looks collapsed, and the noise could not be tested.
 - `healthy`: anything else, duplicates included.
 """
@@ -36,24 +36,24 @@ from swift_grpo_ext.diversity.metrics import (
 )
 from swift_grpo_ext.record.tables import DiversityRow, SampleRow
 
-# From these values on a round looks collapsed: `common_mode` if half of the samples are copies too,
-# `copied_ratio` unless its prompts are solved.
+# A round looks collapsed if its `common_mode` has this value and half of its samples are copies, or
+# if its `copied_ratio` has this value and its prompts are not solved.
 COMMON_MODE = 0.9
 COPIED = 0.98
-# The share of solved groups from which on one completion for each prompt is success: a short answer
-# has one right form. One completion for nearly all prompts is no success.
+# With this share of solved groups, one completion for each prompt is success: a short answer has
+# one right form. One completion for nearly all prompts never is.
 SOLVED = 0.5
-# Collapsed rounds in a row that make an alarm: one round of easy prompts can look collapsed. Broken
-# randomness is an alarm at once: its p-value says how odd one round is.
+# An alarm needs this many collapsed rounds in a row: one round of easy prompts can look collapsed.
+# Broken randomness is an alarm at once: its p-value holds for a single round.
 PATIENCE = 3
 MAX_WORST_GROUPS = 4
 MAX_ORIGINS = 8  # samples of one collision that the record names
-ALARM_P = 1e-6  # the probability, at most, of calling a round of independent samples broken
+ALARM_P = 1e-6  # bounds the probability that a round of independent samples is called broken
 
 
 class RoundAnalyzer:
     """Analyzes rounds in the order of the run. With `is_greedy`, equal completions are right.
-    `seed_mode` (`--rollout_seed_mode`) decides what an alarm advises."""
+    `seed_mode` (`--rollout_seed_mode`) selects the remedy that an alarm names."""
 
     def __init__(self, *, is_greedy: bool, seed_mode: str) -> None:
         self._is_greedy = is_greedy
@@ -64,7 +64,7 @@ class RoundAnalyzer:
     def analyze(
         self, samples: Sequence[SampleRow], scores: Scores | None = None
     ) -> list[DiversityRow]:
-        """Return a row for each round that has some of the samples, which come in any order."""
+        """Return a row for each round of the samples, which may have any order."""
         groups = group_samples(samples)
         by_round = groupby(groups, key=lambda group: group[0].sample_id.round)
         return [self._analyze_round(list(found), scores or {}) for _, found in by_round]
@@ -77,7 +77,7 @@ class RoundAnalyzer:
             test = collision_test(samples, self._memory)
             self._memory.remember(samples)  # after the test: samples would collide with themselves
         metrics = {**round_metrics(groups), **outcome_metrics(groups, scores)}
-        verdict = judge(test, metrics)
+        verdict = verdict_of(test, metrics)
         record = DiversityRow(
             round=round_,
             num_samples=len(samples),
@@ -117,7 +117,7 @@ def _describe(collision: Collision) -> dict[str, Any]:
     }
 
 
-def judge(test: CollisionTest, metrics: Mapping[str, float]) -> str:
+def verdict_of(test: CollisionTest, metrics: Mapping[str, float]) -> str:
     """Return the verdict on a round (see the module)."""
     if test.log2_p < math.log2(ALARM_P):
         return "broken"

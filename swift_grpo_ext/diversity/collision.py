@@ -21,21 +21,21 @@ R rounds of independent samples give at most R times the alarm level of alarms.
   1 / (2 e (e - 1)); the shares add up to 1. With remembered completions each of the two families
   gets half. For pairs alone, p = 4 x (number of pairs) x 2^-b: 34 bits in a round of 128 groups of
   8 are an alarm at 1e-6.
-- Half of it: *many sets, none improbable alone*, as when a whole round is frozen and each sample
-  has 10 bits. Compare each sample, in the order of their ids, with the D different completions of
-  its prompt that came before, remembered ones included: p_i = min(1, D x 2^-b_i) is a p-value
-  whatever came before, so Fisher's method (1932) combines them as if they were independent.
+- The other half: *many sets, none improbable alone*, as when a whole round is frozen and each
+  sample has 10 bits. Compare each sample, in the order of their ids, with the D different
+  completions of its prompt that came before, remembered ones included: p_i = min(1, D x 2^-b_i) is
+  a p-value given all that came before, so Fisher's method (1932) may combine them.
 
-**Which log-probabilities.** Those of q: ms-swift 4.6 starts vLLM with `processed_logprobs`
-(rlhf_trainers/rollout_mixin.py), which come after temperature, top-k, top-p, mask and penalties.
-Where samples disagree about the surprisal of a prefix that they share (kernels that depend on the
-batch; replicas with other weights), the least counts.
+**Which log-probabilities.** The test needs those of q. ms-swift 4.6 starts vLLM with
+`processed_logprobs` (rlhf_trainers/rollout_mixin.py), which come after temperature, top-k, top-p,
+mask and penalties. If samples disagree about the surprisal of a prefix that they share (kernels
+that depend on the batch; replicas with other weights), the least counts.
 
-**What it cannot see.** Greedy decoding, where equal completions are right. Completions without
-log-probabilities (`--use_vllm false`): they are counted, not tested. Completions that are nearly
-certain: 8 samples of 3 bits look alike anyway (scripts/bench/results/diversity.md). Noise shared
-between different prompts, or only after the completions have parted. Where a scheduler branches one
-completion into several on purpose, the test calls it shared noise.
+**What it cannot see.** With greedy decoding, equal completions are right. Completions without
+log-probabilities (`--use_vllm false`) are counted, not tested. Nearly certain completions prove
+nothing: 8 samples of 3 bits look alike anyway (scripts/bench/results/diversity.md). The test misses
+noise that different prompts share, and noise that is shared only after the completions differ. If a
+scheduler branches one completion into several on purpose, the test reports shared noise.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from swift_grpo_ext.sampling.seeding import SampleId
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
 
-MAX_PREFIX_TOKENS = 4096  # compared of a completion; the rest could only hide coincidences
-MAX_COLLISIONS = 16  # kept of a round, the most improbable
+MAX_PREFIX_TOKENS = 4096  # compared of a completion; the rest could only add coincidences
+MAX_COLLISIONS = 16  # that a round keeps: the most improbable ones
 MAX_BYTES = 64 * 2**20  # for earlier rounds: 13,000 samples with beginnings of 1,000 tokens
 BYTES_OF_SAMPLE = 1000  # of a remembered sample beside its tokens
 MAX_PER_PROMPT = 64  # samples that are remembered
@@ -71,7 +71,7 @@ Kind = Literal["shared", "frozen"]
 
 def known_logprobs(row: SampleRow) -> Floats | None:
     """Return log-probabilities, [tokens] float32, NaN where unknown; None if all are unknown or
-    their number is not that of the tokens."""
+    their number differs from that of the tokens."""
     if row.logprobs is None or len(row.logprobs) != len(row.token_ids):
         return None
     logprobs = np.asarray(row.logprobs, np.float32)  # None becomes NaN
@@ -104,11 +104,11 @@ class Collision:
 class CollisionTest:
     """The test's result for one round."""
 
-    log2_p: float = 0.0  # of its most improbable collision, or of all together where that is less
-    # The most improbable first; none has samples that are all in another.
+    log2_p: float = 0.0  # of the most improbable collision, or of all together if that is less
+    # The most improbable first; no collision has only samples of another one.
     collisions: list[Collision] = field(default_factory=list)
     num_pairs: int = 0  # of samples of one prompt in the round
-    num_earlier_pairs: int = 0  # of a sample and one of an earlier round
+    num_earlier_pairs: int = 0  # of a sample and a remembered one
     num_untested: int = 0  # samples without log-probabilities
     max_bits: float = 0.0  # of the least probable prefix that two samples of the round share
 
@@ -116,7 +116,7 @@ class CollisionTest:
 def collision_test(
     samples: Sequence[SampleRow], memory: PromptMemory | None = None
 ) -> CollisionTest:
-    """Compare the samples of one round that have the same prompt, in one group or in several, with
+    """Test the samples of one round. Samples of one prompt, in any of its groups, are compared with
     each other and with `memory`, which does not change."""
     by_prompt: dict[str, list[SampleRow]] = {}
     for sample in sorted(samples, key=lambda s: s.sample_id):
@@ -133,7 +133,7 @@ def collision_test(
     fisher_log2_p = log2_fisher([p for prompt in prompts for p in prompt.sample_log2_ps()]) + 1
     named: dict[frozenset[SampleId], Collision] = {}
     for collision in collisions:
-        # Improbable ones are named, or all where only all together are improbable.
+        # Keep improbable collisions; if only all together are improbable, keep all.
         is_evidence = collision.log2_p < 0 or (log2_p == 0 and fisher_log2_p < 0)
         if not is_evidence or len(named) == MAX_COLLISIONS:
             break
@@ -151,8 +151,8 @@ def collision_test(
 
 
 class PromptMemory:
-    """Beginnings of completions of earlier rounds, kept by prompt to detect frozen noise; the
-    prompts that were used least recently go first."""
+    """Keeps the beginnings of earlier rounds' completions by prompt, to detect frozen noise.
+    Prompts that were used least recently are dropped first."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._prompts: LRUCache[str, list[SampleRow]] = LRUCache(
@@ -179,8 +179,8 @@ class PromptMemory:
 
 
 class Correction:
-    """The weighted Bonferroni correction, from each prompt's number of samples, and of remembered
-    samples."""
+    """The weighted Bonferroni correction. `sizes` has the number of samples of each prompt, and the
+    number of its remembered samples."""
 
     def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
         self._sizes = Counter(sizes)
@@ -221,8 +221,8 @@ class _PromptSamples:
             if not len(new):
                 continue
             least = min(float(self._bits[i][prefix.length]) for i in new)
-            # One coincidence, or all of them: with groups of one size log2 p is concave in their
-            # number, as binomials are, so that its least value is at one end.
+            # Try one coincidence, and all of them: with groups of one size log2 p is concave in
+            # their number, as binomials are, so its minimum is at one end.
             sizes: list[tuple[Kind, int]] = [("frozen", e) for e in {1, len(new)} if len(old)]
             sizes += [("shared", e) for e in {1, len(new) - 1} if len(new) > 1]
             log2_p, kind = min((correction.log2_p(e, least, kind), kind) for kind, e in sizes)
@@ -236,7 +236,7 @@ class _PromptSamples:
             )
 
     def sample_log2_ps(self) -> list[float]:
-        """Return log2 of p_i (see the module) of each sample that others came before."""
+        """Return log2 of p_i (see the module) of each sample that has earlier ones."""
         shared = np.zeros(len(self.samples), np.int64)
         for prefix in self._prefixes:  # longer ones, which are inner, come first
             new = np.sort(prefix.members[prefix.members < len(self.samples)])
@@ -254,9 +254,10 @@ class _PromptSamples:
 
 
 def log2_fisher(log2_ps: Sequence[float]) -> float:
-    """Combine n p-values, each valid whatever those before it are (Fisher 1932), as the probability
-    that a Poisson variable of mean -(sum of ln p) is below n: P(chi-squared with 2 n degrees of
-    freedom >= -2 x sum of ln p), summed in logarithms, since no float holds the tail."""
+    """Return log2 of Fisher's combination (1932) of n p-values, each valid given those before it.
+    It is the probability that a Poisson variable of mean -(sum of ln p) is below n, or
+    P(chi-squared with 2 n degrees of freedom >= -2 x sum of ln p). No float holds its tail: sum in
+    logarithms."""
     mean = -log(2) * sum(log2_ps)
     if mean <= len(log2_ps):
         return 0.0
@@ -267,7 +268,7 @@ def log2_fisher(log2_ps: Sequence[float]) -> float:
 
 
 def format_p(log10_p: float) -> str:
-    """Write 10^log10_p as `3.2e-8`, also where a float cannot hold it."""
+    """Write 10^log10_p as `3.2e-8`, also if a float cannot hold it."""
     return f"{Decimal(10) ** Decimal(log10_p):.2g}"
 
 
@@ -275,7 +276,7 @@ def format_p(log10_p: float) -> str:
 
 
 class SharedPrefix(NamedTuple):
-    """All sequences, two or more, that begin with a prefix; no longer one is common to all."""
+    """A prefix, and all sequences (two or more) that begin with it; they share no longer one."""
 
     members: Ints  # indices of the sequences
     length: int  # of the prefix in tokens, 1 or more

@@ -1,12 +1,12 @@
-"""How much the samples of a group differ, and how much the correct ones do. Pure.
+"""Measures how much the samples of a group differ, and how much the correct ones differ. Pure.
 
 A metric of a round is the mean over its groups, unless its docstring says otherwise. Metrics that
-compare samples leave out groups of one sample, and are missing where no other group is left.
+compare samples leave out groups of one sample, and are missing if no other group is left.
 
 **Bounded cost.** Distinct-n, edit similarity, Self-BLEU and Vendi compare completions token by
 token. They read groups, evenly spaced over the round, of about `MAX_COMPARED_SAMPLES` samples in
 all, the first `MAX_GROUP_SAMPLES` of each group, and the first `MAX_TOKENS` tokens of each sample.
-Edit similarity takes at most `MAX_PAIRS` pairs. None are chosen by chance.
+Edit similarity takes at most `MAX_PAIRS` pairs. Nothing is chosen at random.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from swift_grpo_ext.sampling.seeding import SampleId
 # one; with format rewards beside them, a right answer's sum is at least as high.
 CORRECT_REWARD = 1.0
 
-# 10,240 samples of 1,000 tokens take 0.5 CPU-seconds so (scripts/bench/results/diversity.md).
+# With these bounds, 10,240 samples of 1,000 tokens take 0.5 CPU-seconds
+# (scripts/bench/results/diversity.md).
 MAX_COMPARED_SAMPLES = 1024
 MAX_GROUP_SAMPLES = 128
 MAX_TOKENS = 512
 MAX_PAIRS = 4096
-MIN_PROMPTS = 4  # of `common_mode`: two or three may well have one right answer
+MIN_PROMPTS = 4  # of `common_mode`: two or three may well share one right answer
 BLEU_ORDER = 4
 
 Group = Sequence[SampleRow]  # the samples of one prompt's occurrence in a round
@@ -87,9 +88,9 @@ def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]
     last turn's text and tokens. Samples without a score are left out.
 
     - `pass_at_1`, `pass_at_2`, `pass_at_4` ...: the chance that one of k samples is correct.
-    - `equal_rewards`: the share of groups with one and the same reward, from which GRPO learns
-      nothing. Groups of one sample do not count.
-    - `solved`: the share of groups with equal rewards whose samples are all correct.
+    - `equal_rewards`: the share of groups with equal rewards, from which GRPO learns nothing.
+      Groups of one sample do not count.
+    - `solved`: the share of groups with equal rewards in which all samples are correct.
     - `correct_answers`, `correct_vendi`: `distinct_answers` and `vendi_score` of the correct
       samples of a group. Groups without a correct sample do not count; one correct sample counts 1.
     """
@@ -125,7 +126,7 @@ def mean(values: Iterable[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-# --- whole completions; `completions` are each group's different ones as bytes, with their counts
+# --- whole completions; `completions` counts each group's different ones, as bytes
 
 
 def token_bytes(sample: SampleRow) -> bytes:
@@ -134,30 +135,31 @@ def token_bytes(sample: SampleRow) -> bytes:
 
 
 def unique_ratio(completions: Sequence[Counter[bytes]]) -> float:
-    """Different completions per sample of the round, by token ids. 1/G (all equal) to 1: higher is
-    more diverse. Source: the "unique" fraction of Holtzman et al. 2020 (The Curious Case of Neural
-    Text Degeneration), on completions."""
+    """Return the different completions per sample of the round, by token ids. 1/G (all equal) to 1:
+    higher is more diverse. Source: the "unique" fraction of Holtzman et al. 2020 (The Curious Case
+    of Neural Text Degeneration), on completions."""
     return sum(map(len, completions)) / sum(group.total() for group in completions)
 
 
 def groups_with_duplicates(completions: Sequence[Counter[bytes]]) -> float | None:
-    """Share of groups with two equal completions; groups of one sample do not count. 0 to 1: lower
-    is more diverse. Source: this project."""
+    """Return the share of groups with two equal completions; groups of one sample do not count. 0
+    to 1: lower is more diverse. Source: this project."""
     return mean(float(len(group) < group.total()) for group in completions if group.total() > 1)
 
 
 def copied_ratio(completions: Sequence[Counter[bytes]]) -> float:
-    """Samples that repeat another of their group, per sample that could: sum of (G - distinct) /
-    sum of (G - 1). 0 (all differ) to 1 (each group is one completion), 0 without groups of several.
-    Source: this project; `unique_ratio` freed of G."""
+    """Return the share of samples that repeat another of their group, among those that could: sum
+    of (G - distinct) / sum of (G - 1). 0 (all differ) to 1 (each group is one completion); 0 if all
+    groups have one sample. Source: this project; it is `unique_ratio` without its dependence on G.
+    """
     could = sum(group.total() - 1 for group in completions)
     return sum(group.total() - len(group) for group in completions) / could if could else 0.0
 
 
 def common_mode(groups: Sequence[Group], completions: Sequence[Counter[bytes]]) -> float:
-    """Share of prompts that have the same most frequent completion, which comes twice or more. 0 to
-    1: lower is more diverse; at 1 the policy ignores its prompt. The first group of a prompt
-    counts; 0 for fewer than `MIN_PROMPTS` prompts. Source: this project."""
+    """Return the share of prompts with the same most frequent completion, which occurs twice or
+    more. 0 to 1: lower is more diverse; at 1 the policy ignores its prompt. The first group of a
+    prompt counts; 0 for fewer than `MIN_PROMPTS` prompts. Source: this project."""
     by_prompt: dict[str, Counter[bytes]] = {}
     for group, counter in zip(groups, completions, strict=True):
         by_prompt.setdefault(group[0].fingerprint, counter)
@@ -169,8 +171,8 @@ def common_mode(groups: Sequence[Group], completions: Sequence[Counter[bytes]]) 
 
 
 def distinct_answers(group: Group) -> float:
-    """Different answers (`extract_answer`) in a group. 1 to G: higher is more diverse. Source: the
-    answer clusters of Wang et al. 2023 (Self-Consistency)."""
+    """Return the number of different answers (`extract_answer`) in a group. 1 to G: higher is more
+    diverse. Source: the answer clusters of Wang et al. 2023 (Self-Consistency)."""
     return float(len({extract_answer(sample.text) for sample in group}))
 
 
@@ -190,22 +192,23 @@ def extract_answer(text: str) -> str:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k), if c of n are.
-    Unbiased for n independent samples, n >= k. Source: Chen et al. 2021 (Evaluating Large Language
-    Models Trained on Code), equation 1, as the product that they compute."""
+    """Return the probability that one of k samples is correct, if c of n are: 1 - C(n - c, k) /
+    C(n, k). Unbiased for n independent samples, n >= k. Source: Chen et al. 2021 (Evaluating Large
+    Language Models Trained on Code), equation 1, as the product that they compute."""
     return float(1 - np.prod(1 - k / np.arange(n - c + 1, n + 1))) if n - c >= k else 1.0
 
 
 def length_spread(group: Group) -> float:
-    """Population standard deviation of the lengths in a group, in tokens. 0 upward: higher is more
-    diverse."""
+    """Return the population standard deviation of the lengths in a group, in tokens. 0 upward:
+    higher is more diverse."""
     return float(np.std([len(sample.token_ids) for sample in group]))
 
 
 def surprisal(groups: Sequence[Group]) -> float | None:
-    """Mean of -ln q(token) over all sampled tokens of the round, in nats, which estimates the
-    entropy per token of q, the distribution that they were sampled from (Shannon 1948). 0 upward:
-    higher is more diverse. Unknown log-probabilities do not count; None where all are unknown."""
+    """Return the mean of -ln q(token) over all sampled tokens of the round, in nats. It estimates
+    the entropy per token of q, the distribution that they were sampled from (Shannon 1948). 0
+    upward: higher is more diverse. Unknown log-probabilities do not count; None if all are unknown.
+    """
     logprobs = [known_logprobs(sample) for group in groups for sample in group]
     flat = np.concatenate([np.zeros(0, np.float32), *(lp for lp in logprobs if lp is not None)])
     flat = flat[np.isfinite(flat)]
@@ -230,9 +233,9 @@ def evenly_spaced(items: Sequence[T], limit: int) -> list[T]:
 
 
 def edit_similarity(tokens: Sequence[Ints], max_pairs: int) -> float:
-    """Mean over pairs of a group of 1 - Levenshtein(a, b) / max(|a|, |b|), on token ids; 1 for two
-    empty completions. 0 (nothing in common) to 1 (all equal): lower is more diverse. Source:
-    Levenshtein 1966, normalized as in rapidfuzz."""
+    """Return 1 - Levenshtein(a, b) / max(|a|, |b|) on token ids, the mean over pairs of a group; 1
+    for two empty completions. 0 (nothing in common) to 1 (all equal): lower is more diverse.
+    Source: Levenshtein 1966, normalized as in rapidfuzz."""
     pairs = evenly_spaced(list(combinations([ids.tolist() for ids in tokens], 2)), max_pairs)
     left, right = zip(*pairs, strict=True)
     # One worker: the training needs the other cores.
@@ -258,15 +261,15 @@ def ngram_counts(tokens: Sequence[Ints]) -> Iterator[sparse.csc_array]:
 
 
 def distinct_ngrams(counts: sparse.csc_array) -> float:
-    """distinct-n: different n-grams of a group / n-grams of the group. Above 0 to 1: higher is more
-    diverse; falls with length. Groups without any n-gram do not count. Source: Li et al. 2016 (A
-    Diversity-Promoting Objective Function), over a group's samples."""
+    """Return distinct-n: different n-grams of a group / n-grams of the group. Above 0 to 1: higher
+    is more diverse; falls with length. Groups without any n-gram do not count. Source: Li et al.
+    2016 (A Diversity-Promoting Objective Function), over a group's samples."""
     return float(counts.shape[1] / counts.sum())
 
 
 def self_bleu(counts: Sequence[sparse.csc_array]) -> Iterator[float]:
-    """Self-BLEU: BLEU-4 of each sample with the rest of its group as references, on token ids; a
-    round's is the mean over samples. 0 to 1: lower is more diverse. Source: Zhu et al. 2018
+    """Yield Self-BLEU: BLEU-4 of each sample with the rest of its group as references, on token
+    ids. A round has the mean over samples. 0 to 1: lower is more diverse. Source: Zhu et al. 2018
     (Texygen); BLEU as sacrebleu's `sentence_score` computes it (exponential smoothing, effective
     order; closest reference length), over 1."""
     matches = np.stack([clipped_matches(c) for c in counts], axis=1)
@@ -280,13 +283,13 @@ def self_bleu(counts: Sequence[sparse.csc_array]) -> Iterator[float]:
             sys_len=length,
             ref_len=min(others, key=lambda other: (abs(other - length), other)),
             smooth_method="exp",
-            effective_order=True,  # of samples with fewer than 4 tokens
+            effective_order=True,  # for samples with fewer than 4 tokens
         ).score / 100  # fmt: skip
 
 
 def clipped_matches(counts: sparse.csc_array) -> Ints:
-    """Number of each sample's n-grams that another of its group has too, [samples]: BLEU's clipped
-    count with the rest of the group as references (Papineni et al. 2002)."""
+    """Return the number of each sample's n-grams that another one has too, [samples]: BLEU's
+    clipped count with the rest of the group as references (Papineni et al. 2002)."""
     # The most that a sample has of each n-gram, a column, and the most that any other one has.
     sizes = np.diff(counts.indptr)
     column = np.repeat(np.arange(len(sizes)), sizes)
@@ -299,14 +302,14 @@ def clipped_matches(counts: sparse.csc_array) -> Ints:
 
 
 def vendi_score(counts: Sequence[sparse.csc_array]) -> float:
-    """Vendi score, the effective number of different samples of a group: exp(-sum of x ln x) over
-    the eigenvalues x of K / G. K[i, j] is the cosine similarity of the samples' n-gram counts,
-    averaged over n = 1 and 2; samples without n-grams are alike. 1 (all equal) to G (nothing in
-    common): higher is more diverse. Source: Friedman and Dieng 2023 (The Vendi Score), with the
-    n-gram kernel that they use on text."""
+    """Return the Vendi score, the effective number of different samples of a group: exp(-sum of x
+    ln x) over the eigenvalues x of K / G. K[i, j] is the cosine similarity of the samples' n-gram
+    counts, averaged over n = 1 and 2; samples without n-grams are alike. 1 (all equal) to G
+    (nothing in common): higher is more diverse. Source: Friedman and Dieng 2023 (The Vendi Score),
+    with the n-gram kernel that they use on text."""
     kernels = []
-    for of_order in counts[:2]:
-        products = (of_order @ of_order.T).toarray()
+    for ngrams in counts[:2]:
+        products = (ngrams @ ngrams.T).toarray()
         is_empty = products.diagonal() == 0  # shorter than the n-grams
         products += np.outer(is_empty, is_empty)
         norms = np.sqrt(products.diagonal())

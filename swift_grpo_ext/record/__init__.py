@@ -1,1 +1,1 @@
-"""The run's record: every completion once, and how it scored. Imports no torch or ms-swift."""
+"""The run's record: every completion once, with its score. Imports no torch or ms-swift."""

@@ -1,20 +1,19 @@
-"""Writes the tables of a run's record as Parquet, a file for each round of each table.
+"""Writes a run's record as Parquet: one file for each round of each table.
 
     RUN_DIR/samples/session-0000-step-000000-file-000017-train-000017-00.parquet
     RUN_DIR/samples/session-0000-step-000000-files-000000-000016.parquet
 
-A session is a start of the trainer, from the checkpoint of a step. Its rank 0 writes. A file gets
-its name once it is whole and on disk, and never changes afterwards.
+A session is one start of the trainer, at step 0 or from a checkpoint. Rank 0 writes its files. A
+file gets its name once it is whole and on disk, and never changes afterwards.
 
-A query opens every file (0.4 CPU-ms each), so small files that follow one another are merged. The
-merged file has the first and the last number in its name. The small ones are removed once it is on
-disk. Where a process dies between, `record_files` leaves them out, and the next session removes
-them.
+A query opens every file (0.4 CPU-ms each), so consecutive small files are merged. The merged
+file has the first and the last number in its name. The small files are removed once it is on disk.
+If a process dies in between, `record_files` leaves them out, and the next session removes them.
 
 A session gets its number by creating `samples/.session-0000.lock`, and locks that file until its
 process ends, so that a second training is refused. The kernel unlocks the file of a process that
-was killed. On a disk without locks, two trainings in one folder still differ in their numbers, and
-so in the names of their files.
+was killed. On a disk without locks, two trainings in one folder still get different session
+numbers, and so different names of files.
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FILES = 64  # merged into one: a run of 20,000 rounds keeps 313 files of each table
-FILE_BYTES = 64 << 20  # fewer files are merged if they have these bytes
-# A file of an eighth of `FILE_BYTES` is not merged: that compresses its rows once more (1.7
-# CPU-seconds for 10 million tokens, which take 40 MB).
+FILE_BYTES = 64 << 20  # fewer files are merged if they have this size
+# A file of 1 / `LARGE` of `FILE_BYTES` or more is not merged: a merge compresses its rows again
+# (1.7 CPU-seconds for 10 million tokens, which take 40 MB).
 LARGE = 8
-PARTS = 8  # files that a bounded record keeps at least, so that its oldest go one by one
+PARTS = 8  # a bounded record keeps this many files or more, so that its oldest go one by one
 ZSTD_LEVEL = 7  # 1.3 CPU-seconds for 10 million tokens; level 9 takes 2.0, and 1% less room
 PAGE_BYTES = 16 << 20  # repetitions are found within a page: pyarrow's own 1 MiB takes 4% more room
-WAITING_BYTES = 256 << 20  # of rounds that wait in memory for the disk: 20 million tokens
-BOUNDED = (SAMPLES, REWARDS)  # by `--sample_log_gb`; a round's diversity takes 2 KB
+WAITING_BYTES = 256 << 20  # of rounds that may wait in memory for the disk: 20 million tokens
+BOUNDED = (SAMPLES, REWARDS)  # `--sample_log_gb` bounds them; a round's diversity takes 2 KB
 
 # Columns with texts that repeat, by their names in Parquet.
 DICTIONARY_COLUMNS = [
@@ -84,14 +83,14 @@ class RecordFile(NamedTuple):
 
     session: int
     start_step: int  # optimizer step of the checkpoint that the session was resumed from
-    first: int  # number of the first file that was merged; of a single file, its own
+    first: int  # number of the first file that was merged; equal to `last` if nothing was
     last: int
     path: Path
 
 
 def record_files(folder: Path) -> list[RecordFile]:
-    """Return the files of a table, the oldest first, without those that a merged file holds; empty
-    where there is no folder."""
+    """Return a table's files, the oldest first, without files that a merged file contains; [] if
+    there is no folder."""
     kept: list[RecordFile] = []
     for file in sorted(_named_files(folder), key=lambda file: (*file[:3], -file.last)):
         if not kept or kept[-1][:2] != file[:2] or kept[-1].last < file.last:
@@ -116,12 +115,12 @@ class RunInUseError(RuntimeError):
 
 
 def claim_session(run_dir: RunDir) -> int:
-    """Return the number of the session that starts now, and lock the folder until this process
-    ends; a folder that cannot be written is not locked. Raise `RunInUseError` where a process that
-    lives has locked it, and `OSError` where it cannot be read."""
+    """Return the number of a new session, and lock the folder until this process ends. A folder
+    that cannot be written is not locked. Raise `RunInUseError` if a living process has locked it,
+    and `OSError` if it cannot be read."""
     folder = SAMPLES.folder(run_dir)
     number = next_session(run_dir)
-    with suppress(OSError):  # the log warns of what it cannot write
+    with suppress(OSError):  # `SampleLog` warns if it cannot write
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             lock = folder.resolve() / f".session-{number:04d}.lock"
@@ -135,11 +134,11 @@ def claim_session(run_dir: RunDir) -> int:
         with suppress(OSError):  # a disk without locks
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(descriptor, owner.encode())
-        # After our own lock: of two trainings that begin together, at least one sees the other.
+        # Only after our own lock: if two trainings begin together, at least one sees the other.
         if reason := reason_against(run_dir):
             lock.unlink()
             raise RunInUseError(f"--output_dir {os.fspath(run_dir)}: {reason}")
-        # A process that was killed has left unfinished files, and small ones that were merged.
+        # Remove a killed process's files: unfinished ones, and small ones that were merged.
         for folder in (table.folder(run_dir) for table in TABLES):
             merged = {*_named_files(folder)} - {*record_files(folder)}
             for path in (*folder.glob(".session-*.tmp"), *(file.path for file in merged)):
@@ -148,7 +147,7 @@ def claim_session(run_dir: RunDir) -> int:
 
 
 def check_output_dir(args: RLHFArguments) -> Findings:
-    """Refuse a folder that another training writes its record to; the first rank looks."""
+    """Refuse a folder that another training writes its record to; only rank 0 checks."""
     writes = args.sample_log != "none" or "diversity" in args.callbacks
     looks = writes and os.environ.get("RANK", "0") == "0"
     if looks and (reason := reason_against(args.output_dir)):
@@ -156,14 +155,14 @@ def check_output_dir(args: RLHFArguments) -> Findings:
 
 
 def next_session(run_dir: RunDir) -> int:
-    """Return one more than the greatest number of a session that left files, from 0."""
+    """Return the number after the last session that left files; 0 if there is none."""
     names = [path.name for table in TABLES for path in table.folder(run_dir).glob("*session-*")]
     matches = [re.match(r"\.?session-(\d+)", name) for name in names]
     return max([int(match[1]) for match in matches if match], default=-1) + 1
 
 
 def reason_against(run_dir: RunDir) -> str:
-    """Return which other training writes its record to the folder, with a remedy; "" for none."""
+    """Return a message about another training that writes to the folder; "" if there is none."""
     for lock in SAMPLES.folder(run_dir).resolve().glob(".session-[0-9]*.lock"):
         if str(lock) not in _held:
             # An exclusive lock asks for a descriptor that may write.
@@ -184,13 +183,13 @@ def reason_against(run_dir: RunDir) -> str:
 
 
 class SampleLog:
-    """Writes the rows of one session in a thread of its own, beside the training; for one caller
-    at a time. A disk that fails does not end the training: rounds wait in memory, and are written
-    in their order once they can be.
+    """Writes the rows of one session in a thread beside the training; for one caller at a time. A
+    failing disk does not end the training: rounds wait in memory, and are written in order once the
+    disk takes them.
 
     `session` is the number from `claim_session`, `start_step` the optimizer step of the checkpoint
-    that the session was resumed from, or 0. `max_bytes` bounds all files of `BOUNDED` in the
-    folder, earlier sessions included, but for the newest of each table.
+    that the session was resumed from, or 0. `max_bytes` bounds the files of the tables
+    `BOUNDED`, earlier sessions included. The newest file of each table always stays.
     """
 
     def __init__(
@@ -202,23 +201,23 @@ class SampleLog:
         self._file_bytes = min(FILE_BYTES, max_bytes // PARTS) if max_bytes else FILE_BYTES
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
         self._unwritten: list[Future[None]] = []
-        # Only the thread touches the rest.
+        # Only the writer thread uses the fields below.
         self._num_files = Counter[str]()  # of each table
-        # Each table's files that wait to be merged and follow one another, with their bytes.
+        # By table, consecutive files that wait to be merged, with their sizes in bytes.
         self._small = defaultdict[str, dict[RecordFile, int]](dict)
-        # Rounds that are not on disk: those of the last call, and more where the disk failed.
+        # Rounds that are not on disk: those of the last call, and earlier ones if the disk failed.
         self._waiting: deque[tuple[Table, RoundId, pa.Table]] = deque()
         self._num_lost = 0
-        self._is_untidy = False  # whether a warning has said that merging or removing fails
+        self._is_untidy = False  # whether it has warned that merging or removing fails
 
     def append(self, rows: Sequence[Row], table: Table = SAMPLES) -> None:
         """Have the thread write rows, a file for each round. Raise `ValueError`, and write nothing,
-        where a row's counts disagree or a value does not fit."""
+        if a row's counts disagree or a value does not fit."""
         rounds = rounds_of(rows, table, session=self._session)
         self._unwritten.append(self.writer.submit(self._write, rounds, table))
 
     def flush(self) -> None:
-        """Wait until all rows are on disk, or in memory where the disk fails."""
+        """Wait until all rows are on disk, or kept in memory if the disk fails."""
         while self._unwritten:
             self._unwritten.pop(0).result()
 
@@ -238,7 +237,7 @@ class SampleLog:
             )
 
     def _write(self, rounds: list[tuple[RoundId, pa.Table]], table: Table) -> None:
-        """Write rounds, a file each."""
+        """Write a file for each round, and for each round that waits."""
         was_waiting = bool(self._waiting)
         self._waiting.extend((table, *each) for each in rounds)
         try:
@@ -278,7 +277,7 @@ class SampleLog:
     # --- few files, and not too many bytes ---
 
     def _tidy(self, files: Sequence[RecordFile]) -> None:
-        """Merge files that follow one another, and remove the oldest beyond the bound."""
+        """Merge consecutive files, and remove the oldest beyond the bound."""
         try:
             files = [file for file in files if file.path.exists()]  # the oldest may be gone
             if len(files) > 1:
@@ -298,11 +297,11 @@ class SampleLog:
         first, last = files[0], files[-1]
         prefix = first.path.name.partition("-file-")[0]
         path = first.path.with_name(f"{prefix}-files-{first.first:06d}-{last.last:06d}.parquet")
-        # One is in memory at a time. A damaged one raises, and all stay as they are: merged, it
-        # would take 64 rounds with it, since readers leave out damaged files.
+        # Only one file is in memory at a time. A damaged one raises, and nothing is merged: readers
+        # leave out a damaged file whole, and with a merged one 64 rounds.
         rounds = (pq.ParquetFile(f.path, page_checksum_verification=True).read() for f in files)
         _write_file(path, pq.read_schema(first.path), rounds)
-        for file in files:  # only now: a process that dies before loses nothing
+        for file in files:  # only now: a process that dies earlier loses nothing
             file.path.unlink(missing_ok=True)
 
     def _remove_oldest(self) -> None:
@@ -323,8 +322,8 @@ class SampleLog:
 
 
 def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> int:
-    """Write rounds as the row groups of a file, and return its bytes once it is on disk. Raise
-    `OSError` where it may not be there: to write it again does no harm."""
+    """Write each round as a row group of a file, and return the file's bytes once it is on disk.
+    Raise `OSError` if the file may be missing; writing it again does no harm."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")  # pandas ignores such names
     try:
@@ -335,22 +334,22 @@ def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> in
                 compression="zstd",
                 compression_level=ZSTD_LEVEL,
                 use_dictionary=DICTIONARY_COLUMNS,
-                # The high bytes of numbers, laid apart from the low ones, compress.
+                # The high bytes of numbers compress if they are separate from the low ones.
                 use_byte_stream_split=["logprobs.list.element"],
                 data_page_size=PAGE_BYTES,
-                write_statistics=list(ROUND_COLUMNS),  # for queries of some steps; more takes 1 KB
+                write_statistics=list(ROUND_COLUMNS),  # for queries by step; more would take 1 KB
                 write_page_checksum=True,
-                store_schema=False,  # Arrow's, which would take 2 KB
+                store_schema=False,  # Arrow's schema would take 2 KB
             ) as writer:
                 for rows in rounds:
                     writer.write_table(rows, row_group_size=rows.num_rows)
             file.flush()
             size = file.tell()
             os.fsync(file.fileno())
-        unfinished.replace(path)  # after its bytes: a crash must not leave the name without them
+        unfinished.replace(path)  # after fsync: a crash must not leave a name without bytes
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the name too is on disk
+            os.fsync(folder)  # puts the name on disk, too
         finally:
             os.close(folder)
         return size

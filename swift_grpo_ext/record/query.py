@@ -1,20 +1,20 @@
 """Reads a run's record with SQL (DuckDB): each row once, over all sessions.
 
-`Record` has a view for each table, `samples`, `rewards` and `diversity`, and `scored`: samples
-beside their scores. There the `fate` of samples without a score is `generated`.
+`Record` has a view for each table, `samples`, `rewards` and `diversity`, and `scored`, which joins
+samples with their scores. In `scored`, a sample without a score has the `fate` `generated`.
 
-**Each row once.** A session that was resumed from the checkpoint of optimizer step s supersedes, of
-earlier sessions,
+**Each row once.** A session that was resumed from the checkpoint of optimizer step s supersedes
+these rounds of earlier sessions:
 
 - `train` rounds of step s and later: a round has the step at which it begins;
 - `eval` rounds of steps after s: the evaluation at s ran after update s and before the checkpoint,
   and the resumed run need not evaluate there again;
-- everything, if s is 0: such a run began again;
-- any round that it has rows of itself, such as one that it was resumed in the middle of. A round is
+- all rounds, if s is 0: the run began again;
+- each round that the later session has rows of, such as a round that was interrupted. A round is
   replaced whole, so that no group holds samples of two sessions.
 
-A session that wrote no rows supersedes nothing. A score counts if it is of the session of its
-sample.
+A session that wrote no rows supersedes nothing. A score counts only if it has the session
+of its sample.
 
 **Damage.** DuckDB reads no checksums of pages, so pyarrow checks a file when it is first seen. A
 damaged file is left out whole, with a warning, until it changes. A file that the system cannot read
@@ -56,10 +56,10 @@ logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 1024  # of a file that is checked, in memory at a time
 
-# pyarrow and DuckDB raise these where bytes or columns are not those that were written.
+# pyarrow and DuckDB raise these if bytes or columns differ from those that were written.
 DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, duckdb.Error)
 
-# The rounds that each sound file holds rows of, in the table that the file belongs to.
+# The rounds in each undamaged file; `owner` is the file's table.
 ROUNDS = """
 create table rounds (
     owner text, session int, start_step bigint, phase text, step bigint, number bigint, path text)
@@ -85,17 +85,17 @@ from samples left join rewards using (session, phase, step, number, "group", "in
 
 
 class Record:
-    """A run's record while the run goes on: `refresh` looks for new files, and several threads may
-    ask meanwhile."""
+    """Reads a run's record, also while the run goes on: `refresh` looks for new files. Several
+    threads may query it at once."""
 
     def __init__(self, run_dir: RunDir, *, max_mb: int = 2000) -> None:
-        """Begin without files. `max_mb` is DuckDB's memory; the rest goes to a temporary folder."""
+        """Make empty views. `max_mb` bounds DuckDB's memory; a temporary folder has the rest."""
         self.run_dir = Path(run_dir)
         self.version = -1  # from 0; grows when the views change
-        self.is_whole = False  # whether the views show all that was on disk
+        self.is_whole = False  # whether the views show all files that were on disk
         self._lock = Lock()
         self._sound: set[RecordFile] = set()
-        # Files that are left out, with their sizes and times; None where the next try may succeed.
+        # Files that are left out, with their sizes and times; None if the next try may succeed.
         self._unread: dict[RecordFile, tuple[int, int] | None] = {}
         self._spill = tempfile.TemporaryDirectory(prefix="swift-grpo-ext-")
         self._database = duckdb.connect(
@@ -115,13 +115,14 @@ class Record:
         self._publish()
 
     def refresh(self, seconds: float = float("inf")) -> bool:
-        """Check new files, the newest first, for some seconds at most, and show their rows; return
-        whether the views have changed. Raise `OSError` where a folder cannot be listed."""
+        """Check new files, the newest first, for at most `seconds`, and add their rows to the
+        views. Return whether the views have changed. Raise `OSError` if a folder cannot be
+        listed."""
         deadline = time.monotonic() + seconds
         with self._lock:
             files = {f: table for table in TABLES for f in record_files(table.folder(self.run_dir))}
             before = self._sound
-            self._sound = before & files.keys()  # others were merged, or removed by `SampleLog`
+            self._sound = before & files.keys()  # `SampleLog` has merged or removed the others
             self._unread = {f: version for f, version in self._unread.items() if f in files}
             new = sorted(files.keys() - before)
             new = [file for file in new if self._unread.get(file) != _version_of(file.path)]
@@ -137,13 +138,13 @@ class Record:
             return has_changed
 
     def cursor(self) -> duckdb.DuckDBPyConnection:
-        """Return a connection of its own to the views, for a thread."""
+        """Return a new connection to the views; each thread needs its own."""
         return self._database.cursor()
 
     def table(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> pa.Table:
-        """Return what a query finds. Files that are gone since `refresh`, or that DuckDB cannot
-        read, are left out."""
-        repairs: list[Callable[[], object]] = [self.refresh, self._leave_out_what_fails]
+        """Return the result of a query, without the rows of files that are gone since `refresh`, or
+        that DuckDB cannot read."""
+        repairs: list[Callable[[], object]] = [self.refresh, self._leave_out_unreadable]
         for repair in repairs:
             try:
                 return self.cursor().sql(query, params=values or None).to_arrow_table()
@@ -154,7 +155,7 @@ class Record:
         return self.cursor().sql(query, params=values or None).to_arrow_table()
 
     def rows(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> list[dict[str, Any]]:
-        """Return the rows that a query finds, by the names of their columns."""
+        """Return the rows of a query's result as dictionaries, with maps as dictionaries."""
         found = self.table(query, values)
         maps = [field.name for field in found.schema if pa.types.is_map(field.type)]
         rows = found.to_pylist()
@@ -172,7 +173,7 @@ class Record:
         return [RoundId(*row) for row in self.cursor().execute(query).fetchall()]
 
     def _check(self, file: RecordFile, table: Table) -> None:
-        """Add a file if it is sound."""
+        """Add a file if it is undamaged, else leave it out."""
         path = literal(str(file.path))
         try:
             check_file(file.path, table)
@@ -187,10 +188,10 @@ class Record:
             self._unread.pop(file, None)
 
     def _leave_out(self, file: RecordFile, cause: Exception) -> None:
-        """Warn of a file that cannot be read, once until it changes."""
+        """Leave out a file that cannot be read, and warn once until it changes."""
         if not (version := _version_of(file.path)):  # merged since, or removed
             return
-        # Errors of the system have a number, and may pass; Arrow's errors about damage have none.
+        # Errors of the system have an `errno`, and may pass; Arrow's errors of damage have none.
         unread = None if isinstance(cause, OSError) and cause.errno else version
         if self._unread.get(file, ()) != unread:
             logger.warning(
@@ -200,8 +201,8 @@ class Record:
             )
         self._unread[file] = unread
 
-    def _leave_out_what_fails(self) -> None:
-        """Have DuckDB read each file whole: it reads headers that pyarrow passes over."""
+    def _leave_out_unreadable(self) -> None:
+        """Leave out each file that DuckDB fails to read: it reads headers that pyarrow skips."""
         with self._lock:
             for file in [*self._sound]:
                 path = literal(str(file.path))
@@ -217,7 +218,7 @@ class Record:
             self._publish()
 
     def _publish(self) -> None:
-        """Have the views show the rows of the sound files that count."""
+        """Let the views show each round of the undamaged files once."""
         paths = [str(file.path) for file in self._sound]
         cursor = self._database.cursor()
         cursor.begin()
@@ -238,17 +239,17 @@ class Record:
 
 
 def literal(text: str) -> str:
-    """Return a text as SQL has it."""
+    """Return a text as a literal of SQL."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def where_round(name: RoundId) -> str:
-    """Return the condition that a row is of a round."""
+    """Return the SQL condition for the rows of a round."""
     return f"phase = {literal(name.phase)} and step = {name.step:d} and number = {name.number:d}"
 
 
 def check_file(path: Path, table: Table) -> None:
-    """Read a whole file; raise one of `DAMAGE` where it is not sound."""
+    """Read a whole file; raise one of `DAMAGE` if it is damaged."""
     with pq.ParquetFile(path, page_checksum_verification=True) as source:
         for batch in source.iter_batches(BATCH_ROWS, use_threads=False):
             rows = pa.Table.from_batches([batch])
@@ -259,7 +260,7 @@ def check_file(path: Path, table: Table) -> None:
 
 
 def _version_of(path: Path) -> tuple[int, int] | None:
-    """Return a file's size and time; None where it is gone."""
+    """Return a file's size and time; None if it is gone."""
     try:
         status = path.stat()
     except OSError:
@@ -271,8 +272,8 @@ def _version_of(path: Path) -> tuple[int, int] | None:
 
 
 def open_record(run_dir: RunDir) -> Record:
-    """Return a run's record with all that is on disk. Raise `FileNotFoundError` where the run has
-    no samples, and `OSError` where its folder cannot be read."""
+    """Return a run's record with all files that are on disk. Raise `FileNotFoundError` if the run
+    has no samples, and `OSError` if its folder cannot be read."""
     if not SAMPLES.folder(run_dir).is_dir():
         raise FileNotFoundError(
             f"{run_dir} has no samples: no round has been generated yet, or the training has "
@@ -285,18 +286,18 @@ def open_record(run_dir: RunDir) -> Record:
 
 def read_samples(run_dir: RunDir, *, columns: Sequence[str] | None = None) -> pa.Table:
     """Return a run's samples, sorted by phase, step, number, group, index and turn, with `columns`
-    in this order. Raise what `open_record` does, and `KeyError` for an unknown column."""
+    in this order. Raise the errors of `open_record`, and `KeyError` for an unknown column."""
     return _read(run_dir, SAMPLES, columns)
 
 
 def read_rewards(run_dir: RunDir, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the scores of a run's samples, sorted by phase, step, number, group and index; raises
-    what `read_samples` does."""
+    """Return the scores of a run's samples, sorted by phase, step, number, group and index. The
+    errors are those of `read_samples`."""
     return _read(run_dir, REWARDS, columns)
 
 
 def diversity_of(record: Record) -> list[DiversityRow]:
-    """Return what the monitor measured in each round, in the order of the steps that log it."""
+    """Return the monitor's row of each round, in the order of the steps that log them."""
     found = []
     for values in record.rows("select * exclude session from diversity"):
         round_ = RoundId(*(values.pop(name) for name in ROUND_COLUMNS))
@@ -308,8 +309,8 @@ def diversity_of(record: Record) -> list[DiversityRow]:
 def read_group(
     run_dir: RunDir, *, phase: Phase, step: int, number: int, group: int
 ) -> list[SampleRow]:
-    """Return all completions of one group, by index and turn. Raise what `open_record` does, and
-    `ValueError` where the record holds no such group."""
+    """Return all completions of one group, by index and turn. Raise the errors of `open_record`,
+    and `ValueError` if the record holds no such group."""
     record = open_record(run_dir)
     where = f'{where_round(RoundId(phase, step, number))} and "group" = {group:d}'
     if rows := to_rows(record.table(f'from samples where {where} order by "index", turn')):

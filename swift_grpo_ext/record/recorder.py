@@ -1,4 +1,4 @@
-"""Makes a row of each sample as it is generated, in a training or a server. Rank 0 gathers the
+"""Makes a row for each sample once it is generated, in a training or a server. Rank 0 gathers the
 rows of a round, writes them, and passes them to listeners.
 
 Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its escape, `\\ud83d`.
@@ -33,7 +33,7 @@ MAX_COLUMN = 2000  # characters of a column's value that are recorded
 
 class SampleRecorder:
     """Keeps each rank's samples until rank 0 gathers them. `kept` is `--sample_log`, `max_gb` is
-    `--sample_log_gb`; with `keeps_diversity` the monitor's rows are written whatever `kept` is."""
+    `--sample_log_gb`. With `keeps_diversity` the monitor's rows are written for any `kept`."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class SampleRecorder:
         self.listeners: list[Callable[[list[SampleRow]], None]] = []
 
     def open(self, *, start_step: int) -> None:
-        """Begin a session at an optimizer step, on every rank together; calls after the first do
-        nothing. Raise what `claim_session` does; on other ranks than 0, `RolloutError`."""
+        """Begin a session at an optimizer step. All ranks call it together; later calls do nothing.
+        Raise the errors of `claim_session` on rank 0, and `RolloutError` on other ranks."""
         if self._session is not None or not self._keeps_any:
             return
         session: int | None = None
@@ -81,9 +81,9 @@ class SampleRecorder:
         num_ranks: int,
         weight_version: int,
     ) -> None:
-        """Note the samples that this rank has generated, with the turns of each (one without a
-        conversation). They belong to `num_ranks` ranks, in order, this one first; `weight_version`
-        optimizer steps are behind the weights that generated them."""
+        """Record the samples that this rank has generated, each with its turns (one turn without a
+        conversation). They belong to `num_ranks` ranks, in order, this one first. `weight_version`
+        is the number of optimizer steps done on the weights that generated them."""
         rows = []
         for number, (sample, turns) in enumerate(zip(samples, turns_of_samples, strict=True)):
             # With --async_generate rank 0 generates for all: each rank's share has the same size.
@@ -96,14 +96,14 @@ class SampleRecorder:
         self.append(rows)
 
     def append(self, rows: list[SampleRow]) -> None:
-        """Note rows of this rank."""
+        """Keep rows of this rank until the next `write`."""
         if self._keeps_samples or self.listeners:
             self._taken.append(rows)
 
     def write(self) -> None:
-        """Have a thread of rank 0 write the samples of all ranks, and pass them to listeners; every
-        rank calls it together, once a round is generated. `flush` waits for the disk. Raise
-        `ValueError` on rank 0 where a sample's tokens and log-probabilities differ in number."""
+        """Gather the samples of all ranks on rank 0, and pass them to its writer thread and to
+        listeners. All ranks call it together after each round. `flush` waits for the disk. Raise
+        `ValueError` on rank 0 if a sample's tokens and log-probabilities differ in number."""
         if not (self._keeps_samples or self.listeners):
             return
         own = self._take()
@@ -117,7 +117,7 @@ class SampleRecorder:
             listener(rows)
 
     def _take(self) -> list[SampleRow]:
-        # Those that are here now: with --async_generate a thread appends the next round meanwhile.
+        # Only the rows of now: with --async_generate a thread appends the next round meanwhile.
         return [row for _ in range(len(self._taken)) for row in self._taken.popleft()]
 
     def _write(self, rows: list[SampleRow]) -> None:
@@ -141,7 +141,7 @@ class SampleRecorder:
             self.log.flush()
 
     def finish(self) -> None:
-        """Write the rows that are left, as the training ends."""
+        """Write the rows that are left at the end of the training."""
         left = self._take()
         if self.log is not None:
             self._write(left)
@@ -208,8 +208,8 @@ def other_columns(extra: Mapping[str, object]) -> str | None:
 
 
 def masks_of(sample: RolloutSample, turns: Sequence[Turn]) -> list[list[bool] | None]:
-    """Return for each turn whether each of its tokens is trained on; None where all are, or where
-    the scheduler has joined turns."""
+    """Return for each turn the mask of trained tokens; None if all are trained on, or if the
+    scheduler has joined turns."""
     ids, masks = sample.response_token_ids or [], sample.response_loss_mask or []
     if not len(ids) == len(masks) == sum(turn.is_answered for turn in turns):
         return [None] * len(turns)

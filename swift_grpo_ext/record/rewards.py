@@ -1,7 +1,7 @@
-"""Makes a row of each sample's score. Pure.
+"""Makes a row for each sample's score. Pure.
 
-Rows are made when a round ends: rewards and advantages are known. Rounds that dynamic sampling
-added end with the round that they served.
+Rows are made at the end of a round, when rewards and advantages are known. Rounds that dynamic
+sampling adds end together with the round that they fill up.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from swift_grpo_ext.rollout.sample import RolloutSample
 
-SHOWN_GAP = 0.05  # nats; a token's gap is recorded from here on: most are smaller
-MOST_GAPS = 64  # recorded of a completion, the greatest
+SHOWN_GAP = 0.05  # nats; smaller gaps of tokens, which most are, are not recorded
+MOST_GAPS = 64  # of a completion: only its greatest gaps are recorded
 
 
 class RewardRecorder:
@@ -38,13 +38,13 @@ class RewardRecorder:
         self._replaced_groups: set[tuple[RoundId, int]] = set()
 
     def replaced(self, round_: RoundId, groups: Iterable[int]) -> None:
-        """Note which groups of a round got other prompts."""
+        """Record the groups of a round that got other prompts."""
         self._replaced_groups.update((round_, group) for group in groups)
 
     def generated(
         self, samples: Sequence[RolloutSample], values: Sequence[Sequence[float]]
     ) -> None:
-        """Note samples that are scored, and that dynamic sampling may drop. `values` are
+        """Record scored samples, which dynamic sampling may still drop. `values` are
         [samples][functions], NaN where a function gave none."""
         for sample, row_values in zip(samples, values, strict=True):
             row = self._row(sample, row_values, fate="dropped")
@@ -58,9 +58,9 @@ class RewardRecorder:
         fate: Fate,
         extras: Mapping[SampleId, Mapping[str, Any]],
     ) -> list[RewardRow]:
-        """Return the rows of a round that is over, with those of dropped samples. `fate` applies to
-        `samples`, which this rank goes on with. `values` are those of `generated`, `extras` those
-        of `training_scores`."""
+        """Return the rows of a round that is over, dropped samples included. `fate` applies to
+        `samples`, which this rank keeps. `values` has the form of `generated`'s, and `extras` is
+        the result of `training_scores`."""
         rows, self._generated = self._generated, {}
         for sample, row_values in zip(samples, values, strict=True):
             row = self._row(sample, row_values, fate=fate, **extras.get(sample.sample_id, {}))
@@ -100,7 +100,7 @@ def training_scores(
     micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]],
 ) -> dict[SampleId, dict[str, Any]]:
     """Return `advantage` (of GRPO), `gap_mean`, `gap_max` and `gaps` of this rank's samples, as far
-    as known; `micro_batches` are the samples of each, and its tensors of [samples, tokens]."""
+    as known. Each micro-batch has its samples, and its tensors of [samples, tokens]."""
     scores: dict[SampleId, dict[str, Any]] = {}
     for sample in samples:
         advantage = getattr(sample, "advantages", None)
@@ -118,8 +118,8 @@ def training_scores(
             # With sequence parallelism a micro-batch has other ranks' samples too.
             score = scores.get(sample.sample_id, {})
             score.update(gap_mean=mean, gap_max=float(own.max(initial=0.0)))
-            # ms-swift has token ids, or a list of them for each of several turns. Where the mask
-            # leaves some out, their positions in the completion are unknown.
+            # `response_token_ids` has token ids, or a list of ids for each turn. If the mask leaves
+            # tokens out, the positions of the others in the completion are unknown.
             turns = sample.response_token_ids
             if len(own) == sum(1 if isinstance(turn, int) else len(turn) for turn in turns):
                 shown = sorted(np.flatnonzero(own >= SHOWN_GAP), key=lambda at: -own[at])

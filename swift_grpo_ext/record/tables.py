@@ -24,11 +24,11 @@ RunDir: TypeAlias = "str | os.PathLike[str]"  # a training's folder
 ROUND_COLUMNS = ("phase", "step", "number")
 SAMPLE_ID_COLUMNS = (*ROUND_COLUMNS, "group", "index", "turn")
 
-# Steps in a nat to which log-probabilities are rounded: the error is at most 0.001 nats. They
-# compress as well as numbers of 16 bits do, which DuckDB does not read (docs/benchmarks.md).
+# Log-probabilities are rounded to 1/512 nat: the error is at most 0.001 nats. Rounded values
+# compress as well as numbers of 16 bits, which DuckDB does not read (docs/benchmarks.md).
 LOGPROB_STEPS = 512
 
-# Fields of rows name their column's type; those that may be None are nullable.
+# The type of a row's field gives the type of its column. A field that may be None is nullable.
 Int32 = Annotated[int, pa.int32()]
 Int64 = Annotated[int, pa.int64()]
 Float32 = Annotated[float, pa.float32()]
@@ -38,40 +38,40 @@ Flag = Annotated[bool, pa.bool_()]
 
 Fate = Literal["trained", "dropped", "evaluated"]
 
-VERDICTS = ("broken", "collapse", "unknown", "healthy")  # on a round, the worst first
+VERDICTS = ("broken", "collapse", "unknown", "healthy")  # of a round, the worst first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
-    """One completion; of a conversation, one turn."""
+    """One completion, or one turn of a conversation."""
 
     sample_id: SampleId
-    seed: Int64 | None  # 63 bits; None where the engine chose (`--rollout_seed_mode engine`)
+    seed: Int64 | None  # 63 bits; None if the engine chose it (`--rollout_seed_mode engine`)
     rank: Int32  # the training rank that the sample belongs to
     replica: Text  # the engine that generated it: `rank 0`, `server 1 replica 0`
-    weight_version: Int64  # optimizer steps behind the weights that generated it
+    weight_version: Int64  # the number of optimizer steps done on the weights that generated it
     finish_reason: Text | None
     stop_reason: Text | None = None  # the stop string, or the stop token's id in digits
     token_ids: Annotated[Sequence[int], pa.list_(pa.int32())]
-    # Nats, in `LOGPROB_STEPS`; None where the engine gave none, or with `--sample_log tokens`.
+    # Nats, rounded (`LOGPROB_STEPS`); None if the engine gave none, or with `--sample_log tokens`.
     logprobs: Annotated[Sequence[float], pa.list_(pa.float32())] | None
     text: Text
     fingerprint: Text  # the hash of the prompt, media included: 32 hex digits
-    prompt: Text  # the messages as JSON; of a later turn, those since the turn before
-    # Of these messages: paths, URLs, digests of content that has neither.
+    prompt: Text  # the messages as JSON; a later turn has those since the turn before
+    # The media of these messages: paths, URLs, or digests of content that has neither.
     media: Annotated[Sequence[str], pa.list_(pa.utf8())]
-    # Small copies (WebP) of a later turn's `media` that are images without a path.
+    # Small WebP copies of the images in a later turn's `media` that have no path.
     pictures: Annotated[Sequence[bytes | None], pa.list_(pa.binary())] | None = None
-    # Whether a token was trained on; None where all were.
+    # Whether each token is trained on; None if all are.
     mask: Annotated[Sequence[bool], pa.list_(pa.bool_())] | None = None
     # From the request to the answer. A colocated engine answers a round's samples together.
     engine_seconds: Float32 = 0.0
-    tool_seconds: Float32 = 0.0  # in the scheduler, between the answer before and the request
+    tool_seconds: Float32 = 0.0  # in the scheduler, between the previous answer and this request
     columns: Text | None = None  # the data row's other columns as JSON, such as `solution`
 
     @property
     def num_tokens(self) -> int:
-        """Raises ValueError where tokens and log-probabilities differ in number."""
+        """Return the number of tokens. Raise `ValueError` if log-probabilities differ in number."""
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
             raise ValueError(
                 f"{self.sample_id}: {len(self.token_ids)} tokens and "
@@ -85,19 +85,19 @@ class RewardRow:
     """The score of one sample, and its fate."""
 
     sample_id: SampleId  # all turns of a conversation share one score
-    # The weighted sum of the functions' values, before the KL term of `--kl_in_reward`; None where
+    # The weighted sum of the functions' values, before the KL term of `--kl_in_reward`; None if
     # no function gave a value.
     reward: Float32 | None
     # The functions' names and values.
     rewards: Annotated[Sequence[tuple[str, float | None]], pa.map_(pa.utf8(), pa.float32())]
-    advantage: Float32 | None = None  # None where the sample was dropped
-    # Nats between training and rollout, over the completion's tokens; None where one is unknown.
+    advantage: Float32 | None = None  # None if the sample was dropped
+    # Nats between the tokens' log-probabilities in training and rollout; None if one is unknown.
     gap_mean: Float32 | None = None
     gap_max: Float32 | None = None
     truncated: Flag  # whether the length limit ended the completion
     replaced: Flag  # whether its prompt replaced one that could not be encoded
-    # Position and gap of the tokens from `rewards.SHOWN_GAP` on; None where positions are unknown,
-    # as in conversations with the environment's tokens.
+    # Positions and gaps of tokens with a gap of `rewards.SHOWN_GAP` or more. None if positions are
+    # unknown, as in conversations that hold tokens of the environment.
     gaps: Annotated[Sequence[tuple[int, float]], pa.map_(pa.int32(), pa.float32())] | None = None
     fate: Annotated[Fate, pa.utf8()]  # `dropped`: dynamic sampling left it out
 
@@ -110,7 +110,7 @@ class DiversityRow:
     num_samples: Int64
     num_groups: Int64
     verdict: Text  # one of `VERDICTS` (see `diversity.analyzer`)
-    log10_p: Float64  # p-value of the collision test, corrected; 0 where nothing was tested
+    log10_p: Float64  # log10 of the collision test's corrected p-value; 0 if nothing was tested
     shared_bits: Float64
     num_pairs: Int64
     num_earlier_pairs: Int64
@@ -121,12 +121,12 @@ class DiversityRow:
     # Numbers of groups: first those with collisions, then those with copies.
     worst_groups: Annotated[list[int], pa.list_(pa.int64())] = field(default_factory=list)
     remedy: Text = ""  # a key of `diversity/words.json`; empty without an alarm
-    alarm: Text | None = None  # the text, which log, page and reporters count
+    alarm: Text | None = None  # the alarm's text; None without an alarm
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps that are done when ms-swift logs the round: a round that begins at step s
-        serves the step after it; an evaluation belongs to its own."""
+        """Return the optimizer step at which ms-swift logs the round. A training round that begins
+        at step s is logged with step s + 1; an evaluation at step s is logged with s."""
         return self.round.step + (self.round.phase == "train")
 
     def scalars(self) -> dict[str, float]:
@@ -146,7 +146,7 @@ Row: TypeAlias = SampleRow | RewardRow | DiversityRow
 class Table(NamedTuple):
     """One table of a run's record."""
 
-    name: str  # of its folder, in the run's folder
+    name: str  # also that of its folder in the run's folder
     schema: pa.Schema
 
     def folder(self, run_dir: RunDir) -> Path:
@@ -154,7 +154,7 @@ class Table(NamedTuple):
 
 
 def make_table(name: str, row_type: type[Row], **more: pa.DataType) -> Table:
-    """Return a table with columns that name a session and a round, `more`, and those of rows."""
+    """Return a table with columns for the session and the round, `more`, and the row's fields."""
     named = {"session": pa.int32(), "phase": pa.utf8(), "step": pa.int64(), "number": pa.int64()}
     fields = [pa.field(column, kind, False) for column, kind in (named | more).items()]
     for column, hint in get_type_hints(row_type, include_extras=True).items():
@@ -175,8 +175,8 @@ TABLES = (SAMPLES, REWARDS, DIVERSITY)
 
 
 def rounds_of(rows: Iterable[Row], table: Table, *, session: int) -> list[tuple[RoundId, pa.Table]]:
-    """Return the rows of each round as the files hold them. Raise `ValueError` where a sample's
-    counts disagree, or a value does not fit its column."""
+    """Return each round with its rows as a file holds them. Raise `ValueError` if a sample's counts
+    disagree, or a value does not fit its column."""
     rounds: dict[RoundId, list[Row]] = {}
     for row in rows:
         name = row.round if isinstance(row, DiversityRow) else row.sample_id.round
@@ -206,12 +206,12 @@ def _to_arrow(rows: Sequence[Row], table: Table, session: int) -> pa.Table:
 
 
 def _rounded(logprobs: Sequence[float]) -> NDArray[np.floating[Any]]:
-    """Return values in steps of 1 / `LOGPROB_STEPS`; beyond 2^15 nats float32 has coarser ones."""
+    """Return values rounded to 1 / `LOGPROB_STEPS`; beyond 2^15 nats float32 is coarser."""
     return np.rint(np.asarray(logprobs, np.float32) * LOGPROB_STEPS) / LOGPROB_STEPS
 
 
 def to_rows(table: pa.Table) -> list[SampleRow]:
-    """Return the rows of a table with all columns of `SAMPLES`."""
+    """Return the samples of a table that has all columns of `SAMPLES`."""
     rows = []
     for values in table.drop_columns(["session", "num_tokens"]).to_pylist():
         sample_id = SampleId(**{name: values.pop(name) for name in SAMPLE_ID_COLUMNS})

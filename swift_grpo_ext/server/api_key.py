@@ -17,7 +17,7 @@ from swift.arguments import RLHFArguments, RolloutArguments
 from swift_grpo_ext.checks.finding import SettingsError
 
 VARIABLE = "VLLM_API_KEY"  # vLLM's own server reads it too
-MASK = "***"  # stands in the arguments, which ms-swift prints
+MASK = "***"  # replaces the key in the arguments, which ms-swift prints
 REMEDY = (
     "Give a training the key by a line `machine HOST login swift password KEY` in ~/.netrc, or in "
     f"the file that NETRC names (scripts/launch.sh does so if {VARIABLE} is set)"
@@ -31,10 +31,10 @@ def take(args: RolloutArguments) -> None:
     global kept_key
     if args.api_key and not (args.api_key == MASK and kept_key):  # arguments are checked twice
         raise SettingsError(
-            "--api_key stands in the command line, which every user of this machine can see and "
+            "--api_key is in the command line, which every user of this machine can see and "
             f"`swift` prints; expected none. Set {VARIABLE} in the server's environment."
         )
-    key = os.environ.pop(VARIABLE, None) or kept_key  # workers inherit what is left
+    key = os.environ.pop(VARIABLE, None) or kept_key  # workers inherit the environment
     if key:
         kept_key, args.api_key = key, MASK
 
@@ -51,7 +51,7 @@ def check_urls(args: RLHFArguments) -> None:
 
 
 def key_of(args: RolloutArguments) -> str | None:
-    """Return the key that a server asks for, or None where it asks for none."""
+    """Return the key that clients of a server need; None if they need none."""
     if args.api_key == MASK and not kept_key:
         raise ValueError(
             f"--api_key is {MASK!r}: another process has the key. Set {VARIABLE} for this one."

@@ -53,9 +53,9 @@ class Bodies:
         self._num_bytes = 0
 
     async def receive(self, request: Request) -> bytes:
-        """Read the body into the request, and return it; it counts until `forget` gets it. Refuse
-        one that is too large (413) or finds no room beside others (503) after all of it has come: a
-        client that is cut off while it sends would not read the answer."""
+        """Read the body into the request, and return it; its size counts until `forget`. A
+        body that is too large (413), or does not fit beside others (503), is refused after all of
+        it has come: a client that is cut off while it sends would not read the answer."""
         parts: list[bytes] = []
         size, fits = 0, True
         try:
@@ -101,14 +101,14 @@ _scan_at_once = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 def _parse_array(at: tuple[str, int], scan: Callable[..., Any]) -> tuple[list[Any], int]:
     text, start = at
-    if text[start : start + 1] in set("-0123456789"):  # numbers of tokens, by the thousand
+    if text[start : start + 1] in set("-0123456789"):  # ids of tokens, by the thousand
         return _scan_at_once(text, start - 1)
     return JSONArray(at, scan)
 
 
 def parse(body: bytes) -> Any:
-    """Return what `json.loads` returns. Between two strings, or two lists of numbers, of a large
-    body other threads run."""
+    """Return the same as `json.loads`. In a large body, other threads run between two strings or
+    two lists of numbers."""
     if len(body) < LARGE:
         return json.loads(body)
     return _StepwiseDecoder().decode(body.decode(json.detect_encoding(body), "surrogatepass"))

@@ -46,13 +46,13 @@ T = TypeVar("T")
 
 REPORTS_PATH = "swift_grpo_ext/weight_reports/"
 SECONDS_TO_CONNECT = 10.0
-SECONDS_TO_LOOK = 2.0  # for a server that was lost to say that it is healthy again
-SECONDS_BETWEEN_LOOKS = 0.5  # at replicas that are being started
+SECONDS_TO_LOOK = 2.0  # for the answer of a lost server to a request for its health
+SECONDS_BETWEEN_LOOKS = 0.5  # between requests about replicas that are being started
 
 
 class _Tries(Retry):
-    """Tries again where no connection was made (16 seconds in all), or a server is busy (503 with a
-    `Retry-After`), but not where an answer is late."""
+    """Tries again if no connection was made (16 seconds in all), or a server is busy (503 with a
+    `Retry-After`), but not if an answer is late."""
 
     def increment(self, *args: Any, **kwargs: Any) -> Self:
         if isinstance(error := kwargs.get("error"), ReadTimeoutError):
@@ -61,11 +61,11 @@ class _Tries(Retry):
 
 
 class _BoundedAdapter(HTTPAdapter):
-    """Bounds the waits of a request in `seconds`; ms-swift's client does not."""
+    """Limits each wait of a request to `seconds`; ms-swift's client has no limit."""
 
     def __init__(self, seconds: float, **settings: Any) -> None:
         super().__init__(**settings)
-        # The second is for each wait for bytes: blanks of a slow answer end it, too.
+        # The second bounds each wait for bytes: each blank of a slow answer starts it again.
         self._timeout = (min(SECONDS_TO_CONNECT, seconds), seconds)
 
     def send(self, *args: Any, **kwargs: Any) -> requests.Response:
@@ -73,21 +73,21 @@ class _BoundedAdapter(HTTPAdapter):
 
 
 TRIES = _Tries(6, read=False, backoff_factor=0.25, allowed_methods=None, raise_on_status=False)
-# Beginnings of the paths of requests that may be sent twice: their answers are the same (S2).
+# Prefixes of the paths of requests that may be sent twice: their answers are the same (S2).
 REPEATABLE = ("infer/", "get_", "reset_", "close_communicator/", REPORTS_PATH)
 CALLERS_FAULTS = (400, 413, 415, 422)  # statuses of requests that no server can answer
-# What ms-swift's client has of each server, in lists.
+# Lists of ms-swift's client with an entry for each server.
 LISTS = ("base_urls", "sessions", "hosts", "group_ports", "pynccl_comms")
 
 
 @dataclass(eq=False)
 class Server:
-    name: str  # `server 0 (URL)`: its number stays what it was when others are lost
+    name: str  # `server 0 (URL)`: the number does not change when other servers are lost
     url: str
     session: requests.Session
-    client: Any  # a copy of ms-swift's client that has this server alone
+    client: Any  # a copy of ms-swift's client that has only this server
     replicas: int = 0
-    members: list[str] = field(default_factory=list)  # starts of the server and its replicas
+    members: list[str] = field(default_factory=list)  # starts of the server and of its replicas
     is_lost: bool = False
 
 
@@ -107,10 +107,10 @@ def connect(client: VLLMClient, timeout: float) -> None:
 class RolloutServers:
     """Sends requests to the servers of ms-swift's connected client, and reads their answers.
 
-    Another server answers what one cannot: the tokens are the same (docs/promises.md, S2). A server
-    that does not answer at all is dropped, until it is healthy before a weight update (F4).
-    `timeout`: seconds that a replica has for an answer. `wants_same_tokens`: `--full_determinism`.
-    Raise `WireError` where a server has no swift-grpo-ext, or another version of it.
+    If a server cannot answer, another one does: the tokens are the same (docs/promises.md, S2). A
+    server that does not answer at all is dropped, until it is healthy before a weight update (F4).
+    A replica has `timeout` seconds for an answer. `wants_same_tokens` is `--full_determinism`.
+    Raise `WireError` if a server has no swift-grpo-ext, or another version of it.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class RolloutServers:
         self._wants_same_tokens = wants_same_tokens
         self._new_special_tokens = list(new_special_tokens)
         self._servers: list[Server] = []
-        # The least of all servers' engines.
+        # The minima over all servers' engines.
         self.max_model_len: int | None = None
         self.number_bits: int | None = None
         bound = wire.TRAINER_TIMEOUTS * timeout
         for number, url in enumerate(client.base_urls):
             session, alone = client.sessions[number], copy.copy(client)
             alone.num_servers = 1
-            for name in LISTS:  # a client that sends no weights has three of them
+            for name in LISTS:  # a client that sends no weights has only three
                 setattr(alone, name, getattr(client, name, [])[number : number + 1])
             server = Server(f"server {number} ({url})", url, session, alone)
             session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
@@ -141,7 +141,7 @@ class RolloutServers:
                 tries = TRIES.new(read=1) if path else TRIES
                 session.mount(f"{url}/{path}", _BoundedAdapter(bound, max_retries=tries))
             server.replicas, server.members, _ = self._identify(server)
-            # From here on, a restarted server refuses what rests on weights.
+            # From here on, a restarted server refuses requests that need weights.
             session.headers[wire.INSTANCE_HEADER] = server.members[0]
             self._servers.append(server)
 
@@ -151,7 +151,7 @@ class RolloutServers:
         metadatas: Sequence[RequestMetadata],
         config: RequestConfig,
     ) -> list[Answer]:
-        """Return the answer to each request, in their order. Raise `RolloutError` where a request
+        """Return the answer to each request, in their order. Raise `RolloutError` if a request
         is at fault, or no server is left."""
 
         def read(server: Server, share: list[int], answers: Any) -> list[Answer]:
@@ -165,8 +165,8 @@ class RolloutServers:
     def converse(
         self, requests: Sequence[RolloutInferRequest], config: RequestConfig
     ) -> list[RolloutOutput]:
-        """Return the outputs of the servers' schedulers, which may make several of a request, in
-        the order of the requests. Errors are those of `infer`."""
+        """Return the outputs of the servers' schedulers in the order of the requests; a scheduler
+        may make several outputs for a request. Errors are those of `infer`."""
         metadatas: list[Any] = [wire.read_metadata(request.data_dict) for request in requests]
 
         def read(server: Server, share: list[int], answers: Any) -> list[list[RolloutOutput]]:
@@ -218,11 +218,11 @@ class RolloutServers:
             return {server: float(server.replicas) for server in self._used()}
 
         try:
-            return dispatch(costs, workers, send, self._note_failure)
+            return dispatch(costs, workers, send, self._handle_failure)
         except (NoWorkerError, RequestError) as e:
             raise RolloutError(str(e)) from e
 
-    def _note_failure(self, server: Server, error: WorkerError) -> None:
+    def _handle_failure(self, server: Server, error: WorkerError) -> None:
         logger.warning(f"{error} Retrying on the remaining servers.")
         if isinstance(error, WorkerLostError) and len(self._used()) > 1:
             server.is_lost = True
@@ -232,7 +232,7 @@ class RolloutServers:
         return [server for server in self._servers if not server.is_lost]
 
     def _fill_client(self) -> None:
-        """Have ms-swift's client send weights to the servers that are used."""
+        """Let ms-swift's client send weights to the servers that are used."""
         used = self._used()
         self._client.num_servers = len(used)
         for name in LISTS:
@@ -240,9 +240,9 @@ class RolloutServers:
             setattr(self._client, name, items)
 
     def reconnect(self, *, again: bool = False) -> bool:
-        """Use lost servers that are healthy again, drop lost ones, and make the weights' groups of
-        those that were restarted or have other replicas (of all with `again`). Return whether a
-        group was made."""
+        """Use lost servers that are healthy again, and drop servers that do not answer. Make the
+        weights' group of each server that was restarted or has other replicas; with `again`, make
+        all groups. Return whether a group was made."""
         for server in self._servers:
             if server.is_lost:
                 with suppress(requests.RequestException):
@@ -258,7 +258,7 @@ class RolloutServers:
             except WorkerLostError as e:
                 if len(self._used()) == 1:
                     raise RolloutError(str(e)) from e
-                self._note_failure(server, e)
+                self._handle_failure(server, e)
         return has_changed
 
     def _reconnect_if_changed(self, server: Server, again: bool, num_tries: int = 3) -> bool:
@@ -301,7 +301,7 @@ class RolloutServers:
         return bounded_broadcasts(self._client.pynccl_comms, self._timeout)
 
     def weight_reports(self) -> list[tuple[str, WeightReport]]:
-        """Return the name and the report of the last update of each worker."""
+        """Return the name of each worker, and its report of the last update."""
         return [
             (f"worker {number} of {server.name}", WeightReport(**report))
             for server in self._used()
@@ -311,39 +311,39 @@ class RolloutServers:
     def _identify(self, server: Server) -> tuple[int, list[str], int]:
         """Return how many replicas a server has, the members of its group, and how many replicas
         are being started."""
-        ours = self._request(server, "post", "get_engine_type/").get(wire.KEY)
-        if ours is None:
+        reply = self._request(server, "post", "get_engine_type/").get(wire.KEY)
+        if reply is None:
             raise WireError(
                 f"{server.name} runs without swift-grpo-ext: start it with the plugin file that "
                 "this training uses (swift rollout --external_plugins ...), or train with "
                 "--rollout_seed_mode engine."
             )
-        wire.check_version(ours, server.name)
-        theirs = ours.get("new_special_tokens", [])
-        if theirs != self._new_special_tokens:  # ids follow the order of the flag
-            given = [" ".join(each) or "(none)" for each in (theirs, self._new_special_tokens)]
+        wire.check_version(reply, server.name)
+        new_tokens = reply.get("new_special_tokens", [])
+        if new_tokens != self._new_special_tokens:  # the order of the flag decides the ids
+            given = [" ".join(each) or "(none)" for each in (new_tokens, self._new_special_tokens)]
             raise ValueError(
                 f"{server.name} was started with --new_special_tokens {given[0]}, this training "
                 f"with {given[1]}: the same ids would be other tokens. Give both the same, in the "
                 "same order."
             )
-        if self._wants_same_tokens and ours.get("batches_follow_arrival"):
+        if self._wants_same_tokens and reply.get("batches_follow_arrival"):
             logger.warning_once(
                 f"--full_determinism true: the tokens of {server.name} depend on when requests "
                 "arrive. Start it with VLLM_BATCH_INVARIANT=1 in its environment, or without "
                 "--vllm_use_async_engine with VLLM_ENABLE_V1_MULTIPROCESSING=0."
             )
         for name in ("max_model_len", "number_bits"):
-            known = filter(None, (getattr(self, name), ours.get(name)))
+            known = filter(None, (getattr(self, name), reply.get(name)))
             setattr(self, name, min(known, default=None))
-        return ours["replicas"], [ours["instance"], *ours["members"]], ours["starting"]
+        return reply["replicas"], [reply["instance"], *reply["members"]], reply["starting"]
 
     def _request(
         self, server: Server, method: str, path: str, data: bytes | None = None, **headers: str
     ) -> Any:
-        """Return a server's answer. Raise `WorkerLostError` where it does not answer or has no
-        replica left, `RequestError` where it refuses the request itself (docs/promises.md, F5), and
-        `WorkerError` where it answers nonsense."""
+        """Return a server's answer. Raise `WorkerLostError` if it does not answer or has no replica
+        left, `RequestError` if it refuses the request itself (docs/promises.md, F5), and
+        `WorkerError` if its answer is invalid."""
         name, number = server.name, uuid.uuid4().hex
         headers |= {wire.MESSAGE_HEADER: number, "Content-Type": "application/json"}
         url = f"{server.url}/{path}"
@@ -351,13 +351,13 @@ class RolloutServers:
             response = server.session.request(method, url, headers=headers, data=data)
         except requests.RequestException as e:
             raise WorkerLostError(f"{name} does not answer ({type(e).__name__}: {e}).") from e
-        # A proxy's error has no name, nor has an answer of a server without us.
+        # A proxy's error has no number, nor has an answer of a server without the plugin.
         if response.headers.get(wire.MESSAGE_HEADER) not in (None, number):
             raise WorkerLostError(f"{name} gave the answer to another request.")
         status, content = response.status_code, response.content
         if wire.STATUS_HEADER in response.headers:
             first, _, content = content.lstrip().partition(b"\n")
-            status = int(first) if first.isdigit() else 503  # it has broken off
+            status = int(first) if first.isdigit() else 503  # the answer has broken off
         text = content[:2000].decode(errors="replace") if status != 200 else ""
         if status in CALLERS_FAULTS:
             raise RequestError(f"{name} refused the request ({status}): {text}")

@@ -3,7 +3,7 @@
 In ms-swift 4.6 (pipelines/infer/rollout.py), a second training that connects to a server ends the
 weights' group of the first, and both fail with "Broken pipe". Here a training names itself in its
 requests and in heartbeats. While heartbeats come, the server works for that training alone. Two
-trainings that connect in the same moment, before the first has a name, are not told apart.
+trainings that connect in the same moment, before the first has a name, look like one.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ PATH = "/swift_grpo_ext/lease/"
 LEASE_SECONDS = 15.0
 HEARTBEAT_SECONDS = 3.0
 
-# Beginnings of routes.
+# Prefixes of routes.
 CONNECTING = ("/close_communicator", "/init_communicator")  # they wait for a dead training's lease
 FREE = ("/get_engine_type", "/get_world_size")  # clients without a name may ask at any time
 
 
 class Lease:
-    """The server's end."""
+    """The server's side of the lease."""
 
     def __init__(self) -> None:
         self._header, self._until = "", 0.0
 
     async def check(self, request: Request) -> None:
-        """Refuse what only the owner may ask (409), and note the owner's requests. A training that
-        connects waits for the lease of a dead one to end."""
+        """Refuse requests that only the owner may send (409), and renew the lease for the owner's.
+        A training that connects waits until the lease of a dead training ends."""
         path, header = request.scope["path"], request.headers.get(OWNER_HEADER, "")
         deadline = monotonic() + (LEASE_SECONDS if path.startswith(CONNECTING) else 0.0)
-        while self.is_others(request) and (header or not path.startswith((PATH, *FREE))):
+        while self.is_of_another(request) and (header or not path.startswith((PATH, *FREE))):
             if monotonic() >= deadline:
                 raise HTTPException(
                     409,
@@ -61,13 +61,14 @@ class Lease:
     def owner(self) -> str:
         return unquote(self._header.partition(";")[0])
 
-    def is_others(self, request: Request) -> bool:
-        """Return whether a training has the server, and did not send this."""
+    def is_of_another(self, request: Request) -> bool:
+        """Return whether a training has the lease, and another client sent the request."""
         return monotonic() < self._until and request.headers.get(OWNER_HEADER) != self._header
 
 
 class Leaseholder:
-    """The trainer's end: names the training `run` in all requests of ms-swift's client."""
+    """The trainer's side of the lease: names the training `run` in all requests of ms-swift's
+    client."""
 
     def __init__(self, client: Any, run: str) -> None:
         self.owner = f"{run} (process {os.getpid()} of {socket.gethostname()})"
@@ -88,7 +89,7 @@ class Leaseholder:
             self._send("POST")
 
     def end(self) -> None:
-        """Leave the servers to others."""
+        """Give up the lease of all servers."""
         self._has_ended.set()
         self._send("DELETE")
 

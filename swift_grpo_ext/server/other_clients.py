@@ -35,9 +35,9 @@ REMEDY = (
 
 
 class OtherClients:
-    """Names their samples, so that no seed comes twice, over all replicas, servers and restarts. A
-    call of `/infer` is a round. Its equal prompts are a group. With `gives_seeds` false, client and
-    engine choose the seeds (`--rollout_seed_mode engine`)."""
+    """Names the samples of these clients, so that no seed comes twice, over all replicas, servers
+    and restarts. A call of `/infer` is a round, and its equal prompts are a group. With
+    `gives_seeds` false, client and engine choose the seeds (`--rollout_seed_mode engine`)."""
 
     def __init__(self, *, gives_seeds: bool) -> None:
         self._run_seed = secrets.randbits(62) if gives_seeds else None
@@ -46,11 +46,11 @@ class OtherClients:
     def name(
         self, requests: Sequence[MutableMapping[str, Any]], config: RequestConfig | None
     ) -> list[RequestMetadata]:
-        """Write metadata into each request, and return them."""
+        """Write metadata into each request, and return the metadata."""
         call, n, seed = next(self._calls), (config and config.n) or 1, self._run_seed
         if config is not None and config.seed is not None and seed is not None:
             if len(requests) == 1:
-                seed = None  # the client's own
+                seed = None  # the client's own seed applies
             else:
                 logger.warning_once(
                     f"A client gives one seed ({config.seed}) for {len(requests)} requests: the "
@@ -76,25 +76,25 @@ class OtherClients:
 
 
 class Updates:
-    """Whether a server's last weight update was sound, whoever sent it. `watches`: workers look at
-    what they receive.
+    """Records whether a server's last weight update was sound. If it `watches`, workers check the
+    weights that they receive, from any client.
 
-    A training with the plugin compares weights itself: faults of its updates stand in the log and
-    in `/health`. Any other client gets the fault as the answer to its update, or (adapters, which
-    arrive after the answer) to its next request. It draws nothing until an update is sound
+    A training with the plugin compares weights itself: faults of its updates only appear in the log
+    and in `/health`. Any other client gets the fault as the answer to its update, or (adapters,
+    which arrive after the answer) to its next request. It draws nothing until an update is sound
     (`--rollout_mismatch stop`). `/health` stays 200: a restart would destroy the evidence.
     """
 
     def __init__(self, watches: bool) -> None:
         self.watches = watches
-        self.is_due = False  # weights have come that nothing has looked at
-        self.is_arriving = False  # others follow: nothing is judged or generated meanwhile
+        self.is_due = False  # weights have arrived that were not checked yet
+        self.is_arriving = False  # more weights follow: until then, nothing is checked or generated
         self.state = "sound" if watches else NOT_LOOKED_AT
-        self.fault = ""  # `/health` says this, or `state` where the last update has none
+        self.fault = ""  # `/health` has the fault, or `state` if there is none
 
-    def judge(self, replicas: Iterable[ReplicaConnection], replies: Iterable[Any]) -> None:
-        """Set `state` and `fault` by the reports of each replica's workers (`WeightReport`); None
-        stands for a replica that could not answer."""
+    def check_reports(self, replicas: Iterable[ReplicaConnection], replies: Iterable[Any]) -> None:
+        """Set `state` and `fault` by the reports of each replica's workers (`WeightReport`); the
+        reply of a replica that could not answer is None."""
         named, is_seen = [], True
         for replica, reports in zip(replicas, replies, strict=True):
             found = dict[str, None]()  # in order, each once
@@ -102,7 +102,7 @@ class Updates:
                 found |= dict.fromkeys([*(report["faults"] or ()), report["adapter_fault"]])
             if texts := "; ".join(filter(None, found)):
                 named.append(f"replica {replica.number}: {texts}")
-            # Where a worker's watch has ended, its faults are None.
+            # If a worker's watch has ended, its faults are None.
             is_seen &= bool(reports) and all(r["faults"] is not None for r in reports)
         self.state = "sound" if is_seen else NOT_LOOKED_AT
         self.fault = f"The weight update has failed. {'. '.join(named)}. {REMEDY}" if named else ""

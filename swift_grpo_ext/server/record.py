@@ -1,8 +1,8 @@
 """`swift rollout --sample_log all` records each sample that it draws, for any client.
 
-The record is that of a training (docs/internals.md). A call of another client is a round, watched
-as `--callbacks diversity` watches a training's. A training with the plugin names its rounds and
-watches them itself. An error in writing never ends a running server.
+The record is that of a training (docs/internals.md). A call of another client is a round,
+which the server measures as `--callbacks diversity` does. A training with the plugin names and
+measures its own rounds. An error in writing never ends a running server.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 
 logger = get_logger()
 
-SECONDS_TO_WRITE = 10.0  # a call waits so long for the disk to take the one before
+SECONDS_TO_WRITE = 10.0  # that a call waits until the call before is on disk
 
 
 class ServerRecord:
-    """Writes the record of one start of a server, in a thread of its own. Raise `RunInUseError` or
-    `OSError` where `--result_path` is another process's, or cannot be written."""
+    """Writes the record of one start of a server, in a thread of its own. Raise `RunInUseError` if
+    another process writes to `--result_path`, and `OSError` if it cannot be written."""
 
     def __init__(self, args: RolloutArguments) -> None:
         start = time.strftime("%Y%m%d-%H%M%S")
@@ -51,10 +51,10 @@ class ServerRecord:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="server-record")
         self._writing: list[Future[None]] = []  # the last call
         self._recorder.open(start_step=0)
-        args.save_args(self.folder)  # `view` finds the tokenizer by it
+        args.save_args(self.folder)  # `view` finds the tokenizer by args.json
         logger.info(f"Samples are recorded. Look at them meanwhile: {view_command(self.folder)}")
 
-    def note(
+    def add(
         self,
         requests: Sequence[Mapping[str, Any]],
         metadatas: Sequence[RequestMetadata],
@@ -62,7 +62,7 @@ class ServerRecord:
         config: RequestConfig | None,
         num_updates: int,
     ) -> None:
-        """Have the thread record a call, after `num_updates` weight updates; leave it out where the
+        """Have the thread record a call, after `num_updates` weight updates; leave it out if the
         disk is too slow."""
         if not outputs:
             return
@@ -115,8 +115,8 @@ def rows_of_call(
     outputs: Sequence[RolloutOutput],
     num_updates: int,
 ) -> list[SampleRow]:
-    """Return the rows of a call: of groups, of conversations that the server led, or of answers in
-    ms-swift's form."""
+    """Return the rows of a call. Its outputs are groups, conversations that the server led, or
+    answers in ms-swift's form."""
     columns = {}
     for request, metadata in zip(requests, metadatas, strict=True):
         others = {k: v for k, v in request["data_dict"].items() if k != wire.KEY}

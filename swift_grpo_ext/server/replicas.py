@@ -48,9 +48,9 @@ GOES_ON = "goes on"  # a reply before the reply: a replica's conversations go on
 Command = dict[str, Any] | str  # one of ms-swift's commands, or `GIVE_UP`
 
 NONE_LEFT = "it has no replica left"
-SECONDS_BETWEEN_NOTES = 0.25
+SECONDS_BETWEEN_POLLS = 0.25
 SECONDS_TO_END = 10.0
-# Of all replicas of a server. A fault of the model or the machine comes again after each.
+# All replicas of a server share these. A fault of the model or the machine returns after each.
 MAX_RESTARTS = 3
 
 
@@ -60,7 +60,7 @@ def rpc(method: str, args: tuple[Any, ...] = (), kind: str = "call") -> dict[str
 
 
 class WorkerConnection:
-    """A worker's end of its pipe: takes the number off each command, and gives it to the reply."""
+    """A worker's end of its pipe: removes the number of each command, and adds it to the reply."""
 
     _is_free = threading.Lock()  # of the class: an instance is pickled for the worker's process
 
@@ -89,7 +89,7 @@ class WorkerConnection:
         try:
             while True:
                 began = monotonic()
-                if not self.connection.poll(SECONDS_BETWEEN_NOTES):
+                if not self.connection.poll(SECONDS_BETWEEN_POLLS):
                     if go_on(began):
                         self.send(GOES_ON)
                     continue
@@ -111,7 +111,7 @@ class ReplicaConnection:
     ) -> None:
         self._connection, self.process = connection, process
         self.number, self.name = number, f"{number}.{start}"
-        self.holds_weights = start == 0  # those that the server started with, or a trainer's
+        self.holds_weights = start == 0  # the weights of the server's start, or a trainer's
         self._numbers = count(1)
         # Writes in order, and off the event loop: a pipe may be full.
         self._writer = ThreadPoolExecutor(1)
@@ -124,7 +124,7 @@ class ReplicaConnection:
         return self._connection.recv()[1]
 
     def send(self, command: Command) -> int:
-        """Have a command written, and return its number."""
+        """Let the writer send a command, and return the command's number."""
         number = next(self._numbers)
         self._writer.submit(self._connection.send, (number, command))
         return number
@@ -137,7 +137,7 @@ class ReplicaConnection:
 
     def call(self, command: Command, timeout: float) -> Any:
         """Return the reply to a command of type `call`. A replica may be silent for `timeout`
-        seconds, and again after each `GOES_ON`. Raise `WorkerLostError` where it can be used no
+        seconds, and again after each `GOES_ON`. Raise `WorkerLostError` if it can be used no
         more."""
         late = WorkerLostError(f"a replica has not answered for {timeout:g} s (--rollout_timeout)")
         number, reply = self.send(command), GOES_ON
@@ -160,16 +160,16 @@ class ReplicaConnection:
 
 
 def start_replica(server: SwiftRolloutDeploy, number: int, start: int = 0) -> ReplicaConnection:
-    ours, theirs = Pipe()
+    server_end, worker_end = Pipe()
     worker = rollout.llm_worker_entry if server.use_async_engine else rollout.llm_worker
-    args = (server.args, number, server.master_port, WorkerConnection(theirs))
+    args = (server.args, number, server.master_port, WorkerConnection(worker_end))
     process = rollout.Process(target=worker, args=args)
     try:
         process.start()
     finally:
-        theirs.close()
+        worker_end.close()
     server.processes.append(process)  # ms-swift ends them with the server
-    return ReplicaConnection(ours, process, number, start)
+    return ReplicaConnection(server_end, process, number, start)
 
 
 def start_replicas(self: SwiftRolloutDeploy) -> None:
@@ -188,12 +188,12 @@ class Restarts:
 
     @property
     def num_awaited(self) -> int:
-        """The number of replicas that may still join."""
+        """Return the number of replicas that may still join."""
         return len(self.starting) + min(len(self.lost), self._budget - self._count)
 
     @property
     def num_ready(self) -> int:
-        """The number of replicas that wait for weights."""
+        """Return the number of replicas that wait for weights."""
         return sum(c.process.is_alive() and c.poll() for c in self.starting)
 
     def start_lost(self) -> None:
@@ -251,7 +251,7 @@ def remove(server: SwiftRolloutDeploy, connection: ReplicaConnection, cause: obj
 
 def call_all(server: SwiftRolloutDeploy, command: Command) -> list[Any]:
     """Return the replies of all replicas; those that fail are removed. Raise `NoWorkerError` with
-    the causes where none is left."""
+    the causes if none is left."""
     calls = [(c, in_thread(partial(c.call, command, server.timeout))) for c in server.connections]
     replies, causes = [], []
     for connection, reply in calls:
@@ -271,7 +271,7 @@ def generate(
     connection: ReplicaConnection,
     requests: Sequence[Mapping[str, Any]],
 ) -> list[RolloutOutput]:
-    """Return a replica's outputs; a scheduler may make several of a request."""
+    """Return a replica's outputs; a scheduler may make several for a request."""
     kwargs = {"infer_requests": requests, "request_config": config, "use_tqdm": False}
     method = "async_infer" if server.use_async_engine else "infer"
     answer = connection.call({"type": "call", "method": method, "kwargs": kwargs}, server.timeout)

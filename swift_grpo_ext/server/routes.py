@@ -45,10 +45,10 @@ from swift_grpo_ext.upstream.determinism import batches_follow_arrival
 from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair
 
 REPORTS_PATH = "/swift_grpo_ext/weight_reports/"
-INSTANCE = uuid.uuid4().hex  # this start of the server
+INSTANCE = uuid.uuid4().hex  # names this start of the server
 SECONDS_BETWEEN_BLANKS = 0.25
 
-# Beginnings of routes that need weights or their group, and of those that complete weights.
+# Prefixes of routes that need weights or their group, and of routes that complete weights.
 NEED_WEIGHTS = ("/infer", "/update_", "/process_weights_after_loading")
 BRING_WEIGHTS = ("/process_weights_after_loading", "/update_adapter")
 
@@ -94,7 +94,7 @@ def add_routes() -> None:
         process_weights_after_loading=process_weights_after_loading,
         _register_rl_rollout_app=_register_rl_rollout_app,
         _start_data_parallel_workers=replicas.start_replicas,
-        _require_api_key=lambda self: lambda: None,  # `Turns` asks for it
+        _require_api_key=lambda self: lambda: None,  # `Turns` checks the key
         reset_prefix_cache=_reset("reset_prefix_cache"),
         reset_encoder_cache=_reset("reset_encoder_cache"),
         reset_mm_cache=_reset("reset_mm_cache"),
@@ -117,7 +117,7 @@ def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:
     self.other_clients = OtherClients(gives_seeds=self.args.rollout_seed_mode == "sample")
     self.record = None if self.args.sample_log == "none" else ServerRecord(self.args)
     self.app.state.turns = turns = Turns(self, api_key.key_of(self.args))
-    self.app.router.routes.clear()  # FastAPI's pages ask for no key
+    self.app.router.routes.clear()  # FastAPI's pages need no key
     self.app.router.route_class = Route
     _upstream_register(self)
     self.app.get(REPORTS_PATH)(partial(_weight_reports, self))
@@ -144,8 +144,8 @@ class Route(APIRoute):
 
 
 class Turns:
-    """Answers the requests to `server` one after another. `key` is the API key that they must have,
-    or None."""
+    """Answers the requests to `server` one after another. `key` is the API key that they must have;
+    None if they need none."""
 
     def __init__(self, server: SwiftRolloutDeploy, key: str | None) -> None:
         self._server, self._key = server, key
@@ -167,7 +167,7 @@ class Turns:
             return JSONResponse({"detail": str(e)}, 500 if self._server.connections else 503)
 
     async def respond(self, request: Request, handle: Handler) -> Response:
-        """Read the body, and return the answer; a slow one is made while it is sent."""
+        """Read the body, and return the answer; a slow answer is made while it is sent."""
         # `request.url` holds the client's `Host`: only the scope's path can be trusted.
         path = request.scope["path"]
         if path.startswith("/health"):
@@ -181,7 +181,7 @@ class Turns:
             bound = float(request.headers.get(wire.TIMEOUT_HEADER, timeout))
         except ValueError as e:
             raise HTTPException(400, f"{wire.TIMEOUT_HEADER}: {e}; expected seconds") from e
-        if lease.OWNER_HEADER in request.headers:  # a stranger's bound would end a busy replica
+        if lease.OWNER_HEADER in request.headers:  # another client's bound could end a busy replica
             timeout = min(timeout, max(wire.MIN_TIMEOUT, bound))
         try:
             body = await asyncio.wait_for(self._bodies.receive(request), timeout)
@@ -204,8 +204,9 @@ class Turns:
         """Refuse a request with a fault in its headers."""
         authorization = request.headers.get("Authorization", "")
         if self._key is not None and not api_key.is_authorized(authorization, self._key):
-            what = "the API key is not this server's" if authorization else "the API key is missing"
-            detail = f"401 Unauthorized: {what}. {api_key.REMEDY}."
+            wrong, missing = "the API key is not this server's", "the API key is missing"
+            fault = wrong if authorization else missing
+            detail = f"401 Unauthorized: {fault}. {api_key.REMEDY}."
             raise HTTPException(401, detail, {"WWW-Authenticate": "Bearer"})
         instance = request.headers.get(wire.INSTANCE_HEADER, INSTANCE)
         if instance != INSTANCE and path.startswith(NEED_WEIGHTS):
@@ -222,7 +223,7 @@ class Turns:
             yield b"%d\n%b" % (response.status_code, bytes(response.body))
 
         async def give_up() -> None:
-            """Once the client has left, end what the replicas do for it."""
+            """Once the client has left, end its conversations in the replicas."""
             while not making.done():  # repeated: requests may be on their way to a replica
                 for connection in self._server.connections:
                     connection.send(replicas.GIVE_UP)
@@ -238,22 +239,22 @@ class Turns:
             # A server answers within 2.5 timeouts: replicas have two, the queue has the rest.
             await asyncio.wait_for(self._turn(path), (wire.SERVER_TIMEOUTS - 2.0) * timeout)
         except asyncio.TimeoutError as e:
-            what = "the server is busy with another request"
+            cause = "the server is busy with another request"
             if updates.is_arriving:
-                what = "a weight update is under way; /process_weights_after_loading/ ends it"
-            raise HTTPException(503, what, {"Retry-After": "1"}) from e
+                cause = "a weight update is under way; /process_weights_after_loading/ ends it"
+            raise HTTPException(503, cause, {"Retry-After": "1"}) from e
         server.timeout = timeout  # seconds that a replica has for each call of this turn
-        # A training with the plugin, which compares weights and samples itself.
-        server.is_asked_by_ours = wire.INSTANCE_HEADER in request.headers
-        # This machine's address that the client reached; behind a proxy, that of the server.
+        # A training with the plugin compares weights and samples itself.
+        server.is_used_by_plugin = wire.INSTANCE_HEADER in request.headers
+        # The address at which the client reached this machine; behind a proxy, the server's own.
         is_forwarded = "X-Forwarded-For" in request.headers
         server.address = server.args.host if is_forwarded else request.scope["server"][0]
         try:
             # In a thread: it waits for processes to end.
             await asyncio.to_thread(replicas.prune, server)
-            # A training names the instance once it is connected. Before, it makes a group for the
-            # replicas that it has counted: none may join then.
-            may_admit = server.is_asked_by_ours and not self._lease.is_others(request)
+            # A training names the instance once it is connected. Before that, it makes a group for
+            # the replicas that it has counted, so none may join.
+            may_admit = server.is_used_by_plugin and not self._lease.is_of_another(request)
             if path.startswith("/get_engine_type") and may_admit:
                 server.restarts.admit()
             with suppress(Exception):  # FastAPI parses a faulty body once more, and refuses it
@@ -266,7 +267,7 @@ class Turns:
                 for connection in server.connections:
                     connection.holds_weights = True
         finally:
-            self._lock.release()  # to the next, once this coroutine waits or ends
+            self._lock.release()  # the next request goes on once this coroutine waits or ends
             server.restarts.start_lost()  # in the event loop's thread (see `Restarts`)
         return response
 
@@ -296,7 +297,7 @@ async def get_engine_type(self: SwiftRolloutDeploy) -> dict[str, Any]:
     except NoWorkerError:
         if not self.restarts.num_awaited:
             raise
-    ours = {
+    about_plugin = {
         "version": wire.VERSION,
         "instance": INSTANCE,
         "replicas": _count_replicas(self),
@@ -307,7 +308,7 @@ async def get_engine_type(self: SwiftRolloutDeploy) -> dict[str, Any]:
         "number_bits": min((min(workers) for workers in replies if workers), default=None),
         "batches_follow_arrival": batches_follow_arrival(is_async=self.use_async_engine),
     }
-    return {**await _upstream_engine_type(self), wire.KEY: ours}
+    return {**await _upstream_engine_type(self), wire.KEY: about_plugin}
 
 
 async def get_world_size(self: SwiftRolloutDeploy) -> dict[str, int]:
@@ -315,7 +316,7 @@ async def get_world_size(self: SwiftRolloutDeploy) -> dict[str, int]:
 
 
 def _count_replicas(server: SwiftRolloutDeploy) -> int:
-    """Return how many engine replicas live; one worker runs all of the async engine's."""
+    """Return the number of living replicas; one worker runs all replicas of the async engine."""
     size = int(server.args.vllm_data_parallel_size) if server.use_async_engine else 1
     return size * len(server.connections)
 
@@ -329,14 +330,14 @@ async def get_model_state_keys(self: SwiftRolloutDeploy) -> dict[str, list[str]]
 async def init_communicator(
     self: SwiftRolloutDeploy, request: InitCommunicatorRequest
 ) -> dict[str, str]:
-    # The store of the weights' group asks for no key, and vLLM unpickles its values: it listens at
-    # one address if that is IPv4, which is all that it knows, else where the client asks.
+    # The store of the weights' group needs no key, and vLLM unpickles its values. So it listens at
+    # one address: at this one if it is IPv4 (the store knows no other), else at the client's.
     host = self.address if re.fullmatch(r"[0-9.]+", self.address) else request.host
     timeout = wire.GROUP_TIMEOUTS * self.timeout
-    # A client that has ended may have sent weights.
+    # A client that has ended may have left an update unfinished.
     self.updates.is_due = self.updates.is_arriving = False
     for number, connection in enumerate(self.connections):
-        # The replica's number among the living. ms-swift's own has a gap where one has ended.
+        # The number among living replicas: ms-swift's numbers have gaps where replicas have ended.
         replica = None if self.use_async_engine else number
         args = (host, request.port, request.world_size, replica, timeout, self.updates.watches)
         connection.send(rpc("join_group", args, kind="fire_and_forget"))
@@ -352,7 +353,7 @@ async def close_communicator(self: SwiftRolloutDeploy) -> dict[str, str]:
 async def process_weights_after_loading(self: SwiftRolloutDeploy) -> dict[str, str]:
     replies = await _call_all(self, rpc("process_weights_after_loading"))
     if None in replies:
-        self.updates.is_due = self.updates.is_arriving = False  # there is nothing to look at
+        self.updates.is_due = self.updates.is_arriving = False  # there are no weights to check
         self.updates.fault = "A replica could not load its weights; this server's log tells why."
         raise HTTPException(500, self.updates.fault)
     await _require_sound(self)
@@ -360,14 +361,15 @@ async def process_weights_after_loading(self: SwiftRolloutDeploy) -> dict[str, s
 
 
 async def _require_sound(server: SwiftRolloutDeploy) -> None:
-    """Look at weights that have come; refuse unsound ones to a client without the plugin."""
+    """Check weights that have arrived; raise 409 to a client without the plugin if they are
+    faulty."""
     updates = server.updates
     if updates.is_due:
         updates.is_due = updates.is_arriving = False
         if updates.watches:
             replies = await _call_all(server, rpc("read_weight_report"))
-            updates.judge(server.connections, replies)
-    may_stop = server.args.rollout_mismatch == "stop" and not server.is_asked_by_ours
+            updates.check_reports(server.connections, replies)
+    may_stop = server.args.rollout_mismatch == "stop" and not server.is_used_by_plugin
     if updates.fault and may_stop:
         raise HTTPException(409, updates.fault)
 
@@ -417,8 +419,8 @@ def _infer(
             check_media(request)
         except ValueError as e:
             raise RequestError(f"infer_requests[{number}].{e}") from e
-    is_ours = None not in metadatas
-    if not is_ours:  # after all checks: a refused call is not counted
+    is_from_plugin = None not in metadatas
+    if not is_from_plugin:  # after all checks: a refused call is not counted
         metadatas = server.other_clients.name(requests, config)
     as_arrays = all(metadata.as_arrays for metadata in metadatas)
     if as_arrays:
@@ -431,20 +433,20 @@ def _infer(
         costs = [float(len(part)) for part in slices]
 
     def send(replica: ReplicaConnection, share: list[int]) -> list[list[RolloutOutput]]:
-        ask = partial(replicas.generate, server, config, replica)
+        generate = partial(replicas.generate, server, config, replica)
         if not as_arrays:
-            return [ask(slices[i]) for i in share]
-        made = ask([requests[i] for i in share])
+            return [generate(slices[i]) for i in share]
+        made = generate([requests[i] for i in share])
         if len(made) != len(share):
             raise WorkerError(f"a replica gave {len(made)} answers to {len(share)} requests")
         return [[output] for output in made]
 
     outputs = [output for made in replicas.spread(server, costs, send) for output in made]
     if server.record is not None:
-        server.record.note(requests, metadatas, outputs, config, server.num_updates)
-    if as_arrays:  # plain values, which FastAPI need not look into
+        server.record.add(requests, metadatas, outputs, config, server.num_updates)
+    if as_arrays:  # plain values, which FastAPI need not convert
         return [{"response": asdict(o.response), "rollout_infos": o.rollout_infos} for o in outputs]
-    if not is_ours:  # other clients do not read turns
+    if not is_from_plugin:  # other clients do not read turns
         for output in outputs:
             output.rollout_infos.pop(conversation.KEY, None)
     return outputs

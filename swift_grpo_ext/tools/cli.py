@@ -23,13 +23,13 @@ from swift_grpo_ext.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status, 2 where a command cannot do its work."""
+    """Run the command line; return the exit status, which is 2 if a command fails."""
     parser = argparse.ArgumentParser(prog="swift-grpo-ext", description=__doc__.partition("\n")[0])
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, runs: str, text: str, epilog: str = "") -> Callable[..., object]:
-        """Add a command that `runs` a module's function; return what adds its arguments."""
+        """Add a command that runs the function `runs`; return the method that adds arguments."""
         added = commands.add_parser(name, help=text, epilog=epilog)
         added.set_defaults(runs=runs)
         return added.add_argument
@@ -150,7 +150,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def flag_rows() -> list[tuple[str, str, str, str]]:
-    """Return name, type, default and meaning of every flag of ours."""
+    """Return name, type, default and meaning of every flag of the plugin."""
     rows = []
     for param in docstring_parser.parse_from_object(ExtFlags).params:
         name, hint, text = param.arg_name, param.type_name or "", param.description or ""
@@ -161,13 +161,13 @@ def flag_rows() -> list[tuple[str, str, str, str]]:
 
 
 def flags(_: argparse.Namespace) -> None:
-    """Print every flag of ours with type, default and meaning."""
+    """Print every flag of the plugin with type, default and meaning."""
     for name, values, default, text in flag_rows():
         print(f"--{name} {values}  (default: {default})\n    {text}")
 
 
 def view(options: argparse.Namespace) -> None:
-    """Serve runs as pages, or write one page. A folder that is new may wait for its run."""
+    """Serve runs as pages, or write one page. A new folder may be served before its run begins."""
     from swift_grpo_ext.tools.runs import find_runs
     from swift_grpo_ext.tools.view import pages, server
 

@@ -1,16 +1,17 @@
-"""Two runs side by side: `swift-grpo-ext diff` and `swift-grpo-ext compare`.
+"""Compares two runs: `swift-grpo-ext diff` and `swift-grpo-ext compare`.
 
 `diff` joins two runs by the identity of their samples (phase, round, group, index, turn) and names
 the first one that differs, in the order in which a training generates them. Later differences
 follow from it. It also names the first update that differs, which is the cause if it is earlier,
 and the settings that differ.
 
-`compare` says how much better candidate runs score than baselines, prompt by prompt. Runs with one
-`--seed` meet the same prompts with the same noise. What two such runs share cancels in the
-difference of each prompt's mean rewards, which narrows the interval. Rewards rise as a run goes on:
-only steps that both runs have are compared. The 95% interval of the mean difference is Student's t.
-Each of several pairs of runs counts as one value, because prompts within a run are not independent.
-In a single pair the prompts count, which says nothing about other seeds.
+`compare` measures how much better candidate runs score than baselines, prompt by prompt. Runs with
+one `--seed` meet the same prompts with the same noise. Chance that two such runs share cancels in
+the difference of each prompt's mean rewards, which narrows the interval. Rewards rise as a run goes
+on: only steps that both runs have are compared. The 95% interval of the mean difference is
+Student's t. Each of several pairs of runs counts as one value, because prompts within a run are not
+independent. In a single pair each prompt counts as one value, and other seeds may give other
+results.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ Decode = Callable[[Sequence[int]], str]
 
 COMPARED = ("prompt", "media", "fingerprint", "seed", "weight_version", "token_ids",
             "finish_reason", "stop_reason", "text", "mask")  # fmt: skip
-"""Columns of samples in the order in which one decides the next. A fingerprint that differs alone
-says that tools, boxes or the content of media differ."""
+"""These columns of samples are compared, in the order in which one decides the next. If only the
+fingerprint differs, then tools, boxes or the content of media differ."""
 
 SHOWN = {"fingerprint": "the hash of prompt, tools, boxes and the content of media"}
 
 SCORES = ("reward", "advantage")
 
 LOGGED = ("learning_rate", "loss", "grad_norm", "kl")
-"""Values of `logging.jsonl` in the order in which one decides the next. Times, memory and cache
-hits differ in equal runs."""
+"""These values of `logging.jsonl` are compared, in the order in which one decides the next. Times,
+memory and cache hits differ in equal runs, too."""
 
 SAMPLE = ", ".join(f'"{name}"' for name in SAMPLE_ID_COLUMNS)
 ROUND_IN_ORDER = "step, phase = 'train', number"  # an evaluation precedes the round of its step
@@ -61,8 +62,8 @@ WHERE_ONLY = frozenset(
      "report_to", "callbacks", "training_args", "ignore_data_skip", "rank", "model_dir",
      "model_suffix", "model_info", "model_meta", "template_meta")
 )  # fmt: skip
-"""Settings that change no token: where a run lives, what it writes, and what ms-swift derives from
-other settings."""
+"""These settings change no token: the places of a run, its outputs, and values that ms-swift
+derives from other settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +71,9 @@ class Difference:
     """The first value that differs."""
 
     place: SampleId
-    what: str  # a column, `token N` (from 0), or `sample` or `round` where one run lacks it
-    # In each run. A token has an id and a log-probability, and is None after the end of the
-    # completion. A sample or a round is there or not.
+    what: str  # a column, `token N` (from 0), or `sample` or `round` if one run lacks it
+    # The value in each run. A token has an id and a log-probability, and is None after the end of
+    # the completion. A sample or a round is True if it is there, else False.
     values: tuple[Any, Any]
 
     def describe(
@@ -107,7 +108,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """The result, as `--json` prints it."""
+    """The result of `diff`, as `--json` prints it."""
 
     difference: Difference | None
     num_samples: int  # before the first difference; all turns of a conversation are one
@@ -124,12 +125,12 @@ class Diff:
 
     @property
     def is_equal(self) -> bool:
-        """All that was compared is the same, but for log-probabilities (`logprob_gap`)."""
+        """Return whether the runs are equal, apart from log-probabilities (`logprob_gap`)."""
         return self.difference is None and self.update is None
 
 
 def diff(one: Record, other: Record) -> Diff:
-    """Compare two runs up to the first difference; raises ValueError where no round is common."""
+    """Compare two runs up to the first difference; raises ValueError if no round is common."""
     folders = one.run_dir, other.run_dir
     if set(one.rounds()).isdisjoint(other.rounds()):
         raise ValueError(f"{folders[0]} and {folders[1]} have no round in common.")
@@ -153,8 +154,8 @@ def diff(one: Record, other: Record) -> Diff:
 
 
 def _first_differing(one: Record, other: Record) -> SampleId | None:
-    """Return the first sample that differs, or else scored differently, of the first round with
-    one; None without any. Scores that only one run has do not count."""
+    """Return a sample of the first round that differs: the first that differs, or else the first
+    with another score; None if all agree. Scores that only one run has do not count."""
     query = (
         f"select {SAMPLE}, hash({', '.join(COMPARED)}) as content, "
         f"if(fate = 'generated', null, hash({', '.join(SCORES)})) as score from scored"
@@ -202,7 +203,7 @@ def compare_sample(
 ) -> tuple[Difference | None, float | None]:
     """Compare the tokens, log-probabilities, and other columns if given, of one sample or turn;
     return the first difference, and the largest gap of log-probabilities before it in nats, None
-    where a side has none."""
+    if a side has none."""
     end = first_difference(one["token_ids"], other["token_ids"])
     gap = logprob_gap(one["logprobs"], other["logprobs"], end)
     names = (name for name in (*COMPARED, *SCORES) if one.get(name) != other.get(name))
@@ -232,7 +233,7 @@ def logprob_gap(
     one: Sequence[float] | None, other: Sequence[float] | None, end: int | None = None
 ) -> float | None:
     """Return the largest difference of log-probabilities of tokens before `end`, in nats; None
-    where a side has none."""
+    if a side has none."""
     if one is None or other is None or not len(one[:end]) or not len(other[:end]):
         return None
     # Two infinities of one sign do not differ; their difference would be NaN.
@@ -265,7 +266,7 @@ def compare_updates(run_a: Path, run_b: Path) -> tuple[int, str | None, str | No
 
 
 def read_args(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the settings of a run's `args.json`; empty where it cannot be read."""
+    """Return the settings of a run's `args.json`; empty if it cannot be read."""
     try:
         return dict(json.loads(Path(run_dir, "args.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -274,7 +275,7 @@ def read_args(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 def find_decoder(run_dir: Path) -> Decode | None:
     """Return a function from a run's token ids to text, with the tokenizer of a checkpoint or of
-    the model; None where this machine has neither."""
+    the model; None if this machine has neither."""
     from tokenizers import Tokenizer
 
     folders = sorted(run_dir.glob("checkpoint-*"))
@@ -290,7 +291,7 @@ def find_decoder(run_dir: Path) -> Decode | None:
 
 
 def differing_settings(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the settings that differ, with each run's value; none where a run has no settings."""
+    """Return the settings that differ, with each run's value; none if a run has no settings."""
     if not all(runs):
         return {}
     names = dict.fromkeys(name for run in runs for name in run if name not in WHERE_ONLY)
@@ -299,7 +300,7 @@ def differing_settings(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    """Print what differs; return 0 for equal runs, else 1."""
+    """Print the differences; return 0 for equal runs, else 1."""
     run_a, run_b = find_run(options.run_a), find_run(options.run_b)
     result = diff(open_record(run_a), open_record(run_b))
     if options.json:
@@ -330,10 +331,10 @@ def run_diff(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The result, as `--json` prints it."""
+    """The result of `compare`, as `--json` prints it."""
 
     num_pairs: int
-    num_prompts: int  # that both runs of a pair met, summed over pairs
+    num_prompts: int  # prompts that both runs of a pair met, summed over pairs
     num_alone: int  # prompts that only one run of a pair met: they are left out
     baseline: float  # mean rewards, over pairs and their prompts
     candidate: float
@@ -344,7 +345,7 @@ class Comparison:
 
 
 class Pair(NamedTuple):
-    """Two runs side by side."""
+    """The prompts that two runs have in common."""
 
     means: dict[str, tuple[float, float]]  # mean rewards of the prompts that both met, by hash
     num_alone: int  # prompts that one of them met
@@ -354,8 +355,8 @@ class Pair(NamedTuple):
 def pair_by_seed(
     baselines: Sequence[Path], candidates: Sequence[Path]
 ) -> dict[str, tuple[Path, Path]]:
-    """Return pairs of folders of runs with the same `--seed`, by that seed; one run on each side is
-    a pair whatever their seeds. Raises ValueError where a seed is on one side only, or twice."""
+    """Return pairs of folders of runs with the same `--seed`, by that seed; one run on each
+    side is a pair for any seeds. Raises ValueError if a seed is on one side only, or twice."""
     one, other = (
         {str(read_args(folder).get("seed", "unknown")): folder for folder in side}
         for side in (baselines, candidates)
@@ -379,7 +380,7 @@ def read_pair(
     reward: str | None = None,
 ) -> Pair:
     """Read two runs in the steps that both have, among `steps`; `reward` names a reward function,
-    None the total. Raises ValueError where no scored step is common, or a run lacks the function.
+    None the total. Raises ValueError if no scored step is common, or a run lacks the function.
     """
     value = "reward" if reward is None else f"rewards[{literal(reward)}]"
     # The first turn of a conversation has its prompt; all turns share one score.
@@ -411,8 +412,8 @@ def read_pair(
 
 
 def compare(pairs: Mapping[str, Pair]) -> Comparison:
-    """Compare the mean rewards of each prompt in pairs of runs, which come by seed; raises
-    ValueError where a pair has fewer than two prompts in common."""
+    """Compare the mean rewards of each prompt in pairs of runs, given by seed; raises
+    ValueError if a pair has fewer than two prompts in common."""
     for seed, pair in pairs.items():
         if len(pair.means) < 2:
             raise ValueError(

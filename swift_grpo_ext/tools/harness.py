@@ -1,9 +1,9 @@
 """Run the real `swift rlhf` or `swift rollout`, with the plugin, up to a point.
 
 - `begin` stops after template and data. It loads no weights, and writes nothing. It reports the
-  findings that would end the start, and goes on: one look finds more than one error. It replaces
-  other ranks (torch's own fake group), servers (a client that does not connect), and hubs (the
-  files that are on this machine).
+  findings that would end the start, and goes on, so that one run finds several errors. It replaces
+  other ranks by torch's own fake group, servers by a client that does not connect, and hubs by the
+  files that are on this machine.
 - `with_trainer` goes on to the point where training would begin.
 
 `run_child` runs a module that does any of this in a process of its own, and yields its results:
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
     from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
-Tell = Callable[[Finding], None]
+Report = Callable[[Finding], None]
 
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:error|[\w.]*(?:Error|Exception)): .+)", re.MULTILINE)
-"""The last line of a traceback, also of a rank's, and the line of a `SettingsError`; torchrun's own
-errors have no text."""
+"""This matches the last line of a traceback, also of a rank's, and the line of a `SettingsError`.
+torchrun's own errors have no text."""
 
 MOST_SECONDS = 1800.0  # of a child: a large model loads for minutes
 
@@ -55,14 +55,14 @@ MOST_SECONDS = 1800.0  # of a child: a large model loads for minutes
 
 
 class ChildError(RuntimeError):
-    """A child has failed; the message says how."""
+    """A child has failed; the message has the reason."""
 
 
 def run_child(
     module: str, job: object, env: Mapping[str, str], log: Path | None = None, ranks: int = 1
 ) -> Iterator[dict[str, Any]]:
     """Run `python -m MODULE JOB_AS_JSON` (by torchrun for several ranks), with its standard error
-    in `log`. Yield its results as they come; raises `ChildError` behind them if it fails."""
+    in `log`. Yield its results as they come, and raise `ChildError` after them if it fails."""
     command = [sys.executable, "-m"]
     if ranks > 1:
         with socket.create_server(("", 0)) as any_free:
@@ -142,14 +142,14 @@ def standard_output() -> Iterator[TextIO]:
 
 
 @contextmanager
-def told() -> Iterator[Callable[[Any], None]]:
-    """Yield the function that writes a result, a dataclass, for `run_child`."""
+def result_writer() -> Iterator[Callable[[Any], None]]:
+    """Yield a function that writes a result, which is a dataclass, for `run_child`."""
     with standard_output() as out:
         yield lambda found: print(json.dumps(asdict(found)), file=out, flush=True)
 
 
-class Begun(NamedTuple):
-    """The result of a start."""
+class StartResult(NamedTuple):
+    """The result of `begin`."""
 
     args: RLHFArguments | RolloutArguments
     template: Template
@@ -161,56 +161,56 @@ class NotHereError(Exception):
 
 
 def begin(
-    source: Source, tell: Tell, *, ranks: int | None = None, servers: Source | None = None
-) -> Begun | None:
-    """Start a side up to its template and data, and `tell` each finding; return None if it ended
+    source: Source, report: Report, *, ranks: int | None = None, servers: Source | None = None
+) -> StartResult | None:
+    """Start a side up to its template and data, and `report` each finding; return None if it ended
     before.
 
     Args:
-        ranks: training processes over all nodes; None: NPROC_PER_NODE x NNODES, else 1.
+        ranks: training processes over all nodes; None means NPROC_PER_NODE x NNODES, else 1.
         servers: the settings of a training's servers, if known.
     """
-    for name, value in source.env.items():  # the shell wins, as in ms-swift
+    for name, value in source.env.items():  # the shell overrides it, as in ms-swift
         os.environ.setdefault(name, value)
     try:
-        with collected(tell), ExitStack() as stack:
+        with collected(report), ExitStack() as stack:
             stack.enter_context(patch.object(ArgumentParser, "error", _refuse))
             _use_local_hubs(stack)
             if source.side == "rollout":
                 return _begin_rollout(source.argv)
-            _take_ranks(ranks)
-            _leave_servers(stack, servers)
-            return _begin_training(stack, source.argv, tell)
+            _fake_other_ranks(ranks)
+            _fake_servers(stack, servers)
+            return _begin_training(stack, source.argv, report)
     except NotHereError as e:
         remedy = f"modelscope download {str(e).partition(' ')[2]} --exclude '*.safetensors'"
         text = "is not on this machine, so template and rows were not looked at. Without weights:"
-        tell(skipped(str(e), text, remedy))
+        report(skipped(str(e), text, remedy))
     except Exception as e:  # ms-swift's own refusals, and those of a user's plugin
         name, _, text = str(e).removeprefix("--").partition(": ")
         command = f"`{COMMANDS[source.side]}`"
         if isinstance(e, SettingsError):
-            tell(error(name, text) if text else error(command, str(e)))
+            report(error(name, text) if text else error(command, str(e)))
         else:
             reason = " ".join(f"{type(e).__name__}: {e}".split())[:600]
-            tell(error(command, f"ends with {reason}"))
+            report(error(command, f"ends with {reason}"))
     return None
 
 
 def _refuse(_: ArgumentParser, message: str) -> NoReturn:
-    # argparse would print five hundred flags, and the reason.
+    # argparse would print five hundred flags before the reason.
     raise SettingsError(f"Settings: {message}")
 
 
-def _begin_rollout(argv: Sequence[str]) -> Begun:
+def _begin_rollout(argv: Sequence[str]) -> StartResult:
     # The plugin recognizes a server by this module.
     from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
     pipeline = SimpleNamespace(args_class=SwiftRolloutDeploy.args_class)
     args = SwiftRolloutDeploy._parse_args(pipeline, [*argv])
-    return Begun(args, args.get_template())
+    return StartResult(args, args.get_template())
 
 
-def _begin_training(stack: ExitStack, argv: Sequence[str], tell: Tell) -> Begun:
+def _begin_training(stack: ExitStack, argv: Sequence[str], report: Report) -> StartResult:
     from swift.arguments.sft_args import SftArguments
     from swift.pipelines.train.rlhf import SwiftRLHF
 
@@ -225,7 +225,7 @@ def _begin_training(stack: ExitStack, argv: Sequence[str], tell: Tell) -> Begun:
         try:
             check(args)
         except NotHereError as e:  # a data set: the template is still there
-            tell(skipped(str(e), "is on a hub, and its rows are not on this machine."))
+            report(skipped(str(e), "is on a hub, and its rows are not on this machine."))
 
     stack.enter_context(wrapped(SftArguments, "_add_version", make_no_folder))
     stack.enter_context(wrapped(RLHFExtArguments, "_check_grpo", check_local_rows))
@@ -238,7 +238,7 @@ def _begin_training(stack: ExitStack, argv: Sequence[str], tell: Tell) -> Begun:
     datasets: Sequence[Dataset | None] = ()
     with suppress(NotHereError):
         datasets = start._get_dataset()
-    return Begun(start.args, start.template, datasets)
+    return StartResult(start.args, start.template, datasets)
 
 
 def _use_local_hubs(stack: ExitStack) -> None:
@@ -251,7 +251,7 @@ def _use_local_hubs(stack: ExitStack) -> None:
 
     def download_model(model_id_or_path: str, *_: object, **__: object) -> str:
         for hub in (modelscope, huggingface_hub):
-            with suppress(Exception):  # each has a type of its own for what is in no cache
+            with suppress(Exception):  # each has its own error for a model that is in no cache
                 return str(hub.snapshot_download(model_id_or_path, local_files_only=True))
         raise NotHereError(f"model {model_id_or_path}")
 
@@ -265,8 +265,8 @@ def _use_local_hubs(stack: ExitStack) -> None:
         stack.enter_context(wrapped(hub_class, "load_dataset", load_dataset))
 
 
-def _take_ranks(ranks: int | None) -> None:
-    """Be the first of `ranks` ranks; the others are torch's fake group."""
+def _fake_other_ranks(ranks: int | None) -> None:
+    """Let this process be rank 0 of `ranks`; torch's fake group replaces the others."""
     per_node, nodes = (int(os.environ.get(name, 1)) for name in ("NPROC_PER_NODE", "NNODES"))
     size = ranks or per_node * nodes
     if size == 1:
@@ -283,8 +283,8 @@ def _take_ranks(ranks: int | None) -> None:
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
 
 
-def _leave_servers(stack: ExitStack, servers: Source | None) -> None:
-    """Let the client of servers connect to none; it knows their settings from `servers`."""
+def _fake_servers(stack: ExitStack, servers: Source | None) -> None:
+    """Let the client of servers connect to none; `servers` gives their settings."""
     import swift.rlhf_trainers
 
     client = swift.rlhf_trainers.VLLMClient

@@ -2,7 +2,8 @@
 
 The run's `args.json` gives the trainer, a checkpoint its weights, and selftest's `Rig` generates.
 One process is enough: the tokens of a sample depend on its seed, prompt, weights and settings, and
-on no number of ranks or engines (docs/promises.md, S2). ms-swift is imported when the command runs.
+not on the number of ranks or engines (docs/promises.md, S2). The command imports ms-swift when it
+runs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SAMPLING = (
     *("max_completion_length", "num_generations", "structured_outputs_regex"),
     *("sleep_level", "lora_rank"),
 )
-"""Settings of sampling; those of model, template, data and engine have classes or a prefix."""
+"""These settings of sampling are kept; those of model, template, data and engine have classes or a
+prefix."""
 
 CHANGED: Mapping[str, Any] = {
     **{"rlhf_type": "grpo", "reward_funcs": ["format"], "beta": 0.0},
@@ -48,7 +50,7 @@ BESIDE_MODEL = 0.4  # share of a GPU's memory for an engine beside the trainer's
 
 DIFFERENT = (
     "Tokens differ. If the log-probabilities before them agree (to about 1e-5 nats in float32, "
-    "1e-2 in bfloat16), a kernel whose result depends on the batch decided a near tie. Otherwise "
+    "1e-2 in bfloat16), a kernel that depends on the batch has decided a near tie. Otherwise "
     "weights, prompt, media or settings are not the run's: args.json holds no environment "
     "variables (set MAX_PIXELS and the like as they were), and no settings of a server (give them "
     "with --set)."
@@ -56,10 +58,10 @@ DIFFERENT = (
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay a group; return 0 where all tokens are equal, 1 where some differ.
+    """Replay a group; return 0 if all tokens are equal, 1 if some differ.
 
     Raises:
-        OSError, ValueError: the group cannot be generated; the message says why.
+        OSError, ValueError: the group cannot be generated; the message has the reason.
     """
     with standard_output() as out:
         replay = _replay(options)
@@ -71,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what `--json` prints."""
+    """Return the values that `--json` prints."""
     folder, (step, number) = find_run(options.run_dir), options.round
     settings = read_settings(folder, dict(options.set))
     recorded = read_group(
@@ -87,7 +89,7 @@ def _replay(options: argparse.Namespace) -> dict[str, Any]:
         both = ({"token_ids": r.token_ids, "logprobs": r.logprobs} for r in (row, generated))
         difference, gap = compare_sample(row.sample_id, *both)
         sample = {"name": row.sample_id.request_id, "num_tokens": len(row.token_ids)}
-        # The gap is near 0 where weights and prompt are the same.
+        # The gap is near 0 if weights and prompt are the same.
         samples.append({**sample, "logprob_gap": gap, "difference": difference})
     is_equal = all(sample["difference"] is None for sample in samples)
     later = "Later turns of conversations are not generated again."
@@ -108,11 +110,11 @@ def show(replay: Mapping[str, Any], out: TextIO) -> None:
     decoder = find_decoder(Path(replay["run_dir"]))
     for sample in replay["samples"]:
         gap, difference, result = sample["logprob_gap"], sample["difference"], "equal"
-        within = "" if gap is None else f", log-probabilities within {gap:.1e} nats"
+        agreement = "" if gap is None else f", log-probabilities within {gap:.1e} nats"
         if difference is not None:
-            told = difference.describe(("in the record", "now"), (decoder, decoder))
-            result = f"first difference, {told}"
-        print(f"  {sample['name']}: {sample['num_tokens']} tokens{within}; {result}", file=out)
+            sentence = difference.describe(("in the record", "now"), (decoder, decoder))
+            result = f"first difference, {sentence}"
+        print(f"  {sample['name']}: {sample['num_tokens']} tokens{agreement}; {result}", file=out)
     num_equal = sum(sample["difference"] is None for sample in replay["samples"])
     print(f"{num_equal} of {len(replay['samples'])} samples have equal tokens.", file=out)
     for note in replay["notes"]:
@@ -124,7 +126,7 @@ def show(replay: Mapping[str, Any], out: TextIO) -> None:
 
 def read_settings(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run's `args.json`; `changes` replace some of them. Raise
-    ValueError where the file cannot be read, or lacks a setting of `changes`."""
+    ValueError if the file cannot be read, or lacks a setting of `changes`."""
     path = folder / "args.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -134,13 +136,13 @@ def read_settings(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
         if name not in settings:
             hint = did_you_mean(name, settings)
             raise ValueError(f"--set {name}: {path} has no such setting. {hint}".rstrip())
-    if settings.get("vllm_mode") == "server":  # args.json does not have the servers' share
+    if settings.get("vllm_mode") == "server":  # args.json lacks the servers' share
         settings["vllm_gpu_memory_utilization"] = BESIDE_MODEL
     return {**settings, **changes}
 
 
 def check_seeds(samples: Sequence[SampleRow], settings: Mapping[str, Any]) -> None:
-    """Raise ValueError where samples have no seeds, or others than `--seed` gives."""
+    """Raise ValueError if samples have no seeds, or other seeds than `--seed` gives."""
     for sample in samples:
         if sample.seed is None:
             raise ValueError(
@@ -158,8 +160,8 @@ def check_seeds(samples: Sequence[SampleRow], settings: Mapping[str, Any]) -> No
 
 
 def find_prompt(row: SampleRow, data: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the first row of a data set whose prompt has the sample's fingerprint; raise
-    ValueError where there is none."""
+    """Return the first row of a data set with the fingerprint of the sample's prompt; raise
+    ValueError if there is none."""
     logged = json.loads(row.prompt)
     # ms-swift puts --system, or the template's own system message, in front of a row's messages.
     is_system = logged[0]["role"] == "system"
@@ -177,8 +179,8 @@ def find_prompt(row: SampleRow, data: Iterable[Mapping[str, Any]]) -> dict[str, 
 
 
 def find_checkpoint(folder: Path, settings: Mapping[str, Any], version: int) -> Path | None:
-    """Return the checkpoint with the weights after `version` optimizer steps; None where those are
-    `--model`'s. Raise ValueError where they are missing."""
+    """Return the checkpoint with the weights after `version` optimizer steps; None if these are
+    `--model`'s. Raise ValueError if they are missing."""
     base, resumed = str(settings["model"]), settings.get("resume_from_checkpoint")
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise ValueError(f"--model {base} is not there: give its place with --set model=DIR.")

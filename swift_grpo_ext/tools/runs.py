@@ -19,7 +19,8 @@ LOGS = "logging.jsonl"  # ms-swift's own file of a run's metrics
 STEP = "global_step/max_steps"
 
 MARKS = ("args.json", LOGS, "samples/*session-*")
-"""Files of a training; it writes `args.json` first, before the model is loaded."""
+"""A training's folder has one of these files. `args.json` comes first, before the model is
+loaded."""
 
 VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 MAX_SHOWN = 400  # characters of names in a message
@@ -27,7 +28,7 @@ MAX_SHOWN = 400  # characters of names in a message
 
 def find_run(path: str | Path) -> Path:
     """Return the folder of the one run that `path` names; raises the errors of `find_runs`, and
-    ValueError where there are several."""
+    ValueError if there are several."""
     runs = find_runs(path)
     if len(runs) > 1:
         names = shorten(", ".join(map(str, runs)), MAX_SHOWN, placeholder=" ...")
@@ -38,7 +39,7 @@ def find_run(path: str | Path) -> Path:
 def find_runs(path: str | Path) -> list[Path]:
     """Return the folder itself if it is a run; else its newest version, which a line on standard
     error names; else the run, or the newest version, of each folder in it. Raises FileNotFoundError
-    where there is no run."""
+    if there is no run."""
     folder = Path(path)
     if run := _run_or_newest_version(folder):
         return [run]
@@ -56,7 +57,7 @@ def find_runs(path: str | Path) -> list[Path]:
 
 
 def run_name(run: Path) -> str:
-    """Return the name of a run's folder, with `--output_dir` before that of a version."""
+    """Return the name of a run's folder; before the name of a version comes `--output_dir`."""
     run = run.resolve()
     return f"{run.parent.name}/{run.name}" if VERSION.fullmatch(run.name) else run.name
 
@@ -74,17 +75,17 @@ def _run_or_newest_version(folder: Path) -> Path | None:
 
 
 def _is_run(folder: Path) -> bool:
-    # A checkpoint has an args.json, too.
+    # A checkpoint has an args.json, but is no run.
     is_checkpoint = folder.name.startswith("checkpoint-")
     return not is_checkpoint and any(next(folder.glob(mark), None) for mark in MARKS)
 
 
 def read_logs(run: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log; none before the run has logged anything."""
+    """Return the lines of a run's log; [] before the run has logged anything."""
     path = Path(run, LOGS)
     logs = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with suppress(ValueError):  # cut short, as its process was
+        with suppress(ValueError):  # a line that was cut short with its process
             logs.append(json.loads(line))
     return logs
 

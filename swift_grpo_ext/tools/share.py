@@ -1,6 +1,6 @@
 """Files of the installed package: the plugin file, the presets, the launch script.
 
-`swift_grpo_ext/share` has the layout of a clone: there, its entries are links to `plugins/`,
+`swift_grpo_ext/share` has the layout of a clone. In a clone, its entries are links to `plugins/`,
 `examples/` and `scripts/`; in a wheel, they are the files.
 """
 
@@ -19,7 +19,7 @@ LAUNCH_SCRIPT = SHARE / "scripts" / "launch.sh"
 
 
 def plugin_path(options: argparse.Namespace) -> None:
-    """Print where the plugin file is."""
+    """Print the path of the plugin file."""
     print(PLUGIN_FILE)
 
 
@@ -58,5 +58,5 @@ def init(options: argparse.Namespace) -> None:
 
 
 def _lines(preset: Path) -> list[str]:
-    """Return the lines of a preset: the first is its title, the second how it is run."""
+    """Return the lines of a preset: the first is its title, the second its command."""
     return preset.read_text(encoding="utf-8").splitlines()

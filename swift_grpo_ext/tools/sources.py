@@ -1,6 +1,6 @@
-"""Reads the settings of a run: both sides' YAML files, and the arguments that win over them.
+"""Reads the settings of a run: both sides' YAML files, and the arguments that override them.
 
-Values stay texts: `swift rlhf` and `swift rollout` parse them. Light to import.
+Values stay texts: `swift rlhf` and `swift rollout` parse them. It imports no heavy module.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
 
 MODEL = ("model", "model_type", "template")
-"""`launch.sh` gives servers these settings of the training, where their own file has none."""
+"""`launch.sh` gives servers these settings of the training, if their own file has none."""
 
 DEFAULTS = (
     "--rlhf_type grpo --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.4 "
     "--num_generations 8 --per_device_train_batch_size 8 --reward_funcs format "
     "--lazy_tokenize true --vllm_enforce_eager true --external_plugins"
 )
-"""Arguments of `check` and `selftest` where only a model and a data set are given; the plugin file
-follows."""
+"""`check` and `selftest` use these arguments if only a model and a data set are given. The path of
+the plugin file follows."""
 
 
 class Source(NamedTuple):
-    """The settings of one side, as arguments: its file's, then those that win over them."""
+    """The settings of one side, as arguments: its file's, then those that override them."""
 
     side: Side
     argv: list[str]
-    env: Mapping[str, str]  # the file's ENV; variables of the shell win, as in ms-swift
+    env: Mapping[str, str]  # the file's ENV; variables of the shell override it, as in ms-swift
 
     @property
     def given(self) -> dict[str, list[str]]:
@@ -44,7 +44,7 @@ class Source(NamedTuple):
 
 
 def sources_of(options: argparse.Namespace) -> dict[Side, Source]:
-    """Return the settings that `check` or `selftest` was given; raises ValueError for bad files."""
+    """Return the settings for `check` or `selftest`; raises ValueError for bad files."""
     dataset = ["--dataset", *options.dataset] if options.dataset else []
     defaults = [*DEFAULTS.split(), str(PLUGIN_FILE)] if dataset and not options.config else []
     overrides = [*defaults, *options.rest, *dataset]
@@ -55,8 +55,8 @@ def read_sources(
     path: str | Path | None, *, model: str | None = None, overrides: Sequence[str] = ()
 ) -> dict[Side, Source]:
     """Read one file of settings, or the two of `NAME`. `model` (of both sides) and `overrides`
-    (arguments of `swift rlhf`) win over the files. Raises ValueError where a file is missing or is
-    not YAML."""
+    (arguments of `swift rlhf`) override the files. Raises ValueError if a file is missing or is not
+    YAML."""
     files: dict[Side, Path | None] = {"training": None} if model or overrides else {}
     if path:
         files = files_of(Path(path))
@@ -115,7 +115,7 @@ def to_argv(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def by_flag(argv: Iterable[str]) -> dict[str, list[str]]:
-    """Return the values of each flag, by its name with underscores; the last values win."""
+    """Return the values of each flag, by its name with underscores; the last values count."""
     values: dict[str, list[str]] = {}
     name = ""
     for word in argv:

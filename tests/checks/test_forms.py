@@ -207,7 +207,7 @@ def bad(folder: Path) -> dict[str, tuple[Rows, str]]:
         "video in a dictionary": (asks("<video>", videos=[{"path": mp4}]), f"is '{mp4}'; expected"),
         "placeholder": (
             asks(f"<image>{pad}", images=[png]),
-            "messages[0].content: holds '<|image_pad|>', which stands for a medium",
+            "messages[0].content: holds '<|image_pad|>', which is the model's own token",
         ),
         "placeholder in a part": (
             parts(part, {"type": "text", "text": pad}),

@@ -78,7 +78,7 @@ def test_rows_that_a_training_leaves_out(
             "TypeError: object of type 'int' has no len() (objects: {'",
         ),
         (asks(None), "AssertionError: message: {'role': 'user', 'content': None}"),
-        ({"messages": []}, "MessagesPreprocessor makes nothing of it"),
+        ({"messages": []}, "MessagesPreprocessor returns no row for it"),
     ],
 )
 def test_why_a_row_is_left_out(row: Row, expected: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swift_grpo_ext.diversity.alarms import alarm_line
-from swift_grpo_ext.diversity.analyzer import RoundAnalyzer, judge
+from swift_grpo_ext.diversity.analyzer import RoundAnalyzer, verdict_of
 from swift_grpo_ext.diversity.collision import CollisionTest
 from swift_grpo_ext.diversity.metrics import group_samples, round_metrics
 from swift_grpo_ext.record.tables import SampleRow
@@ -92,9 +92,9 @@ BROKEN = math.log2(1e-6) - 1e-9
 def test_verdicts(log2_p: float, copied: float, common_mode: float, verdict: str) -> None:
     metrics = {"copied_ratio": copied, "common_mode": common_mode}
     for tested in ({"num_pairs": 1}, {"num_earlier_pairs": 1}):
-        assert judge(CollisionTest(log2_p=log2_p, **tested), metrics) == verdict
+        assert verdict_of(CollisionTest(log2_p=log2_p, **tested), metrics) == verdict
     untested = "unknown" if verdict == "collapse" else verdict
-    assert judge(CollisionTest(log2_p=log2_p), metrics) == untested
+    assert verdict_of(CollisionTest(log2_p=log2_p), metrics) == untested
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_verdicts(log2_p: float, copied: float, common_mode: float, verdict: str
 def test_solved_prompts_are_no_collapse(solved: float, common_mode: float, verdict: str) -> None:
     """One completion for nearly all prompts is a collapse, whatever its reward."""
     metrics = {"copied_ratio": 1.0, "common_mode": common_mode, "solved": solved}
-    assert judge(CollisionTest(num_pairs=1), metrics) == verdict
+    assert verdict_of(CollisionTest(num_pairs=1), metrics) == verdict
 
 
 def test_a_solved_prompt_is_no_alarm_and_the_last_of_the_worst() -> None:

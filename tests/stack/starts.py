@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from swift_grpo_ext.checks.finding import Finding
-from swift_grpo_ext.tools.check.command import about
+from swift_grpo_ext.tools.check.command import describe_rounds
 from swift_grpo_ext.tools.harness import begin
 from swift_grpo_ext.tools.sources import Source
 from tests.stack.processes import started
@@ -35,7 +35,7 @@ def start(source: Source) -> list[Finding]:
     findings: list[Finding] = []
     begun = begin(source, findings.append)
     if begun is not None and source.side == "training":
-        findings += about(begun)
+        findings += describe_rounds(begun)
     return findings
 
 

@@ -113,7 +113,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "--port {taken}: is in use": ("--port", "{taken}"),
     "--rollout_timeout 0.5: expected": ("--rollout_timeout", "0.5"),
     "--seed -1: expected": ("--seed", "-1"),
-    "`swift rollout`: --api_key stands in the command line": ("--api_key", "secret"),
+    "`swift rollout`: --api_key is in the command line": ("--api_key", "secret"),
     "--multi_turn_scheduler gym: is registered": (
         *("--multi_turn_scheduler", "gym", "--vllm_use_async_engine", "true"),
     ),

@@ -24,13 +24,20 @@ from typing import TYPE_CHECKING, Any
 from swift_grpo_ext.checks.finding import Finding, Findings, error, note, ok, skipped, warning
 from swift_grpo_ext.tools.check import machine
 from swift_grpo_ext.tools.check.glance import check_sources, devices_of
-from swift_grpo_ext.tools.harness import Begun, NotHereError, Tell, begin, findings_of, told
+from swift_grpo_ext.tools.harness import (
+    NotHereError,
+    Report,
+    StartResult,
+    begin,
+    findings_of,
+    result_writer,
+)
 from swift_grpo_ext.tools.sources import Side, Source, sources_of
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
 
-    from swift_grpo_ext.tools.check.encoding import Ask, EncodedRequests
+    from swift_grpo_ext.tools.check.encoding import EncodedRequests, Encoder
 
 MODULE = "swift_grpo_ext.tools.check.command"
 
@@ -49,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verdict(options: argparse.Namespace, found: list[Finding]) -> str:
-    """Return a summary of all findings, and what was not looked at."""
+    """Return a summary of all findings, and a list of all that was not checked."""
     counts = Counter(finding.level for finding in found)
     warnings = f"warnings: {counts['warning']}"
     if counts["error"]:
@@ -83,37 +90,38 @@ def examine(options: argparse.Namespace) -> Findings:
 
 
 def begin_run(
-    sources: Mapping[Side, Source], tell: Tell, *, ranks: int | None = None, requests: str = ""
+    sources: Mapping[Side, Source], report: Report, *, ranks: int | None = None, requests: str = ""
 ) -> None:
-    """Begin both sides, or servers alone. `ranks` counts the training processes of all nodes; None:
-    as ENV says. Servers replace `requests`, a file with a pickle, by the requests' prompts."""
+    """Start both sides, or only servers. `ranks` counts the training processes of all nodes; None
+    means the number in ENV. Servers replace the pickled `requests` in a file by their prompts."""
     shell = dict(os.environ)  # before a side adds its own
     training, rollout = sources.get("training"), sources.get("rollout")
     if training is None:
-        serve(sources["rollout"], requests, tell)
+        serve(sources["rollout"], requests, report)
         return
-    ask: Ask | None = partial(ask_servers, rollout, shell, tell) if rollout else None
-    begun = begin(training, tell, ranks=ranks, servers=rollout)
+    encode: Encoder | None = partial(encode_by_servers, rollout, shell, report) if rollout else None
+    started = begin(training, report, ranks=ranks, servers=rollout)
     datasets = list[Any]()
-    if begun:
-        for finding in about(begun):
-            tell(finding)
-        if begun.args.use_vllm:
-            datasets = [rows for rows in begun.datasets if rows is not None]
-    if begun and datasets:
+    if started:
+        for finding in describe_rounds(started):
+            report(finding)
+        if started.args.use_vllm:
+            datasets = [rows for rows in started.datasets if rows is not None]
+    if started and datasets:
         from swift_grpo_ext.tools.check.encoding import check_encoding, encode_requests, engine_of
 
-        ask = ask or partial(encode_requests, engine_of(begun.args, begun.template))
-        for finding in check_encoding(begun.args, begun.template, datasets, ask):
-            tell(finding)
-    elif ask:
-        ask([])
+        encode = encode or partial(encode_requests, engine_of(started.args, started.template))
+        for finding in check_encoding(started.args, started.template, datasets, encode):
+            report(finding)
+    elif encode:
+        encode([])
 
 
-def ask_servers(
-    source: Source, shell: Mapping[str, str], tell: Tell, requests: list[RolloutInferRequest]
+def encode_by_servers(
+    source: Source, shell: Mapping[str, str], report: Report, requests: list[RolloutInferRequest]
 ) -> EncodedRequests | None:
-    """Begin servers in a process of their own, and have them encode requests."""
+    """Start servers in a process of their own, and return their encoded requests; None if the start
+    fails."""
     with tempfile.NamedTemporaryFile() as file:
         path = Path(file.name)
         path.write_bytes(pickle.dumps(requests))
@@ -121,28 +129,28 @@ def ask_servers(
         source = source._replace(argv=[*source.argv, "--port", "0"])
         job = {"sources": {"rollout": source}, "requests": file.name}
         for finding in findings_of(MODULE, job, shell):
-            tell(finding)
+            report(finding)
         found: EncodedRequests | list[RolloutInferRequest] = pickle.loads(path.read_bytes())
         return None if isinstance(found, list) else found
 
 
-def serve(source: Source, requests: str, tell: Tell) -> None:
-    """Begin a server, and have it encode requests."""
-    begun = begin(source, tell)
-    asked = pickle.loads(Path(requests).read_bytes()) if requests else []
-    if begun and asked:
+def serve(source: Source, requests: str, report: Report) -> None:
+    """Start a server, and replace the file `requests` by the encoded requests."""
+    started = begin(source, report)
+    unencoded = pickle.loads(Path(requests).read_bytes()) if requests else []
+    if started and unencoded:
         from swift_grpo_ext.tools.check.encoding import encode_requests, engine_of
 
-        encoded = encode_requests(engine_of(begun.args, begun.template), asked)
+        encoded = encode_requests(engine_of(started.args, started.template), unencoded)
         Path(requests).write_bytes(pickle.dumps(encoded))
 
 
-def about(begun: Begun) -> Findings:
-    """Describe a training's rounds, and what ends a completion."""
+def describe_rounds(started: StartResult) -> Findings:
+    """Describe a training's rounds, and the tokens and words that end a completion."""
     from swift_grpo_ext.stops.templates import TemplateStops, check_stop_settings
 
-    args: Any = begun.args
-    template, sizes = begun.template, args.training_args
+    args: Any = started.args
+    template, sizes = started.template, args.training_args
     group = getattr(sizes, "num_generations", 1)  # GKD has none
     yield note(
         "num_generations",
@@ -167,16 +175,16 @@ def about(begun: Begun) -> Findings:
 def main(text: str) -> None:
     job = json.loads(text)
     sources = {side: Source(*source) for side, source in job.pop("sources").items()}
-    with told() as tell:
+    with result_writer() as report:
         try:
-            begin_run(sources, tell, **job)
+            begin_run(sources, report, **job)
         except NotHereError as e:
-            tell(skipped("Prompts of a rollout", f"{e}."))
-        except Exception as e:  # a fault of the check, perhaps: it refuses nothing
+            report(skipped("Prompts of a rollout", f"{e}."))
+        except Exception as e:  # perhaps a fault of the check: only warn
             traceback.print_exc()
             text = f"the check itself failed ({type(e).__name__}: {e})."
-            tell(warning("A check", text, "Report it, if other lines do not explain it."))
-        os._exit(0)  # threads of vLLM and torch may hold up an end, or fail in it
+            report(warning("A check", text, "Report it, if other lines do not explain it."))
+        os._exit(0)  # threads of vLLM and torch may delay the exit, or fail in it
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compare rows as training and vLLM encode them: their tokens, media and positions.
 
 A request passes ms-swift's template and engine, the plugin's additions, and vLLM's input processor,
-as in a run. vLLM's core, which would load the weights, is never made. Arguments and template come
+as in a run. vLLM's core, which would load the weights, is not made. Arguments and template come
 from the real start; servers encode in a process of their own. So a prompt for which
 `--rollout_mismatch stop` would end a run is found before the run.
 """
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 NUM_FIRST, NUM_DRAWN = 16, 16
-"""Rows that are encoded: the first, and some of the others, drawn by `--data_seed`."""
+"""The first rows of each data set are encoded, and some of the others, drawn by `--data_seed`."""
 
 SHOWN_ROWS = 3  # with the same fault
 
 PROCESSING = ("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs")
-"""Entries of `--vllm_engine_kwargs` that change how vLLM processes a request."""
+"""These entries of `--vllm_engine_kwargs` change how vLLM processes a request."""
 
 
 # --- the rollout's side ---
@@ -76,15 +76,15 @@ class RolloutPrompt(NamedTuple):
 
 
 class EncodedRequests(NamedTuple):
-    """The prompts that an engine makes of requests."""
+    """The prompts that an engine reads in requests."""
 
-    prompts: list[RolloutPrompt | str]  # a text says why one cannot be encoded
+    prompts: list[RolloutPrompt | str]  # a text is the reason why one cannot be encoded
     max_length: int | None  # of a prompt, a medium counting as one token
     max_model_len: int  # tokens of a prompt and its completion
 
 
-Ask = Callable[[list[RolloutInferRequest]], EncodedRequests | None]
-"""Has the engine of a run encode requests; None where its start ended before."""
+Encoder = Callable[[list[RolloutInferRequest]], EncodedRequests | None]
+"""It encodes requests with the engine of a run; it returns None if the engine's start failed."""
 
 
 class Frontend(LLMEngine):
@@ -111,7 +111,7 @@ def engine_of(args: RLHFArguments | RolloutArguments, template: Template) -> Rol
             max_model_len=args.vllm_max_model_len,
             limit_mm_per_prompt=json_parse_to_dict(args.vllm_limit_mm_per_prompt) or None,
             enforce_eager=True,
-            # vLLM passes on only the names of media that its cache has.
+            # With a cache, vLLM passes on only the names of cached media.
             engine_kwargs={"mm_processor_cache_gb": 0}
             | {name: kwargs[name] for name in PROCESSING if name in kwargs},
         )
@@ -120,7 +120,7 @@ def engine_of(args: RLHFArguments | RolloutArguments, template: Template) -> Rol
 def encode_requests(
     engine: RolloutEngine, requests: Iterable[RolloutInferRequest]
 ) -> EncodedRequests:
-    """Encode requests as `engine_of` a run does."""
+    """Encode requests by an engine of `engine_of`."""
     prompts: list[RolloutPrompt | str] = []
     for request in requests:
         try:
@@ -142,7 +142,7 @@ def encode_requests(
 
 
 def add_dummy_model(template: Template) -> None:
-    """Give a template a model without weights, which counts positions, where one can be made."""
+    """Give a template a model without weights, which counts positions, if one can be made."""
     # ms-swift makes the same one without the model's type (4.6, template/base.py, `_get_model`).
     info = template.model_info
     with suppress(Exception), torch.device("meta"):  # code of a hub, missing packages
@@ -160,8 +160,8 @@ def sample_of(template: Template, row: Row) -> RolloutSample:
 
 
 def difference(template: Template, sample: RolloutSample, prompt: RolloutPrompt) -> str:
-    """Return how a training on one completion token would see another prompt than the engine; ""
-    where both see the same. The sample is encoded in place."""
+    """Return how the prompt of a training, with one completion token, differs from the engine's; ""
+    if both are equal. The sample is encoded in place."""
     sample.messages.append({"role": "assistant", "content": ""})
     sample.response_token_ids = template.tokenizer.encode("a", add_special_tokens=False)[:1]
     sample.add_eos = False
@@ -185,14 +185,14 @@ def difference(template: Template, sample: RolloutSample, prompt: RolloutPrompt)
 
 
 def check_encoding(
-    args: RLHFArguments, template: Template, datasets: Iterable[Sequence[Row]], ask: Ask
+    args: RLHFArguments, template: Template, datasets: Iterable[Sequence[Row]], encode: Encoder
 ) -> Findings:
     """Encode some rows of the data sets on both sides. Name those that differ, cannot be encoded,
     or do not fit."""
     placeholders = placeholder_texts(template)
     # `check_rows` has named the others.
     rows = [row for row in drawn_rows(datasets, args.data_seed) if not row_fault(row, placeholders)]
-    encoded = ask([sample_of(template, row).to_infer_request() for row in rows])
+    encoded = encode([sample_of(template, row).to_infer_request() for row in rows])
     if encoded is None:
         return
     add_dummy_model(template)
@@ -235,12 +235,12 @@ def drawn_rows(datasets: Iterable[Sequence[Row]], seed: int) -> Iterator[Row]:
         yield from (rows[i] for i in (*range(rest.start), *numbers))
 
 
-def first_of(say: Callable[..., Finding], texts: Sequence[str], remedy: str = "") -> Findings:
+def first_of(level: Callable[..., Finding], texts: Sequence[str], remedy: str = "") -> Findings:
     """Name the first rows with a fault, and count the others."""
     for text in texts[:SHOWN_ROWS]:
-        yield say("dataset", text, remedy)
+        yield level("dataset", text, remedy)
     if len(texts) > SHOWN_ROWS:
-        yield say("dataset", f"{len(texts) - SHOWN_ROWS} more rows have such a fault.")
+        yield level("dataset", f"{len(texts) - SHOWN_ROWS} more rows have such a fault.")
 
 
 def lengths_of(
@@ -277,8 +277,8 @@ def media_bytes(encoded: Mapping[str, Any]) -> int:
 
 
 def memory_of(args: RLHFArguments, num_bytes: Sequence[int]) -> Findings:
-    """Warn of rounds whose media do not fit into this machine's free memory; `num_bytes` are those
-    of some rows."""
+    """Warn if the media of a round do not fit into this machine's free memory; `num_bytes` has the
+    bytes of some rows' media."""
     sizes: Any = args.training_args
     num_prompts = sizes.generation_batch_size // getattr(sizes, "num_generations", 1)
     needed = fmean(num_bytes) * num_prompts / int(os.environ.get("NNODES") or 1)

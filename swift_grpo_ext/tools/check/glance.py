@@ -1,6 +1,6 @@
 """Check a run's settings as they are written: are names and files there, and do both sides agree?
 
-It takes a fraction of a second, since it imports no ms-swift. The start itself judges the rest.
+It takes a fraction of a second, since it imports no ms-swift. The start itself checks the rest.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SOURCES = (
     ("swift", "*/arg*.py"),
     ("transformers", "training_args*.py"),
 )
-"""The packages and files that hold the classes of ms-swift's flags."""
+"""These files of two packages define ms-swift's flags."""
 
 FIELDS = {"rlhf_type", "vllm_pipeline_parallel_size", "template", "adam_epsilon"}
-"""Some of their fields: a class without one is in another file, and other names may be missing."""
+"""If the files lack one of these flags, classes have moved, and other flags may be missing, too."""
 
-LOCAL = ("/", ".", "~")  # beginnings of paths; other names are ids of a hub
+LOCAL = ("/", ".", "~")  # prefixes of paths; other names are ids of a hub
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 MAX_BYTES = 2**26  # of a file of JSON lines that are parsed: half a second
 
@@ -39,15 +39,15 @@ SAME_ON_BOTH_SIDES = (
     *("new_special_tokens", "agent_template", "response_prefix"),
 )
 SAME_WHERE_GIVEN: Mapping[str, Side] = {
-    "system": "rollout",  # else each request brings the training's
-    # Else the server's holds (ms-swift 4.6, rlhf_trainers/rollout_mixin.py:421).
+    "system": "rollout",  # else each request has the training's
+    # Else the server's value applies (ms-swift 4.6, rlhf_trainers/rollout_mixin.py:421).
     "multi_turn_scheduler": "training",
     "max_turns": "training",
 }
-"""Settings that have to be the same if the side that is named here has them."""
+"""These settings have to be the same if the named side has them."""
 
 SAME_IN_ENV = ("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "FPS")
-"""Sizes of images: other values, other prompt ids."""
+"""These variables set the sizes of images, and so the ids of prompts."""
 
 LORA_RANK, MAX_LORA_RANK, PORT = "8", "16", "8000"  # defaults of ms-swift 4.6
 
@@ -80,8 +80,8 @@ def check_sources(sources: Mapping[Side, Source], *, looks_at_files: bool) -> Fi
 
 @cache
 def upstream_flags() -> frozenset[str]:
-    """Return the names of all flags of ms-swift, read from its source; none where `FIELDS` are not
-    there."""
+    """Return the names of all flags of ms-swift, read from its source; none if one of `FIELDS` is
+    missing."""
     names = set[str]()
     for package, pattern in SOURCES:
         spec = find_spec(package)
@@ -98,7 +98,7 @@ def check_names(side: Side, names: Iterable[str]) -> Findings:
     """Refuse names that `swift` does not know."""
     known = upstream_flags()
     for name in names if known else ():
-        # ms-swift takes abbreviations of its flags, and refuses those of several.
+        # ms-swift takes abbreviations of its flags, and refuses ambiguous ones.
         is_beginning = any(flag.startswith(name) for flag in known)
         if not is_beginning and name.removeprefix("no_") not in {*known, *flag_names()}:
             hint = did_you_mean(name, {*known, *flag_names()}) or "leave it out."
@@ -135,7 +135,7 @@ def check_files(given: Mapping[str, Sequence[str]]) -> Findings:
 
 
 def broken_line(path: Path) -> str:
-    """Return which line of a file of JSON lines is no JSON; "" where there is none."""
+    """Return the first line of a file of JSON lines that is no JSON; "" if there is none."""
     size = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -152,7 +152,7 @@ def broken_line(path: Path) -> str:
 
 
 def plugins_of(settings: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield the files that a side imports; ms-swift joins an older flag's (base_args.py)."""
+    """Yield the files that a side imports; ms-swift adds those of an older flag (base_args.py)."""
     for name in ("external_plugins", "custom_register_path"):
         yield from dict.fromkeys(settings.get(name) or ())
 
@@ -166,7 +166,7 @@ def absent(path: str, kind: str) -> str:
 
 
 def check_places(training: Source, rollout: Source) -> Findings:
-    """Refuse a server's port that the training does not ask, and a GPU that both sides name."""
+    """Refuse a server's port that the training does not use, and a GPU that both sides name."""
     ports = training.given.get("vllm_server_port", [PORT])
     port = _text(rollout.given.get("port", [PORT]))
     if "vllm_server_host" in training.given and port not in ports:
@@ -187,7 +187,7 @@ def devices_of(source: Source) -> list[str]:
 
 
 def check_agreement(training: Source, rollout: Source) -> Findings:
-    """Refuse two sides that do not mean the same model, prompts and pixels."""
+    """Refuse two sides with different models, prompts or pixels."""
     pairs: dict[str, tuple[str | None, str | None]] = {}
     for name in (*SAME_ON_BOTH_SIDES, *SAME_WHERE_GIVEN):
         given = {source.side: _text(source.given.get(name)) for source in (training, rollout)}
@@ -212,6 +212,6 @@ def check_agreement(training: Source, rollout: Source) -> Findings:
 
 
 def _text(values: Sequence[str] | None) -> str | None:
-    """Return the values of a flag as one text; None where it is off or not given."""
+    """Return the values of a flag as one text; None if it is off or not given."""
     text = " ".join(values or ())
     return {"true": "true", "false": None}.get(text.lower(), text or None)

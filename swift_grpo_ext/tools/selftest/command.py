@@ -25,7 +25,7 @@ import torch
 
 from swift_grpo_ext.tools.check.glance import check_sources, devices_of
 from swift_grpo_ext.tools.check.machine import SHOWN, installed_versions
-from swift_grpo_ext.tools.harness import ChildError, run_child, told, with_trainer
+from swift_grpo_ext.tools.harness import ChildError, result_writer, run_child, with_trainer
 from swift_grpo_ext.tools.selftest.outcome import (
     ALL,
     PROMISES,
@@ -77,8 +77,8 @@ class Job:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run all jobs, print their results, and write `selftest.json`; return 1 where a promise does
-    not hold, 2 where none could be tried, else 0."""
+    """Run all jobs, print their results, and write `selftest.json`; return 1 if a promise does
+    not hold, 2 if none could be tried, else 0."""
     source, folder = read_training(options), options.output
     folder.mkdir(parents=True, exist_ok=True)
     if torch.accelerator.is_available():
@@ -118,9 +118,9 @@ def run(options: argparse.Namespace) -> int:
     text = json.dumps(report, indent=1, ensure_ascii=False)
     (folder / "selftest.json").write_text(f"{text}\n", encoding="utf-8")
     counts = Counter(result.status for result in results)
-    said = [f"{counts['holds']} of {len(results)} checks hold"]
-    said += [f"{number} {status}" for status, number in counts.items() if status != "holds"]
-    say(f"Verdict: {', '.join(said)}. Written: {folder / 'selftest.json'}")
+    summary = [f"{counts['holds']} of {len(results)} checks hold"]
+    summary += [f"{number} {status}" for status, number in counts.items() if status != "holds"]
+    say(f"Verdict: {', '.join(summary)}. Written: {folder / 'selftest.json'}")
     if counts["does not hold"]:
         return 1
     return 0 if counts["holds"] else 2
@@ -137,7 +137,7 @@ def read_training(options: argparse.Namespace) -> Source:
 
 
 def plan(given: Mapping[str, Sequence[str]], folder: Path) -> list[Job]:
-    """Return the jobs: the first has the user's own engine, with which others are compared."""
+    """Return the jobs: the first has the user's own engine, and the others are compared with it."""
     served = {name: values for name, values in given.items() if name not in LEFT_OUT}
     if given["rlhf_type"] == ["gkd"]:
         # Seeds, stops, weights and passes are the same code; `beta` has another meaning.
@@ -178,8 +178,8 @@ def show(result: Result) -> None:
 # --- in the process of a topology ---
 
 
-def check_all(job: Job, tell: Callable[[Result], None], trainer: RolloutGRPOTrainer) -> None:
-    """Run the job's checks, and tell their results."""
+def check_all(job: Job, report: Callable[[Result], None], trainer: RolloutGRPOTrainer) -> None:
+    """Run the job's checks, and report their results."""
     from swift_grpo_ext.tools.selftest.checks import CHECKS, check_same_tokens
     from swift_grpo_ext.tools.selftest.rig import Rig
 
@@ -193,7 +193,7 @@ def check_all(job: Job, tell: Callable[[Result], None], trainer: RolloutGRPOTrai
     for name in job.checks:
         result = attempt(rig, name, checks[name])
         if is_first_rank:
-            tell(replace(result, topology=job.topology))
+            report(replace(result, topology=job.topology))
 
 
 def attempt(rig: Rig, name: str, check: Check) -> Result:
@@ -220,5 +220,5 @@ def attempt(rig: Rig, name: str, check: Check) -> Result:
 
 if __name__ == "__main__":
     job = Job(**json.loads(sys.argv[1]))
-    with told() as tell:
-        with_trainer(job.argv, partial(check_all, job, tell))
+    with result_writer() as report:
+        with_trainer(job.argv, partial(check_all, job, report))

@@ -1,10 +1,10 @@
-"""Defines the result of a check, and the rule that tells rounding from other noise. Pure.
+"""Defines the result of a check, and the rule that separates rounding from other noise. Pure.
 
 vLLM takes the token with the largest log-probability plus Gumbel noise (or divides probabilities by
 exponential noise, which is the same). With one noise, two distributions q and q' give different
 tokens with a probability of at most 2 TV(q, q') (Daliri, Musco, Suresh, Coupling without
 Communication, arXiv:2408.07978), and TV = E_q |1 - q'/q| / 2, about half the mean difference
-between log-probabilities of sampled tokens. So where seeds, weights and prompt are the same, the
+between log-probabilities of sampled tokens. So if seeds, weights and prompt are the same, the
 number of samples that differ is at most about the sum of those differences over tokens. With other
 noise, samples differ though log-probabilities agree to the last bit.
 """
@@ -30,10 +30,10 @@ PROMISES = {
     "logits": "L1, L4, L6",
     SAME_TOKENS: "S2",
 }
-"""The checks, each with its promises (docs/promises.md)."""
+"""Each check tests some promises (docs/promises.md)."""
 
 ALL = [check for check in PROMISES if check != SAME_TOKENS]
-"""The checks of the first topology. Other topologies have to generate the same tokens."""
+"""The first topology runs these checks. Other topologies have to generate the same tokens."""
 
 REPORT = "Report it with selftest.json."
 REMEDIES = {
@@ -42,14 +42,15 @@ REMEDIES = {
     "`prompts` tests the last.",
     "logits": "Leave out the flags that are named, and report it with selftest.json.",
 }
-"""Remedies of checks; `REPORT` is that of the others."""
+"""Other checks have the remedy `REPORT`."""
 
 Status = Literal["holds", "does not hold", "could not be tried"]
 
 DRIFT_MARGIN = 4.0
-"""Measured differences are those of tokens that both sides sampled, which are smaller."""
+"""Measured differences are multiplied by this: they cover only tokens that both sides sampled, and
+these differ less."""
 
-FLOOR = 1e-3  # differing samples expected where all measured differences are 0
+FLOOR = 1e-3  # differing samples that are expected if all measured differences are 0
 LEAST_P = 1e-6  # p-value (of independent noise, or of rounding) below which a promise is broken
 
 
@@ -66,12 +67,12 @@ class Result:
 
 
 class NotTriedError(Exception):
-    """A check has nothing to test; the message says why, and the remedy."""
+    """A check has nothing to test; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flips:
-    """Says how far two lists of the same samples differ."""
+    """The differences of two lists of the same samples."""
 
     count: int = 0  # samples that differ
     num_samples: int = 0  # in both lists
@@ -80,7 +81,7 @@ class Flips:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains `count`, with the same noise, weights and prompt."""
+        """Return whether rounding explains `count`, with the same noise, weights and prompt."""
         expected = DRIFT_MARGIN * self.drift + FLOOR
         return self.count == 0 or float(pdtrc(self.count - 1, expected)) >= LEAST_P
 
@@ -100,6 +101,6 @@ def flips(one: Sequence[SampleRow], other: Sequence[SampleRow]) -> Flips:
     for a, b in pairs:
         end = first_difference(a.token_ids, b.token_ids)
         count += end is not None
-        ours, theirs = (np.asarray(row.logprobs, float)[:end] for row in (a, b))
-        gaps += np.abs(ours - theirs).tolist()
+        one_logprobs, other_logprobs = (np.asarray(r.logprobs, float)[:end] for r in (a, b))
+        gaps += np.abs(one_logprobs - other_logprobs).tolist()
     return Flips(count=count, num_samples=len(pairs), drift=sum(gaps), largest=max(gaps))

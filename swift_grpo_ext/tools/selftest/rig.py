@@ -1,4 +1,4 @@
-"""Generate and encode by the real trainer, with its engine and the user's rows."""
+"""Generates and encodes with the real trainer, its engine, and the user's rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 NUM_PROMPTS = 4
 MAX_GROUP_SIZE = 8
-MAX_TOKENS = 64  # of a completion, where the user's own limit is higher
+MAX_TOKENS = 64  # of a completion, if the user's own limit is higher
 ROWS_LOOKED_AT = 500  # of the data set, evenly spread
 
 # `rounding_noise` measures how far rounding moves log-probabilities. A gap may be
@@ -72,7 +72,7 @@ class Rig:
     calls.
 
     Raises:
-        SettingsError: ms-swift makes the rollouts, or servers lead conversations.
+        SettingsError: ms-swift generates the rollouts, or servers lead conversations.
     """
 
     def __init__(self, trainer: RolloutGRPOTrainer) -> None:
@@ -90,21 +90,21 @@ class Rig:
         trainer.recorder.listeners.append(self._recorded.extend)
 
     def update_weights(self) -> None:
-        """Have the next rollout begin with an update of the engines' weights."""
+        """Let the next rollout begin with an update of the engines' weights."""
         self.trainer._last_loaded_step = -1
 
     # --- rows ---
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Rows of the data set, evenly spread."""
+        """Some rows of the data set, evenly spread."""
         data = self.trainer.train_dataset
         numbers = np.linspace(0, len(data) - 1, min(len(data), ROWS_LOOKED_AT)).astype(int)
         return [data[int(number)] for number in numbers]
 
     @cached_property
     def prompts(self) -> list[Row]:
-        """A few rows."""
+        """A few rows that the template can encode."""
         return self.usable(self.rows, NUM_PROMPTS)
 
     def hardest_prompts(self, count: int) -> list[Row]:
@@ -115,7 +115,7 @@ class Rig:
 
     def usable(self, rows: Iterable[Row], count: int) -> list[Row]:
         """Return the first `count` rows that the template can encode, the same on all ranks; raise
-        `NotTriedError` where there is none. A training replaces the others, or ends."""
+        `NotTriedError` if there is none. A training replaces other rows, or ends."""
         given, numbers, reason = list(rows), list[int](), ""
         for number, row in enumerate(given):
             if len(numbers) == count:
@@ -133,7 +133,7 @@ class Rig:
     # --- generating ---
 
     def ids(self, step: int, num_groups: int, group_size: int | None = None) -> list[SampleId]:
-        """Name the samples of a round."""
+        """Return the ids of a round's samples."""
         size = group_size or min(int(self.trainer.num_generations), MAX_GROUP_SIZE)
         return sample_ids_at(RoundId("train", step, 0), range(num_groups * size), size)
 
@@ -173,8 +173,8 @@ class Rig:
     def generate_tokens(
         self, ids: Sequence[SampleId], run_seed: int | None = None
     ) -> list[SampleRow]:
-        """Generate samples of `prompts`, each id's of the prompt with the number of its group;
-        return them as the record has them."""
+        """Generate a sample for each id, of the prompt with the number of its group; return the
+        rows of the record."""
         self._recorded.clear()
         rows = [self.prompts[sample_id.group] for sample_id in ids]
         self.generate(rows, ids, run_seed=run_seed)
@@ -183,7 +183,7 @@ class Rig:
 
     @cached_property
     def first_round(self) -> list[SampleRow]:
-        """Round 0 of `prompts`."""
+        """The samples of round 0, for `prompts`."""
         return self.generate_tokens(self.ids(0, len(self.prompts)))
 
     # --- training's view ---
@@ -203,7 +203,7 @@ class Rig:
 
     def logps(self, inputs: dict[str, Any], batch: GRPOBatch) -> torch.Tensor:
         """Return the trainer's log-probabilities [samples, tokens] in nats; the batch's
-        `completion_mask` says which have a meaning."""
+        `completion_mask` marks the valid ones."""
         trainer = self.trainer
         checkpointing = disable_gradient_checkpointing(
             trainer.model, trainer.args.gradient_checkpointing_kwargs
@@ -212,11 +212,11 @@ class Rig:
             values, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs, batch)
         return values
 
-    def looks(self, samples: Sequence[RolloutSample]) -> dict[str, BoundedGap]:
-        """Return for each kind of row how far log-probabilities of rollout and trainer lie apart,
-        and how far rounding moves the trainer's. Samples about which both sides disagree are left
+    def measure_gaps(self, samples: Sequence[RolloutSample]) -> dict[str, BoundedGap]:
+        """Return for each kind of row the gap between rollout and trainer, and how far rounding
+        moves the trainer's log-probabilities. Samples that both sides encode differently are left
         out: the check `prompts` names them."""
-        trainer, looks = self.trainer, defaultdict[str, BoundedGap](BoundedGap)
+        trainer, gaps = self.trainer, defaultdict[str, BoundedGap](BoundedGap)
         bits = min(trainer.number_bits, trainer._engine_bits)  # the less precise side's
         least = torch.finfo(torch.bfloat16).eps if bits <= 16 else 0.0
         for sample in samples:
@@ -227,5 +227,5 @@ class Rig:
                     rounded = self.logps(inputs, batch)
                 [gap] = gaps_between(batch.rollout_per_token_logps, training, mask)
                 [rounding] = gaps_between(rounded, training, mask)
-                looks[kind_of_row(sample)] += BoundedGap(gap, rounding)
-        return dict(looks)
+                gaps[kind_of_row(sample)] += BoundedGap(gap, rounding)
+        return dict(gaps)

@@ -1,4 +1,4 @@
-"""One group as a page shows it: its prompt and images, and its completions token by token. A
+"""Makes the values of a group's page: its prompt and images, and its completions by token. A
 conversation is shown turn by turn, with the messages in between."""
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from swift_grpo_ext.upstream.encoding import apply_exif_orientation
 SIDES = {"small": 112, "full": 2048}  # pixels of a shown image's longer side, at most
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """A part of a completion: mostly one token."""
 
     text: str
-    is_shared: bool = False  # whether another completion begins with it, too
-    logprob: float | None = None  # nats, over the piece's tokens; None where unknown or infinite
-    gap: float = 0.0  # the largest of its tokens, in nats; 0 below what the record keeps
+    is_shared: bool = False  # whether another completion has the same beginning up to its end
+    logprob: float | None = None  # nats, over the span's tokens; None if unknown or infinite
+    gap: float = 0.0  # the largest gap of its tokens, in nats; 0 if the record has none
     is_masked: bool = False  # whether one of its tokens is not trained on
 
 
 def read_group(run: Run, round_: RoundId, group: int) -> dict[str, Any]:
     """Return the values of `group.html`; a sample is the list of its turns. Raises NotFoundError
-    where the record has no such group."""
+    if the record has no such group."""
     place = f'{where_round(round_)} and "group" = {group:d}'
     rows = run.record.rows(f'select * from scored where {place} order by "index", turn')
     if not rows:
@@ -50,7 +50,7 @@ def read_group(run: Run, round_: RoundId, group: int) -> dict[str, Any]:
             turn["gaps"] = {at - start: gap for at, gap in gaps}
             start += turn["num_tokens"]
     for number in range(max(map(len, samples))):
-        _add_pieces([turns[number] for turns in samples if number < len(turns)], run.decode)
+        _add_spans([turns[number] for turns in samples if number < len(turns)], run.decode)
     command = f"swift-grpo-ext replay {shlex.quote(str(run.run_dir))}"
     phase = "" if round_.phase == "train" else f" --phase {round_.phase}"
     return {
@@ -62,42 +62,43 @@ def read_group(run: Run, round_: RoundId, group: int) -> dict[str, Any]:
     }
 
 
-def _add_pieces(turns: Sequence[dict[str, Any]], decode: Decode | None) -> None:
-    """Give one turn of each sample of a group the `pieces` of its text. Without a tokenizer, the
-    characters of the texts tell which beginnings are shared."""
+def _add_spans(turns: Sequence[dict[str, Any]], decode: Decode | None) -> None:
+    """Add the `spans` of its text to one turn of each sample of a group. Without a tokenizer,
+    shared beginnings are found by characters."""
     units = [[*map(ord, t["text"])] if decode is None else t["token_ids"] for t in turns]
     for turn, num_shared in zip(turns, shared_lengths(units), strict=True):
         turn["num_shared"] = num_shared
         if decode is None:
             text = turn["text"]
-            turn["pieces"] = [Piece(text[:num_shared], is_shared=True), Piece(text[num_shared:])]
+            turn["spans"] = [Span(text[:num_shared], is_shared=True), Span(text[num_shared:])]
         else:
-            turn["pieces"] = pieces(turn, decode)
+            turn["spans"] = spans_of(turn, decode)
 
 
 def shared_lengths(completions: Sequence[Sequence[int]]) -> list[int]:
-    """Return how many tokens each completion's beginning shares with another one, at most."""
+    """Return the length in tokens of each completion's longest beginning that another one has."""
     shared = np.zeros(len(completions), int)
     for prefix in shared_prefixes([np.array(ids, int) for ids in completions]):
         shared[prefix.members] = np.maximum(shared[prefix.members], prefix.length)
     return [*map(int, shared)]
 
 
-def pieces(turn: Mapping[str, Any], decode: Decode) -> list[Piece]:
-    """Return the text of each token; tokens that hold parts of a character only make one piece."""
+def spans_of(turn: Mapping[str, Any], decode: Decode) -> list[Span]:
+    """Return a span for each token; tokens that only hold parts of a character share a span."""
     ids, logprobs, mask = turn["token_ids"], turn["logprobs"], turn["mask"]
-    parts: list[Piece] = []
+    spans: list[Span] = []
     start = 0
     for end in range(1, len(ids) + 1):
-        # Behind its predecessor, as some tokenizers take a first token's leading space away.
+        # Decode it after its predecessor: some tokenizers remove the leading space of a first
+        # token.
         before = ids[max(start - 1, 0) : start]
         text = decode([*before, *ids[start:end]])[len(decode(before)) if before else 0 :]
         # A character has four bytes at most, so four tokens hold it.
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end - start < 4 and end < len(ids):
             continue
         logprob = sum(logprobs[start:end]) if logprobs else math.nan
-        parts.append(
-            Piece(
+        spans.append(
+            Span(
                 text=text,
                 is_shared=end <= turn["num_shared"],
                 logprob=logprob if math.isfinite(logprob) else None,
@@ -106,7 +107,7 @@ def pieces(turn: Mapping[str, Any], decode: Decode) -> list[Piece]:
             )
         )
         start = end
-    return parts
+    return spans
 
 
 # --- images ---

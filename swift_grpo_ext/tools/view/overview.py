@@ -1,5 +1,5 @@
-"""How a run is now: figures, alarms with their groups, and curves as charts; and several runs side
-by side.
+"""Makes the values of a run's overview (figures, alarms with their groups, and charts), and of the
+page of several runs.
 
 Curves come from ms-swift's `logging.jsonl`, and the monitor's from the record. All share one axis,
 optimizer steps done: a training round that begins at step s is at s + 1, where ms-swift logs it
@@ -43,7 +43,7 @@ LOGGED = {
 }
 
 Points = list[tuple[float, float]]  # (step, value), by step
-Panels = dict[str, dict[str, Points]]  # curves by name, by the panel that they share
+Panels = dict[str, dict[str, Points]]  # by panel, curves by name
 
 
 def overview_values(run: Run) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def overview_values(run: Run) -> dict[str, Any]:
 
 
 def runs_values(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the values of `runs.html`: how each run is, and the settings that differ."""
+    """Return the values of `runs.html`: the state of each run, and the settings that differ."""
     rewards = [make_panels(run.facts).get("reward", {}).get("reward", []) for run in runs]
     curves = {str(run.run_dir): points for run, points in zip(runs, rewards, strict=True) if points}
     verdicts = [overall_verdict(run.facts.diversity) for run in runs]
@@ -86,16 +86,16 @@ def overall_verdict(records: Sequence[DiversityRow]) -> str:
 
 
 def alarm_streaks(records: Sequence[DiversityRow]) -> list[list[DiversityRow]]:
-    """Return the alarms of training, then those of evaluations. Each is a list of the rounds in a
-    row that gave it; rounds that the analyzer's patience waited for gave none."""
+    """Return the alarms of training, then those of evaluations. Each is a list of consecutive
+    rounds that gave it. The first collapsed rounds give none (`PATIENCE` of the analyzer)."""
     by_phase = sorted(records, key=lambda r: r.round.phase == "eval")
     streaks = groupby(by_phase, key=lambda r: (r.round.phase, r.verdict, bool(r.alarm)))
     return [[*streak] for (_, _, is_alarm), streak in streaks if is_alarm][:MAX_ALARMS]
 
 
 def worst_groups(run: Run) -> list[dict[str, Any]]:
-    """Return the worst group of each of the most improbable rounds that gave alarms, as
-    `read_group` does, with the samples that share most. The record may have lost some."""
+    """Return the worst group of each of the most improbable rounds with alarms, as `read_group`
+    returns it, with the samples that share most. Groups that the record has lost are left out."""
     alarming = [record for record in run.facts.diversity if record.alarm]
     alarming.sort(key=lambda r: (VERDICTS.index(r.verdict), r.log10_p, r.round.step))
     groups = []
@@ -112,7 +112,7 @@ def worst_groups(run: Run) -> list[dict[str, Any]]:
 
 
 def make_panels(facts: Facts) -> Panels:
-    """Return the panels of a run: what was logged, the seconds of steps, and the monitor's metrics
+    """Return the panels of a run: logged values, the seconds of steps, and the monitor's metrics
     of training rounds. No panel and no curve is empty."""
     panels: Panels = {key: _curves(facts.steps, pattern) for key, pattern in LOGGED.items()}
     evaluated = {int(e[STEP].partition("/")[0]): e for e in facts.logs if "eval_reward" in e}
@@ -136,7 +136,7 @@ def _curves(values: Mapping[int, Mapping[str, Any]], pattern: str) -> dict[str, 
 
 def _curves_of_seconds(steps: Mapping[int, Mapping[str, Any]]) -> dict[str, Points]:
     """Return a curve for the step and for each part that takes a share of it. The first step is
-    left out where there are more: a run begins with what it does once."""
+    left out if there are more: it includes work that a run does once."""
     timed = {
         step: {"step": sum(log[f"time/{part}"] for part in PARTS), **log}
         for step, log in steps.items()
@@ -148,7 +148,7 @@ def _curves_of_seconds(steps: Mapping[int, Mapping[str, Any]]) -> dict[str, Poin
 
 
 def mean_of_last(points: Points) -> float | None:
-    """Return the mean of a curve's last `LAST_STEPS` steps; None where it has no point."""
+    """Return the mean of a curve's last `LAST_STEPS` steps; None if it has no point."""
     last = [value for step, value in points if step > points[-1][0] - LAST_STEPS]
     return fmean(last) if last else None
 
@@ -175,7 +175,7 @@ def draw(panels: Panels, alarms: Sequence[Sequence[DiversityRow]] = ()) -> list[
         lines = []
         for name, points in curves.items():
             places = [f"{x(step)},{y(value)}" for step, value in evenly_spaced(points, MAX_POINTS)]
-            line = " ".join(places if len(places) > 1 else 2 * places)  # one point is a dot
+            line = " ".join(places if len(places) > 1 else 2 * places)  # one point becomes a dot
             lines.append({"name": name, "line": line, "last": points[-1][1]})
         step_ticks = [(step, x(step)) for step in ticks(first, last, least=1)]
         value_ticks = [(value, y(value)) for value in ticks(low, high)]

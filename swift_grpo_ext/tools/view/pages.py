@@ -1,4 +1,4 @@
-"""A run's pages as HTML: from the server, or all in one file that opens offline.
+"""Makes a run's pages as HTML: for the server, or all in one file that opens offline.
 
 Every page holds its style, its script and (offline) its images, and its policy lets no other script
 run. Completions are hostile text: the templates escape all text.
@@ -101,7 +101,7 @@ def _section(page: str, run: Run | None, url: Address, values: Mapping[str, Any]
 
 
 def state_of(runs: Sequence[Run]) -> str:
-    """Return a text that changes with what was read of the runs; … stands for unread files."""
+    """Return a text that changes when new files of the runs were read; … marks unread files."""
     return " ".join(f"{run.facts.version}{'…' * (not run.record.is_whole)}" for run in runs)
 
 
@@ -112,7 +112,7 @@ def render(runs: Sequence[Run], index: int | None, page: str, query: Query) -> s
     run = None if index is None else runs[index]
     shown = [run] if run else runs
     is_live = page != "group" and not {"offset", "round"} & {*query}
-    state = state_of(shown) if is_live else ""  # first: the values may be newer, never older
+    state = state_of(shown) if is_live else ""  # before the values: these may be newer, never older
     values = VALUES[page](run, query) if run else runs_values(runs)
     tabs = {"runs": "../runs" if run else "runs"} if len(runs) > 1 else {}
     tabs |= {name: name for name in ("overview", "samples", "groups")} if run else {}
@@ -122,7 +122,7 @@ def render(runs: Sequence[Run], index: int | None, page: str, query: Query) -> s
 
 def _whole(runs: Sequence[Run], page: str, state: str = "", **parts: Mapping[str, str]) -> str:
     """Return a page with its `tabs`, and its `sections` by their ids; a saved page shows one at a
-    time. A page with a state follows the runs."""
+    time. A page with a state updates itself."""
     template = _environment().get_template("base.html")
     return template.render(
         name=run_name(runs[0].run_dir) if len(runs) == 1 else "swift-grpo-ext",
@@ -134,21 +134,21 @@ def _whole(runs: Sequence[Run], page: str, state: str = "", **parts: Mapping[str
     )
 
 
-# --- what each page shows ---
+# --- the values of each page ---
 
 
 def samples_values(run: Run, query: Query) -> dict[str, Any]:
     """Return the values of `samples.html`, one page of the samples that match."""
     count, shown = find_samples(run, query, PAGE_ROWS)
-    # Samples of one prompt that follow one another stand below it.
+    # Consecutive samples of one prompt are shown below it.
     blocks = groupby(shown, key=lambda row: (row["round"], row["group"], row["fingerprint"]))
     page = {"query": query, "offset": int(query.get("offset", 0)), "page_rows": PAGE_ROWS}
     return {**page, "count": count, "blocks": [list(samples) for _, samples in blocks]}
 
 
 def groups_values(run: Run, query: Query) -> dict[str, Any]:
-    """Return the values of `groups.html`: the groups of a round, of the newest where none is
-    named."""
+    """Return the values of `groups.html`: the groups of a round; without a name, of the
+    newest."""
     rounds = run.facts.rounds
     if not rounds:
         return {"rounds": None, "groups": []}
@@ -173,7 +173,7 @@ VALUES: dict[str, Callable[[Run, Query], dict[str, Any]]] = {
     "groups": groups_values,
     "group": group_values,
 }
-"""The functions return the values of a run's pages, by name, or raise NotFoundError."""
+"""A function returns the values of the run's page with its name, or raises NotFoundError."""
 
 
 # --- one file ---

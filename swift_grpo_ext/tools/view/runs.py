@@ -1,6 +1,7 @@
-"""A run's log and record while the run goes on, with the queries that pages need.
+"""Reads a run's log and record while the run goes on, with the queries that pages need.
 
-An address has a search as values: `min_step=10`, `max_reward=0.5`, `truncated=true`, `text=seven`.
+The values of an address are a search: `min_step=10`, `max_reward=0.5`, `truncated=true`,
+`text=seven`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from swift_grpo_ext.tools.runs import LOGS, STEP, by_step, find_runs, read_logs
 # DuckDB's memory: reading a round of 10,240 samples of 4,000 characters needs more than 96 MB.
 MAX_MB = 128
 
-# A search bounds and sorts by RANGES, asks for one value of MENUS (by table), and looks for a text
-# in one of TEXTS.
+# A search bounds and sorts by RANGES, selects one value of each of MENUS (by table), and looks for
+# a text in one of TEXTS.
 RANGES = ("step", "reward", "advantage", "num_tokens", "gap_max")
 MENUS = {"samples": ("phase", "finish_reason", "stop_reason"), "rewards": ("fate", "truncated")}
 TEXTS = ("text", "prompt", "columns")
@@ -33,7 +34,7 @@ MAX_TEXT, MAX_QUESTION = 400, 160  # characters of a completion, and of a questi
 
 IDENTITY = ", ".join(f'"{name}"' for name in SAMPLE_ID_COLUMNS)
 
-# Only a group's page reads the long columns. DuckDB reads the others of the chosen rows alone.
+# Only a group's page reads the long columns. DuckDB reads the others only for the chosen rows.
 SEARCH = f"""
 select * exclude (token_ids, logprobs, mask, pictures, gaps)
 from scored semi join (
@@ -60,11 +61,11 @@ order by "group"
 
 
 class NotFoundError(ValueError):
-    """A page asks for something that no record has."""
+    """No record has the run, round or sample of an address, or a value of it is wrong."""
 
 
 class Facts:
-    """What pages show of a whole run; each fact is read once for a version of the run's files."""
+    """The facts of a whole run that pages show; each is read once for a version of its files."""
 
     def __init__(self, run_dir: Path, record: Record) -> None:
         self.version = version_of(run_dir, record)
@@ -72,12 +73,12 @@ class Facts:
 
     @cached_property
     def rounds(self) -> list[RoundId]:
-        """Newest first; an evaluation comes beside the training rounds of its step."""
+        """The rounds, newest first; an evaluation comes beside the training rounds of its step."""
         return self._record.rounds()
 
     @cached_property
     def num_rows(self) -> int:
-        """Completions; each turn of a conversation counts."""
+        """The number of completions; each turn of a conversation counts."""
         return int(self._record.rows("select count(*) as number from samples")[0]["number"])
 
     @cached_property
@@ -95,7 +96,7 @@ class Facts:
 
     @cached_property
     def menus(self) -> dict[str, dict[str, int]]:
-        """How often each value of each column of `MENUS` occurs."""
+        """The count of each value, for each column of `MENUS`."""
         menus = {}
         for table, columns in MENUS.items():
             values = ", ".join(f"histogram({name}::varchar) as {name}" for name in columns)
@@ -104,7 +105,7 @@ class Facts:
 
     @cached_property
     def diversity(self) -> list[DiversityRow]:
-        """What the monitor measured, in the order of the steps."""
+        """The monitor's rows, in the order of the steps."""
         return diversity_of(self._record)
 
     @cached_property
@@ -122,7 +123,7 @@ class Facts:
 
     @cached_property
     def step(self) -> int:
-        """Optimizer steps that are done; `--logging_steps` leaves some out of the log."""
+        """The number of steps that are done; `--logging_steps` leaves some out of the log."""
         return max([0, *self.steps, *(r.step + 1 for r in self.rounds if r.phase == "train")])
 
     @cached_property
@@ -137,7 +138,7 @@ class Facts:
 
     @property
     def updated(self) -> str:
-        """When the log was last written, by this machine's clock; empty before that."""
+        """The time of the log's last change, by this machine's clock; empty before the first."""
         seconds = self.version[1] // 10**9
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
 
@@ -174,7 +175,7 @@ class Run:
         return self._facts
 
     def refresh(self, seconds: float = float("inf")) -> None:
-        """Read what is new on disk, for some seconds. A folder that was served before its training
+        """Read new files, for at most `seconds`. A folder that was served before its training
         began may get the run in a folder of its own (`--add_version`)."""
         if not self.facts.has_begun:
             with suppress(OSError):
@@ -185,7 +186,7 @@ class Run:
 
     @cached_property
     def decode(self) -> Decode | None:
-        """The tokenizer of a checkpoint, or of the model; None where neither is on this machine."""
+        """The tokenizer of a checkpoint, or of the model; None if neither is on this machine."""
         return find_decoder(self.run_dir)
 
 
@@ -210,10 +211,11 @@ def parse(values: Mapping[str, Any], name: str, kind: type[int] | type[float] = 
 def find_samples(
     run: Run, values: Mapping[str, str], limit: int = 50
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Return how many samples match an address, and those of its page as `describe` returns them,
-    with the beginnings of their texts. The newest come first. `sort=reward` puts the least of one
-    of the run's `ranges` first, `sort=-reward` the greatest. A sample without a value is out of its
-    bounds. Raises NotFoundError where a value is no number, or names no column."""
+    """Return the number of samples that match an address, and those of its page as `describe`
+    returns them, with the beginnings of their texts. The newest come first. `sort=reward` sorts by
+    one of the run's `ranges`, the least first; `sort=-reward` sorts the greatest first. A sample
+    without a value is outside of all bounds. Raises NotFoundError if a value is no number, or names
+    no column."""
     ranges, conditions, wanted = run.facts.ranges, ["true"], list[Any]()
     for column, sql in ranges.items():
         for name, compare in ((f"min_{column}", ">="), (f"max_{column}", "<=")):
@@ -264,7 +266,7 @@ def describe(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return what a message says: its text, and the rest, such as calls of tools, as JSON."""
+    """Return the text of a message, and its other fields, such as calls of tools, as JSON."""
     others = {k: v for k, v in message.items() if k not in ("role", "content", "loss") and v}
     parts = [part for part in (message.get("content"), others) if part]
     return "\n".join(

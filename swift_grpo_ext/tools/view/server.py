@@ -1,9 +1,9 @@
 """`swift-grpo-ext view`: the server, for one person.
 
-It listens on 127.0.0.1, or where `--host` says. Every address begins with a token that only the
-printed URL holds. The answer is 404 without the token, and where no record has what a page asks
-for. It is 500 where a page fails; uvicorn logs the traceback. A page first reads what is new on
-disk; while it is open, it asks every two seconds.
+It listens on 127.0.0.1, or on the address of `--host`. Every address begins with a token that only
+the printed URL holds. The answer is 404 without the token, and if no record has the run, round or
+sample of the address. It is 500 if a page fails; uvicorn logs the traceback. Each answer first
+reads new files. An open page asks for changes every two seconds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from swift_grpo_ext.tools.view import pages
 from swift_grpo_ext.tools.view.group import read_image
 from swift_grpo_ext.tools.view.runs import NotFoundError, Run
 
-REFRESH_SECONDS = 1.0  # of reading for one answer: a large record is read over several answers
+REFRESH_SECONDS = 1.0  # of reading for one answer: a large record takes several answers
 
 HEADERS = {
-    "content-security-policy": "frame-ancestors 'none'",  # the page itself holds the rest of it
+    "content-security-policy": "frame-ancestors 'none'",  # the page has the rest of the policy
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
@@ -38,8 +38,8 @@ HEADERS = {
 
 
 def make_app(runs: Sequence[Run], token: str) -> Starlette:
-    """Return the application. Each run's pages stand below its number, the page of all runs beside
-    them."""
+    """Return the application. The pages of a run have its number in their addresses; the page of
+    all runs has none."""
 
     def start(request: Request) -> Response:
         return RedirectResponse("0/overview" if len(runs) == 1 else "runs", headers=HEADERS)
@@ -70,7 +70,7 @@ def make_app(runs: Sequence[Run], token: str) -> Starlette:
 
 def serve(runs: Sequence[Path], port: int, host: str) -> None:
     """Serve runs until Ctrl-C; print the address, and how to reach it from elsewhere. Raises
-    OSError where the port is taken, or the host is no address of this machine."""
+    OSError if the port is taken, or the host is no address of this machine."""
     token = secrets.token_urlsafe(16)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -82,13 +82,13 @@ def serve(runs: Sequence[Path], port: int, host: str) -> None:
         ) from e
     with listener, suppress(KeyboardInterrupt):
         listens_at, port, *_ = listener.getsockname()
-        print(_how_to_look(listens_at, port, token), flush=True)
+        print(_describe_access(listens_at, port, token), flush=True)
         app = make_app([Run(folder) for folder in runs], token)
         config = uvicorn.Config(app, log_level="warning", access_log=False)
         uvicorn.Server(config).run(sockets=[listener])
 
 
-def _how_to_look(host: str, port: int, token: str) -> str:
+def _describe_access(host: str, port: int, token: str) -> str:
     """Return the address of the pages, and how to reach it from another machine."""
     listens, machine = ip_address(host), socket.gethostname()
     name = machine if listens.is_unspecified else f"[{host}]" if listens.version == 6 else host

@@ -83,7 +83,7 @@ def test_filters_and_groups(page: Chrome) -> None:
     page.click(".groups a:nth-child(2)")
     page.until("document.querySelectorAll('article').length >= 2")
     assert "Group 1" in page.texts("h2")[0]
-    page.until("document.querySelector('.asked img').naturalWidth === 56")
+    page.until("document.querySelector('.prompt img').naturalWidth === 56")
     page.click("h2 a[href$='group=0']")
     page.until("document.querySelector('h2').innerText.includes('Group 0')")
     assert "Question 0?" in page.texts(".messages")[0]

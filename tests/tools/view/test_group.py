@@ -12,7 +12,7 @@ from PIL import Image
 from PIL.ExifTags import Base
 
 from swift_grpo_ext.sampling.seeding import RoundId
-from swift_grpo_ext.tools.view.group import image_bytes, pieces, read_group, shared_lengths
+from swift_grpo_ext.tools.view.group import image_bytes, read_group, shared_lengths, spans_of
 from swift_grpo_ext.tools.view.runs import NotFoundError, Run
 from tests.tools.view.runs import make_run
 
@@ -25,7 +25,7 @@ def test_shared_beginnings() -> None:
     assert shared_lengths([[1], []]) == [0, 0]
 
 
-def test_pieces_hold_whole_characters() -> None:
+def test_spans_hold_whole_characters() -> None:
     content = "a七👍b".encode() + b"\xff"
 
     def decode(ids: list[int]) -> str:
@@ -35,7 +35,7 @@ def test_pieces_hold_whole_characters() -> None:
     mask = [True] * 3 + [False] + [True] * 6
     gaps = {2: 0.5, 3: 0.25, 8: 0.125}
     turn = {"token_ids": [*content], "logprobs": logprobs, "mask": mask, "gaps": gaps}
-    assert pieces({**turn, "num_shared": 5}, decode) == [
+    assert spans_of({**turn, "num_shared": 5}, decode) == [
         ("a", True, 0.0, 0.0, False),
         ("七", True, -6.0, 0.5, True),
         ("👍", False, -22.0, 0.0, False),
@@ -46,7 +46,7 @@ def test_pieces_hold_whole_characters() -> None:
 
 def test_unknown_and_infinite_log_probabilities_are_none() -> None:
     for logprobs in (None, [-math.inf, math.nan]):
-        parts = pieces({**TURN, "logprobs": logprobs}, lambda ids: "x" * len(ids))
+        parts = spans_of({**TURN, "logprobs": logprobs}, lambda ids: "x" * len(ids))
         assert [part.logprob for part in parts] == [None] * 2
 
 
@@ -54,7 +54,7 @@ def test_a_first_token_keeps_its_space() -> None:
     def decode(ids: list[int]) -> str:  # like sentencepiece, without the first space
         return "".join(f" w{i}" for i in ids)[1:]
 
-    assert [part.text for part in pieces(TURN, decode)] == ["w1", " w2"]
+    assert [part.text for part in spans_of(TURN, decode)] == ["w1", " w2"]
 
 
 def test_a_group(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_group(tmp_path: Path) -> None:
     assert group["first"]["media"] == [str(tmp_path / "a run/images/1.png")]
     assert group["replay"] == f"swift-grpo-ext replay '{tmp_path}/a run' --round 1.0 --group 1"
     # Without a tokenizer, texts are compared in place of tokens.
-    shown = [[piece.text for piece in turns[0]["pieces"]] for turns in group["samples"]]
+    shown = [[span.text for span in turns[0]["spans"]] for turns in group["samples"]]
     assert shown == [["g1 i", "0 s1"], ["g1 i", "1 s1"]]
 
 

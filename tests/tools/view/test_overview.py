@@ -113,7 +113,7 @@ def test_the_worst_groups_of_alarms(tmp_path: Path) -> None:
     [group] = worst_groups(run)  # other groups caused no alarm
     assert group["first"]["round"] == "train.4.0"
     assert [turns[0]["index"] for turns in group["samples"]] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert all(turns[0]["pieces"][0].is_shared for turns in group["samples"])
+    assert all(turns[0]["spans"][0].is_shared for turns in group["samples"])
     shutil.rmtree(tmp_path / "samples")  # the bound on the record's size removes the oldest rounds
     lost = Run(tmp_path)
     lost.refresh()

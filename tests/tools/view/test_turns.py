@@ -37,12 +37,12 @@ def test_a_conversation_turn_by_turn(run: Run) -> None:
     assert [len(turns) for turns in group["samples"]] == [1, 3]
     first, second, third = group["samples"][1]
     assert second["messages"] == [("tool", "<image>看这里 \\ud83d")]
-    assert [piece.is_masked for piece in second["pieces"]] == [False, True]
+    assert [span.is_masked for span in second["spans"]] == [False, True]
     # Position 4 of the sample is the second token of its second turn.
-    gaps = [[piece.gap for piece in turn["pieces"]] for turn in (first, second, third)]
+    gaps = [[span.gap for span in turn["spans"]] for turn in (first, second, third)]
     assert gaps == [[0.5, 0, 0], [0, 0.25], []]
     assert third["messages"] == [("tool", '{"tool_calls": [{"f": "找"}]}')]
-    assert third["pieces"] == []
+    assert third["spans"] == []
 
 
 def test_the_page_says_who_spoke_and_for_how_long(run: Run) -> None:

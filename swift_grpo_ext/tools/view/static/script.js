@@ -1,7 +1,7 @@
 // Switches the language, shows one section of a saved page, and follows a run.
 const root = document.documentElement;
 let kept = {};
-try { kept = localStorage; } catch {}  // which a browser may refuse
+try { kept = localStorage; } catch {}  // a browser may refuse it
 
 root.lang = kept["swift-grpo-ext language"] ?? (navigator.language.startsWith("zh") ? "zh" : "en");
 document.getElementById("language").addEventListener("click", () => {
@@ -16,9 +16,9 @@ async function follow() {
   const main = document.querySelector("main[data-state]");
   const lost = document.getElementById("lost");
   try {
-    const asked = await fetch("state");
-    if (!asked.ok) throw asked;
-    if (await asked.text() !== main.dataset.state && !main.contains(document.activeElement)) {
+    const state = await fetch("state");
+    if (!state.ok) throw state;
+    if (await state.text() !== main.dataset.state && !main.contains(document.activeElement)) {
       const answer = await (await fetch(location.href)).text();
       const page = new DOMParser().parseFromString(answer, "text/html");
       const opened = [...document.querySelectorAll("details[open][id]")].map(({id}) => id);
