@@ -23,6 +23,7 @@ from swift_grpo_ext.rollout.answers import AnsweredResponse, infos_of
 from swift_grpo_ext.rollout.conversation import Conversation, Turn, write_turns
 from swift_grpo_ext.rollout.dispatch import RequestError
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
+from swift_grpo_ext.stops.templates import STOP_REASON
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import (
@@ -95,7 +96,10 @@ class ServedConversation:
             turns = [t for t, r in recorded if len(outputs) == 1 or r is output.response]
             if turns:
                 write_turns(output, turns)
-                output.rollout_infos |= infos_of(turns[-1].completion)
+                infos = infos_of(turns[-1].completion)
+                if self._first is None or not self._first.from_other_client:
+                    infos = {STOP_REASON: infos[STOP_REASON]}  # `attach_turns` adds the others
+                output.rollout_infos |= infos
         return made
 
     # --- in the conversation's thread ---
