@@ -108,10 +108,8 @@ class Record:
         self._database.execute(ROUNDS)
         for table in TABLES:
             # Not `schema.empty_table()`: it imports pandas, if installed (70 MB, a second).
-            empty = Path(self._spill.name, f"{table.name}.parquet")
-            pq.ParquetWriter(empty, table.schema).close()
-            query = f"create table no_{table.name} as from {literal(str(empty))}"
-            self._database.execute(query)
+            empty = pa.RecordBatchReader.from_batches(table.schema, [])
+            self._database.from_arrow(empty).create(f"no_{table.name}")
         self._publish()
 
     def refresh(self, seconds: float = float("inf")) -> bool:

@@ -352,8 +352,10 @@ def full_disk() -> Iterator[None]:
     """Let files take 1,000 bytes at most."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_what_a_full_disk_did_not_take_is_written_in_its_order(
