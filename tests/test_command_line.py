@@ -179,7 +179,7 @@ def test_megatron_is_told_where_the_plugin_acts(monkeypatch: pytest.MonkeyPatch)
     assert len(warned) == 2
     for warning in warned:
         assert "does not act in the training of MegatronRLHFArguments: Megatron" in warning
-        assert "`swift rollout --external_plugins ...`" in warning
+        assert "give it to `swift rollout`" in warning
 
 
 # --- the parser ---

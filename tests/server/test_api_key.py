@@ -69,7 +69,7 @@ def test_the_key_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("key", [KEY, MASK])
 def test_a_key_that_is_printed_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"--api_key stands .* Set {VARIABLE} in") as refused:
+    with pytest.raises(ValueError, match=rf"--api_key is .* Set {VARIABLE} in") as refused:
         take(arguments(key))
     assert KEY not in str(refused.value)
     with pytest.raises(ValueError, match=f"another process has the key. Set {VARIABLE}"):
