@@ -60,6 +60,7 @@ LARGE = 8
 PARTS = 8  # a bounded record keeps this many files or more, so that its oldest go one by one
 ZSTD_LEVEL = 7  # 1.3 CPU-seconds for 10 million tokens; level 9 takes 2.0, and 1% less room
 PAGE_BYTES = 16 << 20  # repetitions are found within a page: pyarrow's own 1 MiB takes 4% more room
+GROUP_ROWS = 2048  # of a row group: a reader decompresses a column of these at once
 WAITING_BYTES = 256 << 20  # of rounds that may wait in memory for the disk: 20 million tokens
 BOUNDED = (SAMPLES, REWARDS)  # `--sample_log_gb` bounds them; a round's diversity takes 2 KB
 
@@ -322,7 +323,7 @@ class SampleLog:
 
 
 def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> int:
-    """Write each round as a row group of a file, and return the file's bytes once it is on disk.
+    """Write each round as row groups of a file, and return the file's bytes once it is on disk.
     Raise `OSError` if the file may be missing; writing it again does no harm."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")  # pandas ignores such names
@@ -342,7 +343,7 @@ def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> in
                 store_schema=False,  # Arrow's schema would take 2 KB
             ) as writer:
                 for rows in rounds:
-                    writer.write_table(rows, row_group_size=rows.num_rows)
+                    writer.write_table(rows, row_group_size=GROUP_ROWS)
             file.flush()
             size = file.tell()
             os.fsync(file.fileno())

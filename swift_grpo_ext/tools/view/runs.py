@@ -21,8 +21,8 @@ from swift_grpo_ext.sampling.seeding import PHASES, RoundId
 from swift_grpo_ext.tools.diff import Decode, find_decoder
 from swift_grpo_ext.tools.runs import LOGS, STEP, by_step, find_runs, read_logs
 
-# DuckDB's memory: one thread needs 113 MB for a round of 10,240 samples of 4,000 characters.
-MAX_MB = 128
+# DuckDB's memory: enough for a million samples, and for rounds of 10,240 of 4,000 characters.
+MAX_MB = 96
 
 # A search bounds and sorts by RANGES, selects one value of each of MENUS (by table), and looks for
 # a text in one of TEXTS.
