@@ -73,7 +73,7 @@ class RolloutExtArguments(ExtFlags, RolloutArguments):
     """The default is `none`, since a training with the plugin records the samples."""
 
     watches_weights: ClassVar[bool] = True
-    """Whether the watch checks weights after each update. The watch is untested on GPUs; there it
+    """The watch checks weights after each update if this is true. It is untested on GPUs; there it
     is on only if `--rollout_mismatch` is given."""
 
     def _check_device_count(self) -> None:

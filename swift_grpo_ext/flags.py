@@ -20,10 +20,10 @@ class ExtFlags:
     it for clients without the plugin: `sample` gives each of their requests a seed."""
 
     rollout_mismatch: Literal["stop", "warn"] = "stop"
-    """What to do if rollout and training disagree: training sees another prompt than the rollout
-    saw, or an engine does not sample with the trainer's weights. `warn` goes on, for templates that
-    ms-swift writes differently for vLLM. `swift rollout` reads it for clients without the plugin:
-    after a weight update that has left garbage, `stop` generates nothing."""
+    """Decides what happens if rollout and training disagree: training sees another prompt than the
+    rollout saw, or an engine does not sample with the trainer's weights. `warn` goes on, for
+    templates that ms-swift writes differently for vLLM. `swift rollout` reads it for clients
+    without the plugin: after a weight update that has left garbage, `stop` generates nothing."""
 
     rollout_timeout: float = 1800.0
     """Seconds that a replica may take for an answer (a round's completions, a weight update) before

@@ -42,12 +42,13 @@ NUM_STEPS_BETWEEN_CHECKS = 5
 
 TARGET_ACCURACY = 0.33
 MAX_FORM_NATS = 0.005
-"""For each token: all eight tokens of a sample have the right form with a probability of 96%."""
+"""This bounds each token: all eight of a sample then have the right form with probability 96%."""
 
 LABEL_SMOOTHING = 0.1  # share of the digit's label that is spread over all ten digits
 NOISE_STD = 0.01
-"""For each coordinate of an unused row. Hidden states have a norm of about 11, so logits change by
-about 0.1, and the probability of all unused ids together by half a percent of itself."""
+"""This is the noise of each coordinate of an unused row. Hidden states have a norm of about 11, so
+logits change by about 0.1, and the probability of all unused ids together by half a percent of
+itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,8 +130,8 @@ class Record:
                 if time.monotonic() > deadline:
                     break
             self.is_whole = not new
-            pa.default_memory_pool().release_unused()  # 25 MB
             if has_changed := self._sound != before:
+                pa.default_memory_pool().release_unused()  # 25 MB of the files that were checked
                 self._publish()
             return has_changed
 

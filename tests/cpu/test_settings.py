@@ -143,7 +143,7 @@ for _ in range(100):
 @pytest.mark.stack
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are named in /proc")
 def test_no_thread_of_gloo_outlives_its_groups() -> None:
-    """As at the end of a rank, the trainer is unreachable, in a cycle that holds DDP's group. A
+    """The trainer is unreachable, as at the end of a rank, in a cycle that holds DDP's group. A
     thread that has yet to free a tensor needs the GIL; this causes no deadlock."""
     lone = subprocess.run(
         [sys.executable, "-c", LONE_RANK], check=True, capture_output=True, text=True, timeout=300
