@@ -109,13 +109,17 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
             or has_views
             or self._has_teacher_explicit()
             or (self.kl_in_reward and self.beta)
-            # ms-swift generates in inference mode without vLLM. `disable_adapter`, for the
-            # reference, fails on ZeRO-3's gathered weights until another pass has gathered them.
-            or (self.beta and not args.use_vllm and is_deepspeed_zero3_enabled())
+            or self._reference_needs_gathered_weights()
             or self.use_liger_loss
             # The number of batches depends on how many samples the conversations made.
             or self.dynamic_num_samples
         )
+
+    def _reference_needs_gathered_weights(self) -> bool:
+        # ms-swift generates in inference mode without vLLM. `disable_adapter`, for a reference of
+        # LoRA, fails on ZeRO-3's gathered weights until another pass has gathered them.
+        without_vllm = not self.args.use_vllm and is_deepspeed_zero3_enabled()
+        return without_vllm and bool(self.beta) and self.ref_model is None
 
     def _get_per_token_logps_and_entropies(
         self, model: nn.Module, model_inputs: dict[str, Any], grpo_batch: GRPOBatch, **kwargs: Any

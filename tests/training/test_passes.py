@@ -24,7 +24,7 @@ class Host(RolloutGRPOTrainer):
         self.model = SimpleNamespace(training=own.pop("training", True))
         self._has_teacher_explicit = lambda: own.get("teacher", False)
         self.kl_in_reward, self.beta = own.get("kl_in_reward", False), own.get("beta", 0.0)
-        self.use_liger_loss = own.get("liger", False)
+        self.use_liger_loss, self.ref_model = own.get("liger", False), own.get("ref_model")
         self.dynamic_num_samples = own.get("dynamic", False)
 
 
@@ -53,7 +53,7 @@ def test_which_rounds_need_the_old_policys_pass(
     assert Host(**settings).needs_old_logps(has_views=views) is needs
 
 
-def test_zero_3_makes_the_pass_for_a_reference_without_vllm(
+def test_zero_3_makes_the_pass_for_a_reference_of_lora_without_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`disable_adapter` fails on weights that only the generation's inference mode has gathered."""
@@ -62,6 +62,8 @@ def test_zero_3_makes_the_pass_for_a_reference_without_vllm(
     assert not host.needs_old_logps()
     host.args.use_vllm = False
     assert host.needs_old_logps()
+    host.ref_model = object()  # `disable_adapter` is not called
+    assert not host.needs_old_logps()
 
 
 def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
