@@ -14,6 +14,7 @@ MODULES = {  # as in `upstream/patches.py`
 
 def register() -> None:
     """Add the repairs of this package to each phase."""
+    # Each module once: every parse of arguments registers, and so does a worker.
     for phase, modules in MODULES.items():
         known = patches.MODULES.get(phase, ())
         patches.MODULES[phase] = tuple(dict.fromkeys((*known, *modules)))

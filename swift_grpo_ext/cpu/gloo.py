@@ -33,8 +33,8 @@ class GlooCommunicator:
         weakref.finalize(self, self._gloo.clear)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Send `tensor` from rank `src` into the `tensor` of all others. Only the first call
-        connects the ranks: connecting earlier would block a server before its trainer calls."""
+        """Send `tensor` from rank `src` into the `tensor` of all others."""
+        # Connecting in `__init__` would block a server before its trainer calls.
         if not self._gloo:
             rank, store = self.group.rank, PrefixStore("swift_grpo_ext/weights", self.group.store)
             seconds = getattr(self.group, "timeout", DEFAULT_SECONDS)  # for each wait

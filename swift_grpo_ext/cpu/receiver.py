@@ -1,8 +1,4 @@
-"""Loads weight updates in vLLM workers on CPU. vLLM imports this module in every worker process.
-
-vLLM's CPU layers pack their weights and drop the originals (vLLM 0.32, model_executor/layers/
-utils.py). A worker therefore collects all tensors of an update, and then reloads the model.
-"""
+"""Loads weight updates in vLLM workers on CPU. vLLM imports this module in every worker process."""
 
 from __future__ import annotations
 
@@ -23,6 +19,7 @@ apply(PatchPhase.WORKER)
 
 class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
     def init_communicator(self, *args: Any, **kwargs: Any) -> None:
+        # ms-swift's method has no effect either once there is a communicator.
         if self.communicator is None:
             super().init_communicator(*args, **kwargs)
             self.received: list[tuple[str, torch.Tensor]] = []
@@ -31,6 +28,8 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
     def _loading(self) -> Iterator[None]:
         """Collect the tensors that ms-swift would load."""
 
+        # CPU layers have packed their weights and dropped the originals (vLLM 0.32,
+        # model_executor/layers/utils.py): only a reload of the whole model fills them.
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             self.received.extend(weights)
 

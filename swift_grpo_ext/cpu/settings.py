@@ -1,14 +1,6 @@
 """Sets defaults for GRPO without an accelerator. The user's own settings win.
 
-Symptom: accelerate does not gather over several CPU ranks without `ACCELERATE_USE_CPU` (ms-swift
-fails an assertion); torch.distributed has no default backend; weights do not reach an engine core
-in another process; vLLM takes 0.9 of the machine's memory for its KV cache; ms-swift trains float32
-models under fp16 autocast; glibc returns every large buffer to the system, and faults it in again
-page by page (4.0 s a step instead of 2.5); gloo's threads outlive the interpreter and may abort a
-rank at its end ("terminate called without an active exception", pytorch issue 190489); a torch for
-GPUs includes NCCL, with which vLLM fails ("unhandled cuda error").
-Upstream: ms-swift 4.6, vLLM 0.32 (envs.py).
-Can go when ms-swift makes these choices for CPU runs.
+They can go when ms-swift (4.6) and vLLM (0.32, envs.py) make these choices for CPU runs.
 """
 
 from __future__ import annotations
@@ -34,14 +26,21 @@ if TYPE_CHECKING:
 
 KV_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
 CPU_ENVIRONMENT = {
+    # Without it, accelerate does not gather over several CPU ranks: ms-swift fails an assertion.
     "ACCELERATE_USE_CPU": "true",
+    # vLLM would take 0.9 of the machine's memory.
     KV_CACHE_GIB: "1",
+    # Weights do not reach an engine core in another process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # A torch for GPUs includes NCCL, with which vLLM fails ("unhandled cuda error").
     "VLLM_NCCL_SO_PATH": "none",
 }
+# ms-swift would train float32 models under fp16 autocast.
 CPU_TRAINING_ARGUMENTS = {"use_cpu": True, "fp16": False, "bf16": False}
 PRIORITY = 41  # of a location handler in `torch.load`; torch's own have 10 to 30
 
+# By default, glibc returns every large buffer to the system, and faults it in again page by page:
+# 4.0 s a step instead of 2.5.
 KEEP_FREED_MEMORY = {
     # glibc's environment variable: (number of the option in mallopt, value)
     "MALLOC_MMAP_MAX_": (-4, 0),
@@ -65,7 +64,9 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
     for name, setting in CPU_TRAINING_ARGUMENTS.items():
         if hasattr(args, name) and not getattr(args, name) and name not in given:
             setattr(args, name, setting)
-    # Finalizers run last in, first out: vLLM's, registered later, leaves its own groups first.
+    # Gloo's threads may outlive the interpreter, and then abort the rank ("terminate called without
+    # an active exception", pytorch issue 190489). Finalizers run last in, first out: vLLM's,
+    # registered later, leaves its own groups first.
     weakref.finalize(sys.modules[__name__], _leave_group)
     if platform.libc_ver()[0] == "glibc":
         # mallopt is for this process, the environment for its children.
@@ -105,12 +106,12 @@ def load_onto_ranks() -> None:
 
 
 def _leave_group() -> None:
-    """Leave torch's groups and join gloo's threads. A group joins its threads when it is deleted,
-    and they may need the GIL. Garbage-collecting DDP's reducer would delete the group with the GIL
-    held (a deadlock); dropping the last Python reference releases the GIL."""
+    """Leave torch's groups and join gloo's threads."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    groups = list(dist.distributed_c10d._world.pg_map)  # keeps groups alive during the collection
+    # A group joins its threads when it is deleted, and they may need the GIL. Collecting DDP's
+    # reducer would delete the group with the GIL held (a deadlock): keep the groups until then.
+    groups = list(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
     gc.collect()
-    del groups
+    del groups  # dropping the last reference releases the GIL

@@ -1,9 +1,4 @@
-"""The API key of `swift rollout`: no log shows it, and a training can send it.
-
-ms-swift 4.6 (cli/main.py, pipelines/base.py) prints `--api_key`, hands it to every worker, and
-takes it as `Bearer`, which its client cannot send. Here the key comes from the environment. `Basic`
-is accepted too, which `requests` sends to every host in the user's netrc.
-"""
+"""The API key of `swift rollout`: no log shows it, and a training can send it."""
 
 from __future__ import annotations
 
@@ -29,6 +24,7 @@ kept_key: str | None = None
 def take(args: RolloutArguments) -> None:
     """Keep the key of a server for this process, and take it out of the environment."""
     global kept_key
+    # ms-swift 4.6 (cli/main.py, pipelines/base.py) prints `--api_key`, and hands it to all workers.
     if args.api_key and not (args.api_key == MASK and kept_key):  # arguments are checked twice
         raise SettingsError(
             "--api_key is in the command line, which every user of this machine can see and "
@@ -62,6 +58,7 @@ def key_of(args: RolloutArguments) -> str | None:
 def is_authorized(authorization: str, key: str) -> bool:
     """Return whether a request's `Authorization` is `Bearer KEY`, or `Basic` (RFC 7617) with any
     user and the key as the password."""
+    # ms-swift's client cannot send `Bearer`. `requests` sends `Basic` to each host in the netrc.
     scheme, _, given = authorization.partition(" ")
     if scheme.lower() == "basic":
         try:

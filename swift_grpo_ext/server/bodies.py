@@ -53,9 +53,8 @@ class Bodies:
         self._num_bytes = 0
 
     async def receive(self, request: Request) -> bytes:
-        """Read the body into the request, and return it; its size counts until `forget`. A
-        body that is too large (413), or does not fit beside others (503), is refused after all of
-        it has come: a client that is cut off while it sends would not read the answer."""
+        """Read the body into the request, and return it; its size counts until `forget`. Refuse one
+        that is too large (413), or does not fit beside others (503)."""
         parts: list[bytes] = []
         size, fits = 0, True
         try:
@@ -71,6 +70,7 @@ class Bodies:
         except BaseException:  # the time is over, or the client has left
             self.forget(*parts)
             raise
+        # Only now: a client that is cut off while it sends would not read the answer.
         if not fits:
             is_alone = size > MAX_BYTES
             beside = "" if is_alone else " beside those of other requests"
@@ -107,10 +107,10 @@ def _parse_array(at: tuple[str, int], scan: Callable[..., Any]) -> tuple[list[An
 
 
 def parse(body: bytes) -> Any:
-    """Return the same as `json.loads`. In a large body, other threads run between two strings or
-    two lists of numbers."""
+    """Return the same as `json.loads`."""
     if len(body) < LARGE:
         return json.loads(body)
+    # Other threads run between two strings or two lists of numbers.
     return _StepwiseDecoder().decode(body.decode(json.detect_encoding(body), "surrogatepass"))
 
 

@@ -51,10 +51,10 @@ SECONDS_BETWEEN_LOOKS = 0.5  # between requests about replicas that are being st
 
 
 class _Tries(Retry):
-    """Tries again if no connection was made (16 seconds in all), or a server is busy (503 with a
-    `Retry-After`), but not if an answer is late."""
+    """Tries again if no connection was made (16 seconds in all), or a server is busy."""
 
     def increment(self, *args: Any, **kwargs: Any) -> Self:
+        # A late answer has used up the request's time. A 503 with a `Retry-After` is tried again.
         if isinstance(error := kwargs.get("error"), ReadTimeoutError):
             raise error
         return super().increment(*args, **kwargs)
@@ -107,8 +107,6 @@ def connect(client: VLLMClient, timeout: float) -> None:
 class RolloutServers:
     """Sends requests to the servers of ms-swift's connected client, and reads their answers.
 
-    If a server cannot answer, another one does: the tokens are the same (docs/promises.md, S2). A
-    server that does not answer at all is dropped, until it is healthy before a weight update (F4).
     A replica has `timeout` seconds for an answer. `wants_same_tokens` is `--full_determinism`.
     Raise `WireError` if a server has no swift-grpo-ext, or another version of it.
     """
@@ -223,6 +221,8 @@ class RolloutServers:
             raise RolloutError(str(e)) from e
 
     def _handle_failure(self, server: Server, error: WorkerError) -> None:
+        # Another server gives the same tokens (docs/promises.md, S2). A server that does not answer
+        # at all is dropped, until it is healthy before a weight update (F4); the last one stays.
         logger.warning(f"{error} Retrying on the remaining servers.")
         if isinstance(error, WorkerLostError) and len(self._used()) > 1:
             server.is_lost = True
@@ -240,9 +240,8 @@ class RolloutServers:
             setattr(self._client, name, items)
 
     def reconnect(self, *, again: bool = False) -> bool:
-        """Use lost servers that are healthy again, and drop servers that do not answer. Make the
-        weights' group of each server that was restarted or has other replicas; with `again`, make
-        all groups. Return whether a group was made."""
+        """Use lost servers that are healthy again, and drop servers that do not answer. Return
+        whether a group was made; with `again`, make all groups."""
         for server in self._servers:
             if server.is_lost:
                 with suppress(requests.RequestException):
@@ -267,9 +266,11 @@ class RolloutServers:
             replicas, members, num_starting = self._identify(server)
             if replicas:
                 break
+            # `_identify` lets replicas join that are ready by now.
             if not num_starting or time.monotonic() >= deadline:
                 raise WorkerLostError(f"{server.name} has no replica left.")
             time.sleep(SECONDS_BETWEEN_LOOKS)
+        # Restarted servers and replicas have other names, and are in no group.
         if members == server.members and not again:
             return False
         is_same = members[0] == server.session.headers.get(wire.INSTANCE_HEADER)
@@ -309,8 +310,7 @@ class RolloutServers:
         ]
 
     def _identify(self, server: Server) -> tuple[int, list[str], int]:
-        """Return how many replicas a server has, the members of its group, and how many replicas
-        are being started."""
+        """Return a server's number of replicas, its group's members, and the number starting."""
         reply = self._request(server, "post", "get_engine_type/").get(wire.KEY)
         if reply is None:
             raise WireError(
@@ -333,6 +333,7 @@ class RolloutServers:
                 "arrive. Start it with VLLM_BATCH_INVARIANT=1 in its environment, or without "
                 "--vllm_use_async_engine with VLLM_ENABLE_V1_MULTIPROCESSING=0."
             )
+        # Any server may get any request.
         for name in ("max_model_len", "number_bits"):
             known = filter(None, (getattr(self, name), reply.get(name)))
             setattr(self, name, min(known, default=None))

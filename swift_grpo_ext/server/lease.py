@@ -2,8 +2,7 @@
 
 In ms-swift 4.6 (pipelines/infer/rollout.py), a second training that connects to a server ends the
 weights' group of the first, and both fail with "Broken pipe". Here a training names itself in its
-requests and in heartbeats. While heartbeats come, the server works for that training alone. Two
-trainings that connect in the same moment, before the first has a name, look like one.
+requests and in heartbeats. While heartbeats come, the server works for that training alone.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LEASE_SECONDS = 15.0
 HEARTBEAT_SECONDS = 3.0
 
 # Prefixes of routes.
-CONNECTING = ("/close_communicator", "/init_communicator")  # they wait for a dead training's lease
+CONNECTING = ("/close_communicator", "/init_communicator")
 FREE = ("/get_engine_type", "/get_world_size")  # clients without a name may ask at any time
 
 
@@ -39,10 +38,11 @@ class Lease:
         self._header, self._until = "", 0.0
 
     async def check(self, request: Request) -> None:
-        """Refuse requests that only the owner may send (409), and renew the lease for the owner's.
-        A training that connects waits until the lease of a dead training ends."""
+        """Refuse requests that only the owner may send (409); renew the lease for the owner's."""
         path, header = request.scope["path"], request.headers.get(OWNER_HEADER, "")
+        # A training that connects waits until the lease of a dead one ends.
         deadline = monotonic() + (LEASE_SECONDS if path.startswith(CONNECTING) else 0.0)
+        # Two trainings that connect in the same moment, before the first has a name, look like one.
         while self.is_of_another(request) and (header or not path.startswith((PATH, *FREE))):
             if monotonic() >= deadline:
                 raise HTTPException(
@@ -52,7 +52,8 @@ class Lease:
                     f"loses its server after {LEASE_SECONDS:g} s.",
                 )
             await asyncio.sleep(0.1)
-        if header and not path.startswith("/close_"):  # the last request of a training
+        # `/close_communicator` is the last request of a training: it renews nothing.
+        if header and not path.startswith("/close_"):
             gives_up = request.method == "DELETE"
             self._header = "" if gives_up else header
             self._until = 0.0 if gives_up else monotonic() + LEASE_SECONDS
@@ -67,8 +68,7 @@ class Lease:
 
 
 class Leaseholder:
-    """The trainer's side of the lease: names the training `run` in all requests of ms-swift's
-    client."""
+    """The trainer's side of the lease: names the training `run` in its client's requests."""
 
     def __init__(self, client: Any, run: str) -> None:
         self.owner = f"{run} (process {os.getpid()} of {socket.gethostname()})"

@@ -35,11 +35,11 @@ REMEDY = (
 
 
 class OtherClients:
-    """Names the samples of these clients, so that no seed comes twice, over all replicas, servers
-    and restarts. A call of `/infer` is a round, and its equal prompts are a group. With
-    `gives_seeds` false, client and engine choose the seeds (`--rollout_seed_mode engine`)."""
+    """Names the samples of these clients. A call of `/infer` is a round, and equal prompts in it are
+    a group. `gives_seeds` is false with `--rollout_seed_mode engine`."""
 
     def __init__(self, *, gives_seeds: bool) -> None:
+        # Random: no seed may come twice, over all servers and restarts.
         self._run_seed = secrets.randbits(62) if gives_seeds else None
         self._calls = count()
 
@@ -77,20 +77,18 @@ class OtherClients:
 
 class Updates:
     """Records whether a server's last weight update was sound. If it `watches`, workers check the
-    weights that they receive, from any client.
-
-    A training with the plugin compares weights itself: faults of its updates only appear in the log
-    and in `/health`. Any other client gets the fault as the answer to its update, or (adapters,
-    which arrive after the answer) to its next request. It draws nothing until an update is sound
-    (`--rollout_mismatch stop`). `/health` stays 200: a restart would destroy the evidence.
-    """
+    weights that they receive, from any client."""
 
     def __init__(self, watches: bool) -> None:
         self.watches = watches
         self.is_due = False  # weights have arrived that were not checked yet
         self.is_arriving = False  # more weights follow: until then, nothing is checked or generated
         self.state = "sound" if watches else NOT_LOOKED_AT
-        self.fault = ""  # `/health` has the fault, or `state` if there is none
+        # `/health` shows the fault, or `state` if there is none. It stays 200: a restart would
+        # destroy the evidence. Clients without the plugin get the fault as the answer to their
+        # update, or (adapters, which arrive after the answer) to their next request, and draw
+        # nothing until an update is sound (`--rollout_mismatch stop`).
+        self.fault = ""
 
     def check_reports(self, replicas: Iterable[ReplicaConnection], replies: Iterable[Any]) -> None:
         """Set `state` and `fault` by the reports of each replica's workers (`WeightReport`); the

@@ -1,8 +1,7 @@
 """`swift rollout --sample_log all` records each sample that it draws, for any client.
 
-The record is that of a training (docs/internals.md). A call of another client is a round,
-which the server measures as `--callbacks diversity` does. A training with the plugin names and
-measures its own rounds. An error in writing never ends a running server.
+The record is that of a training (docs/internals.md). A call of another client is a round, which the
+server measures as `--callbacks diversity` does.
 """
 
 from __future__ import annotations
@@ -77,6 +76,7 @@ class ServerRecord:
         is_repeatable = config is not None and (
             config.temperature == 0 or (len(requests) == 1 and config.seed is not None)
         )
+        # A training with the plugin measures its own rounds.
         is_watched = not is_repeatable and all(each.from_other_client for each in metadatas)
         # The caller takes the turns out of `rollout_infos`, and so does `read_turns`.
         copies = [o.model_copy(update={"rollout_infos": {**o.rollout_infos}}) for o in outputs]
@@ -91,7 +91,7 @@ class ServerRecord:
             if is_watched:
                 self._watch(rows)
             self._recorder.flush()
-        except Exception as e:
+        except Exception as e:  # a record must not end a running server
             logger.warning_once(
                 f"{self.folder}: samples of a call are not recorded ({type(e).__name__}: {e}). The "
                 "server goes on. Let it write there, give it another --result_path, or leave out "
@@ -115,8 +115,7 @@ def rows_of_call(
     outputs: Sequence[RolloutOutput],
     num_updates: int,
 ) -> list[SampleRow]:
-    """Return the rows of a call. Its outputs are groups, conversations that the server led, or
-    answers in ms-swift's form."""
+    """Return the rows of a call: of groups, conversations, or answers in ms-swift's form."""
     columns = {}
     for request, metadata in zip(requests, metadatas, strict=True):
         others = {k: v for k, v in request["data_dict"].items() if k != wire.KEY}

@@ -1,9 +1,4 @@
-"""The replicas of a `swift rollout`: each call is paired with its answer, and bounded in time.
-
-Both ends of a replica's pipe number their messages (docs/promises.md, F1). A replica is ended if
-its reply is missing, late or to another message; others generate its groups (F3). It is restarted,
-joins when a trainer is about to send weights, and generates once it holds them (F4).
-"""
+"""The replicas of a `swift rollout`: each call is paired with its answer, and bounded in time."""
 
 from __future__ import annotations
 
@@ -84,12 +79,12 @@ class WorkerConnection:
             self.connection.send((self._number, reply))
 
     def _listen(self, commands: SimpleQueue[tuple[int, Command] | Exception]) -> None:
-        """Read commands. While conversations go on, send `GOES_ON`: their tools may take longer
-        than a replica may be silent."""
+        """Read commands."""
         try:
             while True:
                 began = monotonic()
                 if not self.connection.poll(SECONDS_BETWEEN_POLLS):
+                    # The tools of conversations may take longer than a replica may be silent.
                     if go_on(began):
                         self.send(GOES_ON)
                     continue
@@ -137,8 +132,7 @@ class ReplicaConnection:
 
     def call(self, command: Command, timeout: float) -> Any:
         """Return the reply to a command of type `call`. A replica may be silent for `timeout`
-        seconds, and again after each `GOES_ON`. Raise `WorkerLostError` if it can be used no
-        more."""
+        seconds, and again after each `GOES_ON`. Raise `WorkerLostError` if it is lost."""
         late = WorkerLostError(f"a replica has not answered for {timeout:g} s (--rollout_timeout)")
         number, reply = self.send(command), GOES_ON
         method = command["method"] if isinstance(command, dict) else command
@@ -154,6 +148,7 @@ class ReplicaConnection:
             raise late from e
         except (EOFError, OSError) as e:
             raise WorkerLostError(f"a replica has ended ({type(e).__name__})") from e
+        # A late answer must not count as the next one's (docs/promises.md, F1).
         if answered != number:
             raise WorkerLostError(f"a replica answered message {answered}, expected {number}")
         return reply
@@ -178,8 +173,7 @@ def start_replicas(self: SwiftRolloutDeploy) -> None:
 
 
 class Restarts:
-    """Restarts lost replicas of `server`, `budget` times in all, in the event loop's thread: a
-    replica ends with the thread that started it."""
+    """Restarts lost replicas of `server`, `budget` times in all."""
 
     def __init__(self, server: SwiftRolloutDeploy, budget: int) -> None:
         self._server, self._budget, self._count = server, budget, 0
@@ -197,6 +191,7 @@ class Restarts:
         return sum(c.process.is_alive() and c.poll() for c in self.starting)
 
     def start_lost(self) -> None:
+        # Call it in the event loop's thread: a replica ends with the thread that started it.
         lost, self.lost = self.lost, []
         for number in lost:
             if self._count >= self._budget:
@@ -216,6 +211,7 @@ class Restarts:
 
     def admit(self) -> None:
         """Let replicas that are ready join, before weights are sent."""
+        # They have the base model's weights, and generate once they hold a trainer's (F4).
         for connection in list(self.starting):
             if not connection.poll() and connection.process.is_alive():
                 continue  # it is still loading
@@ -233,7 +229,6 @@ class Restarts:
 
 
 def prune(server: SwiftRolloutDeploy) -> None:
-    """Remove replicas that have ended."""
     for connection in list(server.connections):
         if not connection.process.is_alive():
             status = connection.process.exitcode
@@ -250,8 +245,8 @@ def remove(server: SwiftRolloutDeploy, connection: ReplicaConnection, cause: obj
 
 
 def call_all(server: SwiftRolloutDeploy, command: Command) -> list[Any]:
-    """Return the replies of all replicas; those that fail are removed. Raise `NoWorkerError` with
-    the causes if none is left."""
+    """Return the replies of all replicas. Raise `NoWorkerError` with the causes if none is left."""
+    # A replica is ended if its reply is missing, late or to another message (docs/promises.md, F1).
     calls = [(c, in_thread(partial(c.call, command, server.timeout))) for c in server.connections]
     replies, causes = [], []
     for connection, reply in calls:
@@ -295,6 +290,7 @@ def spread(
         return {c: 1.0 for c in server.connections if c.holds_weights}
 
     def on_failure(connection: ReplicaConnection, error: WorkerError) -> None:
+        # `dispatch` gives its groups to others (docs/promises.md, F3).
         if isinstance(error, WorkerLostError):
             remove(server, connection, error)
 

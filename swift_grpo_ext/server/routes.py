@@ -1,9 +1,4 @@
-"""`swift rollout` with the plugin: how a request gets its answer, and what each route does.
-
-Requests take turns, since they share the pipes to the replicas (docs/promises.md, F2). The body of
-a request is read before its turn, and its answer is sent after it: no client can hold up another.
-`/health` answers at once. Replicas get whole groups, by cost.
-"""
+"""`swift rollout` with the plugin: how a request gets its answer, and what each route does."""
 
 from __future__ import annotations
 
@@ -149,6 +144,7 @@ class Turns:
 
     def __init__(self, server: SwiftRolloutDeploy, key: str | None) -> None:
         self._server, self._key = server, key
+        # Requests take turns, since they share the pipes to the replicas (docs/promises.md, F2).
         self._lock, self._lease, self._bodies = asyncio.Lock(), lease.Lease(), bodies.Bodies()
 
     async def owner(self) -> dict[str, str]:
@@ -168,8 +164,11 @@ class Turns:
 
     async def respond(self, request: Request, handle: Handler) -> Response:
         """Read the body, and return the answer; a slow answer is made while it is sent."""
+        # The body is read before the turn, and the answer is sent after the turn: no client can
+        # hold up another.
         # `request.url` holds the client's `Host`: only the scope's path can be trusted.
         path = request.scope["path"]
+        # Without key and turn: a busy server is healthy, too.
         if path.startswith("/health"):
             return await handle(request)
         self._check_head(request, path)
@@ -217,6 +216,7 @@ class Turns:
 
         async def content() -> AsyncIterator[bytes]:
             while not making.done():
+                # Each blank starts the client's wait for bytes again.
                 yield b" "
                 await asyncio.wait([making], timeout=SECONDS_BETWEEN_BLANKS)
             response = making.result()
@@ -316,7 +316,7 @@ async def get_world_size(self: SwiftRolloutDeploy) -> dict[str, int]:
 
 
 def _count_replicas(server: SwiftRolloutDeploy) -> int:
-    """Return the number of living replicas; one worker runs all replicas of the async engine."""
+    # One worker runs all replicas of the async engine.
     size = int(server.args.vllm_data_parallel_size) if server.use_async_engine else 1
     return size * len(server.connections)
 
@@ -361,23 +361,23 @@ async def process_weights_after_loading(self: SwiftRolloutDeploy) -> dict[str, s
 
 
 async def _require_sound(server: SwiftRolloutDeploy) -> None:
-    """Check weights that have arrived; raise 409 to a client without the plugin if they are
-    faulty."""
+    """Check weights that have arrived; raise 409 if they are faulty."""
     updates = server.updates
     if updates.is_due:
         updates.is_due = updates.is_arriving = False
         if updates.watches:
             replies = await _call_all(server, rpc("read_weight_report"))
             updates.check_reports(server.connections, replies)
+    # A training with the plugin compares weights itself: its faults are only logged and shown.
     may_stop = server.args.rollout_mismatch == "stop" and not server.is_used_by_plugin
     if updates.fault and may_stop:
         raise HTTPException(409, updates.fault)
 
 
 async def _weight_reports(server: SwiftRolloutDeploy) -> list[dict[str, Any]]:
-    """Return the report of each worker of each replica (`WeightReport`). A replica that refused an
-    adapter gets no more requests."""
+    """Return the report of each worker of each replica (`WeightReport`)."""
     replies = await _call_all(server, rpc("read_weight_report"))
+    # A replica that refused an adapter has other weights: it gets no more requests.
     for connection, workers in zip(server.connections, replies, strict=True):
         if any(report["adapter_fault"] for report in workers or ()):
             connection.holds_weights = False
@@ -412,7 +412,7 @@ async def infer(
 def _infer(
     server: SwiftRolloutDeploy, requests: list[InferRequest], config: RequestConfig | None
 ) -> list[Any]:
-    """Return the outputs of requests: groups over replicas by cost, others in contiguous slices."""
+    """Return the outputs of requests, in order."""
     metadatas: list[Any] = [wire.read_metadata(request.get("data_dict")) for request in requests]
     for number, request in enumerate(requests):
         try:
@@ -422,6 +422,7 @@ def _infer(
     is_from_plugin = None not in metadatas
     if not is_from_plugin:  # after all checks: a refused call is not counted
         metadatas = server.other_clients.name(requests, config)
+    # A request for arrays is a whole group: replicas get groups by their costs.
     as_arrays = all(metadata.as_arrays for metadata in metadatas)
     if as_arrays:
         max_tokens = (config and config.max_tokens) or 0

@@ -1,9 +1,7 @@
 """Reports where each rank of a hanging run waits, before a collective's timeout ends the run.
 
 A thread in each process checks whether a part of the step, or a wait for a server or a replica, has
-begun or ended. If none has for `MINUTES`, the lowest rank that answers prints the state of each
-rank. The ranks exchange their states through torchrun's store, which needs no collective: a stopped
-rank is reported, too.
+begun or ended. If none has for `MINUTES`, the lowest rank that answers prints each rank's state.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+# Minutes without progress before a report, and between reports. A slow rollout is reported too.
 MINUTES = 10.0
-"""Minutes without progress before a report, and between reports. A slow rollout is reported too."""
-
 NUM_CHECKS = 10  # checks for progress in `MINUTES`
 
 OURS = ("swift", "swift_grpo_ext")
@@ -45,7 +42,7 @@ def waiting(target: str) -> Iterator[None]:
 
 class StallReports:
     """Within the block, reports stalls of this process. `part` returns the part of the step in the
-    main thread, and when it began. A server has no `part`: without waits, it is idle."""
+    main thread, and when it began; a server has none."""
 
     def __init__(
         self, part: Callable[[], tuple[str, float]] | None = None, rank: int = 0, size: int = 1
@@ -53,7 +50,9 @@ class StallReports:
         self._part, self._rank, self._size = part, rank, size
         self._thread = threading.get_ident()
         self._ended = threading.Event()
-        # A clone: while another thread waits for a key, the original is blocked.
+        # The ranks exchange their states through torchrun's store. It needs no collective, so that
+        # a stopped rank is reported too. A clone: while another thread waits for a key, the
+        # original is blocked.
         store = dist.distributed_c10d._get_default_store().clone() if size > 1 else dist.HashStore()
         self._store = dist.PrefixStore("swift_grpo_ext/stalls", store)
 
@@ -67,6 +66,7 @@ class StallReports:
         seen, num_alike, before = None, 0, []
         while not self._ended.wait(60 * MINUTES / NUM_CHECKS):
             now = (self._part and self._part(), list(_waits))
+            # A server has no part of a step: without waits it is idle.
             is_idle = self._part is None and not _waits
             seen, num_alike = now, 0 if is_idle or now != seen else num_alike + 1
             is_due = num_alike > 0 and num_alike % NUM_CHECKS == 0
@@ -100,6 +100,7 @@ class StallReports:
         return [json.loads(self._store.get(k)) if self._store.check([k]) else None for k in keys]
 
     def _report(self, before: list[Any], after: list[Any]) -> None:
+        # A running rank has published another time in between. Of these, the lowest prints.
         texts = {rank: now[1] for rank, now in enumerate(after) if now and now != before[rank]}
         if self._rank != min(texts, default=self._rank):
             return
@@ -122,8 +123,7 @@ def _print(lines: Sequence[str]) -> None:
 
 
 def _lines_of(thread: int) -> str:
-    """Return the innermost lines of a thread in the code of the user, the plugin and ms-swift, and
-    in a library."""
+    """Return a thread's innermost lines: of the user, the plugin and ms-swift, and of a library."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
     own = [
         frame

@@ -1,8 +1,6 @@
 """Times each part of a step for its log (promise V5), with any of ms-swift's rollout trainers.
 
-The clock wraps methods of the trainer. Time belongs to the innermost running part. Log, checkpoint
-and evaluation follow a step's end, and belong to the `rest` of the next step. The clock never waits
-for a device: an accelerator's seconds count in the part in which the host waits for it.
+The clock wraps methods of the trainer. Time belongs to the innermost running part.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from swift_grpo_ext.upstream.patches import wrapped
 if TYPE_CHECKING:
     from swift.rlhf_trainers import GRPOTrainer
 
+# The part for each method's time. Timed methods that it calls count on their own.
 METHODS = {
     "training_step": "loss",
     "_prepare_inputs": "rest",
@@ -38,7 +37,6 @@ METHODS = {
     "_fetch_and_assemble_teacher_logprobs": "logps",
     "evaluation_loop": "rest",
 }
-"""Maps a method to the part for its time. Timed methods that it calls count on their own."""
 
 
 class StepClock(TrainerCallback):
@@ -81,6 +79,7 @@ class StepClock(TrainerCallback):
         self._seconds["rollout"] += sum(self._seconds[part] for part in ROLLOUT_PARTS)
         for part, value in self._seconds.items():
             self._trainer._metrics["train"][f"time/{part}"].append(value)
+        # Log, checkpoint and evaluation follow: the next step's `rest` has their time.
         self._seconds = dict.fromkeys((*PARTS, *ROLLOUT_PARTS), 0.0)
 
     def on_train_end(self, *args: object, **kwargs: object) -> None:
@@ -117,6 +116,8 @@ class StepClock(TrainerCallback):
 
     def _count(self) -> None:
         """Add the seconds since the last call to the running part."""
+        # The host's clock, without waiting for a device: an accelerator's seconds count in the part
+        # in which the host waits for it.
         now = perf_counter()
         self._seconds[self._stack[-1]] += now - self._since
         self._since = now

@@ -1,17 +1,8 @@
 """Converts weights to the checkpoint layout that vLLM loads.
 
-`checkpoint_layout`: Qwen3-VL-MoE dies at the first weight update with a bare `AssertionError`; if
-twice the experts' width is the hidden size, it silently gets wrong weights. transformers (5.19,
-`conversion_mapping.py`) transposes the experts of a checkpoint, and so does vLLM when it loads, but
-ms-swift (4.6.0, `rlhf_trainers/utils.py::revert_runtime_names_to_checkpoint`) only reverts names.
-AdaLoRA dies there too: its `ranknum` lacks the prefix by which ms-swift filters adapters (4.6.0,
-`rollout_mixin.py::_process_state_dict_for_vllm`).
-
-`checkpoint_buffers`: GLM-4.5V, or another model with a bias in its router, fails at its first
-weight update. The bias is a buffer in transformers and a parameter in vLLM, and ms-swift (4.6.0,
-`rollout_mixin.py::_collect_state_dict_for_vllm`) only sends parameters.
-
-Both can go when ms-swift sends the tensors of a checkpoint.
+Symptom: Qwen3-VL-MoE dies at the first weight update with a bare `AssertionError`; if twice the
+experts' width is the hidden size, it silently gets wrong weights. AdaLoRA, and models with a bias
+in their router such as GLM-4.5V, fail there too. Can go when ms-swift sends a checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -31,8 +22,9 @@ StateDict = dict[str, torch.Tensor]
 
 
 def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
-    """Return a model's tensors in the layout of its checkpoint; the model may be wrapped.
-    Transposed tensors are views: copies of a 30B model's experts would take 57 GB."""
+    """Return a model's tensors in the layout of its checkpoint; the model may be wrapped."""
+    # AdaLoRA's `ranknum` lacks the prefix by which ms-swift filters adapters (4.6.0,
+    # `rollout_mixin.py::_process_state_dict_for_vllm`).
     state_dict = {name: t for name, t in state_dict.items() if ".ranknum." not in name}
     base = base_model(model)
     if not isinstance(base, transformers.PreTrainedModel):
@@ -46,6 +38,10 @@ def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
         if not isinstance(conversion, WeightConverter) or len(conversion.operations) != 1:
             continue
         [operation] = conversion.operations
+        # transformers (5.19, `conversion_mapping.py`) transposes the experts of a checkpoint, and
+        # so does vLLM when it loads. ms-swift (4.6.0, `rlhf_trainers/utils.py`,
+        # `revert_runtime_names_to_checkpoint`) only reverts names. Transposed tensors are views:
+        # copies of a 30B model's experts would take 57 GB.
         if isinstance(operation, Transpose):
             for pattern in map(re.compile, conversion.source_patterns):
                 for name in filter(pattern.search, state_dict):
@@ -59,7 +55,9 @@ def checkpoint_buffers(model: nn.Module) -> StateDict:
     from swift.rlhf_trainers.utils import revert_runtime_names_to_checkpoint
 
     base = base_model(model)
-    # GPTQ and AWQ pack a layer into buffers, which training does not change.
+    # A router's bias is a buffer in transformers and a parameter in vLLM, and ms-swift (4.6.0,
+    # `rollout_mixin.py::_collect_state_dict_for_vllm`) only sends parameters. GPTQ and AWQ pack a
+    # layer into buffers too, which training does not change.
     if getattr(base, "is_quantized", False):
         return {}
     modules = dict(base.named_modules())

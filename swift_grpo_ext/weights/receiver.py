@@ -2,9 +2,8 @@
 worker process, possibly without registering the plugin.
 
 Symptom: a failed update is only logged; ranks are missing from a new group after a replica died; a
-worker waits up to 5 minutes for a trainer that does not come. Upstream: ms-swift 4.6,
-pipelines/infer/rollout.py, derives ranks from the replicas' start numbers, and sets no timeouts.
-Can go when ms-swift reports failed updates, numbers living replicas, and has such timeouts.
+worker waits up to 5 minutes for a trainer that does not come. Can go when ms-swift reports failed
+updates, numbers living replicas, and has such timeouts.
 """
 
 from __future__ import annotations
@@ -56,7 +55,8 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         """
         if watches:
             self.engine_weights.begin_watch()
-        # ms-swift's extension reads this variable. Restore it: the engine's names use it too.
+        # ms-swift's extension (4.6, pipelines/infer/rollout.py) derives its rank from this
+        # variable, the replica's number at the start. Restore it: the engine's names use it too.
         name = os.environ.get(REPLICA_NUMBER, "0")
         os.environ[REPLICA_NUMBER] = name if replica is None else str(replica)
         try:

@@ -47,8 +47,7 @@ REMEDY = (
     "with the same versions of ms-swift and transformers; --rollout_mismatch warn goes on."
 )
 
-Load = Callable[[StateDict], None]
-"""ms-swift's function that loads tensors into its engine, or sends them to servers."""
+Load = Callable[[StateDict], None]  # ms-swift's: loads into its engine, or sends to servers
 
 
 class WeightSync:
@@ -94,6 +93,8 @@ class WeightSync:
             can_repeat = self._servers is not None and not isinstance(
                 self._failure, WeightUpdateError
             )
+            # All ranks repeat, or none: gathering weights takes every rank. Sending the same
+            # tensors again would not mend an engine that refuses them.
             kinds = self._ranks.all_gather(self._failure and ("sending" if can_repeat else "else"))
             if set(kinds) - {None} != {"sending"}:
                 break
@@ -139,10 +140,10 @@ class WeightSync:
             load(state_dict)
 
     def send(self, state_dict: StateDict, load: Load) -> None:
-        """Send tensors to the servers, and record their shapes. After a failure, rank 0 still takes
-        part in gathering, but sends nothing."""
+        """Send tensors to the servers, and record their shapes."""
         if self._ranks.rank > 0:
             load(state_dict)  # sends nothing: only rank 0 does
+        # After a failure, rank 0 sends nothing, but goes on to gather with the others.
         elif self._failure is None:
             with self._kept_failure(), self._servers.bounded() if self._servers else nullcontext():
                 self._sent |= shapes_of(state_dict.items())

@@ -10,10 +10,7 @@
 Each worker of a server (`receiver.py`) and a trainer with a colocated engine (`sync.py`) has one.
 
 Symptom: with `--vllm_enable_lora`, rollouts come from the base model or from an older adapter, and
-nothing fails. Upstream: a server only logs that vLLM rejected an adapter (DoRA, or `--lora_rank 64`
-where the server allows 16), and answers 200 (ms-swift 4.6, pipelines/infer/rollout.py,
-`llm_worker`). vLLM ignores parts of an adapter for which it has no layer, such as a vision tower's
-(vLLM 0.32, lora/model_manager.py, `activate_adapter`).
+nothing fails.
 """
 
 from __future__ import annotations
@@ -111,8 +108,8 @@ class EngineWeights:
             yield
 
     def end(self, *, is_whole: bool) -> None:
-        """Check the update after its last part. `is_whole` is true if the client announced the end,
-        which some clients never do."""
+        """Check the update after its last part. `is_whole`: the client has announced the end."""
+        # Some clients never announce it: `report` and `adapter` end their updates.
         update, runner = self._update, self._runner
         if update is None or (update.has_ended and not is_whole):
             return
@@ -140,6 +137,8 @@ class EngineWeights:
             with wrapped(manager, "add_adapter", add) if manager else nullcontext():
                 yield
         except Exception as e:
+            # For the report: a server only logs that vLLM rejected an adapter, and answers 200
+            # (ms-swift 4.6, pipelines/infer/rollout.py, `llm_worker`).
             update.adapter_fault = str(e)
             raise
         if self._watch is not None and manager is not None:
@@ -185,7 +184,9 @@ def add_whole_adapter(
         ) from e
     layers = manager._adapter_manager
     loras = layers.get_adapter(request.lora_int_id).loras
-    # `base_layer` names the first of two expert matrices in one tensor.
+    # vLLM ignores parts for which it has no layer, such as a vision tower's (0.32,
+    # lora/model_manager.py, `activate_adapter`). `base_layer` names the first of two expert
+    # matrices in one tensor.
     ignored = sorted(n for n in loras if n.removesuffix(".base_layer") not in layers.modules)
     if ignored:
         raise WeightUpdateError(
@@ -205,8 +206,9 @@ def shapes_of(tensors: Weights) -> Shapes:
 
 
 def plain_name(name: str) -> str:
-    """Return a weight's name without `base_layer`, which ms-swift adds or drops with
-    `--vllm_enable_lora`. Adapters keep it: it distinguishes two matrices of experts."""
+    """Return a weight's name without `base_layer`; adapters keep it."""
+    # ms-swift adds or drops it with `--vllm_enable_lora`. In an adapter, it distinguishes two
+    # matrices of experts.
     return name if ".lora_" in name else name.replace(".base_layer.", ".")
 
 

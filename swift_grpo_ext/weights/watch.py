@@ -2,9 +2,7 @@
 
 Every layer multiplies four fixed random vectors with its own kernel, so that packed, quantized and
 sharded weights are checked in the form that is used. Entries of the products form a sketch of the
-matrix: the cosine of two sketches approximates that of their matrices within 1/sqrt(n). An update
-as large as the matrix itself gives a cosine of 0.71 with the old matrix, and an update three times
-as large gives 0.32. A transposed, random or wrong matrix gives a cosine of 0.
+matrix: the cosine of two sketches approximates that of their matrices within 1/sqrt(n).
 
 Symptom: rollouts are garbage after a weight update ("!!!"), but neither client nor server fails
 (ms-swift's issues 9787, 9835, 9656, 9619, 9697, 9226; 8233: an adapter counts twice).
@@ -37,6 +35,8 @@ MOST_ENTRIES = 4096  # of a sketch; sketches of a model with 28 layers take 20 M
 MOST_OF_EXPERT = 256
 FEWEST_ENTRIES = 128  # the cosine of two random sketches has a standard deviation of 0.09
 EXPERTS = ".experts."
+# An update as large as the matrix gives a cosine of 0.71 with the old matrix, and an update three
+# times as large gives 0.32. A transposed, random or wrong matrix gives a cosine of 0.
 LEAST_COSINE = 0.3
 MOST_SCALE = 8.0  # maximum norm ratio (either way) of a plausible update
 MIN_CHANGED = 64  # fewer changed entries may vanish in rounding; quantization may hide more
@@ -44,8 +44,8 @@ SAME_DIRECTION = 0.5  # least cosine of a base's change with a merged adapter; c
 
 
 class WeightWatch:
-    """Checks the updates of one worker's model, from its loaded weights on. If these are random
-    (`is_random`: `load_format` "dummy"), the first update may have any direction."""
+    """Checks the updates of one worker's model, from its loaded weights on. `is_random`: these
+    come from `load_format` "dummy"."""
 
     def __init__(
         self, model: torch.nn.Module, config: ModelConfig, *, is_random: bool = False
@@ -60,7 +60,8 @@ class WeightWatch:
         self._layers: set[str] = set()
         # Updates are compared with the last sound one.
         start = self._sketch(model)
-        if is_random:  # `describe_change` accepts any change of zeros
+        # The first update of random weights may have any direction, as any change of zeros may.
+        if is_random:
             start = {name: torch.zeros_like(sketch) for name, sketch in start.items()}
         self._at_start = self._sound = self._now = start
         self._arrived: Sketches = {}
@@ -212,10 +213,10 @@ def probe_vectors_like(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def sketch_of(product: torch.Tensor, most: int = MOST_ENTRIES) -> torch.Tensor:
-    """Return evenly spaced entries [B, N] of a product's blocks [(B,) V, O]. A block's first entry
-    is NaN if any of its numbers is NaN or infinite."""
+    """Return evenly spaced entries [B, N] of a product's blocks [(B,) V, O]."""
     blocks = product.float().reshape(-1, *product.shape[-2:])
     some = blocks[..., :: ceil(blocks[0].numel() / most)].flatten(1).clone()
+    # 0 times NaN or infinity is NaN: one such number of a block makes the block's first entry NaN.
     some[:, 0] += 0 * blocks.sum((1, 2))
     return some
 
