@@ -47,13 +47,13 @@ class SettingsError(ValueError):
 
 
 def hide_tracebacks() -> None:
-    """Print an uncaught `SettingsError` without its traceback, and once on each machine: all ranks
-    have the same settings."""
+    """Print an uncaught `SettingsError` without its traceback, and once on each machine."""
     show = sys.excepthook
 
     def show_alone(kind: Any, raised: BaseException, trace: Any) -> None:
         if not isinstance(raised, SettingsError):
             show(kind, raised, trace)
+        # All ranks have the same settings.
         elif os.environ.get("LOCAL_RANK", "0") == "0":
             # torch's own hook prefixes `sys.stderr` with the rank.
             print(f"error: {raised}", file=sys.__stderr__)

@@ -2,7 +2,7 @@
 
 A preprocessor of ms-swift's (4.6, dataset/preprocessor/core.py, `batched_preprocess`) drops each
 row that makes it fail or gives no result. ms-swift logs the cause at the level INFO, without the
-row. A data set without rows ends in a `ZeroDivisionError`.
+row.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ OBJECTS = '{"ref": ["..."], "bbox": [[x1, y1, x2, y2], ...]}, or null'
 
 @contextmanager
 def left_out_rows_named() -> Iterator[None]:
-    """Check which rows ms-swift leaves out of each data set that it loads within the block. Streams
-    are not checked: trainings refuse them."""
+    """Check which rows ms-swift leaves out of each data set that it loads within the block."""
     from datasets import Dataset
     from swift.dataset import DatasetLoader
 
@@ -44,6 +43,7 @@ def left_out_rows_named() -> Iterator[None]:
                 found.append(check_left_out(syntax.dataset, preprocessor, rows, num_kept))
             return mapped
 
+        # Streams are another class: trainings refuse them.
         with wrapped(Dataset, "map", check):
             loaded = upstream(loader, syntax, *args, **kw)
         # Only after `map`: an error within it would leave other ranks waiting.
@@ -70,6 +70,7 @@ def check_left_out(
         first = f"; the first is {name_of({**row, 'dataset': name})}: {reason}"
         if (objects := row.get("objects")) is not None:
             first += f" (objects: {short(objects)}; expected {OBJECTS})"
+    # ms-swift would end in a `ZeroDivisionError`.
     if num_kept == 0:
         remedy = (
             'Expected {"messages": [...], "images": ["1.png"], ...}; --columns renames columns.'

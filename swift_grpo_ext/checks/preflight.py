@@ -95,8 +95,9 @@ def check_datasets(
 
 
 def check_rewarded(args: RLHFArguments, dataset: Dataset) -> Findings:
-    """Refuse a training without any reward: ms-swift 4.6 then expects a teacher's view in each row
-    (grpo_trainer.py, `_has_teacher`), and trains with rewards of 0."""
+    """Refuse a training without any reward."""
+    # ms-swift 4.6 then expects a teacher's view in each row (grpo_trainer.py, `_has_teacher`), and
+    # trains with rewards of 0.
     names = ("reward_model", "teacher_model", "teacher_model_server", "use_gym_env", "gym_env")
     is_rewarded = any(getattr(args, name, None) for name in ("reward_funcs", *names))
     client = getattr(args, "vllm_client", None)  # of the first rank

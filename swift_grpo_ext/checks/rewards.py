@@ -1,9 +1,7 @@
 """Tries reward functions on the first rows, with made-up completions, before a model is loaded.
 
 ms-swift makes each by `orms[name](args=...)`, and calls it as `function(completions, **columns)`
-after the first rollout (4.6, rl_core/grpo_algorithm.py, `compute_rewards_per_func`). A column that
-no row has, and values of a wrong number or type, are errors. Anything else that a function raises
-is a warning: the rows or the made-up completions may cause it.
+after the first rollout (4.6, rl_core/grpo_algorithm.py, `compute_rewards_per_func`).
 """
 
 from __future__ import annotations
@@ -118,6 +116,7 @@ def try_reward(
         text = f"gave no values for {len(COMPLETIONS)} made-up completions within {MAX_SECONDS} s."
         yield skipped(subject, text, "Their number and type were not checked.")
     except Exception as e:  # a user's code raises anything
+        # Only a warning: the rows or the made-up completions may cause it.
         # Name the last line in the file that defines the function, not one in a library.
         frames = traceback.extract_tb(e.__traceback__)
         file = getattr(inspect.getmodule(made), "__file__", None)
@@ -162,8 +161,9 @@ def _needs_more(made: Callable[..., object]) -> bool:
 
 @contextmanager
 def _time_limit(seconds: int) -> Iterator[None]:
-    """Raise `TooSlowError` within the block after `seconds`; it works in the main thread only."""
+    """Raise `TooSlowError` within the block after `seconds`."""
 
+    # Only the main thread may set a signal's handler.
     def end(*_: object) -> None:
         raise TooSlowError
 

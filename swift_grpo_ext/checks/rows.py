@@ -1,7 +1,6 @@
 """Checks of a data set's rows: do the images exist, and can they be read?
 
 Rows are ms-swift's own, after its column mapping: `messages`, and `images` as `{"bytes", "path"}`.
-Only headers of images are read: tens of thousands take seconds.
 """
 
 from __future__ import annotations
@@ -161,8 +160,9 @@ def name_of(row: object) -> str:
 
 
 def place_of(row: object) -> str:
-    """Return a row's number, from 1, and its file; "" if it is not found. ms-swift records only
-    a row's file, and shuffles rows (4.6, dataset/loader.py, `_inject_dataset_routing_tag`)."""
+    """Return a row's number, from 1, and its file; "" if it is not found."""
+    # ms-swift records only a row's file, and shuffles rows (4.6, dataset/loader.py,
+    # `_inject_dataset_routing_tag`): the row is found by its texts.
     columns = row if isinstance(row, Mapping) else {**getattr(row, "__dict__", {})}
     columns = {**columns, **(columns.get("extra") or {})}  # a sample's other columns
     path = Path(str(columns.get("dataset", ""))).expanduser()
@@ -251,7 +251,8 @@ def unreadable(medium: object, *, is_image: bool = True) -> str | None:
         if isinstance(content, Path) and not content.is_file():  # a pipe would block
             return "is not a file" if content.exists() else "does not exist"
         if is_image and content is not None:
-            Image.open(content).close()  # reads the header, and no pixel
+            # It reads the header, and no pixel: tens of thousands of images take seconds.
+            Image.open(content).close()
     except Exception as e:  # PIL's plugins raise many kinds
         return f"is not an image that can be read ({reason_of(e)})" if is_image else None
     return None

@@ -287,8 +287,9 @@ def rules_of_model(args: Arguments) -> Findings:
 
 
 def rule_of_new_tokens(args: Arguments) -> Findings:
-    """Refuse new tokens without a row in the saved embedding, which vLLM loads (ms-swift 4.6,
-    `_get_hf_config_overrides`): updates would fail, or the tokens would never be sampled."""
+    """Refuse new tokens without a row in the saved embedding."""
+    # vLLM loads the saved embedding (ms-swift 4.6, `_get_hf_config_overrides`): updates would fail,
+    # or the tokens would never be sampled.
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
@@ -307,8 +308,9 @@ def rule_of_new_tokens(args: Arguments) -> Findings:
 
 
 def rules_of_data(args: RLHFArguments, train: Sized, evaluation: Sized | None) -> Findings:
-    """Check the numbers of rows: ms-swift leaves out rows that fill no batch (4.6,
-    rlhf_trainers/arguments.py:121, `dataloader_drop_last`)."""
+    """Check the numbers of rows."""
+    # ms-swift leaves out rows that fill no batch (4.6, rlhf_trainers/arguments.py:121,
+    # `dataloader_drop_last`).
     made = args.training_args
     group = args.num_generations if args.rlhf_type == "grpo" else 1  # distillation has no groups
     prompts = made.generation_batch_size // group

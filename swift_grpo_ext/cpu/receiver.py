@@ -19,7 +19,7 @@ apply(PatchPhase.WORKER)
 
 class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
     def init_communicator(self, *args: Any, **kwargs: Any) -> None:
-        # ms-swift's method has no effect either once there is a communicator.
+        # ms-swift's method does nothing if there is a communicator; `received` then stays, too.
         if self.communicator is None:
             super().init_communicator(*args, **kwargs)
             self.received: list[tuple[str, torch.Tensor]] = []

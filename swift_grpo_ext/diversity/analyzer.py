@@ -102,7 +102,7 @@ class RoundAnalyzer:
 
 
 def _describe(collision: Collision) -> dict[str, Any]:
-    """Return an entry of `DiversityRow.collisions`; `num_samples` counts unnamed samples too."""
+    """Return an entry of `DiversityRow.collisions`."""
 
     def origin(row: SampleRow) -> dict[str, Any]:
         place = {"rank": row.rank, "replica": row.replica}
@@ -113,6 +113,7 @@ def _describe(collision: Collision) -> dict[str, Any]:
         **{name: getattr(collision, name) for name in names},
         "samples": [origin(row) for row in collision.samples[:MAX_ORIGINS]],
         "earlier": [origin(row) for row in collision.earlier[-MAX_ORIGINS:]],
+        # The samples beyond `MAX_ORIGINS` count, too.
         "num_samples": len(collision.samples),
     }
 

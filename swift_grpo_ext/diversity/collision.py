@@ -79,8 +79,9 @@ def known_logprobs(row: SampleRow) -> Floats | None:
 
 
 def surprisal_bits(row: SampleRow) -> Floats:
-    """Return the surprisal of each token, -log2 q, [tokens] float64, at least 0. Impossible values
-    (missing, NaN, minus infinity, above 0) add nothing, so that sums are never too large."""
+    """Return the surprisal of each token, -log2 q, [tokens] float64, at least 0."""
+    # Impossible values (missing, NaN, minus infinity, above 0) add nothing: a sum that is too large
+    # could be a false alarm.
     logprobs = known_logprobs(row)
     if logprobs is None:
         return np.zeros(len(row.token_ids))
@@ -256,12 +257,12 @@ class _PromptSamples:
 def log2_fisher(log2_ps: Sequence[float]) -> float:
     """Return log2 of Fisher's combination (1932) of n p-values, each valid given those before it.
     It is the probability that a Poisson variable of mean -(sum of ln p) is below n, or
-    P(chi-squared with 2 n degrees of freedom >= -2 x sum of ln p). No float holds its tail: sum in
-    logarithms."""
+    P(chi-squared with 2 n degrees of freedom >= -2 x sum of ln p)."""
     mean = -log(2) * sum(log2_ps)
     if mean <= len(log2_ps):
         return 0.0
     ks = np.arange(len(log2_ps))
+    # No float holds the tail: sum in logarithms.
     # As `scipy.stats.poisson.logpmf`; that module takes 60 MB and two seconds to import.
     logpmf = scipy.special.xlogy(ks, mean) - scipy.special.gammaln(ks + 1) - mean
     return float(scipy.special.logsumexp(logpmf) / log(2))
@@ -283,8 +284,8 @@ class SharedPrefix(NamedTuple):
 
 
 def shared_prefixes(sequences: Sequence[Ints]) -> Iterator[SharedPrefix]:
-    """Yield each longest prefix that two or more sequences share, inner (longer) ones first.
-    Sorting brings these sequences next to each other: only neighbours are compared."""
+    """Yield each longest prefix that two or more sequences share, inner (longer) ones first."""
+    # Sorting brings these sequences next to each other: only neighbours are compared.
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">u4").tobytes())
     lengths = []
     for a, b in pairwise(order):

@@ -2,11 +2,6 @@
 
 A metric of a round is the mean over its groups, unless its docstring says otherwise. Metrics that
 compare samples leave out groups of one sample, and are missing if no other group is left.
-
-**Bounded cost.** Distinct-n, edit similarity, Self-BLEU and Vendi compare completions token by
-token. They read groups, evenly spaced over the round, of about `MAX_COMPARED_SAMPLES` samples in
-all, the first `MAX_GROUP_SAMPLES` of each group, and the first `MAX_TOKENS` tokens of each sample.
-Edit similarity takes at most `MAX_PAIRS` pairs. Nothing is chosen at random.
 """
 
 from __future__ import annotations
@@ -32,12 +27,14 @@ from swift_grpo_ext.sampling.seeding import SampleId
 # one; with format rewards beside them, a right answer's sum is at least as high.
 CORRECT_REWARD = 1.0
 
-# With these bounds, 10,240 samples of 1,000 tokens take 0.5 CPU-seconds
-# (scripts/bench/results/diversity.md).
+# Distinct-n, edit similarity, Self-BLEU and Vendi compare completions token by token: they read
+# groups, evenly spaced over the round, of about this many samples in all, and the beginnings of
+# groups and samples. 10,240 samples of 1,000 tokens then take 0.5 CPU-seconds
+# (scripts/bench/results/diversity.md). Nothing is chosen at random.
 MAX_COMPARED_SAMPLES = 1024
 MAX_GROUP_SAMPLES = 128
 MAX_TOKENS = 512
-MAX_PAIRS = 4096
+MAX_PAIRS = 4096  # of a round's edit similarity
 MIN_PROMPTS = 4  # of `common_mode`: two or three may well share one right answer
 BLEU_ORDER = 4
 
@@ -47,8 +44,8 @@ T = TypeVar("T")
 
 
 def group_samples(samples: Iterable[SampleRow]) -> list[list[SampleRow]]:
-    """Sort the samples of any rounds into groups, by sample id. Each turn is a group of its own. An
-    id that comes twice counts once: ranks that share a sequence hold the same samples."""
+    """Sort the samples of any rounds into groups, by sample id. Each turn is a group of its own."""
+    # Ranks that share a sequence hold the same samples.
     unique = {sample.sample_id: sample for sample in samples}
     groups: dict[tuple[Any, ...], list[SampleRow]] = {}
     for name in sorted(unique):
@@ -219,7 +216,7 @@ def surprisal(groups: Sequence[Group]) -> float | None:
 
 
 def compared_tokens(groups: Sequence[Group]) -> list[list[Ints]]:
-    """Return the token ids that are compared, by group and sample (see the module)."""
+    """Return the token ids that are compared, by group and sample (`MAX_COMPARED_SAMPLES`)."""
     num_samples = max(sum(min(len(group), MAX_GROUP_SAMPLES) for group in groups), 1)
     return [
         [np.asarray(s.token_ids[:MAX_TOKENS], np.int32) for s in group[:MAX_GROUP_SAMPLES]]

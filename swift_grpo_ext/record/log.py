@@ -4,16 +4,8 @@
     RUN_DIR/samples/session-0000-step-000000-files-000000-000016.parquet
 
 A session is one start of the trainer, at step 0 or from a checkpoint. Rank 0 writes its files. A
-file gets its name once it is whole and on disk, and never changes afterwards.
-
-A query opens every file (0.4 CPU-ms each), so consecutive small files are merged. The merged
-file has the first and the last number in its name. The small files are removed once it is on disk.
-If a process dies in between, `record_files` leaves them out, and the next session removes them.
-
-A session gets its number by creating `samples/.session-0000.lock`, and locks that file until its
-process ends, so that a second training is refused. The kernel unlocks the file of a process that
-was killed. On a disk without locks, two trainings in one folder still get different session
-numbers, and so different names of files.
+file gets its name once it is whole and on disk, and never changes afterwards. Consecutive small
+files are merged: the merged one has the first and the last number in its name.
 """
 
 from __future__ import annotations
@@ -52,7 +44,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILES = 64  # merged into one: a run of 20,000 rounds keeps 313 files of each table
+# A query opens every file (0.4 CPU-ms each), so this many are merged into one: a run of 20,000
+# rounds keeps 313 files of each table.
+FILES = 64
 FILE_BYTES = 64 << 20  # fewer files are merged if they have this size
 # A file of 1 / `LARGE` of `FILE_BYTES` or more is not merged: a merge compresses its rows again
 # (1.7 CPU-seconds for 10 million tokens, which take 40 MB).
@@ -90,9 +84,9 @@ class RecordFile(NamedTuple):
 
 
 def record_files(folder: Path) -> list[RecordFile]:
-    """Return a table's files, the oldest first, without files that a merged file contains; [] if
-    there is no folder."""
+    """Return a table's files, oldest first, without those that a merged file contains."""
     kept: list[RecordFile] = []
+    # A process that died in a merge has left both the merged file and the small ones.
     for file in sorted(_named_files(folder), key=lambda file: (*file[:3], -file.last)):
         if not kept or kept[-1][:2] != file[:2] or kept[-1].last < file.last:
             kept.append(file)
@@ -116,13 +110,14 @@ class RunInUseError(RuntimeError):
 
 
 def claim_session(run_dir: RunDir) -> int:
-    """Return the number of a new session, and lock the folder until this process ends. A folder
-    that cannot be written is not locked. Raise `RunInUseError` if a living process has locked it,
-    and `OSError` if it cannot be read."""
+    """Return the number of a new session, and lock the folder until this process ends. Raise
+    `RunInUseError` if a living process has locked it, and `OSError` if it cannot be read."""
     folder = SAMPLES.folder(run_dir)
     number = next_session(run_dir)
     with suppress(OSError):  # `SampleLog` warns if it cannot write
         folder.mkdir(parents=True, exist_ok=True)
+        # Creating the file claims the number. On a disk without locks, two trainings in one folder
+        # still get different numbers, and so different names of files.
         while True:
             lock = folder.resolve() / f".session-{number:04d}.lock"
             try:
@@ -131,6 +126,7 @@ def claim_session(run_dir: RunDir) -> int:
             except FileExistsError:  # another process came first
                 number += 1
         _held[str(lock)] = descriptor
+        # The kernel unlocks the file of a process that was killed.
         owner = f"process {os.getpid()} on {socket.gethostname()} (since {time.strftime('%F %T')})"
         with suppress(OSError):  # a disk without locks
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,7 +144,8 @@ def claim_session(run_dir: RunDir) -> int:
 
 
 def check_output_dir(args: RLHFArguments) -> Findings:
-    """Refuse a folder that another training writes its record to; only rank 0 checks."""
+    """Refuse a folder that another training writes its record to."""
+    # Only rank 0 writes the record.
     writes = args.sample_log != "none" or "diversity" in args.callbacks
     looks = writes and os.environ.get("RANK", "0") == "0"
     if looks and (reason := reason_against(args.output_dir)):
@@ -184,13 +181,11 @@ def reason_against(run_dir: RunDir) -> str:
 
 
 class SampleLog:
-    """Writes the rows of one session in a thread beside the training; for one caller at a time. A
-    failing disk does not end the training: rounds wait in memory, and are written in order once the
-    disk takes them.
+    """Writes the rows of one session in a thread beside the training; for one caller at a time.
 
     `session` is the number from `claim_session`, `start_step` the optimizer step of the checkpoint
     that the session was resumed from, or 0. `max_bytes` bounds the files of the tables
-    `BOUNDED`, earlier sessions included. The newest file of each table always stays.
+    `BOUNDED`, earlier sessions included.
     """
 
     def __init__(
@@ -223,8 +218,7 @@ class SampleLog:
             self._unwritten.pop(0).result()
 
     def finish(self) -> None:
-        """Try once more to write rounds that wait for the disk, and merge the files that are left;
-        no rows may follow."""
+        """Write the rounds that wait for the disk, and merge what is left; no rows may follow."""
         self.writer.submit(self._write, [], SAMPLES).result()
         self.writer.submit(self._finish).result()  # after the merges that `_write` submits
 
@@ -246,6 +240,7 @@ class SampleLog:
                 self._write_round(*self._waiting[0])
                 self._waiting.popleft()
         except (OSError, pa.ArrowException) as e:
+            # A failing disk must not end the training: rounds wait, and are written in order later.
             if not was_waiting:
                 logger.warning(
                     "%s: the run's record cannot be written (%s). Rounds wait in memory and are "
@@ -316,6 +311,7 @@ class SampleLog:
             newest |= {*files[-1:]}
             sizes |= {file: file.path.stat().st_size for file in files}
         excess = sum(sizes.values()) - self.max_bytes
+        # The newest file of each table always stays, however small the bound.
         for file in sorted(sizes, key=lambda file: (file.session, file.last)):
             if excess > 0 and file not in newest:
                 file.path.unlink(missing_ok=True)

@@ -14,11 +14,7 @@ these rounds of earlier sessions:
   replaced whole, so that no group holds samples of two sessions.
 
 A session that wrote no rows supersedes nothing. A score counts only if it has the session
-of its sample.
-
-**Damage.** DuckDB reads no checksums of pages, so pyarrow checks a file when it is first seen. A
-damaged file is left out whole, with a warning, until it changes. A file that the system cannot read
-(a file server's hiccup) is tried again at each refresh.
+of its sample. A damaged file is left out whole, with a warning, until it changes.
 """
 
 from __future__ import annotations
@@ -140,8 +136,8 @@ class Record:
         return self._database.cursor()
 
     def table(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> pa.Table:
-        """Return the result of a query, without the rows of files that are gone since `refresh`, or
-        that DuckDB cannot read."""
+        """Return the result of a query, without the rows of files that cannot be read."""
+        # First for files that are gone since `refresh`, then for files that DuckDB cannot read.
         repairs: list[Callable[[], object]] = [self.refresh, self._leave_out_unreadable]
         for repair in repairs:
             try:
@@ -189,7 +185,8 @@ class Record:
         """Leave out a file that cannot be read, and warn once until it changes."""
         if not (version := _version_of(file.path)):  # merged since, or removed
             return
-        # Errors of the system have an `errno`, and may pass; Arrow's errors of damage have none.
+        # Errors of the system (a file server's hiccup) have an `errno`, and may pass: the file is
+        # tried again at each refresh. Arrow's errors of damage have none.
         unread = None if isinstance(cause, OSError) and cause.errno else version
         if self._unread.get(file, ()) != unread:
             logger.warning(
@@ -200,7 +197,8 @@ class Record:
         self._unread[file] = unread
 
     def _leave_out_unreadable(self) -> None:
-        """Leave out each file that DuckDB fails to read: it reads headers that pyarrow skips."""
+        """Leave out each file that DuckDB fails to read."""
+        # DuckDB reads headers that pyarrow skips.
         with self._lock:
             for file in [*self._sound]:
                 path = literal(str(file.path))
@@ -219,6 +217,7 @@ class Record:
         """Let the views show each round of the undamaged files once."""
         paths = [str(file.path) for file in self._sound]
         cursor = self._database.cursor()
+        # In one transaction: other threads query the views meanwhile.
         cursor.begin()
         cursor.execute("delete from rounds where path not in (select unnest(?::text[]))", [paths])
         cursor.execute(COUNTED)
@@ -226,6 +225,7 @@ class Record:
             files = sorted(file for file in self._sound if file.path.parent.name == table.name)
             names = ", ".join(literal(str(file.path)) for file in files)
             source = f"read_parquet([{names}])" if files else f"no_{table.name}"
+            # A score counts only with its sample: samples decide for both tables.
             owner = DIVERSITY.name if table is DIVERSITY else SAMPLES.name
             cursor.execute(
                 f"create or replace view {table.name} as from {source} semi join "
@@ -248,6 +248,7 @@ def where_round(name: RoundId) -> str:
 
 def check_file(path: Path, table: Table) -> None:
     """Read a whole file; raise one of `DAMAGE` if it is damaged."""
+    # DuckDB reads no checksums of pages: pyarrow checks a file when it is first seen.
     with pq.ParquetFile(path, page_checksum_verification=True) as source:
         for batch in source.iter_batches(BATCH_ROWS, use_threads=False):
             rows = pa.Table.from_batches([batch])

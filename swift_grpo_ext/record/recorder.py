@@ -102,8 +102,8 @@ class SampleRecorder:
 
     def write(self) -> None:
         """Gather the samples of all ranks on rank 0, and pass them to its writer thread and to
-        listeners. All ranks call it together after each round. `flush` waits for the disk. Raise
-        `ValueError` on rank 0 if a sample's tokens and log-probabilities differ in number."""
+        listeners. All ranks call it together after each round. Raise `ValueError` on rank 0 if a
+        sample's tokens and log-probabilities differ in number."""
         if not (self._keeps_samples or self.listeners):
             return
         own = self._take()
@@ -208,8 +208,8 @@ def other_columns(extra: Mapping[str, object]) -> str | None:
 
 
 def masks_of(sample: RolloutSample, turns: Sequence[Turn]) -> list[list[bool] | None]:
-    """Return for each turn the mask of trained tokens; None if all are trained on, or if the
-    scheduler has joined turns."""
+    """Return for each turn the mask of trained tokens; None if all are trained on, or unknown."""
+    # A scheduler may join turns: then the ids of one cannot be told apart.
     ids, masks = sample.response_token_ids or [], sample.response_loss_mask or []
     if not len(ids) == len(masks) == sum(turn.is_answered for turn in turns):
         return [None] * len(turns)

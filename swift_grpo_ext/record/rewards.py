@@ -1,8 +1,4 @@
-"""Makes a row for each sample's score. Pure.
-
-Rows are made at the end of a round, when rewards and advantages are known. Rounds that dynamic
-sampling adds end together with the round that they fill up.
-"""
+"""Makes a row for each sample's score. Pure."""
 
 from __future__ import annotations
 
@@ -61,6 +57,7 @@ class RewardRecorder:
         """Return the rows of a round that is over, dropped samples included. `fate` applies to
         `samples`, which this rank keeps. `values` has the form of `generated`'s, and `extras` is
         the result of `training_scores`."""
+        # Rounds that dynamic sampling adds end together with the round that they fill up.
         rows, self._generated = self._generated, {}
         for sample, row_values in zip(samples, values, strict=True):
             row = self._row(sample, row_values, fate=fate, **extras.get(sample.sample_id, {}))
@@ -88,8 +85,9 @@ class RewardRecorder:
 
 
 def scores_of_ranks(rows_of_ranks: Iterable[Sequence[RewardRow]]) -> list[RewardRow]:
-    """Return the row of each sample once, in the order of samples. With dynamic sampling one rank
-    may generate a sample and another one train on it: that sample was not dropped."""
+    """Return the row of each sample once, in the order of samples."""
+    # With dynamic sampling, one rank may generate a sample and another one train on it: that sample
+    # was not dropped. The last row of a sample counts.
     rows = sorted(chain(*rows_of_ranks), key=lambda row: row.fate != "dropped")
     scores = {row.sample_id: row for row in rows}
     return [scores[name] for name in sorted(scores)]

@@ -125,8 +125,8 @@ class DiversityRow:
 
     @property
     def steps_done(self) -> int:
-        """Return the optimizer step at which ms-swift logs the round. A training round that begins
-        at step s is logged with step s + 1; an evaluation at step s is logged with s."""
+        """Return the optimizer step at which ms-swift logs the round."""
+        # A training round that begins at step s is logged with s + 1, an evaluation at s with s.
         return self.round.step + (self.round.phase == "train")
 
     def scalars(self) -> dict[str, float]:
@@ -206,7 +206,7 @@ def _to_arrow(rows: Sequence[Row], table: Table, session: int) -> pa.Table:
 
 
 def _rounded(logprobs: Sequence[float]) -> NDArray[np.floating[Any]]:
-    """Return values rounded to 1 / `LOGPROB_STEPS`; beyond 2^15 nats float32 is coarser."""
+    # Beyond 2^15 nats, float32 is coarser than a step.
     return np.rint(np.asarray(logprobs, np.float32) * LOGPROB_STEPS) / LOGPROB_STEPS
 
 

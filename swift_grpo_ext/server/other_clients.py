@@ -35,7 +35,7 @@ REMEDY = (
 
 
 class OtherClients:
-    """Names the samples of these clients. A call of `/infer` is a round, and equal prompts in it are
+    """Names the samples of these clients. A call of `/infer` is a round, and its equal prompts are
     a group. `gives_seeds` is false with `--rollout_seed_mode engine`."""
 
     def __init__(self, *, gives_seeds: bool) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 
 from packaging.version import Version
 
+# Releases that trainings were tried with (docs/support.md, `scripts/compatibility.py`).
 TRIED = {
     "ms-swift": ("4.6.0",),
     "vllm": ("0.23.0", "0.25.1", "0.32.0"),
     "transformers": ("5.12.1", "5.19.0"),
 }
-"""Releases that trainings were tried with (docs/support.md, `scripts/compatibility.py`)."""
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -50,8 +50,7 @@ def _function(value: Any) -> Any:
 
 
 def disagreement(ours: Callable[..., Any], theirs: Callable[..., Any]) -> str | None:
-    """Describe why our function cannot replace upstream's; None if it can. Ours may lack the last
-    parameters if it takes `*args` or `**kwargs`, or if they have defaults."""
+    """Describe why our function cannot replace upstream's; None if it can."""
     known, takes_any = _parameters(inspect.signature(theirs))
     # By default, `signature` of a function with `@wraps` shows the wrapped one's parameters.
     own, own_takes_any = _parameters(inspect.signature(ours, follow_wrapped=False))
@@ -63,6 +62,7 @@ def disagreement(ours: Callable[..., Any], theirs: Callable[..., Any]) -> str | 
         by_name = parameter.kind == parameter.KEYWORD_ONLY and parameter.name in names
         if not (is_behind or by_name or names[place : place + 1] == [parameter.name]):
             return f"takes {tuple(names)}, expected {tuple(p.name for p in own)}"
+    # Ours may lack the last parameters if it takes `*args` or `**kwargs`, or if they have defaults.
     left = [p.name for p in known[len(own) :] if p.default is p.empty]
     return f"takes {', '.join(left)} too" if left and not own_takes_any else None
 
@@ -140,12 +140,11 @@ def tried_packages() -> dict[str, str]:
 
 
 def untried(installed: Mapping[str, str]) -> list[str]:
-    """Describe the packages of `installed` in untried releases, each with the nearest tried ones.
-    Builds and post-releases count as their release."""
+    """Describe the packages in untried releases, each with the nearest tried ones."""
     untried_releases = []
     for name, text in installed.items():
         known, version = TRIED[name], Version(text)
-        release = Version(version.base_version)
+        release = Version(version.base_version)  # without the parts of builds and post-releases
         if release in map(Version, known) and not version.is_prerelease:
             continue
         before = [v for v in known if Version(v) <= release][-1:]

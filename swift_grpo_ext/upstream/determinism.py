@@ -1,8 +1,4 @@
-"""`--full_determinism true`: makes training passes bitwise reproducible.
-
-transformers' switch applies to the whole process. On CUDA, the sampler of a colocated vLLM engine
-has sums without a deterministic form, which would raise: the engine runs in `deterministic(False)`.
-"""
+"""`--full_determinism true`: makes training passes bitwise reproducible."""
 
 from __future__ import annotations
 
@@ -64,10 +60,10 @@ def leave_the_environment() -> None:
 
 
 def batches_follow_arrival(*, is_async: bool) -> bool:
-    """Return whether an engine's tokens depend on when requests arrive. On an accelerator, the last
-    bits of sums depend on the requests that share a step. An in-process engine (vLLM 0.32,
-    v1/engine/core_client.py) only starts when all requests are there."""
+    """Return whether an engine's tokens depend on when requests arrive."""
+    # On an accelerator, the last bits of sums depend on the requests that share a step.
     is_invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+    # An in-process engine starts when all requests are there (vLLM 0.32, v1/engine/core_client.py).
     waits_for_all = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" and not is_async
     return has_accelerator() and not is_invariant and not waits_for_all
 
@@ -75,6 +71,8 @@ def batches_follow_arrival(*, is_async: bool) -> bool:
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
     """Switch deterministic operations on or off within the block."""
+    # transformers' switch is on for the whole process. On CUDA, the sampler of a colocated engine
+    # has sums without a deterministic form, which would raise: it runs with the switch off.
     was_on = torch.are_deterministic_algorithms_enabled()
     _switch(on=on)
     try:

@@ -116,9 +116,10 @@ def supply_video_loader() -> None:
 
 def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
     """Return all frames [frames, height, width, 3] of a video, as training reads them, and its
-    metadata. ms-swift checks and reads URLs, with at most `num_frames`."""
+    metadata."""
     from swift.template import vision_utils
 
+    # ms-swift checks URLs before it reads them, with at most `num_frames`.
     if path.strip().startswith("http"):
         loaded: tuple[Any, dict[str, Any]] = vision_utils.load_vllm_video(path, num_frames)
         return loaded

@@ -36,6 +36,8 @@ class PatchPhase(Enum):
     SERVER = "`swift rollout` is loaded, and has not created a server"
 
 
+# The modules of `swift_grpo_ext` with the repairs of each phase. They are imported in that phase,
+# since they import the code that they patch.
 MODULES: dict[PatchPhase, tuple[str, ...]] = {
     PatchPhase.REGISTRATION: ("command_line",),
     PatchPhase.TRAINING: ("upstream.models", "upstream.encoding", "upstream.rows"),
@@ -43,8 +45,6 @@ MODULES: dict[PatchPhase, tuple[str, ...]] = {
     PatchPhase.REPLICA: ("media.paths",),
     PatchPhase.SERVER: ("rollout.engine", "server.routes"),
 }
-"""The modules of `swift_grpo_ext` with the repairs of each phase. They are imported in that phase,
-since they import the code that they patch."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ def make(function: Callable[[], object]) -> bool:
 def patch(owner: object, **values: object) -> None:
     """Replace attributes of an upstream module, class or object for the rest of this process. Raise
     `UnsupportedUpstreamError` if an attribute is missing or has other parameters."""
+    # All are checked before any is set: a refused patch changes nothing.
     refuse(text for name, value in values.items() if (text := _misfit(owner, name, value)))
     for name, value in values.items():
         setattr(owner, name, value)
@@ -117,17 +118,16 @@ def _misfit(owner: object, name: str, value: object) -> str | None:
 
 
 _ABSENT = object()
+# By an owner's id and an attribute: the original value, then the value of each open block. Blocks
+# keep their owner alive, so that no other object gets its id.
 _replacements: dict[tuple[int, str], dict[object, object]] = {}
-"""Maps an owner's id and an attribute to the original value, followed by the value of each open
-block. Blocks keep their owner alive."""
-
 _lock = threading.RLock()  # reentrant: garbage collection may end a block while another begins
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of an upstream module, class or object to `value` within the block. Blocks
-    may overlap, and end in any order and thread: the last one that was opened counts."""
+    """Set an attribute of an upstream module, class or object to `value` within the block."""
+    # Blocks may overlap, and end in any order and thread: the last one that was opened counts.
     key, block = (id(owner), name), object()
     with _lock:
         held = _replacements.setdefault(key, {None: vars(owner).get(name, _ABSENT)})

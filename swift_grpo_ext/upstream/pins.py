@@ -1,6 +1,5 @@
 """APIs of ms-swift and vLLM that we call, or change within a block: `module:name`, followed by the
-first parameters if these matter, without a classmethod's `cls`. `contract.py` lists the other
-checks.
+first parameters if these matter, without a classmethod's `cls`.
 
 Each table is verified once: `COMMAND_LINE` in `register()`, `TRAINER` before the trainer is made,
 `ENGINE` when the rollout engine is imported, `SERVER` when `swift rollout` gets our routes.

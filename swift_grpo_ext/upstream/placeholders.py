@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 MARKS = {f"<{kind}>" for kind in KINDS}  # marks of media in texts, which ms-swift replaces
 CONFIGURED = re.compile(r"(image|video|audio|boi|boa)_token_(id|index)")
+# Qwen's omni models count media by these tokens: if one is sampled, `get_rope_index` (transformers
+# 5.19) looks for a medium that does not exist, and fails.
 STARTS = re.compile(r"(vision|audio)_start_token_id")
-"""Qwen's omni models count media by these tokens: if one is sampled, `get_rope_index`
-(transformers 5.19) looks for a medium that does not exist, and fails."""
 
 
 def placeholder_ids(template: Template) -> list[int]:
@@ -38,8 +38,9 @@ def placeholder_ids(template: Template) -> list[int]:
 
 def placeholder_texts(template: Template) -> list[str]:
     """Return the texts that a tokenizer converts to media placeholders, and that prompts must not
-    contain. Marks are among them if the vocabulary has them (LLaVA's)."""
+    contain."""
     tokenizer = template.tokenizer
     tokens = {*tokenizer.convert_ids_to_tokens(placeholder_ids(template))}
+    # A vocabulary may have marks as tokens (LLaVA's).
     added = MARKS.intersection(tokenizer.get_added_vocab())
     return sorted((tokens - {*template.special_tokens}) | added)

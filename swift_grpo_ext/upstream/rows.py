@@ -107,8 +107,7 @@ def read_row(row: object) -> ReadRow:
 
 
 def teacher_view(row: object) -> dict[str, Any] | None:
-    """Return the teacher's view of a row, or None if the teacher sees the policy's prompt. The view
-    has `teacher_images`, so that `read_row` recognizes the teacher's images."""
+    """Return the teacher's view of a row, or None if the teacher sees the policy's prompt."""
     if all(column_of(row, name) is None for name in TEACHER_COLUMNS):
         return None
     from swift.rl_core.data import OnPolicySample
@@ -117,6 +116,7 @@ def teacher_view(row: object) -> dict[str, Any] | None:
     view = OnPolicySample.from_row({name: column_of(row, name) for name in names})
     if not view.messages or not view.build_teacher_view():
         return None
+    # By `teacher_images`, `read_row` recognizes the teacher's images.
     return {**view.to_teacher_template_dict(), TEACHER_IMAGES: view.teacher_images}
 
 
@@ -125,9 +125,9 @@ def column_of(row: object, name: str) -> Any:
 
 
 def _parts_of(message: Mapping[str, Any]) -> list[Any]:
-    """Return the parts of a message's content. Return [] for text, for an answer's token ids, and
-    for a tool's list, which ms-swift writes as JSON."""
+    """Return the parts of a message's content; [] for text, and for an answer's token ids."""
     content = message.get("content")
+    # ms-swift writes the list of a tool as JSON.
     is_tools = message.get("role") in ("tool", "tool_response", "tool_call")
     if not isinstance(content, list) or is_tools or (content and isinstance(content[0], int)):
         return []

@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Start `work` in a daemon thread; a `ThreadPoolExecutor` would block exit until it returns."""
+    """Start `work` in a daemon thread."""
+    # A `ThreadPoolExecutor` would block the process's exit until `work` returns.
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -49,9 +49,10 @@ def exit_when_engine_dies(engine: AsyncLLM | LLMEngine) -> None:
 
 
 def exit_if_engine_is_dead(error: Exception) -> None:
-    """Exit this process if its engine's process has ended: the replica must not answer."""
+    """Exit this process if its engine's process has ended."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
+    # The server restarts a replica that has ended. One that answers would stay, without an engine.
     if isinstance(error, EngineDeadError):
         logger.error("vLLM's engine is dead: this replica ends with it.")
         os._exit(1)

@@ -24,11 +24,9 @@ logger = get_logger()
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T], rank: int) -> T:
-    """Return the result of `work`; raise `TimeoutError` if it takes longer.
-
-    Members of torch's `TCPStore` wait forever for a host (rank 0) that has stopped. The host relies
-    on the store's own timeouts: an abandoned thread would keep the port that the next group needs.
-    """
+    """Return the result of `work`; raise `TimeoutError` if it takes longer."""
+    # Members of torch's `TCPStore` wait forever for a host (rank 0) that has stopped. The host has
+    # the store's own timeouts: an abandoned thread would keep the port that the next group needs.
     if rank == 0:
         return work()
     outcome = in_thread(work)
@@ -68,17 +66,15 @@ def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
 
 @contextmanager
 def bounded_broadcasts(communicators: Sequence[Any], timeout: float) -> Iterator[None]:
-    """Set the timeout of communicators, in seconds, if they have one.
-
-    NCCL has none: a broadcast to a dead rank waits forever, unless another thread aborts the
-    communicator, which we could not test on GPUs. Such a wait is logged as an error.
-    """
+    """Set the timeout of communicators, in seconds; log longer waits of one without it (NCCL)."""
     for communicator in communicators:
         if group := getattr(communicator, "group", None):
             group.timeout = timeout
     if all(getattr(communicator, "disabled", True) for communicator in communicators):
         yield
         return
+    # NCCL waits forever for a dead rank, unless another thread aborts the communicator. No GPU has
+    # run such an abort: the wait is only logged.
     text = (
         f"Weights were not taken within {timeout:g} s (--rollout_timeout). NCCL waits forever "
         "if a replica has ended: see the log of `swift rollout`, end this training, and resume "
