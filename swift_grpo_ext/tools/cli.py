@@ -1,8 +1,4 @@
-"""`swift-grpo-ext`: tools around a training.
-
-`main` imports the module of a command only when the command runs: numpy and pyarrow take a second,
-ms-swift and torch ten.
-"""
+"""`swift-grpo-ext`: tools around a training."""
 
 from __future__ import annotations
 
@@ -122,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("loading ...", file=sys.stderr, flush=True)  # numpy, pyarrow, or ms-swift
     module, _, function = options.runs.rpartition(".")
     try:
+        # Imported only now: numpy and pyarrow take a second, ms-swift and torch ten.
         run = getattr(importlib.import_module(f"swift_grpo_ext.tools.{module}"), function)
         return run(options) or 0
     except (OSError, ValueError) as e:
@@ -161,13 +158,12 @@ def flag_rows() -> list[tuple[str, str, str, str]]:
 
 
 def flags(_: argparse.Namespace) -> None:
-    """Print every flag of the plugin with type, default and meaning."""
     for name, values, default, text in flag_rows():
         print(f"--{name} {values}  (default: {default})\n    {text}")
 
 
 def view(options: argparse.Namespace) -> None:
-    """Serve runs as pages, or write one page. A new folder may be served before its run begins."""
+    """Serve runs as pages, or write one page."""
     from swift_grpo_ext.tools.runs import find_runs
     from swift_grpo_ext.tools.view import pages, server
 
@@ -176,6 +172,7 @@ def view(options: argparse.Namespace) -> None:
         try:
             runs += find_runs(folder)
         except FileNotFoundError as e:
+            # A new folder may be served before its run begins.
             is_new = not any(path.is_dir() for path in folder.glob("[!.]*"))
             if options.output is not None or folder.is_file() or not is_new:
                 raise

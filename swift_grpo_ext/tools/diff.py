@@ -7,11 +7,8 @@ and the settings that differ.
 
 `compare` measures how much better candidate runs score than baselines, prompt by prompt. Runs with
 one `--seed` meet the same prompts with the same noise. Chance that two such runs share cancels in
-the difference of each prompt's mean rewards, which narrows the interval. Rewards rise as a run goes
-on: only steps that both runs have are compared. The 95% interval of the mean difference is
-Student's t. Each of several pairs of runs counts as one value, because prompts within a run are not
-independent. In a single pair each prompt counts as one value, and other seeds may give other
-results.
+the difference of each prompt's mean rewards, which narrows the interval. The 95% interval of the
+mean difference is Student's t.
 """
 
 from __future__ import annotations
@@ -37,24 +34,25 @@ from swift_grpo_ext.tools.runs import by_step, find_run, find_runs, read_logs
 
 Decode = Callable[[Sequence[int]], str]
 
+# These columns of samples are compared, in the order in which one decides the next. If only the
+# fingerprint differs, then tools, boxes or the content of media differ.
 COMPARED = ("prompt", "media", "fingerprint", "seed", "weight_version", "token_ids",
             "finish_reason", "stop_reason", "text", "mask")  # fmt: skip
-"""These columns of samples are compared, in the order in which one decides the next. If only the
-fingerprint differs, then tools, boxes or the content of media differ."""
-
 SHOWN = {"fingerprint": "the hash of prompt, tools, boxes and the content of media"}
 
 SCORES = ("reward", "advantage")
 
+# These values of `logging.jsonl` are compared, in the order in which one decides the next. Times,
+# memory and cache hits differ in equal runs, too.
 LOGGED = ("learning_rate", "loss", "grad_norm", "kl")
-"""These values of `logging.jsonl` are compared, in the order in which one decides the next. Times,
-memory and cache hits differ in equal runs, too."""
 
 SAMPLE = ", ".join(f'"{name}"' for name in SAMPLE_ID_COLUMNS)
 ROUND_IN_ORDER = "step, phase = 'train', number"  # an evaluation precedes the round of its step
 IN_ROUND = '"group", "index", turn'
 IN_ORDER = f"{ROUND_IN_ORDER}, {IN_ROUND}"
 
+# These settings change no token: the places of a run, its outputs, and values that ms-swift derives
+# from other settings.
 WHERE_ONLY = frozenset(
     ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "external_plugins",
      "add_version", "local_rank", "vllm_server_port", "vllm_server_base_url",
@@ -62,8 +60,6 @@ WHERE_ONLY = frozenset(
      "report_to", "callbacks", "training_args", "ignore_data_skip", "rank", "model_dir",
      "model_suffix", "model_info", "model_meta", "template_meta")
 )  # fmt: skip
-"""These settings change no token: the places of a run, its outputs, and values that ms-swift
-derives from other settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +151,8 @@ def diff(one: Record, other: Record) -> Diff:
 
 def _first_differing(one: Record, other: Record) -> SampleId | None:
     """Return a sample of the first round that differs: the first that differs, or else the first
-    with another score; None if all agree. Scores that only one run has do not count."""
+    with another score; None if all agree."""
+    # A score that only one run has does not count: `<>` with a null is null.
     query = (
         f"select {SAMPLE}, hash({', '.join(COMPARED)}) as content, "
         f"if(fate = 'generated', null, hash({', '.join(SCORES)})) as score from scored"
@@ -183,6 +180,7 @@ def _compare_at(sample: SampleId, one: Record, other: Record) -> tuple[Differenc
     a, b = (found[0] for found in rows)
     difference, gap = compare_sample(sample, a, b)
     assert difference is not None
+    # Log-probabilities of different prompts have nothing in common.
     return difference, gap or 0.0 if a["fingerprint"] == b["fingerprint"] else 0.0
 
 
@@ -392,6 +390,7 @@ def read_pair(
             raise ValueError(f"--reward {reward!r}: {record.run_dir} has {', '.join(names)}.")
     query = f"select distinct step {scored}"
     own_steps = [{row["step"] for row in record.rows(query)} for record in records]
+    # Rewards rise as a run goes on: a step that only one run has would shift its mean.
     common = sorted(step for step in set.intersection(*own_steps) if steps is None or step in steps)
     if not common:
         had = " and ".join(
@@ -424,6 +423,8 @@ def compare(pairs: Mapping[str, Pair]) -> Comparison:
     means = [np.array([*pair.means.values()]) for pair in pairs.values()]
     baseline, candidate = np.array([each.mean(axis=0) for each in means]).T
     gains = candidate - baseline
+    # Prompts within a run are not independent: each of several pairs counts as one value. In a
+    # single pair each prompt counts, and other seeds may give other results.
     units = gains if len(pairs) > 1 else np.diff(means[0]).ravel()
     # `scipy.stats` has Student's t too, and takes 70 MB and a second to import.
     margin = float(

@@ -1,9 +1,6 @@
 """Run the real `swift rlhf` or `swift rollout`, with the plugin, up to a point.
 
-- `begin` stops after template and data. It loads no weights, and writes nothing. It reports the
-  findings that would end the start, and goes on, so that one run finds several errors. It replaces
-  other ranks by torch's own fake group, servers by a client that does not connect, and hubs by the
-  files that are on this machine.
+- `begin` stops after template and data. It loads no weights, and writes nothing.
 - `with_trainer` goes on to the point where training would begin.
 
 `run_child` runs a module that does any of this in a process of its own, and yields its results:
@@ -44,9 +41,9 @@ if TYPE_CHECKING:
 
 Report = Callable[[Finding], None]
 
+# The last line of a traceback, also of a rank's, and the line of a `SettingsError`. torchrun's own
+# errors have no text.
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:error|[\w.]*(?:Error|Exception)): .+)", re.MULTILINE)
-"""This matches the last line of a traceback, also of a rank's, and the line of a `SettingsError`.
-torchrun's own errors have no text."""
 
 MOST_SECONDS = 1800.0  # of a child: a large model loads for minutes
 
@@ -103,12 +100,13 @@ def findings_of(module: str, job: object, env: Mapping[str, str]) -> Iterator[Fi
 
 
 def _kill(child: psutil.Popen) -> None:
-    """End a child and its processes. Ranks and engines have sessions of their own; processes that
-    lost their parent are in the child's session."""
+    """End a child and its processes."""
+    # Ranks and engines have sessions of their own, and are found as children.
     with suppress(psutil.NoSuchProcess):
         for process in [*child.children(recursive=True), child]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+    # Processes that lost their parent are in the child's session.
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -127,8 +125,8 @@ def last_error(log: Path) -> str:
 
 @contextmanager
 def standard_output() -> Iterator[TextIO]:
-    """Reserve standard output for the block: ms-swift, vLLM and their processes write to standard
-    error meanwhile."""
+    """Reserve standard output for the block."""
+    # ms-swift, vLLM and their processes write to descriptor 1, which is standard error meanwhile.
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(2, 1)
@@ -173,6 +171,7 @@ def begin(
     for name, value in source.env.items():  # the shell overrides it, as in ms-swift
         os.environ.setdefault(name, value)
     try:
+        # Findings are reported and not raised, so that one run finds several errors.
         with collected(report), ExitStack() as stack:
             stack.enter_context(patch.object(ArgumentParser, "error", _refuse))
             _use_local_hubs(stack)
@@ -295,7 +294,7 @@ def _fake_servers(stack: ExitStack, servers: Source | None) -> None:
     def get_engine_type(self: Any) -> None:
         self.enable_lora, self.use_gym_env = is_apart, has_gym
 
-    # `upstream/pins.py` compares the parameters of one.
+    # `upstream/pins.py` compares the parameters of `init_communicator`, also of the stand-in.
     names = ("check_server", "init_communicator", "close_communicator")
     stand_ins = {n: create_autospec(getattr(client, n), return_value=None) for n in names}
     stack.enter_context(patch.multiple(client, get_engine_type=get_engine_type, **stand_ins))

@@ -1,9 +1,6 @@
 """Run `swift-grpo-ext replay`: generate a recorded group again, and compare token by token.
 
 The run's `args.json` gives the trainer, a checkpoint its weights, and selftest's `Rig` generates.
-One process is enough: the tokens of a sample depend on its seed, prompt, weights and settings, and
-not on the number of ranks or engines (docs/promises.md, S2). The command imports ms-swift when it
-runs.
 """
 
 from __future__ import annotations
@@ -30,14 +27,15 @@ from swift_grpo_ext.tools.runs import find_run
 if TYPE_CHECKING:
     from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
+# These settings of sampling are kept; those of model, template, data and engine have classes or a
+# prefix.
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_words"),
     *("max_completion_length", "num_generations", "structured_outputs_regex"),
     *("sleep_level", "lora_rank"),
 )
-"""These settings of sampling are kept; those of model, template, data and engine have classes or a
-prefix."""
-
+# One process is enough: the tokens of a sample depend on its seed, prompt, weights and settings,
+# and not on the number of ranks or engines (docs/promises.md, S2).
 CHANGED: Mapping[str, Any] = {
     **{"rlhf_type": "grpo", "reward_funcs": ["format"], "beta": 0.0},
     **{"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 1},
@@ -224,6 +222,7 @@ def generate_again(
     names &= {f.name for f in fields(RLHFExtArguments)} & settings.keys()
     values = {name: settings[name] for name in names if not name.startswith("vllm_server")}
     is_full = settings["tuner_type"] == "full"
+    # Adapters are loaded with the model, and whole weights into the trainer (`use`).
     if checkpoint and not is_full:
         values["adapters"] = [str(checkpoint)]
     again, found = list[SampleRow](), list[Finding]()

@@ -18,9 +18,8 @@ from typing import Any
 LOGS = "logging.jsonl"  # ms-swift's own file of a run's metrics
 STEP = "global_step/max_steps"
 
+# A training's folder has one of these files. `args.json` comes first, before the model is loaded.
 MARKS = ("args.json", LOGS, "samples/*session-*")
-"""A training's folder has one of these files. `args.json` comes first, before the model is
-loaded."""
 
 VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 MAX_SHOWN = 400  # characters of names in a message
@@ -91,12 +90,12 @@ def read_logs(run: str | Path) -> list[dict[str, Any]]:
 
 
 def by_step(logs: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the logs of optimizer steps by the steps' numbers, in order. A resumed run logs some
-    steps again: its own logs replace the earlier ones of the same and later steps."""
+    """Return the logs of optimizer steps by the steps' numbers, in order."""
     steps: dict[int, dict[str, Any]] = {}
     for logged in logs:
         if "loss" in logged:
             step = int(str(logged[STEP]).partition("/")[0])
+            # A resumed run logs steps again: its logs replace those of the same and later steps.
             while steps and next(reversed(steps)) >= step:
                 steps.popitem()
             steps[step] = logged

@@ -1,8 +1,4 @@
-"""Files of the installed package: the plugin file, the presets, the launch script.
-
-`swift_grpo_ext/share` has the layout of a clone. In a clone, its entries are links to `plugins/`,
-`examples/` and `scripts/`; in a wheel, they are the files.
-"""
+"""Files of the installed package: the plugin file, the presets, the launch script."""
 
 from __future__ import annotations
 
@@ -12,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+# It has the layout of a clone. In a clone, its entries are links to `plugins/`, `examples/` and
+# `scripts/`; in a wheel, they are the files.
 SHARE = Path(__file__).resolve().parents[1] / "share"
 PLUGIN_FILE = SHARE / "plugins" / "grpo_ext.py"
 PRESETS = SHARE / "examples" / "presets"
@@ -19,7 +17,6 @@ LAUNCH_SCRIPT = SHARE / "scripts" / "launch.sh"
 
 
 def plugin_path(options: argparse.Namespace) -> None:
-    """Print the path of the plugin file."""
     print(PLUGIN_FILE)
 
 
@@ -49,6 +46,7 @@ def init(options: argparse.Namespace) -> None:
     for path in settings:
         plugins = yaml.safe_load(path.read_text(encoding="utf-8"))["external_plugins"]
         files |= {plugin: SHARE / plugin for plugin in plugins}
+    # Before the first copy: a file of the user's must not be replaced.
     if taken := [name for name in files if (directory / name).exists()]:
         raise ValueError(f"{directory / taken[0]} exists already: nothing was copied.")
     for name, path in files.items():

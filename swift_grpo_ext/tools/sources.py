@@ -19,16 +19,16 @@ from swift_grpo_ext.tools.share import PLUGIN_FILE
 Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
 
+# `launch.sh` gives servers these settings of the training, if their own file has none.
 MODEL = ("model", "model_type", "template")
-"""`launch.sh` gives servers these settings of the training, if their own file has none."""
 
+# For `check` and `selftest`, if only a model and a data set are given. The plugin file's path
+# follows.
 DEFAULTS = (
     "--rlhf_type grpo --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.4 "
     "--num_generations 8 --per_device_train_batch_size 8 --reward_funcs format "
     "--lazy_tokenize true --vllm_enforce_eager true --external_plugins"
 )
-"""`check` and `selftest` use these arguments if only a model and a data set are given. The path of
-the plugin file follows."""
 
 
 class Source(NamedTuple):

@@ -69,8 +69,8 @@ def verdict(options: argparse.Namespace, found: list[Finding]) -> str:
 
 
 def examine(options: argparse.Namespace) -> Findings:
-    """Yield the findings. Checks that take a second come first; an error among them ends the
-    check. The start comes last."""
+    """Yield the findings."""
+    # Checks that take a second come first; an error among them ends the check.
     sources = sources_of(options)
     found = [*check_sources(sources, looks_at_files=not options.settings_only)]
     yield from found
@@ -80,6 +80,7 @@ def examine(options: argparse.Namespace) -> Findings:
     gpus = options.gpus.split(",") if options.gpus is not None else []
     if options.gpus is None and "CUDA_VISIBLE_DEVICES" not in os.environ:  # which wins over ENV
         gpus = [gpu for source in sources.values() for gpu in devices_of(source)]
+    # In a process of its own, which a broken build may end.
     yield from findings_of(machine.__name__, {"gpus": gpus}, os.environ)
     if sources:
         job = {"sources": sources, "ranks": options.ranks}

@@ -1,9 +1,8 @@
 """Compare rows as training and vLLM encode them: their tokens, media and positions.
 
 A request passes ms-swift's template and engine, the plugin's additions, and vLLM's input processor,
-as in a run. vLLM's core, which would load the weights, is not made. Arguments and template come
-from the real start; servers encode in a process of their own. So a prompt for which
-`--rollout_mismatch stop` would end a run is found before the run.
+as in a run. So a prompt for which `--rollout_mismatch stop` would end a run is found before the
+run.
 """
 
 from __future__ import annotations
@@ -54,13 +53,12 @@ if TYPE_CHECKING:
     from swift.template import Template
     from vllm.config import VllmConfig
 
+# The first rows of each data set are encoded, and some of the others, drawn by `--data_seed`.
 NUM_FIRST, NUM_DRAWN = 16, 16
-"""The first rows of each data set are encoded, and some of the others, drawn by `--data_seed`."""
-
 SHOWN_ROWS = 3  # with the same fault
 
+# These entries of `--vllm_engine_kwargs` change how vLLM processes a request.
 PROCESSING = ("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs")
-"""These entries of `--vllm_engine_kwargs` change how vLLM processes a request."""
 
 
 # --- the rollout's side ---
@@ -99,7 +97,7 @@ class Frontend(LLMEngine):
 
 
 def engine_of(args: RLHFArguments | RolloutArguments, template: Template) -> RolloutEngine:
-    """Return the engine of a run, up to vLLM's core."""
+    """Return the engine of a run, up to vLLM's core, which would load the weights."""
     if current_platform.is_unspecified():
         raise NotHereError("vLLM is built for accelerators, and this machine has none")
     kwargs = json_parse_to_dict(args.vllm_engine_kwargs)
@@ -160,8 +158,9 @@ def sample_of(template: Template, row: Row) -> RolloutSample:
 
 
 def difference(template: Template, sample: RolloutSample, prompt: RolloutPrompt) -> str:
-    """Return how the prompt of a training, with one completion token, differs from the engine's; ""
-    if both are equal. The sample is encoded in place."""
+    """Return how the prompt of a training differs from the engine's; "" if both are equal. The
+    sample is encoded in place."""
+    # A training encodes a prompt with a completion: one token is enough.
     sample.messages.append({"role": "assistant", "content": ""})
     sample.response_token_ids = template.tokenizer.encode("a", add_special_tokens=False)[:1]
     sample.add_eos = False

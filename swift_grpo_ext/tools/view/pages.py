@@ -1,7 +1,6 @@
 """Makes a run's pages as HTML: for the server, or all in one file that opens offline.
 
-Every page holds its style, its script and (offline) its images, and its policy lets no other script
-run. Completions are hostile text: the templates escape all text.
+Every page holds its style, its script and (offline) its images.
 """
 
 from __future__ import annotations
@@ -63,6 +62,7 @@ def number(value: object) -> str:
 
 @cache
 def _environment() -> Environment:
+    # Completions are hostile text: all text is escaped, and the policy lets no other script run.
     environment = Environment(
         loader=PackageLoader("swift_grpo_ext.tools.view"),
         autoescape=True,
@@ -167,13 +167,13 @@ def group_values(run: Run, query: Query) -> dict[str, Any]:
     return {**read_group(run, round_, group), **run.record.rows(last)[0]}
 
 
+# By a page's name, the function that returns its values for a run, or raises NotFoundError.
 VALUES: dict[str, Callable[[Run, Query], dict[str, Any]]] = {
     "overview": lambda run, _: overview_values(run),
     "samples": samples_values,
     "groups": groups_values,
     "group": group_values,
 }
-"""A function returns the values of the run's page with its name, or raises NotFoundError."""
 
 
 # --- one file ---

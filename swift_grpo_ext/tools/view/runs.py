@@ -176,8 +176,9 @@ class Run:
         return self._facts
 
     def refresh(self, seconds: float = float("inf")) -> None:
-        """Read new files, for at most `seconds`. A folder that was served before its training
-        began may get the run in a folder of its own (`--add_version`)."""
+        """Read new files, for at most `seconds`."""
+        # A folder that was served before its training began may get the run in a folder of its own
+        # (`--add_version`).
         if not self.facts.has_begun:
             with suppress(OSError):
                 [folder] = find_runs(self.run_dir)[:1]

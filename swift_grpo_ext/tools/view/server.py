@@ -1,9 +1,7 @@
 """`swift-grpo-ext view`: the server, for one person.
 
-It listens on 127.0.0.1, or on the address of `--host`. Every address begins with a token that only
-the printed URL holds. The answer is 404 without the token, and if no record has the run, round or
-sample of the address. It is 500 if a page fails; uvicorn logs the traceback. Each answer first
-reads new files. An open page asks for changes every two seconds.
+The answer is 404 without the printed URL's token, and if no record has the run, round or sample of
+the address. It is 500 if a page fails; uvicorn logs the traceback.
 """
 
 from __future__ import annotations
@@ -52,6 +50,7 @@ def make_app(runs: Sequence[Run], token: str) -> Starlette:
         if name == "image" and index is not None:
             content = read_image(runs[index], request.query_params)
             return Response(content, media_type="image/png", headers=HEADERS)
+        # An open page asks for changes every two seconds. Each answer first reads new files.
         for run in shown:
             run.refresh(REFRESH_SECONDS)
         if name == "state":
@@ -71,6 +70,7 @@ def make_app(runs: Sequence[Run], token: str) -> Starlette:
 def serve(runs: Sequence[Path], port: int, host: str) -> None:
     """Serve runs until Ctrl-C; print the address, and how to reach it from elsewhere. Raises
     OSError if the port is taken, or the host is no address of this machine."""
+    # Every address begins with it, and only the printed URL holds it.
     token = secrets.token_urlsafe(16)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
