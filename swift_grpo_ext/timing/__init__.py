@@ -9,4 +9,4 @@ ROLLOUT_PARTS = ("wake", "send", "generate", "sleep")
 """The parts of `rollout`. Only a colocated engine wakes and sleeps; weights go to any engine."""
 
 MEMORY_PARTS = (*ROLLOUT_PARTS, *PARTS[1:-1])
-"""The parts with a figure of memory. `rollout` has its own parts, and `rest` is no one part."""
+"""The parts after which memory is read: those of `rollout` instead of it, and no `rest`."""
