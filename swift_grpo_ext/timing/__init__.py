@@ -1,4 +1,4 @@
-"""Defines the parts of a training step for the log of its time (promise V5)."""
+"""Defines the parts of a training step for the log of its time (promise V5) and memory."""
 
 PARTS = ("rollout", "rewards", "batch", "logps", "loss", "optimizer", "rest")
 """Their sum is the step's time. `batch` encodes and collates samples, `logps` has passes without
@@ -7,3 +7,6 @@ evaluations."""
 
 ROLLOUT_PARTS = ("wake", "send", "generate", "sleep")
 """The parts of `rollout`. Only a colocated engine wakes and sleeps; weights go to any engine."""
+
+MEMORY_PARTS = (*ROLLOUT_PARTS, *PARTS[1:-1])
+"""The parts after which memory is read: those of `rollout` instead of it, and no `rest`."""

@@ -1,4 +1,5 @@
-"""Times each part of a step for its log (promise V5), with any of ms-swift's rollout trainers.
+"""Measures each part of a step for its log, with any of ms-swift's rollout trainers: its seconds
+(promise V5), and the memory at its end (`memory.py`).
 
 The clock wraps methods of the trainer. Time belongs to the innermost running part.
 """
@@ -6,14 +7,15 @@ The clock wraps methods of the trainer. Time belongs to the innermost running pa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
+from swift_grpo_ext.timing import MEMORY_PARTS, PARTS, ROLLOUT_PARTS
+from swift_grpo_ext.timing.memory import MemoryReader
 from swift_grpo_ext.upstream.patches import wrapped
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class StepClock(TrainerCallback):
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
+        self.memory = MemoryReader(trainer.accelerator.device)
         self._timed = ExitStack()
         self._seconds: dict[str, float] = {}  # of the step so far, by part
         self._is_evaluating = False
@@ -72,6 +75,7 @@ class StepClock(TrainerCallback):
 
     def on_optimizer_step(self, *args: object, **kwargs: object) -> None:
         self._count()
+        self.memory.read(self._stack[0])
         self._stack[0] = "rest"
 
     def on_step_end(self, *args: object, **kwargs: object) -> None:
@@ -98,6 +102,8 @@ class StepClock(TrainerCallback):
             if part == "wake" and self._trainer.vllm_mode != "colocate":
                 actual_part = "rollout"  # a server does not sleep
             self._count()
+            if part == "generate":
+                self.memory.read(stack[-1])  # the engine is awake now
             stack.append(actual_part)
             self._is_evaluating = name == "evaluation_loop"
             try:
@@ -105,7 +111,7 @@ class StepClock(TrainerCallback):
             finally:
                 self._is_evaluating = False
                 self._count()
-                stack.pop()
+                self.memory.read(stack.pop())
                 if part == "generate" and stack[-1] == "wake":
                     stack[-1] = "sleep"  # the rest of `_fast_infer` puts the engine to sleep
                 is_last = part == "loss" and self._trainer.accelerator.sync_gradients
@@ -126,3 +132,12 @@ class StepClock(TrainerCallback):
         """Record how many seconds longer than the mean rank the slowest rank generated."""
         if not self._is_evaluating:
             self._seconds["wait"] = self._seconds.get("wait", 0.0) + seconds
+
+    def log_memory(self, reports: Sequence[Mapping[str, float]]) -> None:
+        """Log the memory of the fullest device after each part (`memory/loss` and others, GiB).
+        `reports` holds what `memory.take` returned on each rank."""
+        metrics = self._trainer._metrics["train"]
+        for part in MEMORY_PARTS:
+            if values := [report[part] for report in reports if part in report]:
+                # One value: ms-swift logs the mean of several steps' values.
+                metrics[f"memory/{part}"] = [max(values + metrics[f"memory/{part}"])]

@@ -99,6 +99,7 @@ class RoundReport(NamedTuple):
     scores: list[RewardRow]  # of this rank's samples
     sharing_failed: bool  # a packed pass has changed log-probabilities (`logits/proof.py`)
     num_replayed: tuple[float, float]  # replayed experts: those that training chose too, and all
+    memory: dict[str, float]  # GiB on the device, by part of a step
 
 
 class RolloutTraining(RolloutTrainerMixin):
@@ -459,12 +460,14 @@ class RolloutTraining(RolloutTrainerMixin):
                 scores=self._rewards.record(samples, round_.values, fate=fate, extras=extras),
                 sharing_failed=self.completion_logps.sharing_failed,
                 num_replayed=replay.take_counts() if replay else (0.0, 0.0),
+                memory=self._clock.memory.take(),
             )
         )
         if samples:
             warn_duplicates([report.prompt_hashes for report in reports], samples[0].sample_id)
         self.completion_logps.end_round(any(report.sharing_failed for report in reports))
         self._log_later(replayed_share([report.num_replayed for report in reports]))
+        self._clock.log_memory([report.memory for report in reports])
 
         scores = scores_of_ranks(report.scores for report in reports)
         self.recorder.record_scores(scores)

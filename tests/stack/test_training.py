@@ -69,6 +69,7 @@ def assert_timed(folder: Path, ranks: int) -> None:
         # The rest builds requests and samples: a fifth of a short rollout beside other processes.
         assert 0.5 * parts["rollout"] < engine <= parts["rollout"]
         assert min(parts.values()) >= 0
+        assert not any(name.startswith("memory/") for name in log)  # there is no GPU
         worked = ("generate", "rewards", "batch", "logps", "loss", "optimizer", "rest")
         assert all(parts[part] > 0 for part in worked), parts
         if ranks == 1:

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from swift.rlhf_trainers import GKDTrainer, GRPOTrainer
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.timing import step_clock
+from swift_grpo_ext.timing import memory, step_clock
 from swift_grpo_ext.timing.step_clock import METHODS, PARTS, ROLLOUT_PARTS, StepClock
 
 ARGS, STATE, CONTROL = TrainingArguments(report_to=[]), TrainerState(), TrainerControl()
@@ -49,7 +50,7 @@ class Trainer:
         self.worked = 0.0
         self._metrics: Any = {"train": defaultdict(list), "eval": defaultdict(list)}
         self.logs: list[dict[str, float]] = []
-        self.accelerator = SimpleNamespace(sync_gradients=True)
+        self.accelerator = SimpleNamespace(sync_gradients=True, device=torch.device("cpu"))
         vars(self).update(changes)
 
     def work(self, seconds: float) -> None:
@@ -316,6 +317,77 @@ def test_a_second_training_is_timed_once_and_the_trainer_left_as_it_was() -> Non
         each.on_train_end(ARGS, state, CONTROL)
     assert set(own) - set(vars(trainer)) == {*METHODS} & set(dir(Trainer))
     assert trainer._infer_single_or_multi_turn() == "samples"
+
+
+MEMORY = {
+    "send": 12.5,
+    "wake": 14.5,
+    "generate": 114.5,
+    "sleep": 130.5,
+    "rewards": 1130.5,
+    "logps": 6130.5,
+    "batch": 6130.5,
+    "loss": 6226.5,
+    "optimizer": 6482.5,
+}
+"""The GiB at the end of a first step's parts, if the trainer takes 1 GiB in each second."""
+
+
+def make_gpu_trainer(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> Trainer:
+    """Return the trainer on a device with 1 GiB for each second of its work."""
+    trainer.accelerator.device = torch.device("cuda", 3)
+
+    def used_bytes(device: torch.device) -> int:
+        assert device == torch.device("cuda", 3)
+        return int(trainer.worked * 2**30)
+
+    monkeypatch.setattr(memory, "used_bytes", used_bytes)
+    return trainer
+
+
+def test_memory_is_read_at_the_end_of_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most since the last round counts. An evaluation has no figures, a server no wake."""
+    clock = begin(trainer := make_gpu_trainer(monkeypatch, Trainer()))
+    step(trainer, clock)
+    trainer.worked = 0
+    trainer.training_step()
+    assert clock.memory.take() == MEMORY
+    trainer.evaluation_loop()
+    assert clock.memory.take() == {}
+    served = make_gpu_trainer(monkeypatch, Trainer(vllm_mode="server"))
+    step(served, clock := begin(served))
+    assert [*clock.memory.take()] == [part for part in MEMORY if part not in ("wake", "sleep")]
+
+
+def test_the_log_has_the_memory_of_the_fullest_device() -> None:
+    clock = begin(trainer := Trainer())
+    clock.log_memory([{"loss": 1.0, "wake": 5.0}, {}, {"loss": 3.0}])
+    clock.log_memory([{"loss": 2.0}])
+    assert logged(trainer) == {"memory/wake": 5.0, "memory/loss": 3.0}
+    clock.log_memory([{"loss": 2.0}])
+    assert logged(trainer) == {"memory/loss": 2.0}
+    step(trainer, clock)
+    clock.log_memory([clock.memory.take()])
+    assert logged(trainer) == STEP  # a CPU has no such figures
+
+
+def test_a_counter_that_fails_is_read_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_gpu_trainer(monkeypatch, Trainer())
+    calls = []
+
+    def used_bytes(device: torch.device) -> int:
+        calls.append(device)
+        raise RuntimeError("not implemented")
+
+    monkeypatch.setattr(memory, "used_bytes", used_bytes)
+    step(trainer, clock := begin(trainer))
+    assert logged(trainer) == STEP
+    assert (len(calls), clock.memory.take()) == (1, {})
+    [warning] = caplog.messages
+    assert "`memory/*` of cuda:3" in warning
+    assert "not implemented" in warning
 
 
 def test_it_costs_less_than_a_thousandth_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
 from swift_grpo_ext.ranks import RankGroup
+from swift_grpo_ext.timing.step_clock import StepClock
 from swift_grpo_ext.training.rollouts import RolloutTraining, Round
 from tests.ranks import ThreadRanks, run_rank_groups
 
@@ -90,3 +93,31 @@ def test_a_round_is_measured_once_all_its_batches_are() -> None:
         assert not round_.is_measured
         batch.old_per_token_logps = 0
     assert round_.is_measured
+
+
+def test_a_round_logs_the_memory_of_the_fullest_rank() -> None:
+    """A rank without a figure does not keep the others from logging theirs."""
+    figures: list[dict[str, float]] = [{"loss": 20.0}, {"loss": 24.0, "wake": 30.0}, {}]
+
+    def nothing(*_: Any, **__: Any) -> Any:
+        return {}
+
+    def work(ranks: ThreadRanks) -> dict[str, list[float]]:
+        trainer = Trainer(ranks, fails=False)
+        trainer._metrics = {"train": defaultdict(list)}
+        trainer.accelerator = SimpleNamespace(device=torch.device("cpu"))
+        trainer._clock = StepClock(trainer)  # type: ignore[arg-type]
+        trainer._clock.memory.take = lambda: figures[ranks.rank]
+        trainer.model = SimpleNamespace(training=True)
+        trainer.state = SimpleNamespace(global_step=0)
+        trainer.score_listeners = []
+        trainer.recorder = SimpleNamespace(record_scores=nothing)
+        trainer.completion_logps = SimpleNamespace(sharing_failed=False, end_round=nothing)
+        trainer._rewards = SimpleNamespace(record=lambda *_, **__: [])
+        trainer._gap_check = SimpleNamespace(check=nothing)
+        trainer._round = Round([], [], [])
+        trainer._end_round()
+        return dict(trainer._metrics["train"])
+
+    expected = {"memory/wake": [30.0], "memory/loss": [24.0]}
+    assert run_rank_groups(3, work) == [expected] * 3

@@ -39,6 +39,7 @@ LOGGED = {
     "gap": "rollout_gap/mean",
     "loss": "loss",
     "grad_norm": "grad_norm",
+    "memory": "memory/.*",
 }
 
 Points = list[tuple[float, float]]  # (step, value), by step

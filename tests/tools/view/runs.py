@@ -137,6 +137,9 @@ def add_logs(run_dir: Path, *seconds: float) -> Path:
             log = {f"time/{part}": share * value for part, share in shares.items()}
             log |= {"loss": 0.0, "grad_norm": step / 8, "kl": 0.0, "rollout_gap/mean": math.nan}
             log |= {"reward": step / 4, "rewards/Format/mean": 1.0, "completions/mean_length": 3.0}
+            # As on a GPU; only the first step has a round.
+            log |= {"memory(GiB)": 60.5, **({"memory/wake": 40.0} if step == 1 else {})}
+            log |= {"memory/loss": 64.0}
             place = {"global_step/max_steps": f"{step}/100"}
             evaluation = {"eval_loss": 1.0, "eval_reward": 0.5}
             file.write(f"{json.dumps(log | place)}\n{json.dumps(evaluation | place)}\n")

@@ -59,6 +59,7 @@ def test_what_was_logged(tmp_path: Path) -> None:
         "length": {"completions/mean_length": [(1, 3.0), (2, 3.0)]},
         "loss": {"loss": [(1, 0.0), (2, 0.0)]},
         "grad_norm": {"grad_norm": [(1, 0.125), (2, 0.25)]},
+        "memory": {"memory/wake": [(1, 40.0)], "memory/loss": [(1, 64.0), (2, 64.0)]},
     }
     parts = ["rollout", "wake", "send", "generate", "batch", "logps", "loss"]
     assert list(seconds) == ["step", *(f"time/{part}" for part in parts)]
