@@ -67,6 +67,14 @@ REFUSALS = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
 # Matches the errors of vLLM and of ms-swift's template for a prompt that is too long.
 TOO_LONG = re.compile(r"max(imum|_| )+model[_ ]len|maximum context length|max_length")
 
+# vLLM caches media twice, in the process that prepares prompts and in the engine's (0.32,
+# multimodal/cache). Matches its errors if one cache lost what the other expects in it.
+LOST_MEDIA = re.compile(r"Expected a cached item for mm_hash|not in the receiver \(P1\) cache")
+MEDIA_REMEDY = (
+    "Set --vllm_mm_processor_cache_gb in this engine's command to 0, which caches nothing, or to "
+    "more than its default of 4 GiB."
+)
+
 
 verify(pins.ENGINE)  # before a class builds on it
 
@@ -142,6 +150,10 @@ class RolloutEngine(GRPOVllmEngine):
     def failure(self, error: Exception) -> dict[str, Any]:
         """Return the error reply of a server's replica, instead of ms-swift's None; a colocated
         engine raises the error."""
+        if LOST_MEDIA.search(str(error)):
+            text = str(error).rstrip(".")
+            cause, error = error, RuntimeError(f"{type(error).__name__}: {text}. {MEDIA_REMEDY}")
+            error.__cause__ = cause
         if not self.serves:
             raise error
         vllm_repairs.exit_if_engine_is_dead(error)
@@ -355,6 +367,11 @@ class RolloutEngine(GRPOVllmEngine):
         token_ids, experts = list(output.token_ids), output.routed_experts
         logprobs = flat_logprobs(output.logprobs, token_ids)
         text, finish_reason, stop_reason = "", output.finish_reason, None
+        if finish_reason == "error":  # its empty text is no sample
+            raise RuntimeError(
+                "vLLM ended a request with an error; its log has the cause. For a `Multi-modal "
+                f"cache miss`: {MEDIA_REMEDY}"
+            )
         if (stops := state.stops) is not None:
             decode = self._template_stops.decode
             ending = find_ending(token_ids, decode, stops)

@@ -32,6 +32,7 @@ from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 from swift.template import get_template
 from vllm import SamplingParams
+from vllm.config.multimodal import MultiModalConfig
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.sampling_params import RequestOutputKind
 
@@ -428,6 +429,34 @@ def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(
     assert len(vllm.params) == 8
     assert {params.seed for params in vllm.params} == expected
     assert all((7 in params.stop_token_ids) is bool(stops) for params in vllm.params)
+
+
+@pytest.mark.parametrize("side", ["Sender", "Receiver"])
+@pytest.mark.parametrize("serves", [False, True])
+def test_media_that_vllms_cache_lost_name_the_setting(make: Any, side: str, serves: bool) -> None:
+    lru = pytest.importorskip("vllm.multimodal.cache.lru")
+    model = SimpleNamespace(get_multimodal_config=MultiModalConfig)
+    cache = getattr(lru, f"LruKeyReplicated{side}Cache")(model)
+    vllm: Any = RecordingVllm([])
+    vllm.add_request = lambda *_: cache.get_and_update_item(None, "4f2a")
+    engine = make(vllm, serves=serves)
+    if serves:
+        reply = engine.infer([request(metadata_of())], config(), use_tqdm=False)
+        assert not reply[REQUEST_FAULT]  # another replica may draw it
+        error = reply[FAILURE]
+    else:
+        with pytest.raises(RuntimeError) as caught:
+            ask(engine, metadata_of())
+        error = str(caught.value)
+    assert "4f2a" in error
+    assert "Set --vllm_mm_processor_cache_gb in this engine's command to 0" in error
+
+
+def test_a_request_that_vllm_ends_with_an_error_is_no_sample(make: Any) -> None:
+    """vLLM 0.32 ends a request so if its cache lost an image; the text is empty."""
+    engine = make(RecordingVllm([""], finish_reason="error"))
+    with pytest.raises(RuntimeError, match="--vllm_mm_processor_cache_gb"):
+        ask(engine, metadata_of())
 
 
 def test_a_scheduler_that_leads_without_run_is_refused(make: Any) -> None:
