@@ -198,6 +198,8 @@ class RolloutEngine(GRPOVllmEngine):
         try:
             return await super().infer_async(request, config, **kwargs, pre_infer_hook=attach)
         except Exception as e:
+            if isinstance(e, REFUSALS):
+                await self.engine.renderer.clear_mm_cache_async()  # as in `_add_request`
             if state.overflows(e):
                 return self._overflow_response(state, request.uuid or "")
             if not is_encoded or isinstance(e, REFUSALS):
@@ -277,6 +279,11 @@ class RolloutEngine(GRPOVllmEngine):
                     raise MaxLengthError("longer than max_length")
                 return add(inputs, generation_config, request_id, adapter_request)
             except REFUSALS as e:
+                if not self.use_async_engine:
+                    # vLLM checks a prompt's length last (0.32, v1/engine/input_processor.py). By
+                    # then its media count as cached in the engine, which never gets them: a later
+                    # prompt would not send them, and fail.
+                    self.engine.renderer.clear_mm_cache()
                 if not state.overflows(e):
                     self._refuse(state.request, e)
                 if self.use_async_engine:

@@ -13,6 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from swift.template import get_template
 from vllm import SamplingParams
 from vllm.config.multimodal import MultiModalConfig
 from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.checks.rows import RowError
@@ -72,6 +74,7 @@ class RecordingVllm:
     """Keeps the parameters of each request, and answers with the texts of `says`, in order."""
 
     engine_core = None  # it has no processes of its own
+    renderer = SimpleNamespace(clear_mm_cache=lambda: None, clear_mm_cache_async=AsyncMock())
 
     def __init__(self, says: list[str], finish_reason: str = "stop") -> None:
         self.params: list[SamplingParams] = []
@@ -450,6 +453,41 @@ def test_media_that_vllms_cache_lost_name_the_setting(make: Any, side: str, serv
         error = str(caught.value)
     assert "4f2a" in error
     assert "Set --vllm_mm_processor_cache_gb in this engine's command to 0" in error
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_media_of_a_refused_turn_are_sent_again(make: Any, use_async: bool) -> None:
+    """vLLM finds out that a prompt is too long once its image is in the sender's cache."""
+    lru = pytest.importorskip("vllm.multimodal.cache.lru")
+    model = SimpleNamespace(get_multimodal_config=MultiModalConfig)
+    sender = lru.LruKeyReplicatedSenderCache(model)
+    receiver = lru.LruKeyReplicatedReceiverCache(model)
+
+    class CachingVllm(RecordingVllm):
+        has_refused = False
+
+        def add_request(self, request_id: str, inputs: Any, params: SamplingParams) -> None:
+            if len(inputs["prompt_token_ids"]) > 1:  # not what stands for a refused turn
+                item, _ = sender.get_and_update_item((MultiModalKwargsItem.dummy(), []), "4f2a")
+                if not self.has_refused:
+                    self.has_refused = True
+                    raise ValueError("longer than the maximum model length")
+                receiver.get_and_update_item(item, "4f2a")
+            super().add_request(request_id, inputs, params)
+
+    vllm: Any = CachingVllm(["a.", "a."])
+    vllm.renderer = SimpleNamespace(
+        clear_mm_cache=sender.clear_cache, clear_mm_cache_async=AsyncMock(wraps=sender.clear_cache)
+    )
+    engine = make(vllm, use_async=use_async)
+    turn = metadata_of().next_turn()
+    for reason in ("length", "stop"):
+        if use_async:
+            [output] = asyncio.run(engine.async_infer([request(turn)], config(), use_tqdm=False))
+        else:
+            output = ask(engine, turn)
+        [completion] = output.response.answer.completions
+        assert completion.finish_reason == reason
 
 
 def test_a_request_that_vllm_ends_with_an_error_is_no_sample(make: Any) -> None:
