@@ -68,8 +68,8 @@ REFUSALS = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
 TOO_LONG = re.compile(r"max(imum|_| )+model[_ ]len|maximum context length|max_length")
 
 # vLLM caches media twice, in the process that prepares prompts and in the engine's (0.32,
-# multimodal/cache). Matches its errors if one cache lost what the other expects in it.
-LOST_MEDIA = re.compile(r"Expected a cached item for mm_hash|not in the receiver \(P1\) cache")
+# multimodal/cache). These are in its errors if one cache lost what the other expects in it.
+LOST_MEDIA = ("Expected a cached item for mm_hash", "not in the receiver (P1) cache")
 MEDIA_REMEDY = (
     "Set --vllm_mm_processor_cache_gb in this engine's command to 0, which caches nothing, or to "
     "more than its default of 4 GiB."
@@ -150,8 +150,9 @@ class RolloutEngine(GRPOVllmEngine):
     def failure(self, error: Exception) -> dict[str, Any]:
         """Return the error reply of a server's replica, instead of ms-swift's None; a colocated
         engine raises the error."""
-        if LOST_MEDIA.search(str(error)):
-            text = str(error).rstrip(".")
+        text = str(error)
+        if any(words in text for words in LOST_MEDIA):
+            text = text.rstrip(".")
             cause, error = error, RuntimeError(f"{type(error).__name__}: {text}. {MEDIA_REMEDY}")
             error.__cause__ = cause
         if not self.serves:
