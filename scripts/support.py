@@ -166,6 +166,9 @@ OTHERS = {
     "`molmo`, `molmo2`": REMOTE_CODE,
     "`phi3_vision`": REMOTE_CODE,
     "`internvl_chat`": REMOTE_CODE,
+    "`moss_vl`": "not made: its code comes with its checkpoints, for transformers before 5; vLLM "
+    "0.32 has none",
+    "`qwen4_exp`": "not made; transformers has its code, and vLLM 0.32 has it for GPUs only",
     "`gemma3n`, `llama4`": NOT_MADE,
     "`minicpmv4_7`": NOT_MADE,
     "`llava_llama3_hf`, `llava_next_video_hf`": NOT_EXPANDED,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
 import torch.distributed as dist
 from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
-from swift.utils import get_logger, set_default_ddp_config
+from swift.utils import set_default_ddp_config
 from swift.utils.utils import _patch_get_type_hints
 from transformers import HfArgumentParser
 
@@ -38,8 +38,6 @@ from swift_grpo_ext.upstream.patches import PatchPhase, apply, patch, repair
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-logger = get_logger()
 
 
 @dataclass
@@ -113,10 +111,12 @@ def extend_arguments() -> None:
         if isinstance(self, ExtFlags):
             _check(self, given)
         elif getattr(self, "rlhf_type", None) in TRAINERS:
-            logger.warning(
-                f"swift-grpo-ext does not act in the training of {type(self).__name__}: Megatron "
-                "and Ray have their own trainers. Leave --external_plugins out of the training, "
-                "and give it to `swift rollout` (--vllm_mode server, docs/launching.md)."
+            # A warning would be overlooked, and the training would lack what the user asked for.
+            raise SettingsError(
+                f"--external_plugins names swift-grpo-ext in a training of {type(self).__name__}: "
+                "the trainers and engines of Megatron and Ray would have none of its seeds, "
+                "records and checks. Leave it out of the training (`swift rollout` may have it, "
+                "docs/launching.md), or use `swift rlhf`."
             )
         original(self)
 

@@ -7,13 +7,15 @@ import contextlib
 import os
 import pickle
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Union, get_type_hints
+from unittest.mock import MagicMock
 
 import pytest
-from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
+from swift.arguments import RLHFArguments, RolloutArguments
 from swift.utils.utils import _patch_get_type_hints, parse_args
 from transformers import HfArgumentParser, hf_argparser
 
@@ -26,15 +28,31 @@ PLUGIN = Path(__file__).resolve().parents[1] / "plugins/grpo_ext.py"
 KINDS = pytest.mark.parametrize("registered", [False, True], ids=["by flag", "register() first"])
 
 
+def in_child(call: Callable[[], Any]) -> Any:
+    """Return what `call` returns in a forked child, or its error as a text."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            found = call()
+        except BaseException as e:
+            found = f"{type(e).__name__}: {e}"
+        os.write(write, pickle.dumps(found))
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read, "rb") as f:
+        return pickle.load(f)
+
+
 def parsed(
     argv: list[str] | None, *, registered: bool, names: Sequence[str] = ()
 ) -> dict[str, Any] | str:
     """Parse a list, or this process's command line, in a forked child; return the values of our
     flags or the error. `names` are environment variables to return too."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        found: Any = {}
+
+    def parse() -> dict[str, Any]:
+        found: dict[str, Any] = {}
 
         def stop(args: Any, given: list[str]) -> None:
             """Stop before the checks of settings, which need a model and data."""
@@ -43,20 +61,14 @@ def parsed(
             found.update({name: os.environ.get(name) for name in names})
             raise InterruptedError
 
-        try:
-            rules.check_arguments = stop
-            if registered:
-                swift_grpo_ext.register()
-            with contextlib.suppress(InterruptedError):
-                parse_args(RLHFArguments, argv)
-        except BaseException as e:
-            found = f"{type(e).__name__}: {e}"
-        os.write(write, pickle.dumps(found))
-        os._exit(0)
-    os.close(write)
-    os.waitpid(child, 0)
-    with os.fdopen(read, "rb") as f:
-        return pickle.load(f)  # type: ignore[no-any-return]
+        rules.check_arguments = stop
+        if registered:
+            swift_grpo_ext.register()
+        with contextlib.suppress(InterruptedError):
+            parse_args(RLHFArguments, argv)
+        return found
+
+    return in_child(parse)  # type: ignore[no-any-return]
 
 
 BASE = ["--rlhf_type", "grpo", "--model", "none", "--external_plugins", str(PLUGIN)]
@@ -159,27 +171,44 @@ def test_json_flags_do_not_depend_on_what_was_imported_first(
     assert (namespace.model_kwargs, leftover) == ('{"a": 1}', [])
 
 
-@dataclass
-class MegatronRLHFArguments(BaseArguments):
-    """Stands for ms-swift's class of this name, whose import needs Megatron."""
+class MegatronPackages(MetaPathFinder, Loader):
+    """Stands for Megatron's own packages, without which ms-swift's classes for it are not imported.
+    They are not installed here."""
 
-    rlhf_type: str = "grpo"
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        is_one = name.partition(".")[0] in ("megatron", "mcore_bridge")
+        return ModuleSpec(name, self, is_package=True) if is_one else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return MagicMock(__name__=spec.name, __path__=[], __spec__=spec, __version__="0.17.0")
+
+    def exec_module(self, module: Any) -> None:
+        """Do nothing: the module has any attribute."""
 
 
-def test_megatron_is_told_where_the_plugin_acts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ms-swift's Ray pipelines parse the same class."""
-    swift_grpo_ext.register()
-    warned: list[str] = []
-    monkeypatch.setattr(command_line.logger, "warning", warned.append)
-    args = MegatronRLHFArguments.__new__(MegatronRLHFArguments)
-    args.model_kwargs = None
-    for rlhf_type in ("dpo", "grpo", "gkd"):
-        args.rlhf_type = rlhf_type
-        args._init_model_kwargs()
-    assert len(warned) == 2
-    for warning in warned:
-        assert "does not act in the training of MegatronRLHFArguments: Megatron" in warning
-        assert "give it to `swift rollout`" in warning
+@pytest.mark.parametrize("road", ["Megatron", "Megatron with Ray"])
+@pytest.mark.parametrize("rlhf_type", ["grpo", "gkd", "dpo"])
+def test_a_training_of_megatron_is_refused(road: str, rlhf_type: str) -> None:
+    """Ray's driver parses its arguments first, before it connects to Ray."""
+    settings = {"rlhf_type": rlhf_type, "external_plugins": [str(PLUGIN)], "model": "/none"}
+
+    def parse() -> None:
+        sys.meta_path.insert(0, MegatronPackages())
+        from swift.megatron.arguments import MegatronRLHFArguments
+        from swift.ray.megatron.driver_utils import build_dataset_from_dict, parse_args_from_dict
+
+        if road == "Megatron":
+            parse_args_from_dict(MegatronRLHFArguments, settings)
+        else:
+            build_dataset_from_dict({**settings, "use_ray": True})
+
+    error = in_child(parse)
+    if rlhf_type == "dpo":  # our plugin has nothing to add; the model is not there
+        assert "swift-grpo-ext" not in error
+        assert "/none" in error
+    else:
+        assert error.startswith("SettingsError: --external_plugins names swift-grpo-ext")
+        assert "none of its seeds, records and checks" in error
 
 
 # --- the parser ---

@@ -67,6 +67,14 @@ REFUSALS = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
 # Matches the errors of vLLM and of ms-swift's template for a prompt that is too long.
 TOO_LONG = re.compile(r"max(imum|_| )+model[_ ]len|maximum context length|max_length")
 
+# vLLM caches media twice, in the process that prepares prompts and in the engine's (0.32,
+# multimodal/cache). These are in its errors if one cache lost what the other expects in it.
+LOST_MEDIA = ("Expected a cached item for mm_hash", "not in the receiver (P1) cache")
+MEDIA_REMEDY = (
+    "Set --vllm_mm_processor_cache_gb in this engine's command to 0, which caches nothing, or to "
+    "more than its default of 4 GiB."
+)
+
 
 verify(pins.ENGINE)  # before a class builds on it
 
@@ -142,6 +150,11 @@ class RolloutEngine(GRPOVllmEngine):
     def failure(self, error: Exception) -> dict[str, Any]:
         """Return the error reply of a server's replica, instead of ms-swift's None; a colocated
         engine raises the error."""
+        text = str(error)
+        if any(words in text for words in LOST_MEDIA):
+            text = text.rstrip(".")
+            cause, error = error, RuntimeError(f"{type(error).__name__}: {text}. {MEDIA_REMEDY}")
+            error.__cause__ = cause
         if not self.serves:
             raise error
         vllm_repairs.exit_if_engine_is_dead(error)
@@ -186,6 +199,8 @@ class RolloutEngine(GRPOVllmEngine):
         try:
             return await super().infer_async(request, config, **kwargs, pre_infer_hook=attach)
         except Exception as e:
+            if isinstance(e, REFUSALS):
+                await self.engine.renderer.clear_mm_cache_async()  # as in `_add_request`
             if state.overflows(e):
                 return self._overflow_response(state, request.uuid or "")
             if not is_encoded or isinstance(e, REFUSALS):
@@ -265,6 +280,11 @@ class RolloutEngine(GRPOVllmEngine):
                     raise MaxLengthError("longer than max_length")
                 return add(inputs, generation_config, request_id, adapter_request)
             except REFUSALS as e:
+                if not self.use_async_engine:
+                    # vLLM checks a prompt's length last (0.32, v1/engine/input_processor.py). By
+                    # then its media count as cached in the engine, which never gets them: a later
+                    # prompt would not send them, and fail.
+                    self.engine.renderer.clear_mm_cache()
                 if not state.overflows(e):
                     self._refuse(state.request, e)
                 if self.use_async_engine:
@@ -355,6 +375,11 @@ class RolloutEngine(GRPOVllmEngine):
         token_ids, experts = list(output.token_ids), output.routed_experts
         logprobs = flat_logprobs(output.logprobs, token_ids)
         text, finish_reason, stop_reason = "", output.finish_reason, None
+        if finish_reason == "error":  # its empty text is no sample
+            raise RuntimeError(
+                "vLLM ended a request with an error; its log has the cause. For a `Multi-modal "
+                f"cache miss`: {MEDIA_REMEDY}"
+            )
         if (stops := state.stops) is not None:
             decode = self._template_stops.decode
             ending = find_ending(token_ids, decode, stops)

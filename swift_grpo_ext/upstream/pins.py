@@ -51,6 +51,8 @@ swift.template.vision_utils:load_video_hf videos
 ENGINE = """
 swift.infer_engine.vllm_engine:VllmEngine.inner_model_executor
 vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter self lora_request
+vllm.renderers.base:BaseRenderer.clear_mm_cache self
+vllm.renderers.base:BaseRenderer.clear_mm_cache_async self
 vllm.v1.engine.async_llm:AsyncLLM.generate self prompt sampling_params request_id
 vllm.v1.engine.core_client:DPLBAsyncMPClient._call_utility_async self method args engine
 """.strip().splitlines()

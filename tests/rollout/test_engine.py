@@ -13,6 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -32,7 +33,9 @@ from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 from swift.template import get_template
 from vllm import SamplingParams
+from vllm.config.multimodal import MultiModalConfig
 from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.checks.rows import RowError
@@ -71,6 +74,7 @@ class RecordingVllm:
     """Keeps the parameters of each request, and answers with the texts of `says`, in order."""
 
     engine_core = None  # it has no processes of its own
+    renderer = SimpleNamespace(clear_mm_cache=lambda: None, clear_mm_cache_async=AsyncMock())
 
     def __init__(self, says: list[str], finish_reason: str = "stop") -> None:
         self.params: list[SamplingParams] = []
@@ -428,6 +432,69 @@ def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(
     assert len(vllm.params) == 8
     assert {params.seed for params in vllm.params} == expected
     assert all((7 in params.stop_token_ids) is bool(stops) for params in vllm.params)
+
+
+@pytest.mark.parametrize("side", ["Sender", "Receiver"])
+@pytest.mark.parametrize("serves", [False, True])
+def test_media_that_vllms_cache_lost_name_the_setting(make: Any, side: str, serves: bool) -> None:
+    lru = pytest.importorskip("vllm.multimodal.cache.lru")
+    model = SimpleNamespace(get_multimodal_config=MultiModalConfig)
+    cache = getattr(lru, f"LruKeyReplicated{side}Cache")(model)
+    vllm: Any = RecordingVllm([])
+    vllm.add_request = lambda *_: cache.get_and_update_item(None, "4f2a")
+    engine = make(vllm, serves=serves)
+    if serves:
+        reply = engine.infer([request(metadata_of())], config(), use_tqdm=False)
+        assert not reply[REQUEST_FAULT]  # another replica may draw it
+        error = reply[FAILURE]
+    else:
+        with pytest.raises(RuntimeError) as caught:
+            ask(engine, metadata_of())
+        error = str(caught.value)
+    assert "4f2a" in error
+    assert "Set --vllm_mm_processor_cache_gb in this engine's command to 0" in error
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_media_of_a_refused_turn_are_sent_again(make: Any, use_async: bool) -> None:
+    """vLLM finds out that a prompt is too long once its image is in the sender's cache."""
+    lru = pytest.importorskip("vllm.multimodal.cache.lru")
+    model = SimpleNamespace(get_multimodal_config=MultiModalConfig)
+    sender = lru.LruKeyReplicatedSenderCache(model)
+    receiver = lru.LruKeyReplicatedReceiverCache(model)
+
+    class CachingVllm(RecordingVllm):
+        has_refused = False
+
+        def add_request(self, request_id: str, inputs: Any, params: SamplingParams) -> None:
+            if len(inputs["prompt_token_ids"]) > 1:  # not what stands for a refused turn
+                item, _ = sender.get_and_update_item((MultiModalKwargsItem.dummy(), []), "4f2a")
+                if not self.has_refused:
+                    self.has_refused = True
+                    raise ValueError("longer than the maximum model length")
+                receiver.get_and_update_item(item, "4f2a")
+            super().add_request(request_id, inputs, params)
+
+    vllm: Any = CachingVllm(["a.", "a."])
+    vllm.renderer = SimpleNamespace(
+        clear_mm_cache=sender.clear_cache, clear_mm_cache_async=AsyncMock(wraps=sender.clear_cache)
+    )
+    engine = make(vllm, use_async=use_async)
+    turn = metadata_of().next_turn()
+    for reason in ("length", "stop"):
+        if use_async:
+            [output] = asyncio.run(engine.async_infer([request(turn)], config(), use_tqdm=False))
+        else:
+            output = ask(engine, turn)
+        [completion] = output.response.answer.completions
+        assert completion.finish_reason == reason
+
+
+def test_a_request_that_vllm_ends_with_an_error_is_no_sample(make: Any) -> None:
+    """vLLM 0.32 ends a request so if its cache lost an image; the text is empty."""
+    engine = make(RecordingVllm([""], finish_reason="error"))
+    with pytest.raises(RuntimeError, match="--vllm_mm_processor_cache_gb"):
+        ask(engine, metadata_of())
 
 
 def test_a_scheduler_that_leads_without_run_is_refused(make: Any) -> None:

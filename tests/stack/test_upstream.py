@@ -46,10 +46,17 @@ WAYS: dict[str, tuple[str, ...]] = {
     "two updates": ("--num_iterations", "2", "--beta", "0.04"),
     "two steps of a round": ("--steps_per_generation", "2"),
     "gspo": ("--importance_sampling_level", "sequence"),
-    "cispo": ("--loss_type", "cispo", "--epsilon_high", "0.28"),
+    "cispo": (
+        *("--loss_type", "cispo", "--epsilon_high", "0.28", "--temperature", "2.0"),
+        *("--gradient_accumulation_steps", "2", "--ddp_backend", "gloo"),
+    ),
     "sapo": ("--loss_type", "sapo"),
     "gdpo": ("--scale_rewards", "gdpo"),
 }
+
+RANKS = {"cispo": 2}
+"""ms-swift divides this loss by the tokens of all micro-batches and ranks of a step (4.6,
+grpo_trainer.py, `WINDOW_NORMALIZED_LOSS_TYPES`). At temperature 2 the lengths are unequal."""
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     ],
 )
 def test_losses_are_ms_swifts(way: str, assets: Path, tmp_path: Path) -> None:
-    logs, reward = {}, tmp_path / "reward.py"
+    logs, reward, ranks = {}, tmp_path / "reward.py", RANKS.get(way, 1)
     reward.write_text(REWARD, encoding="utf-8")
     own = ("--external_plugins", str(reward))
     ours = ("--external_plugins", PLUGIN, str(reward), "--rollout_seed_mode", "engine")
@@ -72,14 +79,18 @@ def test_losses_are_ms_swifts(way: str, assets: Path, tmp_path: Path) -> None:
         finished = swift(
             *TRAINING,
             *("--model", str(assets / "tiny_vlm"), "--dataset", str(assets / "digits/train.jsonl")),
-            *("--per_device_train_batch_size", str(BATCH), "--output_dir", str(tmp_path / side)),
-            *(*WAYS[way], *more),
+            *("--per_device_train_batch_size", str(BATCH // ranks)),
+            *("--output_dir", str(tmp_path / side), *WAYS[way], *more),
             log=tmp_path / f"{side}.log",
+            env={"NPROC_PER_NODE": str(ranks)} if ranks > 1 else None,
         )
         assert finished.returncode == 0, finished.cause
         logs[side] = logged_steps(tmp_path / side)
     assert len(logs["own"]) == 3
     assert logs["own"][0]["grad_norm"] > 1e-2
+    if ranks > 1:
+        for log in logs["own"]:
+            assert log["completions/min_length"] < log["completions/max_length"]
     # ms-swift divides advantages by the standard deviation plus 1e-4. If a group's rewards differ
     # in the last bit alone (2^-24, of a KL term), its advantages are 6e-4.
     rounding = 2**-24 / 1e-4 if way == "kl in the reward" else 2e-6
