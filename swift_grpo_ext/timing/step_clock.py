@@ -35,6 +35,7 @@ METHODS = {
     "_score_completions": "rewards",
     "_prepare_batch_inputs": "batch",
     "_get_per_token_logps_and_entropies": "logps",
+    "_rounded_logps": "logps",
     "_assemble_teacher_api_logps": "logps",
     "_fetch_and_assemble_teacher_logprobs": "logps",
     "evaluation_loop": "rest",

@@ -142,9 +142,9 @@ def flatten(values: Iterable[Any] | None) -> Iterator[Any]:
     return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
 
 
-def kind_of_row(sample: RolloutSample) -> str:
+def kind_of_row(row: object) -> str:
     """Return a row's media in one word: `text`, `image`, `images`, `video`, `image+video` ..."""
-    numbers = Counter(medium.kind for medium in media_of(sample))
+    numbers = Counter(medium.kind for medium in media_of(row))
     kinds = [kind + "s" * (numbers[kind] > 1) for kind in KINDS if numbers[kind]]
     return "+".join(kinds) or "text"
 

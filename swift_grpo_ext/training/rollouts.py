@@ -84,6 +84,7 @@ class Round:
     # With sequence parallelism, micro-batches also hold other ranks' samples.
     micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]]
     values: Sequence[Sequence[float]]  # [samples][reward functions]
+    rounded: Sequence[torch.Tensor] = ()  # of each micro-batch: logps [B, T] with other rounding
 
     @property
     def is_measured(self) -> bool:
@@ -139,7 +140,8 @@ class RolloutTraining(RolloutTrainerMixin):
         # Under autocast, a float32 model computes in 16 bits.
         is_half = config.bf16 or config.fp16
         self.number_bits = 16 if is_half else torch.finfo(self.model.dtype).bits
-        self.gap_limit = gap_limit(min(self.number_bits, self._engine_bits), config.temperature)
+        self.least_bits = min(self.number_bits, self._engine_bits)  # of the less precise side
+        self.gap_limit = gap_limit(self.least_bits, config.temperature)
         self._gap_check = GapCheck(config, self.gap_limit)
         self.completion_logps = CompletionLogps(config, template)
         self._conversations = Conversations(template, has_scheduler=bool(self.multi_turn_scheduler))
@@ -455,7 +457,7 @@ class RolloutTraining(RolloutTrainerMixin):
         extras = training_scores(samples, micro_batches)
         reports = self.ranks.all_gather(
             RoundReport(
-                gaps=measure_gap(micro_batches),
+                gaps=measure_gap(micro_batches, round_.rounded),
                 prompt_hashes=[s.prompt_hash for s in samples if s.sample_id.index == 0],
                 scores=self._rewards.record(samples, round_.values, fate=fate, extras=extras),
                 sharing_failed=self.completion_logps.sharing_failed,

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from swift.rlhf_trainers import GRPOTrainer, grpo_trainer
+from swift.trainers import disable_gradient_checkpointing
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from swift_grpo_ext.logits import router_replay
+from swift_grpo_ext.logits.proof import rounding_noise
 from swift_grpo_ext.logits.router_replay import RouterReplay
+from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.rollout.placeholders import mask_models
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.training.batch import check_batches, collate_groups, complete_teacher_views
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
+from swift_grpo_ext.training.gap import sampling_shift
 from swift_grpo_ext.training.resampling import DynamicSampling
 from swift_grpo_ext.training.rollouts import Round
+from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.patches import replaced
 
 if TYPE_CHECKING:
@@ -197,9 +203,32 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
         grpo_batches = [batch["grpo_batch"] for batch in batch_encoded_inputs]
         micro_batches = list(zip(self._chunks, grpo_batches, strict=True))
         values = self.own_share(samples, self._rewards_per_func)
-        self._round = Round(samples, micro_batches, values)
+        rounded = self._rounded_logps(batch_encoded_inputs)
+        self._round = Round(samples, micro_batches, values, rounded)
         if self._round.is_measured:
             self._end_round()
+
+    def _rounded_logps(self, batches: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+        """Return `rounded_logps` of each micro-batch of an early round; empty in later rounds."""
+        # The noise has neither the steps of quantized numbers nor the effect of sampling settings.
+        # No GPU has run with it.
+        is_explained = self.least_bits < 16 or sampling_shift(self.args) or has_accelerator()
+        is_early = self.model.training and self._gap_check.is_early
+        if is_explained or not is_early or not self.args.use_vllm:
+            return []
+        return [self.rounded_logps(b["model_inputs"], b["grpo_batch"]) for b in batches]
+
+    def rounded_logps(self, model_inputs: dict[str, Any], batch: GRPOBatch) -> torch.Tensor:
+        """Return log-probabilities [B, T], in nats, with other rounding in each layer."""
+        checkpointing = disable_gradient_checkpointing(
+            self.model, self.args.gradient_checkpointing_kwargs
+        )
+        least = torch.finfo(torch.bfloat16).eps if self.least_bits <= 16 else 0.0
+        noise = rounding_noise(base_model(self.model), least)
+        with torch.no_grad(), checkpointing, noise:
+            single = self._get_per_token_logps_and_entropies_single
+            logps, _ = single(self.model, model_inputs, batch)
+        return cast("torch.Tensor", logps)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return ms-swift's loss. The last loss of a round ends the round, before its backward."""

@@ -93,3 +93,29 @@ def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     kept = SimpleNamespace(old_per_token_logps=-LOGPS)
     host._get_per_token_logps_and_entropies("policy", {}, kept)
     assert torch.equal(kept.old_per_token_logps, -LOGPS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_compared"),
+    [
+        ({}, True),
+        ({"is_early": False}, False),
+        ({"training": False}, False),  # an evaluation
+        ({"bits": 8}, False),  # the noise has no steps of quantized numbers
+        ({"top_p": 0.9}, False),  # sampling settings move log-probabilities
+        ({"use_vllm": False}, False),
+        ({"gpu": True}, False),  # no GPU has run it
+    ],
+)
+def test_early_rounds_have_a_pass_with_other_rounding(
+    changes: dict[str, Any], is_compared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(training=changes.get("training", True))
+    host.least_bits = changes.get("bits", 16)
+    host._gap_check = SimpleNamespace(is_early=changes.get("is_early", True))
+    host.args = arguments(use_vllm=changes.get("use_vllm", True), top_p=changes.get("top_p", 1.0))
+    monkeypatch.setattr(trainer, "has_accelerator", lambda: changes.get("gpu", False))
+    monkeypatch.setattr(Host, "rounded_logps", lambda _, inputs, batch: (inputs, batch))
+    batches = [{"model_inputs": number, "grpo_batch": -number} for number in range(3)]
+    expected = [(0, 0), (1, -1), (2, -2)] if is_compared else []
+    assert host._rounded_logps(batches) == expected

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +17,12 @@ from swift.trainers import disable_gradient_checkpointing
 
 from swift_grpo_ext.checks.finding import SettingsError
 from swift_grpo_ext.checks.rows import encoding_error, media_of
-from swift_grpo_ext.logits.proof import rounding_noise
-from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.tools.selftest.outcome import NotTriedError
-from swift_grpo_ext.training.gap import Gap, gaps_between
+from swift_grpo_ext.training.gap import BoundedGap, measure_gap
 from swift_grpo_ext.training.group import DisagreementError, kind_of_row
 from swift_grpo_ext.upstream.patches import replaced
 
@@ -38,33 +36,7 @@ MAX_GROUP_SIZE = 8
 MAX_TOKENS = 64  # of a completion, if the user's own limit is higher
 ROWS_LOOKED_AT = 500  # of the data set, evenly spread
 
-# `rounding_noise` measures how far rounding moves log-probabilities. A gap may be
-# `ROUNDINGS` times that, and more for few tokens. In 5,000 samples of healthy tokens for each of
-# four models in bfloat16, the largest gap was 0.7 of this bound.
-ROUNDINGS, FEW = 1.5, 256
-LEAST = 0.001  # nats; kernels approximate exponentials (1.4e-4 nats on the CPU in float32)
-
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class BoundedGap:
-    """The gap of some tokens, and how far rounding moves their training log-probabilities."""
-
-    gap: Gap = field(default_factory=Gap)
-    rounding: Gap = field(default_factory=Gap)
-
-    def __add__(self, other: BoundedGap) -> BoundedGap:
-        return BoundedGap(self.gap + other.gap, self.rounding + other.rounding)
-
-    @property
-    def bound(self) -> float:
-        """The mean gap, in nats, that rounding explains.
-
-        It is tighter than `gap_limit`, which suits all models: gaps of the tiny Qwen2.5-VL are
-        0.002 to 0.008 nats in bfloat16, and 0.011 to 0.016 without M-RoPE's height and width.
-        """
-        return max(ROUNDINGS * (1 + FEW / max(self.gap.count, 1)) * self.rounding.mean, LEAST)
 
 
 class Rig:
@@ -104,8 +76,13 @@ class Rig:
 
     @cached_property
     def prompts(self) -> list[Row]:
-        """A few rows that the template can encode."""
-        return self.usable(self.rows, NUM_PROMPTS)
+        """A few rows that the template can encode, of as many kinds as possible."""
+        seen, turns = Counter[str](), list[int]()
+        for kind in map(kind_of_row, self.rows):
+            turns.append(seen[kind])
+            seen[kind] += 1
+        by_turn = sorted(zip(turns, self.rows, strict=True), key=itemgetter(0))
+        return self.usable((row for _, row in by_turn), NUM_PROMPTS)
 
     def hardest_prompts(self, count: int) -> list[Row]:
         """Return the rows with most media, and those with the longest texts."""
@@ -216,16 +193,12 @@ class Rig:
         """Return for each kind of row the gap between rollout and trainer, and how far rounding
         moves the trainer's log-probabilities. Samples that both sides encode differently are left
         out: the check `prompts` names them."""
-        trainer, gaps = self.trainer, defaultdict[str, BoundedGap](BoundedGap)
-        bits = min(trainer.number_bits, trainer._engine_bits)  # the less precise side's
-        least = torch.finfo(torch.bfloat16).eps if bits <= 16 else 0.0
+        gaps = defaultdict[str, BoundedGap](BoundedGap)
         for sample in samples:
             with suppress(DisagreementError):
                 inputs, batch = self.encode([sample], mismatch="stop")
-                training, mask = self.logps(inputs, batch), batch.completion_mask.bool()
-                with rounding_noise(base_model(trainer.model), least):
-                    rounded = self.logps(inputs, batch)
-                [gap] = gaps_between(batch.rollout_per_token_logps, training, mask)
-                [rounding] = gaps_between(rounded, training, mask)
-                gaps[kind_of_row(sample)] += BoundedGap(gap, rounding)
+                batch.old_per_token_logps = self.logps(inputs, batch)
+                rounded = self.trainer.rounded_logps(inputs, batch)
+                [(_, (_, kind), gap)] = measure_gap([([sample], batch)], [rounded])
+                gaps[kind] += gap
         return dict(gaps)

@@ -1,0 +1,195 @@
+"""A plugin for tests: engines that see images wrongly, and trainings that report each round's gap.
+
+The folder `SIGHT` holds the file `fault`: the name of an engine's fault, and its strength ("blind
+tower x 0.25"). A training takes the faults of its rounds from `SIGHT_ROUNDS`, a JSON list. It
+compares each round with its rounding, not the first two alone, and appends the kinds of rows that
+it names to the file `rounds`. The faults are in vLLM's classes for Qwen2.5-VL: tower, positions,
+caches, and the media of requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as Model
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from swift_grpo_ext.training import gap
+from swift_grpo_ext.upstream.patches import replaced
+
+FOLDER = Path(os.environ["SIGHT"])
+CACHES = {"stale encoder cache": "encoder", "stale prefix cache": "prefix"}
+
+
+def current() -> tuple[str, float]:
+    """Return the engine's fault, "" for none, and its strength; 1 is the whole fault."""
+    path = FOLDER / "fault"
+    name, _, strength = (path.read_text() if path.exists() else "").partition(" x ")
+    return name, float(strength or 1)
+
+
+def set_fault(name: str) -> None:
+    (FOLDER / "fault").write_text(name)
+
+
+def patched(owner: Any, name: str) -> Callable[[Any], Any]:
+    """Return a decorator: the function takes the method's place, and gets it as first argument."""
+
+    def patch(function: Any) -> Any:
+        method = getattr(owner, name)
+        setattr(owner, name, wraps(method)(lambda *args, **kw: function(method, *args, **kw)))
+        return function
+
+    return patch
+
+
+# --- the tower ---
+
+
+@patched(Model, "embed_multimodal")
+def embed(method: Any, self: Any, **kwargs: Any) -> Any:
+    name, strength = current()
+    if name != "another checkpoint's tower":
+        features = method(self, **kwargs)
+        return tuple(f * (1 - strength) for f in features) if name == "blind tower" else features
+    own = {p: p.data.clone() for p in self.visual.parameters()}
+    noise = torch.Generator().manual_seed(3)
+    for parameter in own:
+        random = torch.randn(parameter.shape, generator=noise).to(parameter)
+        spread = parameter.data.float().std() if parameter.numel() > 1 else 0.0
+        parameter.data += strength * spread * random
+    try:
+        return method(self, **kwargs)
+    finally:
+        for parameter, data in own.items():
+            parameter.data.copy_(data)
+
+
+# --- positions ---
+
+
+@patched(MRotaryEmbedding, "__init__")
+def init(method: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    method(self, *args, **kwargs)
+    rotate = self._forward_method
+
+    def forward(positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if current()[0] == "M-RoPE rows dropped" and positions.ndim > 1:
+            positions = positions[:1].expand_as(positions)
+        return rotate(positions, *args, **kwargs)
+
+    self._forward_method = forward
+
+
+@patched(Model, "get_mrope_input_positions")
+def positions_of(method: Any, self: Any, tokens: Any, features: Any, *args: Any) -> Any:
+    positions, delta = method(self, tokens, features, *args)
+    name, strength = current()
+    if name == "positions off behind an image" and features:
+        end = max(f.mm_position.offset + f.mm_position.length for f in features)
+        positions = positions.clone()
+        positions[:, end:] += int(strength)
+        delta += int(strength)
+    return positions, delta
+
+
+# --- media of requests ---
+
+_last: dict[tuple[int, int], Image.Image] = {}
+"""The last image of another request, by size."""
+
+
+def spoil(image: Image.Image, name: str, strength: float) -> Image.Image:
+    width, height = image.size
+    larger = image.resize((width * 9 // 8, height * 9 // 8), Image.Resampling.BICUBIC)
+    match name:
+        case "images of rows swapped":
+            other, _last[image.size] = _last.get(image.size, image), image
+            return Image.blend(image, other, strength)
+        case "other pixel limits":  # the template has resized it to multiples of 28
+            return image.resize((width + 28, height))
+        case "bilinear resize":
+            return larger.resize(image.size, Image.Resampling.BILINEAR)
+        case "nearest resize":
+            return larger.resize(image.size, Image.Resampling.NEAREST)
+        case "colour channels swapped":
+            red, green, blue = image.split()
+            return Image.blend(image, Image.merge("RGB", (blue, green, red)), strength)
+        case "upside down":
+            return image.rotate(180)
+    return image
+
+
+@patched(LLMEngine, "add_request")
+def add_request(method: Any, self: Any, request_id: str, prompt: Any, *args: Any, **kw: Any) -> Any:
+    name, strength = current()
+    media = dict(prompt.get("multi_modal_data") or {}) if isinstance(prompt, dict) else {}
+    if "image" in media and name:
+        images = media["image"] if isinstance(media["image"], list) else [media["image"]]
+        images = [spoil(image.convert("RGB"), name, strength) for image in images]
+        if name == "one of several images blank" and len(images) > 1:
+            blank = Image.new("RGB", images[-1].size, (127, 127, 127))
+            images[-1] = Image.blend(images[-1], blank, strength)
+        prompt = {**prompt, "multi_modal_data": {**media, "image": images}}
+    if "video" in media and name == "other video frames":
+        videos = media["video"] if isinstance(media["video"], list) else [media["video"]]
+        shifted = [
+            (np.roll(v[0], 2, 0), *v[1:]) if isinstance(v, tuple) else np.roll(v, 2, 0)
+            for v in videos
+        ]
+        prompt = {**prompt, "multi_modal_data": {**media, "video": shifted}}
+    return method(self, request_id, prompt, *args, **kw)
+
+
+# --- caches ---
+
+for owner, cache in (
+    (LLMEngine, "encoder"),
+    (GPUModelRunner, "encoder"),  # the scheduler and the worker each have a part of the cache
+    (LLMEngine, "prefix"),
+):
+
+    @patched(owner, f"reset_{cache}_cache")
+    def reset(method: Any, self: Any, *args: Any, own: str = cache, **kwargs: Any) -> Any:
+        return True if CACHES.get(current()[0]) == own else method(self, *args, **kwargs)
+
+
+# --- the training ---
+
+if "SIGHT_ROUNDS" in os.environ:
+    faults = json.loads(os.environ["SIGHT_ROUNDS"])
+    gap.NUM_EARLY = 10**9
+
+    set_fault(faults[0])
+
+    @patched(gap.GapCheck, "check")
+    def check(method: Any, self: Any, gaps: Any, step: int, **kwargs: Any) -> Any:
+        fault = (FOLDER / "fault").read_text()
+        number = self._num_rounds + 1
+        set_fault(faults[number] if number < len(faults) else "")
+        named: dict[str, str] = {}
+
+        def report(_: int, beyond: Any, *args: Any) -> None:
+            named.update({" ".join(source): why for source, why in beyond.items()})
+
+        with replaced(self, "_report", report):
+            metrics = method(self, gaps, step, **kwargs)
+        samples = [
+            (s.name.group_id.request_id, s.source[1], *astuple(s.gap.gap), *astuple(s.gap.rounding))
+            for s in gaps
+        ]
+        with (FOLDER / "rounds").open("a", encoding="utf-8") as file:
+            found = {"step": step, "fault": fault, "named": named, "samples": samples}
+            print(json.dumps(found), file=file)
+        return metrics
