@@ -11,7 +11,7 @@ import json
 import pickle
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from swift.cli.main import parse_yaml_args
 
 from swift_grpo_ext.tools.harness import with_trainer
@@ -96,53 +95,12 @@ def other_tokens(_: Any) -> AbstractContextManager[Any]:
     return patch.object(shim, "token_logps", turned)
 
 
-@contextmanager
-def blind(rig: Any) -> Iterator[None]:
-    """The tower's features are zeros."""
-    model = rig.trainer.engine.inner_model
-    embed = model.embed_multimodal
-
-    def embed_multimodal(**kwargs: Any) -> Any:
-        return tuple(torch.zeros_like(features) for features in embed(**kwargs))
-
-    with patch.object(model, "embed_multimodal", embed_multimodal):
-        yield
-
-
-@contextmanager
-def without_height_and_width(rig: Any) -> Iterator[None]:
-    """The kernel that rotates queries and keys drops two rows of M-RoPE (sglang 36762)."""
-    from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
-
-    with ExitStack() as faults:
-        for module in rig.trainer.engine.inner_model.modules():
-            if isinstance(module, MRotaryEmbedding):
-                rotate = module._forward_method
-
-                def forward(positions: Any, *args: Any, rotate: Any = rotate, **kwargs: Any) -> Any:
-                    return rotate(positions[:1].expand_as(positions), *args, **kwargs)
-
-                faults.enter_context(patch.object(module, "_forward_method", forward))
-        yield
-
-
-def upside_down(rig: Any) -> AbstractContextManager[Any]:
-    """vLLM gets images turned by 180 degrees."""
-    engine = rig.trainer.engine.engine
-    add = engine.add_request
-
-    def add_request(name: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        media = dict(prompt.get("multi_modal_data") or {})
-        if "image" in media:
-            images = media["image"] if isinstance(media["image"], list) else [media["image"]]
-            media["image"] = [image.convert("RGB").rotate(180) for image in images]
-        return add(name, {**prompt, "multi_modal_data": media}, *args, **kwargs)
-
-    return patch.object(engine, "add_request", add_request)
-
-
-SIGHT = {"blind": blind, "flat": without_height_and_width, "upside down": upside_down}
-"""Faults in how the engine sees images: `weights` has to report rows of images alone."""
+SIGHT = (
+    *("blind tower", "another checkpoint's tower", "one of several images blank", "upside down"),
+    *("M-RoPE rows dropped", "positions off behind an image", "stale encoder cache"),
+)
+"""Faults in how the engine sees images (`sight.py`): `weights` has to report rows of images alone.
+The check meets the same images before and after an update of the tower."""
 
 FAULTS = {
     "seeds": (shared_seeds, "samples share noise that should differ"),
@@ -156,6 +114,8 @@ FAULTS = {
 
 
 def main(output: Path, argv: list[str]) -> None:
+    from tests.stack import sight  # before the engine is made
+
     def use(trainer: Any) -> None:
         from swift_grpo_ext.tools.selftest import checks
         from swift_grpo_ext.tools.selftest.rig import Rig
@@ -183,9 +143,10 @@ def main(output: Path, argv: list[str]) -> None:
                 found["faulty"][name] = tried(name)
         rig.update_weights()
         found["sight"] = {}
-        for name, sight in SIGHT.items():
-            with sight(rig):
-                found["sight"][name] = tried("weights")
+        for name in SIGHT:
+            sight.set_fault(name)
+            found["sight"][name] = tried("weights")
+        sight.set_fault("")
         found["again"] = {"weights": tried("weights")}
         output.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
 

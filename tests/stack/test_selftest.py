@@ -27,8 +27,8 @@ def unequal_rows(assets: Path) -> list[dict[str, Any]]:
     for number, row in enumerate(rows):
         row["messages"][0]["content"] += " Look twice." * number
     rows[3]["messages"][0]["content"], rows[3]["images"] = "What is 3 + 4?", []
-    rows[4]["messages"][0]["content"] = "<image><image>Which digits are these?"
-    rows[4]["images"] = rows[4]["images"] + rows[5]["images"]
+    rows[2]["messages"][0]["content"] = "<image><image>Which digits are these?"
+    rows[2]["images"] = rows[4]["images"] + rows[5]["images"]
     rows[6]["messages"][0]["content"] = "<image>" * 3
     rows[6]["images"] = [str(assets / "digits/none.png")] * 3
     return rows
@@ -43,13 +43,14 @@ def found(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         *(str(PRESET), "--model", str(assets / "tiny_vlm"), "--dataset", str(rows), *HOT),
         *("--num_generations", "4", "--per_device_train_batch_size", "16"),
         *("--stop_words", STOP, "--output_dir", str(folder / "run"), "--add_version", "false"),
-        *("--sample_log", "none", "--max_steps", "1", "--freeze_vit", "true"),
+        *("--sample_log", "none", "--max_steps", "1", "--freeze_vit", "false"),
         # Fewer tokens than the text of the check's grammar has.
         *("--truncation_strategy", "delete", "--max_completion_length", "8"),
     ]
     output = folder / "found.json"
     command = [sys.executable, "-m", "tests.stack.selftest_faults", str(output), *argv]
-    with started(command, folder / "log") as running:
+    environment = {**os.environ, "SIGHT": str(folder)}
+    with started(command, folder / "log", environment) as running:
         finished = running.wait(900)
     assert finished.returncode == 0, finished.cause
     return dict(json.loads(output.read_text(encoding="utf-8")))
@@ -61,8 +62,9 @@ def test_a_healthy_stack_holds(found: dict[str, Any]) -> None:
     assert reasons == {}
     assert healthy["seeds"]["values"]["surprisal of all (bits)"] > 1000
     weights = healthy["weights"]["values"]
-    moved = weights["the change moved log-probabilities by (nats)"]
-    assert moved >= 4 * weights["limit (nats)"]
+    for change, clear in (("an update", 4), ("an update of the tower", 2)):
+        moved = weights[f"{change} moved log-probabilities by (nats)"]
+        assert moved >= clear * weights["limit (nats)"]
     logits = healthy["logits"]["values"]
     shortest, _, longest = logits["completions (tokens)"].partition(" to ")
     assert (logits["samples"], int(shortest) < int(longest)) == (4, True)
@@ -82,7 +84,7 @@ def test_an_engine_that_sees_images_wrongly_is_found(name: str, found: dict[str,
     """Rows of text agree; rows of images differ by more than rounding."""
     result = found["sight"][name]
     assert result["status"] == "does not hold"
-    assert "rows of image lie " in result["reason"]
+    assert "rows of image" in result["reason"]
     assert "rows of text" not in result["reason"]
 
 

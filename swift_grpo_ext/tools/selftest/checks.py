@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from swift_grpo_ext.diversity.collision import (
     PromptMemory,
@@ -24,13 +25,14 @@ from swift_grpo_ext.diversity.collision import (
     surprisal_bits,
 )
 from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.stops.rule import find
 from swift_grpo_ext.tools.selftest.outcome import LEAST_P, NotTriedError, flips
 from swift_grpo_ext.tools.selftest.rig import MAX_TOKENS, Rig
 from swift_grpo_ext.training.gap import Gap, gaps_between
-from swift_grpo_ext.training.group import trained_ids
+from swift_grpo_ext.training.group import kind_of_row, trained_ids
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.patches import replaced
 
@@ -181,28 +183,31 @@ def _stop_faults(rig: Rig, word: str, sample: RolloutSample) -> Iterator[str]:
 
 NUM_TENSORS = 32  # that the check changes, spread over the model
 FIRST_CHANGE = 0.05  # noise, as a share of a tensor's size; each further try doubles it
-MOST_TRIES = 10
+MOST_TRIES = 6  # the last noise is 1.6 times a tensor; an engine refuses 3 times (weights/watch.py)
 CLEAR = 4.0  # the change moves log-probabilities by this many limits
 
 
 def check_weights(rig: Rig) -> Finding:
     """Compare log-probabilities of rollout and trainer: before an update, after an update with
-    changed weights, and after an update with the first weights again."""
+    changed weights, after one with a changed vision tower, and with the first weights again."""
     limit, samples = rig.trainer.gap_limit, _probes(rig)
     measured = {"before an update": rig.measure_gaps(samples)}
     if not measured["before an update"]:
         raise NotTriedError(
             "rollout and training see different prompts: `prompts` says how they differ"
         )
-    with _changed(rig, samples, CLEAR * limit) as moved:
-        rig.update_weights()
-        measured["after an update"] = rig.measure_gaps(_probes(rig))
+    values: dict[str, Any] = {"limit (nats)": limit}
+    has_media = any(kind_of_row(sample) != "text" for sample in samples)
+    for name, changed in _changes(rig.trainer.model, has_media=has_media).items():
+        # The engine meets the images of `samples` again: a cached output of an older tower shows.
+        with _changed(rig, samples, CLEAR * limit, changed) as moved:
+            rig.update_weights()
+            measured[f"after {name}"] = rig.measure_gaps(_probes(rig))
+        values[f"{name} moved log-probabilities by (nats)"] = float(f"{moved:.3g}")
+    if values["an update moved log-probabilities by (nats)"] < CLEAR * limit:
+        raise NotTriedError(f"no change of the weights moved log-probabilities by {CLEAR * limit}")
     rig.update_weights()
     measured["after it was taken back"] = rig.measure_gaps(_probes(rig))
-    values: dict[str, Any] = {
-        "limit (nats)": limit,
-        "the change moved log-probabilities by (nats)": float(f"{moved:.3g}"),
-    }
     faults = []
     for when, kinds in measured.items():
         for kind, bounded in kinds.items():
@@ -227,11 +232,26 @@ def _probes(rig: Rig) -> list[RolloutSample]:
     return rig.generate([rig.prompts[sample_id.group] for sample_id in ids], ids, config)
 
 
+def _changes(model: nn.Module, *, has_media: bool) -> dict[str, list[nn.Parameter]]:
+    """Return the weights that each update changes: of the whole model, and of its vision tower."""
+    base = base_model(model)
+    language = (base.get_decoder(), base.get_input_embeddings(), base.get_output_embeddings())
+    known = {id(p) for module in language if module is not None for p in module.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    changes = {
+        "an update": trained,
+        "an update of the tower": [p for p in trained if has_media and id(p) not in known],
+    }
+    return {name: [*spread(parameters)] for name, parameters in changes.items() if parameters}
+
+
 @contextmanager
-def _changed(rig: Rig, samples: Sequence[RolloutSample], least: float) -> Iterator[float]:
-    """Add noise to some trained weights within the block. The trainer's log-probabilities of
-    `samples` then lie at least `least` nats from the rollout's in the mean; yield that mean."""
-    changed = spread([p for p in rig.trainer.model.parameters() if p.requires_grad])
+def _changed(
+    rig: Rig, samples: Sequence[RolloutSample], least: float, changed: Sequence[nn.Parameter]
+) -> Iterator[float]:
+    """Add noise to weights within the block. The trainer's log-probabilities of `samples` then lie
+    at least `least` nats from the rollout's in the mean, or as far as the noise moves them; yield
+    that mean."""
     kept = [parameter.detach().clone().cpu() for parameter in changed]
     inputs, batch = rig.encode(samples)
     sampled, mask = batch.rollout_per_token_logps, batch.completion_mask.bool()
@@ -247,8 +267,6 @@ def _changed(rig: Rig, samples: Sequence[RolloutSample], least: float) -> Iterat
             moved = sum(gaps_between(sampled, rig.logps(inputs, batch), mask), Gap()).mean
             if moved >= least:
                 break
-        else:
-            raise NotTriedError(f"no change of the weights moved log-probabilities by {least:g}")
         yield moved
     finally:
         for parameter, value in zip(changed, kept, strict=True):
