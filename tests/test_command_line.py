@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Union, get_type_hints
-from unittest.mock import MagicMock
 
 import pytest
 from swift.arguments import RLHFArguments, RolloutArguments
@@ -171,44 +170,20 @@ def test_json_flags_do_not_depend_on_what_was_imported_first(
     assert (namespace.model_kwargs, leftover) == ('{"a": 1}', [])
 
 
-class MegatronPackages(MetaPathFinder, Loader):
-    """Stands for Megatron's own packages, without which ms-swift's classes for it are not imported.
-    They are not installed here."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        is_one = name.partition(".")[0] in ("megatron", "mcore_bridge")
-        return ModuleSpec(name, self, is_package=True) if is_one else None
-
-    def create_module(self, spec: ModuleSpec) -> Any:
-        return MagicMock(__name__=spec.name, __path__=[], __spec__=spec, __version__="0.17.0")
-
-    def exec_module(self, module: Any) -> None:
-        """Do nothing: the module has any attribute."""
-
-
-@pytest.mark.parametrize("road", ["Megatron", "Megatron with Ray"])
-@pytest.mark.parametrize("rlhf_type", ["grpo", "gkd", "dpo"])
-def test_a_training_of_megatron_is_refused(road: str, rlhf_type: str) -> None:
+def test_a_training_of_megatron_is_refused() -> None:
     """Ray's driver parses its arguments first, before it connects to Ray."""
-    settings = {"rlhf_type": rlhf_type, "external_plugins": [str(PLUGIN)], "model": "/none"}
-
-    def parse() -> None:
-        sys.meta_path.insert(0, MegatronPackages())
-        from swift.megatron.arguments import MegatronRLHFArguments
-        from swift.ray.megatron.driver_utils import build_dataset_from_dict, parse_args_from_dict
-
-        if road == "Megatron":
-            parse_args_from_dict(MegatronRLHFArguments, settings)
+    # In a process of its own: stand-ins for Megatron's packages confuse what is imported here.
+    command = [sys.executable, "-m", "tests.megatron", str(PLUGIN)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    errors = json.loads(output.splitlines()[-1])
+    for name, error in errors.items():
+        if name.startswith("dpo"):  # our plugin has nothing to add; the model is not there
+            assert "swift-grpo-ext" not in error
+            assert "/none" in error
         else:
-            build_dataset_from_dict({**settings, "use_ray": True})
-
-    error = in_child(parse)
-    if rlhf_type == "dpo":  # our plugin has nothing to add; the model is not there
-        assert "swift-grpo-ext" not in error
-        assert "/none" in error
-    else:
-        assert error.startswith("SettingsError: --external_plugins names swift-grpo-ext")
-        assert "none of its seeds, records and checks" in error
+            assert error.startswith("SettingsError: --external_plugins names swift-grpo-ext")
+            assert "none of its seeds, records and checks" in error
+    assert len(errors) == 6
 
 
 # --- the parser ---

@@ -29,6 +29,7 @@ from swift_grpo_ext.logits.shim import LogitsShim
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record.rewards import RewardRecorder
 from swift_grpo_ext.rollout.sample import RolloutGKDSample
+from swift_grpo_ext.timing.step_clock import StepClock
 from swift_grpo_ext.training import RolloutGKDTrainer
 from swift_grpo_ext.training.batch import complete_teacher_views
 from swift_grpo_ext.training.distillation import check_teacher, completions_of, divergence
@@ -74,6 +75,8 @@ class Ours(RolloutGKDTrainer):
         Upstream.__init__(self, args, teacher, top=top, served=served)
         self.model = SimpleNamespace(training=False)  # measures no gap
         self.completion_logps = CompletionLogps(args, self.template)
+        self.accelerator.device = torch.device("cpu")
+        self._clock = StepClock(self)
 
 
 def score(gkd_batch: GKDBatch, labels: Tensor, lacks: int | slice = slice(0)) -> None:

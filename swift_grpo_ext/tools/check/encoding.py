@@ -91,6 +91,7 @@ class Frontend(LLMEngine):
     def __init__(self, vllm_config: VllmConfig, *_: Any, **__: Any) -> None:
         self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
         self.input_processor = InputProcessor(vllm_config)
+        self.renderer = self.input_processor.renderer
 
     def add_request(self, *args: Any, **kwargs: Any) -> Any:
         return self.input_processor.process_inputs(*args, **kwargs, supported_tasks=("generate",))
