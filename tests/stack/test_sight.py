@@ -29,13 +29,16 @@ from tests.stack.rounds import (
 pytestmark = pytest.mark.stack
 
 PLUGIN = "tests/stack/sight.py"
-NUM_PROMPTS, GROUP_SIZE = 40, 2
+NUM_PROMPTS, GROUP_SIZE = 64, 2
+LONG = "Look at each of them closely, one after the other, and take your time. " * 3
+"""With it a prompt fills a block of vLLM's CPU cache, which has 128 tokens."""
+
 SEEN = {"image", "images", "video"}
 FAULTS = {
     "M-RoPE rows dropped": SEEN,
     # The first updates are the largest.
     "stale encoder cache": SEEN,
-    "stale prefix cache": {"video"},  # a prompt has to fill a block of vLLM's CPU cache
+    "stale prefix cache": {"images", "video"},
     "blind tower": SEEN,
     "blind tower x 0.25": SEEN,
     "another checkpoint's tower": SEEN,
@@ -63,22 +66,21 @@ def rows(assets: Path, folder: Path) -> list[dict[str, Any]]:
         row["images"] = [str(folder / f"{number}.png")]
         Image.blend(image, Image.fromarray(texture.astype(np.uint8)), 0.4).save(row["images"][0])
         row["messages"][0]["content"] += " Look twice." * (number % 3)
-    small = [str(folder / f"{number}-small.png") for number in range(6)]
-    for number, path in enumerate(small):
-        Image.open(made[number]["images"][0]).resize((112, 84)).save(path)
+    frames = [str(folder / f"{number}-frame.png") for number in range(6)]
+    for number, path in enumerate(frames):
+        colour = Image.new("RGB", (112, 84), (40 * number, 255 - 50 * number, 128 * (number % 2)))
+        digit = Image.open(digits(assets, [number])[0]["images"][0]).convert("RGB")
+        Image.blend(digit.resize(colour.size), colour, 0.5).save(path)
     for number, row in enumerate(made):
         if number % 4 == 1:
             row["messages"][0]["content"], row["images"] = f"What is {number} + 4? In words.", []
         elif number % 4 == 2:
-            row["messages"][0]["content"] = "<image><image>Which digits are these?"
+            row["messages"][0]["content"] = f"<image><image>Which digits? {LONG}"
             row["images"] = [*row["images"], *made[number - 2]["images"]]
         elif number % 8 == 7:
-            frames = small[number % 3 :] + small[: number % 3]
-            row["messages"][0]["content"] = "<video>Which digits are these?" + " Look." * (
-                number // 4
-            )
-            row["images"] = []
-            row["videos"] = [str(write_video(frames, folder / f"{number}.mp4"))]
+            row["messages"][0]["content"] = f"<video>Which digits?{' Look.' * (number // 4)}"
+            row["images"], shown = [], frames[number % 5 :] + frames[: number % 5]
+            row["videos"] = [str(write_video(shown, folder / f"{number}.mp4"))]
     return made
 
 
