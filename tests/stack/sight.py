@@ -131,6 +131,13 @@ def spoil(image: Image.Image, name: str, strength: float) -> Image.Image:
     return image
 
 
+def last_frames(video: Any) -> Any:
+    """Return a video of as many frames, all taken from the last two."""
+    if isinstance(video, tuple):  # with its metadata
+        return last_frames(video[0]), *video[1:]
+    return np.concatenate([video[-2:]] * len(video))[: len(video)]
+
+
 @patched(LLMEngine, "add_request")
 def add_request(method: Any, self: Any, request_id: str, prompt: Any, *args: Any, **kw: Any) -> Any:
     name, strength = current()
@@ -144,11 +151,8 @@ def add_request(method: Any, self: Any, request_id: str, prompt: Any, *args: Any
         prompt = {**prompt, "multi_modal_data": {**media, "image": images}}
     if "video" in media and name == "other video frames":
         videos = media["video"] if isinstance(media["video"], list) else [media["video"]]
-        shifted = [
-            (np.roll(v[0], 2, 0), *v[1:]) if isinstance(v, tuple) else np.roll(v, 2, 0)
-            for v in videos
-        ]
-        prompt = {**prompt, "multi_modal_data": {**media, "video": shifted}}
+        videos = [last_frames(video) for video in videos]
+        prompt = {**prompt, "multi_modal_data": {**media, "video": videos}}
     return method(self, request_id, prompt, *args, **kw)
 
 

@@ -39,6 +39,7 @@ FAULTS = {
     # The first updates are the largest.
     "stale encoder cache": SEEN,
     "stale prefix cache": {"images", "video"},
+    "other video frames": {"video"},
     "blind tower": SEEN,
     "blind tower x 0.25": SEEN,
     "another checkpoint's tower": SEEN,
@@ -47,7 +48,6 @@ FAULTS = {
     "colour channels swapped": {"image", "images"},
     "upside down": {"image", "images"},
     "other pixel limits": {"image", "images"},
-    "other video frames": {"video"},
     "positions off behind an image": SEEN,
 }
 """The kinds of rows of which one at least has to be named."""
