@@ -166,14 +166,25 @@ def kinds_of_tokens(groups: Sequence[GroupRows], config: PretrainedConfig) -> di
     }
 
 
+def named_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a model's decoder; [] if the model does not name them."""
+    try:
+        return [*model.get_decoder().layers]
+    except (AttributeError, NotImplementedError):  # as some models with code of their own
+        return []
+
+
 @contextmanager
 def rounding_noise(model: PreTrainedModel, least: float = 0.0) -> Iterator[None]:
-    """Within the block, a model's embeddings and layers round every second number to its neighbour.
-    Summing in another order changes less. `least` is the least relative distance of a neighbour."""
+    """Within the block, a model's embeddings and layers move every second number away from 0, to
+    its neighbour or the next. Summing in another order changes less. `least` is the least relative
+    distance."""
 
     def move(_: nn.Module, __: object, output: Any) -> Any:
         if isinstance(output, tuple):
             return move(_, __, output[0]), *output[1:]
+        if not isinstance(output, Tensor):
+            return output
         device = output.device.type
         dtype = output.dtype
         if torch.is_autocast_enabled(device):
@@ -182,7 +193,7 @@ def rounding_noise(model: PreTrainedModel, least: float = 0.0) -> Iterator[None]
         steps = torch.arange(output.shape[-1], device=output.device) % 2 * step
         return (output * (1 + steps)).to(output.dtype)
 
-    modules = [model.get_input_embeddings(), *getattr(model.get_decoder(), "layers", ())]
+    modules = [model.get_input_embeddings(), *named_layers(model)]
     hooks = [module.register_forward_hook(move) for module in modules]
     try:
         yield

@@ -117,6 +117,13 @@ class RouterReplay:
             self._num_given += is_given_S1.sum() * chosen_SK.shape[-1]
         return logits_SE, probs_SK.to(weights_SK), chosen_SK
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the passes within the block out of `take_counts`."""
+        kept = self._num_equal, self._num_given
+        yield
+        self._num_equal, self._num_given = kept
+
     def take_counts(self) -> tuple[float, float]:
         """Return how many replayed experts the trainer's router had chosen too, and how many were
         replayed, in this rank's passes since the last call."""

@@ -68,7 +68,8 @@ REFUSALS = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
 TOO_LONG = re.compile(r"max(imum|_| )+model[_ ]len|maximum context length|max_length")
 
 # vLLM caches media twice, in the process that prepares prompts and in the engine's (0.32,
-# multimodal/cache). These are in its errors if one cache lost what the other expects in it.
+# multimodal/cache). Its error has one of these texts if a cache lost an entry that the other side
+# expects.
 LOST_MEDIA = ("Expected a cached item for mm_hash", "not in the receiver (P1) cache")
 MEDIA_REMEDY = (
     "Set --vllm_mm_processor_cache_gb in this engine's command to 0, which caches nothing, or to "
@@ -199,7 +200,7 @@ class RolloutEngine(GRPOVllmEngine):
         try:
             return await super().infer_async(request, config, **kwargs, pre_infer_hook=attach)
         except Exception as e:
-            if isinstance(e, REFUSALS):
+            if isinstance(e, REFUSALS) and not isinstance(e, MaxLengthError):
                 await self.engine.renderer.clear_mm_cache_async()  # as in `_add_request`
             if state.overflows(e):
                 return self._overflow_response(state, request.uuid or "")
@@ -280,7 +281,7 @@ class RolloutEngine(GRPOVllmEngine):
                     raise MaxLengthError("longer than max_length")
                 return add(inputs, generation_config, request_id, adapter_request)
             except REFUSALS as e:
-                if not self.use_async_engine:
+                if not self.use_async_engine and not isinstance(e, MaxLengthError):
                     # vLLM checks a prompt's length last (0.32, v1/engine/input_processor.py). By
                     # then its media count as cached in the engine, which never gets them: a later
                     # prompt would not send them, and fail.

@@ -2,8 +2,8 @@
 
 All processes on the device count, as in `nvidia-smi`. torch's own counters still count the memory
 that a sleeping engine has given back, and a reset of their peaks would change the `memory(GiB)` of
-ms-swift. Freed memory that torch keeps counts too. So the end of a part shows the peak of the part,
-unless the part empties that cache, as waking and sleeping do.
+ms-swift. Freed memory that torch keeps counts too: the end of a part shows the highest peak since
+that cache was last emptied, of earlier parts too. Waking and sleeping empty it.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ The first training pass over a round uses the weights that generated it. Each to
 whether its engine samples from the trainer's weights (M4), and whether both sides see the same row
 (M5). Engines and kinds of rows are checked one by one: a fault of one would vanish in the mean.
 
-`gap_limit` suits all models, and is too wide for some faults of an engine's sight in 16 bits:
+`gap_limit` suits all models, and is too wide for some engines that see images wrongly in 16 bits:
 without M-RoPE's height and width the tiny Qwen2.5-VL has a gap of 0.01 to 0.04 nats, and the limit
-is 0.125. The first rounds therefore also measure how far rounding moves their own tokens. Rows with
-media are compared with rows of text, and each engine with the others (`unlike_their_peers`).
+is 0.125. GRPO's first rounds without a GPU therefore also measure how far rounding moves their own
+tokens. Rows with media are compared with rows of text, and each engine with the others
+(`unlike_their_peers`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from math import exp, inf, log, sqrt
+from math import exp, inf, isfinite, log, sqrt
 from statistics import fmean, median, variance
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,9 +46,13 @@ ROUNDINGS, FEW = 1.5, 256
 LEAST = 0.001  # nats; kernels approximate exponentials (1.4e-4 nats on the CPU in float32)
 
 # Some rows may have `TIMES` the gap of their peers, both divided by their rounding. Healthy rows
-# with media have 1.0 to 1.3 times that of text (the noise leaves out the vision tower). Chance
-# exceeds the rest of the bound once in 100,000 comparisons, by Student's t over groups.
+# with media have 1.0 to 1.3 times that of text (the noise leaves out the vision tower). Student's t
+# over groups adds a margin, which chance exceeds once in 100,000 comparisons. Gaps below `CLEAR`
+# are not compared: `LEAST`, which each gap and rounding gets, would decide their ratio.
 TIMES, CHANCE = 1.5, 1e-5
+CLEAR = 5 * LEAST
+
+UNITS = "each in units of its rounding"
 
 SPIKES = 32  # slack for outliers: the mean of N tokens may exceed the limit by 32 / N limits
 
@@ -215,19 +220,23 @@ class GapCheck:
             by_source[engine, kind] += bounded
             by_kind[kind] += bounded.gap
         whole = sum(by_kind.values(), Gap())
+        is_early = self.is_early
+        self._num_rounds += is_training
         if not whole.count:
             return {}
-        beyond = {}
-        shift = self._shift
+        beyond, shift = dict[Source, str](), self._shift
+        # Logits are divided by the temperature, and errors of their kernels with them.
+        least = LEAST / min(self._args.temperature or 1.0, 1.0)
         settings = f", {shift:.3g} of it by sampling settings" if 0 < shift < inf else ""
         for source, bounded in by_source.items():
-            bound = min(self._limit_of(bounded.gap), bounded.bound)
+            bound = min(self._limit_of(bounded.gap), max(bounded.bound, least))
             # `not <=` also catches NaN, which `>` would let pass.
             if not bounded.gap.mean <= bound:
                 beyond[source] = f"{bound:.3g} explained{settings}"
         beyond = unlike_their_peers(gaps) | beyond
         if beyond:
-            self._report(step, beyond, {s: b.gap for s, b in by_source.items()})
+            gap_of = {s: b.gap for s, b in by_source.items()}
+            self._report(step, beyond, gap_of, is_early=is_early)
         elif outliers := [s for s in gaps if s.gap.gap.mean > self._limit_of(s.gap.gap)]:
             name, (_, kind), bounded = max(outliers, key=lambda each: each.gap.gap.mean)
             logger.warning_once(
@@ -238,7 +247,6 @@ class GapCheck:
             )
         for source, bounded in by_source.items():
             self._means[source].append(bounded.gap.mean)
-        self._num_rounds += is_training
         metrics = {"rollout_gap/mean": whole.mean, "rollout_gap/max": whole.largest}
         if len(by_kind) > 1:
             metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in by_kind.items()}
@@ -253,7 +261,14 @@ class GapCheck:
     def _median(self, source: Source) -> float:
         return median(self._means[source]) if self._means[source] else inf
 
-    def _report(self, step: int, beyond: Mapping[Source, str], gaps: Mapping[Source, Gap]) -> None:
+    def _report(
+        self,
+        step: int,
+        beyond: Mapping[Source, str],
+        gaps: Mapping[Source, Gap],
+        *,
+        is_early: bool,
+    ) -> None:
         found = "; ".join(
             f"{engine} rows of {kind}: {gaps[engine, kind]} ({why})".lstrip()
             for (engine, kind), why in beyond.items()
@@ -262,7 +277,7 @@ class GapCheck:
             f"Step {step}: log-probabilities of the rollout and of training differ by more than "
             f"rounding explains. {found}. {likely_cause(beyond, gaps)}"
         )
-        ends = self.is_early or any(
+        ends = is_early or any(
             not gaps[s].mean <= min(FAR * self._limit_of(gaps[s]), JUMP * self._median(s))
             for s in beyond
         )
@@ -278,37 +293,44 @@ def unlike_their_peers(gaps: Sequence[SampleGap]) -> dict[Source, str]:
     The peers of an engine's rows with media are its rows of text; the peers of any rows are those
     of the same kind in the other engines."""
     excesses: dict[Source, dict[SampleId, list[float]]] = defaultdict(lambda: defaultdict(list))
+    gap_of = defaultdict[Source, Gap](Gap)
     for name, source, bounded in gaps:
-        if bounded.rounding.count:
+        gap_of[source] += bounded.gap
+        if bounded.rounding.count and isfinite(bounded.rounding.mean):
             excesses[source][name.group_id].append(bounded.excess)
     # Samples of a group share a prompt, and are not independent.
     means = {s: [fmean(group) for group in groups.values()] for s, groups in excesses.items()}
     found = {}
     for (engine, kind), own in means.items():
+        if gap_of[engine, kind].mean < CLEAR:
+            continue
         others = [v for (e, k), of in means.items() if k == kind and e != engine for v in of]
         if (times := least_ratio(own, others)) > TIMES:
-            found[engine, kind] = f"at least {times:.2g} times that of other engines"
+            found[engine, kind] = f"at least {times:.2g} times that of other engines, {UNITS}"
         text = means.get((engine, "text"))
         if kind == "text" or not text:
             continue
         media = [v for (e, k), of in means.items() if e == engine and k != "text" for v in of]
         times = least_ratio(own, text)
-        # Kinds with few prompts show together. One far below the mean of all is no part of it.
+        # Few prompts of one kind prove little: all media are compared together, too. A kind far
+        # below their mean is left out.
         if fmean(own) > max(fmean(text) + log(TIMES), fmean(media) - log(TIMES)):
             times = max(times, least_ratio(media, text))
         if times > TIMES:
-            found[engine, kind] = f"at least {times:.2g} times that of rows of text"
+            found[engine, kind] = f"at least {times:.2g} times that of rows of text, {UNITS}"
     return found
 
 
 def least_ratio(own: Sequence[float], peers: Sequence[float]) -> float:
-    """Return the lower bound of the ratio of two geometric means, from logarithms; 0 if unknown.
-    By chance it is larger than the true ratio once in `1 / CHANCE` comparisons."""
+    """Return a lower bound of the ratio of two geometric means, from logarithms; 0 if unknown. By
+    chance it is above the true ratio once in `1 / CHANCE` comparisons."""
     freedom = len(own) + len(peers) - 2
     if min(len(own), len(peers)) < 2:
         return 0.0
     pooled = ((len(own) - 1) * variance(own) + (len(peers) - 1) * variance(peers)) / freedom
-    error = sqrt(pooled * (1 / len(own) + 1 / len(peers)))
+    # A small part may scatter more than the pooled variance says.
+    own_error = max(pooled, variance(own)) / len(own)
+    error = sqrt(own_error + max(pooled, variance(peers)) / len(peers))
     quantile = float(scipy.special.stdtrit(freedom, 1 - CHANCE))
     return exp(fmean(own) - fmean(peers) - quantile * error)
 

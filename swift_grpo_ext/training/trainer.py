@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from swift_grpo_ext.logits import router_replay
-from swift_grpo_ext.logits.proof import rounding_noise
+from swift_grpo_ext.logits.proof import named_layers, rounding_noise
 from swift_grpo_ext.logits.router_replay import RouterReplay
 from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.rollout.placeholders import mask_models
@@ -210,11 +210,14 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
 
     def _rounded_logps(self, batches: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
         """Return `rounded_logps` of each micro-batch of an early round; empty in later rounds."""
-        # The noise has neither the steps of quantized numbers nor the effect of sampling settings.
-        # No GPU has run with it.
-        is_explained = self.least_bits < 16 or sampling_shift(self.args) or has_accelerator()
+        # The noise imitates neither quantized numbers nor sampling settings, and compiled layers
+        # ignore it. No GPU has run it.
+        args = self.args
+        is_unknown = self.least_bits < 16 or sampling_shift(args) or args.torch_compile
         is_early = self.model.training and self._gap_check.is_early
-        if is_explained or not is_early or not self.args.use_vllm:
+        if is_unknown or not is_early or not args.use_vllm or has_accelerator():
+            return []
+        if not named_layers(base_model(self.model)):
             return []
         return [self.rounded_logps(b["model_inputs"], b["grpo_batch"]) for b in batches]
 
@@ -224,9 +227,15 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
             self.model, self.args.gradient_checkpointing_kwargs
         )
         least = torch.finfo(torch.bfloat16).eps if self.least_bits <= 16 else 0.0
-        noise = rounding_noise(base_model(self.model), least)
-        with torch.no_grad(), checkpointing, noise:
-            single = self._get_per_token_logps_and_entropies_single
+        single = self._get_per_token_logps_and_entropies_single
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(checkpointing)
+            # A router's jitter would make later steps of a resumed run differ.
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(rounding_noise(base_model(self.model), least))
+            if self._router_replay:
+                stack.enter_context(self._router_replay.uncounted())
             logps, _ = single(self.model, model_inputs, batch)
         return cast("torch.Tensor", logps)
 

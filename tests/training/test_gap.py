@@ -267,7 +267,7 @@ def test_rounding_bounds_the_gap_of_early_rounds(warnings: list[str]) -> None:
     assert "0.04 at most (0.03 explained)" in str(raised.value)
     with pytest.raises(DisagreementError, match="nan nats"):
         gap_check.check([seen("image", 0, NAN, 0.01)], 1)
-    gap_check.check([seen("image", 0, 0.001, 0.0)], 1)
+    gap_check.check([seen("image", 0, 0.001, 0.0)], 1)  # the smallest bound
     assert not gap_check.is_early
     pairs = [([drawn(images=1)], batch_of(0.04, count=2**14))]
     gap_check.check(measure_gap(pairs), 2)
@@ -296,7 +296,7 @@ def healthy_round(
         for engine in map("rank {}".format, range(engines)):
             for kind, times in (("text", 1.0), ("image", 1.2)):
                 ratio = 0.6 * times * faults.get((engine, kind), 1.0) * np.exp(noise.normal(0, 0.4))
-                gaps.append(seen(kind, number, 0.008 * ratio, 0.008, engine))
+                gaps.append(seen(kind, number, 0.016 * ratio, 0.016, engine))
     return gaps
 
 
@@ -304,15 +304,15 @@ def test_media_and_engines_are_compared_with_their_peers() -> None:
     noise = np.random.default_rng(5)
     for _ in range(200):
         assert unlike_their_peers(healthy_round(noise, {}, engines=2)) == {}
-    found = unlike_their_peers(healthy_round(noise, {("rank 0", "image"): 3.5}))
+    found = unlike_their_peers(healthy_round(noise, {("rank 0", "image"): 5.0}))
     assert list(found) == [("rank 0", "image")]
     assert found["rank 0", "image"].startswith("at least ")
-    assert found["rank 0", "image"].endswith(" times that of rows of text")
+    assert " times that of rows of text, each in units of its " in found["rank 0", "image"]
     # A kind of media that agrees is not named beside one that does not.
     videos = [s._replace(source=("rank 0", "video")) for s in healthy_round(noise, {})[::2]]
     found = unlike_their_peers([*healthy_round(noise, {("rank 0", "image"): 9.0}), *videos])
     assert list(found) == [("rank 0", "image")]
-    wrong_weights = {("rank 1", "text"): 3.5, ("rank 1", "image"): 3.5}
+    wrong_weights = {("rank 1", "text"): 5.0, ("rank 1", "image"): 5.0}
     found = unlike_their_peers(healthy_round(noise, wrong_weights, engines=2))
     assert set(found) == set(wrong_weights)
     assert all("times that of other engines" in why for why in found.values())
@@ -329,8 +329,25 @@ def test_a_comparison_needs_groups() -> None:
 
 def test_the_least_ratio_is_students() -> None:
     noise = np.random.default_rng(7)
-    own, peers = noise.normal(1.0, 0.4, 20), noise.normal(0.0, 0.3, 12)
-    test = scipy.stats.ttest_ind(own, peers)
-    low = test.confidence_interval(1 - 2 * CHANCE).low
-    assert least_ratio(own.tolist(), peers.tolist()) == pytest.approx(math.exp(low))
+    own = noise.normal(1.0, 0.4, 20)
+
+    def students(peers: np.ndarray) -> float:
+        low = scipy.stats.ttest_ind(own, peers).confidence_interval(1 - 2 * CHANCE).low
+        return math.exp(low)
+
+    peers = own - 0.8  # of the same variance
+    assert least_ratio(own.tolist(), peers.tolist()) == pytest.approx(students(peers))
+    few = noise.normal(0.0, 1.5, 4)  # scatter more than the pooled variance
+    assert least_ratio(own.tolist(), few.tolist()) < students(few)
     assert least_ratio([1.0], peers.tolist()) == 0
+
+
+def test_small_gaps_are_not_compared() -> None:
+    """Rows with certain answers: the smallest gap that counts would decide the ratio."""
+    noise = np.random.default_rng(5)
+    gaps = []
+    for number in range(24):
+        for kind, nats in (("text", 0.0019), ("image", 0.0003)):
+            gap = nats * np.exp(noise.normal(0, 0.1))
+            gaps.append(seen(kind, number, gap, 10 * nats))
+    assert unlike_their_peers(gaps) == {}

@@ -104,6 +104,8 @@ def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) 
         ({"bits": 8}, False),  # the noise has no steps of quantized numbers
         ({"top_p": 0.9}, False),  # sampling settings move log-probabilities
         ({"use_vllm": False}, False),
+        ({"torch_compile": True}, False),  # compiled layers ignore the noise
+        ({"layers": []}, False),  # the noise would reach the embeddings alone
         ({"gpu": True}, False),  # no GPU has run it
     ],
 )
@@ -113,8 +115,12 @@ def test_early_rounds_have_a_pass_with_other_rounding(
     host = Host(training=changes.get("training", True))
     host.least_bits = changes.get("bits", 16)
     host._gap_check = SimpleNamespace(is_early=changes.get("is_early", True))
-    host.args = arguments(use_vllm=changes.get("use_vllm", True), top_p=changes.get("top_p", 1.0))
+    host.args = arguments()
+    for name in ("top_p", "torch_compile", "use_vllm"):
+        setattr(host.args, name, changes.get(name, getattr(host.args, name)))
     monkeypatch.setattr(trainer, "has_accelerator", lambda: changes.get("gpu", False))
+    monkeypatch.setattr(trainer, "base_model", lambda model: model)
+    monkeypatch.setattr(trainer, "named_layers", lambda _: changes.get("layers", [1]))
     monkeypatch.setattr(Host, "rounded_logps", lambda _, inputs, batch: (inputs, batch))
     batches = [{"model_inputs": number, "grpo_batch": -number} for number in range(3)]
     expected = [(0, 0), (1, -1), (2, -2)] if is_compared else []
