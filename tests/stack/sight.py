@@ -184,7 +184,7 @@ if "SIGHT_ROUNDS" in os.environ:
         set_fault(faults[number] if number < len(faults) else "")
         named: dict[str, str] = {}
 
-        def report(_: int, beyond: Any, *args: Any) -> None:
+        def report(_: int, beyond: Any, *args: Any, **kwargs: Any) -> None:
             named.update({" ".join(source): why for source, why in beyond.items()})
 
         with replaced(self, "_report", report):
