@@ -121,8 +121,10 @@ class RouterReplay:
     def uncounted(self) -> Iterator[None]:
         """Leave the passes within the block out of `take_counts`."""
         kept = self._num_equal, self._num_given
-        yield
-        self._num_equal, self._num_given = kept
+        try:
+            yield
+        finally:
+            self._num_equal, self._num_given = kept
 
     def take_counts(self) -> tuple[float, float]:
         """Return how many replayed experts the trainer's router had chosen too, and how many were

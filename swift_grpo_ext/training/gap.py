@@ -203,7 +203,7 @@ class GapCheck:
 
     @property
     def is_early(self) -> bool:
-        """Whether the run is in its first rounds since the start or a resume."""
+        """Return whether the run is in its first rounds since the start or a resume."""
         return self._num_rounds < NUM_EARLY
 
     def check(

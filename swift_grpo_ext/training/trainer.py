@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from swift.rlhf_trainers import GRPOTrainer, grpo_trainer
@@ -217,12 +217,13 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
         is_early = self.model.training and self._gap_check.is_early
         if is_unknown or not is_early or not args.use_vllm or has_accelerator():
             return []
+        return self.rounded_logps(batches)
+
+    def rounded_logps(self, batches: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+        """Return the log-probabilities [B, T] of micro-batches, in nats, with other rounding in
+        each layer; empty if the model does not name its layers."""
         if not named_layers(base_model(self.model)):
             return []
-        return [self.rounded_logps(b["model_inputs"], b["grpo_batch"]) for b in batches]
-
-    def rounded_logps(self, model_inputs: dict[str, Any], batch: GRPOBatch) -> torch.Tensor:
-        """Return log-probabilities [B, T], in nats, with other rounding in each layer."""
         checkpointing = disable_gradient_checkpointing(
             self.model, self.args.gradient_checkpointing_kwargs
         )
@@ -236,8 +237,7 @@ class RolloutGRPOTrainer(WholeCheckpoints, DynamicSampling, GRPOTrainer):
             stack.enter_context(rounding_noise(base_model(self.model), least))
             if self._router_replay:
                 stack.enter_context(self._router_replay.uncounted())
-            logps, _ = single(self.model, model_inputs, batch)
-        return cast("torch.Tensor", logps)
+            return [single(self.model, b["model_inputs"], b["grpo_batch"])[0] for b in batches]
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return ms-swift's loss. The last loss of a round ends the round, before its backward."""

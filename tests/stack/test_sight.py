@@ -31,7 +31,7 @@ pytestmark = pytest.mark.stack
 PLUGIN = "tests/stack/sight.py"
 NUM_PROMPTS, GROUP_SIZE = 64, 2
 LONG = "Look at each of them closely, one after the other, and take your time. " * 3
-"""With it a prompt fills a block of vLLM's CPU cache, which has 128 tokens."""
+"""This text lets a prompt fill a block of vLLM's CPU cache, which has 128 tokens."""
 
 SEEN = {"image", "images", "video"}
 FAULTS = {

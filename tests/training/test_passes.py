@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,7 +122,10 @@ def test_early_rounds_have_a_pass_with_other_rounding(
     monkeypatch.setattr(trainer, "has_accelerator", lambda: changes.get("gpu", False))
     monkeypatch.setattr(trainer, "base_model", lambda model: model)
     monkeypatch.setattr(trainer, "named_layers", lambda _: changes.get("layers", [1]))
-    monkeypatch.setattr(Host, "rounded_logps", lambda _, inputs, batch: (inputs, batch))
+    for name in ("rounding_noise", "disable_gradient_checkpointing"):
+        monkeypatch.setattr(trainer, name, lambda *_: nullcontext())
+    single = "_get_per_token_logps_and_entropies_single"
+    monkeypatch.setattr(Host, single, lambda _, model, inputs, batch: ((inputs, batch), None))
     batches = [{"model_inputs": number, "grpo_batch": -number} for number in range(3)]
     expected = [(0, 0), (1, -1), (2, -2)] if is_compared else []
     assert host._rounded_logps(batches) == expected

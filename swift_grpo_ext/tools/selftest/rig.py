@@ -17,8 +17,6 @@ from swift.trainers import disable_gradient_checkpointing
 
 from swift_grpo_ext.checks.finding import SettingsError
 from swift_grpo_ext.checks.rows import encoding_error, media_of
-from swift_grpo_ext.logits.proof import named_layers
-from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.sampling.rounds import sample_ids_at
@@ -200,8 +198,8 @@ class Rig:
             with suppress(DisagreementError):
                 inputs, batch = self.encode([sample], mismatch="stop")
                 batch.old_per_token_logps = self.logps(inputs, batch)
-                has_layers = named_layers(base_model(self.trainer.model))
-                rounded = [self.trainer.rounded_logps(inputs, batch)] if has_layers else []
+                micro_batch = {"model_inputs": inputs, "grpo_batch": batch}
+                rounded = self.trainer.rounded_logps([micro_batch])
                 [(_, (_, kind), gap)] = measure_gap([([sample], batch)], rounded)
                 gaps[kind] += gap
         return dict(gaps)
