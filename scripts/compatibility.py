@@ -70,7 +70,7 @@ DEFAULTS = {
 
 PARTS: dict[str, tuple[str, ...]] = {
     # test_compatibility.py compares the table with the package: it needs the table first.
-    "unit": ("-m", "not stack", "--ignore=tests/test_compatibility.py"),
+    "unit": ("tests/fast", "tests/unit", "--ignore=tests/fast/project/test_compatibility.py"),
     # 36 of 36 completions on 1, 2 and 3 ranks and on servers
     "seeds": (
         "tests/stack/test_invariance.py::test_seeds_are_unique_and_noise_is_fresh",

@@ -34,7 +34,7 @@ PRESET = ROOT / "examples/digits/grpo.yaml"
 NO_TRAININGS = ("check", "refusals", "preset_arguments", "distribution", "launch")
 """Stack tests that train nothing with their flags, or give all flags at once."""
 
-PREFLIGHT = "tests/checks/test_preflight.py"
+PREFLIGHT = "tests/unit/checks/test_preflight.py"
 REASONS = {
     "refused": {
         "streaming": f"{PREFLIGHT}::test_arguments",
@@ -117,8 +117,8 @@ def options() -> list[Option]:
 
 def tests_by_option() -> dict[str, list[str]]:
     """Return the stack tests that set each option; the preset comes last."""
-    files = [*ROOT.glob("tests/stack/test_*.py"), ROOT / "tests/stack/rounds.py"]
-    files.append(ROOT / "scripts/tiny_vlm/families.yaml")
+    files = [path for tier in ("stack", "extra") for path in ROOT.glob(f"tests/{tier}/test_*.py")]
+    files += [ROOT / "tests/rig/rounds.py", ROOT / "scripts/tiny_vlm/families.yaml"]
     given: dict[str, list[tuple[int, str]]] = {}
     for path in sorted(files):
         if path.stem.removeprefix("test_") in NO_TRAININGS:
@@ -277,7 +277,7 @@ def run(name: str) -> int:
         tests = ["tests/stack/test_pairs.py"]
         variables = {"CONVERSATIONS": str(CONVERSATION_RESULTS)}
     else:
-        tests = ["tests/stack/test_families.py", "tests/stack/test_router_replay.py"]
+        tests = ["tests/extra/test_families.py", "tests/stack/test_router_replay.py"]
         variables = {"FAMILY_RESULTS": str(FAMILY_RESULTS)}
         if name != "families":
             # Brackets keep out families with a longer name, such as qwen3_vl_moe for qwen3_vl.

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types and tests.
 #   bash scripts/test.sh                   unit tests, and a few real trainings and servers
-#   bash scripts/test.sh --core            each promise once on real processes (CI)
+#   bash scripts/test.sh --core            each promise on real processes, a sixth of tests/extra (CI)
 #   bash scripts/test.sh --all             all tests
-#   bash scripts/test.sh -m "not stack"    other arguments go to pytest: the unit tests
+#   bash scripts/test.sh tests/fast        other arguments go to pytest
 #   bash scripts/test.sh --all --durations 20    prints the 20 slowest tests at the end
 #   bash scripts/test.sh --stack 4.6.0-0.23.0    tests another ms-swift and vLLM (compatibility.py)
 bash "$(dirname "$0")/setup.sh" --tests
@@ -19,11 +19,16 @@ ruff format --check .
 follow "$VENV/mypy.log" 'mypy, half a minute' true mypy || { cat "$VENV/mypy.log"; exit 1; }
 make_assets
 step "Tests (each worker imports torch, ms-swift and vLLM first)"
+units=(tests/fast tests/unit)
 case "${1:-}" in
   --stack) shift && exec python scripts/compatibility.py --cells "$@" ;;
-  "") set -- -m "not stack or smoke" ;;
-  --core) set -- -m "not extra" "${@:2}" ;;
-  --all) shift ;;
+  "") set -- "${units[@]}" \
+    'tests/stack/test_training.py::test_engine_samples_with_the_trained_weights[learned_full]' \
+    'tests/stack/test_resume.py::test_colocated[full]' \
+    'tests/stack/test_tool_call.py' ;;
+  --core) set -- "${units[@]}" tests/stack tests/extra "${@:2}" \
+    --extra-shard "$(git rev-list --count HEAD 2>/dev/null || echo 0)" ;;
+  --all) set -- "${units[@]}" tests/stack tests/extra "${@:2}" ;;
 esac
 exec python -m pytest -n "${WORKERS:-3}" --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
   --disable-warnings "$@"

@@ -1,10 +1,12 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests, their order, and the shards of `tests/extra`."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,23 +18,40 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parents[1]
-LONG_FILES = [
-    *("launch", "turns_served", "scenarios", "servers", "stop_training", "invariance"),
-    *("failures", "pairs", "turns", "distillation"),
-    *("options", "sharded", "resume", "replay", "training", "selftest", "stops"),
-    "../test_launch_script",
-    *("../diversity/test_real_runs", "adapters", "router_replay", "placeholders", "tool_call"),
-    *("bad_data", "api_key", "mixed_rows", "wrong_weights"),
-]
-"""Files of `tests/stack` in the order in which pytest's workers get them: long ones first. Files
-that take much memory are apart, since they would wait for one another."""
+NUM_SHARDS = 6
+DURATIONS = ROOT / "tests/durations.json"
+"""Seconds by file. `KEEP_DURATIONS=1`, which CI sets, writes those of a run."""
+
+measured: Counter[str] = Counter()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folder = ROOT / "tests/stack"
-    names = [name if "/" in name else f"test_{name}" for name in LONG_FILES]
-    order = {(folder / f"{name}.py").resolve(): i for i, name in enumerate(names)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))  # stable: others keep theirs
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = f"run only one of {NUM_SHARDS} shards of tests/extra: this number, modulo {NUM_SHARDS}"
+    parser.addoption("--extra-shard", type=int, metavar="NUMBER", help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the shard; begin with the files that take longest."""
+    extra = [item for item in items if item.path.is_relative_to(ROOT / "tests/extra")]
+    if (number := config.getoption("--extra-shard")) is not None:
+        others = [item for i, item in enumerate(extra) if (i - number) % NUM_SHARDS]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+    seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    items.sort(key=lambda item: -seconds.get(str(item.path.relative_to(ROOT)), 0))  # stable
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    measured[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "KEEP_DURATIONS" not in os.environ or hasattr(session.config, "workerinput"):
+        return
+    known = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    known |= {file: round(seconds) for file, seconds in measured.items()}
+    kept = {f: known[f] for f in sorted(known) if known[f] and (ROOT / f).exists()}
+    DURATIONS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 # --- a line every 10 seconds while pytest's workers import torch, ms-swift and vLLM ---

@@ -43,7 +43,9 @@ from mutmut import __main__ as mutmut
 from mutmut.configuration import config
 if rooms := sys.argv.pop(1).split():
     config().only_mutate = [f"swift_grpo_ext/{room}/*" for room in rooms]
-    config().pytest_add_cli_args_test_selection = [f"tests/{room}" for room in rooms]
+    config().pytest_add_cli_args_test_selection = [
+        path for room in rooms for path in map(str, pathlib.Path("tests").glob(f"[fu]*/{room}"))
+    ]
 """
 """Beginning of every mutmut process: limits rooms and tests if rooms are given."""
 
@@ -202,7 +204,8 @@ def run_tests(names: Sequence[str], rooms: str, children: int) -> None:
     raise SystemExit(
         f"mutmut failed; the end of {log}:\n{end}\nIf it failed to collect stats, find the failing "
         "test: cd mutants && MUTANT_UNDER_TEST=stats PY_IGNORE_IMPORTMISMATCH=1 python -m pytest "
-        '-x --rootdir=. -m "not stack" -p no:xdist --ignore=tests/upstream/test_patches.py tests'
+        "-x --rootdir=. -p no:xdist --ignore=tests/unit/upstream/test_patches.py "
+        "tests/fast tests/unit"
     )
 
 

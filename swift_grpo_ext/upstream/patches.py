@@ -3,7 +3,7 @@
 A repair is a function that patches something, by `patch`, for the rest of a process. Its docstring
 names the symptom without it, the cause upstream (release and file), and when it can go. `@repair`
 registers it, and `apply(phase)` makes it. Other modules call repairs that need an object or a
-setting. `replaced` and `wrapped` patch something for a block. `tests/upstream/test_patches.py`
+setting. `replaced` and `wrapped` patch something for a block. `tests/unit/upstream/test_patches.py`
 fails on any other monkeypatch. `registry.py` uses ms-swift's own plugin registries.
 """
 

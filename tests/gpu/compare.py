@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scripts.bench.passes import Batch
-from tests.logits.compare import Gradients, largest, values_and_gradients
+from tests.rig.logits.compare import Gradients, largest, values_and_gradients
 
 Run = tuple[Tensor, Gradients]
 """Values, and the gradients of a weighted sum of them."""

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from scripts.bench.passes import Batch, group_of, positions_of
-from tests.logits.models import IMAGE, build, inputs_of
+from tests.rig.logits.models import IMAGE, build, inputs_of
 
 GROUPS = ((10, (7, 3, 5)), (8, (1, 4)))
 """Tokens of each group's prompt, and of its completions."""

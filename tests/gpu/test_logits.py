@@ -15,7 +15,7 @@ from swift_grpo_ext.logits.chunked import Logps, in_chunks, token_logps
 from swift_grpo_ext.logits.shim import LogitsShim
 from tests.gpu.compare import BFLOAT16, FLOAT32, assert_within, compare, difference
 from tests.gpu.models import make
-from tests.logits.compare import largest
+from tests.rig.logits.compare import largest
 
 MODELS = ("Qwen2", "Qwen2.5-VL", "InternVL", "Qwen3.5", "Gemma3", "new spelling", "old spelling")
 

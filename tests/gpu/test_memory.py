@@ -7,7 +7,7 @@ import torch
 
 from swift_grpo_ext.timing import MEMORY_PARTS
 from tests.gpu.conftest import DEVICE
-from tests.timing.test_step_clock import Trainer, begin, logged, step
+from tests.unit.timing.test_step_clock import Trainer, begin, logged, step
 
 GIB = 2**30
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import policy
-from tests.stack.processes import rollout_server
-from tests.stack.rounds import (
+from tests.rig import policy
+from tests.rig.processes import rollout_server
+from tests.rig.rounds import (
     LEARNING,
     LORA,
     client_argv,
@@ -20,8 +20,6 @@ from tests.stack.rounds import (
     server_argv,
     train,
 )
-
-pytestmark = pytest.mark.stack
 
 APART = ("--vllm_enable_lora", "true")
 IN_LANGUAGE = (*LORA, "--freeze_vit", "true")

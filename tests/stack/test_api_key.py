@@ -12,10 +12,8 @@ import pytest
 import requests
 
 from swift_grpo_ext.record.query import read_samples
-from tests.stack.processes import rollout_server
-from tests.stack.rounds import BATCH, client_argv, run_training, server_argv
-
-pytestmark = pytest.mark.stack
+from tests.rig.processes import rollout_server
+from tests.rig.rounds import BATCH, client_argv, run_training, server_argv
 
 KEY = "the-key-of-this-test"
 SECONDS_TO_END = 600

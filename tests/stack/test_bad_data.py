@@ -16,8 +16,8 @@ from PIL import Image
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import to_rows
 from swift_grpo_ext.sampling.seeding import SampleId
-from tests.stack.processes import rollout_server
-from tests.stack.rounds import (
+from tests.rig.processes import rollout_server
+from tests.rig.rounds import (
     BATCH,
     GROUP_SIZE,
     LORA,
@@ -32,8 +32,6 @@ from tests.stack.rounds import (
 )
 
 Row = dict[str, Any]
-
-pytestmark = pytest.mark.stack
 
 PROMPTS = BATCH // GROUP_SIZE
 

@@ -17,11 +17,9 @@ from swift_grpo_ext.checks.finding import Finding
 from swift_grpo_ext.tools.check.command import MODULE
 from swift_grpo_ext.tools.check.glance import check_sources
 from swift_grpo_ext.tools.sources import Source, read_sources, sources_of
-from tests.stack.processes import COMMAND, PLUGIN, started
-from tests.stack.rounds import PRESET, server_argv, write_lines
-from tests.stack.starts import begun
-
-pytestmark = pytest.mark.stack
+from tests.rig.processes import COMMAND, PLUGIN, started
+from tests.rig.rounds import PRESET, server_argv, write_lines
+from tests.rig.starts import begun
 
 LORA = ("--tuner_type", "lora", "--vllm_enable_lora", "true")
 ADAPTER = "--vllm_enable_lora true: vLLM does not take the adapter"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
-from tests.stack.conftest import once
-from tests.stack.distillation import (
+from tests.rig.distillation import (
     BATCH,
     COLOCATED,
     ON_VLLM,
@@ -18,11 +17,10 @@ from tests.stack.distillation import (
     write_rows,
     write_teacher,
 )
-from tests.stack.processes import PLUGIN, rollout_server
-from tests.stack.rounds import LORA, client_argv, logged_steps, server_argv
+from tests.rig.fixtures import once
+from tests.rig.processes import PLUGIN, rollout_server
+from tests.rig.rounds import LORA, client_argv, logged_steps, server_argv
 from tests.stack.test_sharded import GENERATES_SHARDED, sharding
-
-pytestmark = pytest.mark.stack
 
 SEED = 42  # ms-swift's default
 STEPS = 3
@@ -141,7 +139,7 @@ def test_shards_and_a_teacher_beneath_adapters(assets: Path, places: Path, tmp_p
         argv += GENERATES_SHARDED if sharded else ()
         if sharded:
             argv += ("--teacher_deepspeed", str(tmp_path / "deepspeed.json"))
-        plugins = (PLUGIN, "tests/stack/sharded_recorder.py")  # shards without an accelerator
+        plugins = (PLUGIN, "tests/rig/sharded_recorder.py")  # shards without an accelerator
         finished = distill(assets, rows, folder, *argv, ranks=2, env=env, plugins=plugins)
         assert finished.returncode == 0, finished.cause
         results[shards] = losses(folder)

@@ -15,7 +15,7 @@ import pytest
 from compatibility import PROTECTED
 from packaging.utils import canonicalize_name
 
-from tests.stack.processes import ROOT
+from tests.rig.processes import ROOT
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / ".git").exists(), reason="what is tracked is known in a clone only"

@@ -9,12 +9,10 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 from swift_grpo_ext.record.query import read_rewards, read_samples
 from swift_grpo_ext.sampling.seeding import SampleId
-from tests.stack.processes import health, rollout_server
-from tests.stack.rounds import (
+from tests.rig.processes import health, rollout_server
+from tests.rig.rounds import (
     BATCH,
     FATE,
     FAULTY,
@@ -30,8 +28,6 @@ from tests.stack.rounds import (
     train_with_faults,
     wait_until,
 )
-
-pytestmark = pytest.mark.stack
 
 ONCE = {"MAX_RESTARTS": "0"}
 

@@ -13,10 +13,10 @@ import pytest
 
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.tools.cli import main
-from tests.record.rows import read_diversity
-from tests.stack.conftest import STEPS
-from tests.stack.policy import SAME
-from tests.stack.rounds import (
+from tests.rig.fixtures import STEPS
+from tests.rig.policy import SAME
+from tests.rig.record.rows import read_diversity
+from tests.rig.rounds import (
     BATCH,
     GROUP_SIZE,
     Samples,
@@ -25,8 +25,6 @@ from tests.stack.rounds import (
     read_records,
     train,
 )
-
-pytestmark = pytest.mark.stack
 
 SEED = 42  # ms-swift's default
 

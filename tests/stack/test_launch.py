@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack.memory import COLOCATED_RANK, REPLICA, TRAINING_RANK, reserved
-from tests.stack.processes import SECONDS_TO_END, SWIFT, free_port, started
-from tests.stack.rounds import (
+from tests.rig.memory import COLOCATED_RANK, REPLICA, TRAINING_RANK, reserved
+from tests.rig.processes import SECONDS_TO_END, SWIFT, free_port, started
+from tests.rig.rounds import (
     Samples,
     assert_logged,
     assert_same,
@@ -24,8 +24,6 @@ from tests.stack.rounds import (
     server_argv,
     training_command,
 )
-
-pytestmark = pytest.mark.stack
 
 
 def test_two_deploy_and_six_train(

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from PIL.ExifTags import Base
 
-from tests.stack.processes import rollout_server
-from tests.stack.rounds import (
+from tests.rig.processes import rollout_server
+from tests.rig.rounds import (
     GROUP_SIZE,
     LORA,
     client_argv,
@@ -26,8 +26,6 @@ from tests.stack.rounds import (
     write_lines,
     write_video,
 )
-
-pytestmark = pytest.mark.stack
 
 LONG = ("--vllm_max_model_len", "1024")
 KINDS = ("text", "image", "images", "video", "image+video")

@@ -21,12 +21,10 @@ from swift.rlhf_trainers.vllm_client import VLLMInferClient
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import to_rows
 from swift_grpo_ext.server.routes import REPORTS_PATH
-from tests.stack.megatron_client import MegatronClient, Weights
-from tests.stack.policy import SAME
-from tests.stack.processes import COMMAND, free_port, rollout_server, started
-from tests.stack.rounds import digits, server_argv
-
-pytestmark = pytest.mark.stack
+from tests.rig.megatron_client import MegatronClient, Weights
+from tests.rig.policy import SAME
+from tests.rig.processes import COMMAND, free_port, rollout_server, started
+from tests.rig.rounds import digits, server_argv
 
 ONE_SEED = "A client gives one seed (7) for 4 requests"
 

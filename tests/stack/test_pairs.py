@@ -17,9 +17,9 @@ from swift.rlhf_trainers.vllm_client import VLLMInferClient
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server.client import RolloutServers
-from tests.stack.conftest import once
-from tests.stack.processes import rollout_server
-from tests.stack.rounds import (
+from tests.rig.fixtures import once
+from tests.rig.processes import rollout_server
+from tests.rig.rounds import (
     SHORT_STEPS,
     Samples,
     client_argv,
@@ -28,8 +28,6 @@ from tests.stack.rounds import (
     server_argv,
     train,
 )
-
-pytestmark = pytest.mark.stack
 
 STEPS = 3
 RESULTS = os.environ.get("CONVERSATIONS")
@@ -90,7 +88,7 @@ def deployed(assets: Path, folder: Path, engine: str, name: str, *argv: str) -> 
         for number, replicas in enumerate(DEPLOYMENTS[name]):
             parallel = ("--vllm_data_parallel_size", str(replicas))
             command = server_argv(
-                assets, *ENGINES[engine], *parallel, *argv, plugins=["tests/stack/scenarios.py"]
+                assets, *ENGINES[engine], *parallel, *argv, plugins=["tests/rig/scenarios.py"]
             )
             log = folder / f"server{number}.log"
             ports.append(stack.enter_context(rollout_server(*command, log=log)))

@@ -9,12 +9,10 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from swift_grpo_ext.record.query import read_samples
-from tests.stack import rounds
-from tests.stack.policy import SAME
-from tests.stack.rounds import BATCH, PRESET, logged_steps, run_training, without_vllm
-from tests.stack.spelled import PROMPTS_END, write_speller
-
-pytestmark = pytest.mark.stack
+from tests.rig import rounds
+from tests.rig.policy import SAME
+from tests.rig.rounds import BATCH, PRESET, logged_steps, run_training, without_vllm
+from tests.rig.spelled import PROMPTS_END, write_speller
 
 IMAGE_PAD = 151655
 
@@ -55,7 +53,7 @@ def test_a_placeholder_of_probability_1_is_never_sampled(
 def test_a_model_that_names_nothing_trains_as_in_ms_swift(assets: Path, tmp_path: Path) -> None:
     """One warning names what the model lacks."""
     rows = rounds.write_lines(tmp_path / "rows.jsonl", rounds.digits(assets, range(3)))
-    plugins = ("tests/stack/nameless.py",)
+    plugins = ("tests/rig/nameless.py",)
     finished = rounds.run_training(assets, rows, tmp_path, *rounds.LEARNING, plugins=plugins)
     assert finished.returncode == 0, finished.cause
     warnings = [line for line in finished.output.splitlines() if "WARNING:swift" in line]

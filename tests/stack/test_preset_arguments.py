@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import swift
 import yaml
 
 from swift_grpo_ext.tools.sources import Side, Source, to_argv
-from tests.stack.processes import ROOT
-from tests.stack.starts import begun
-
-pytestmark = pytest.mark.stack
+from tests.rig.processes import ROOT
+from tests.rig.starts import begun
 
 PRESETS = sorted((ROOT / "examples/presets").glob("*.yaml"))
 ELSEWHERE = ("sleep_level", "reward_funcs")

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack.processes import PLUGIN, swift
-from tests.stack.rounds import PRESET, server_argv, write_lines
-
-pytestmark = pytest.mark.stack
+from tests.rig.processes import PLUGIN, swift
+from tests.rig.rounds import PRESET, server_argv, write_lines
 
 CASES = {
     "missing image": (

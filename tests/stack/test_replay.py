@@ -8,14 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from swift_grpo_ext.record.query import read_group
 from swift_grpo_ext.record.tables import LOGPROB_STEPS, SampleRow
-from tests.stack.processes import COMMAND, Finished, started
-from tests.stack.rounds import BATCH, GROUP_SIZE
-
-pytestmark = pytest.mark.stack
+from tests.rig.processes import COMMAND, Finished, started
+from tests.rig.rounds import BATCH, GROUP_SIZE
 
 SAME = 1e-4
 """Bound in nats on log-probabilities of the same weights in float32. The record rounds them beside,

@@ -19,9 +19,9 @@ from xxhash import xxh3_64_hexdigest
 from swift_grpo_ext.checks.resume import is_whole
 from swift_grpo_ext.record.query import open_record
 from swift_grpo_ext.tools.diff import diff
-from tests.stack.conftest import LEARNED_STEPS
-from tests.stack.processes import SWIFT, Finished, rollout_server, started
-from tests.stack.rounds import (
+from tests.rig.fixtures import LEARNED_STEPS
+from tests.rig.processes import SWIFT, Finished, rollout_server, started
+from tests.rig.rounds import (
     LEARNING,
     LORA,
     Samples,
@@ -33,8 +33,6 @@ from tests.stack.rounds import (
     train,
     training_command,
 )
-
-pytestmark = pytest.mark.stack
 
 WAYS = {"full": (1, ()), "lora": (2, LORA)}
 """Ranks and arguments."""

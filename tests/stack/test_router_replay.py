@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 from tiny_vlm.families import FAMILIES, Family, make_family
 
-from tests.stack import rounds
-from tests.stack.conftest import once
-from tests.stack.processes import rollout_server
-from tests.stack.test_families import assert_agrees, first_round, record_result, samples_of, start
-
-pytestmark = pytest.mark.stack
+from tests.extra.test_families import assert_agrees, first_round, record_result, samples_of, start
+from tests.rig import rounds
+from tests.rig.fixtures import once
+from tests.rig.processes import rollout_server
 
 REPLAY = ("--router_replay_mode", "R3")
 RETURN = '{"kv_cache_memory_bytes": 134217728, "enable_return_routed_experts": true}'

@@ -9,9 +9,9 @@ import pytest
 
 from swift_grpo_ext.record.query import read_rewards
 from swift_grpo_ext.sampling.seeding import SampleId
-from tests.stack.policy import SAME
-from tests.stack.processes import rollout_server
-from tests.stack.rounds import (
+from tests.rig.policy import SAME
+from tests.rig.processes import rollout_server
+from tests.rig.rounds import (
     BATCH,
     GROUP_SIZE,
     LORA,
@@ -29,8 +29,6 @@ from tests.stack.rounds import (
     write_lines,
     write_video,
 )
-
-pytestmark = pytest.mark.stack
 
 
 def names_of_rounds(samples: Samples, phase: str = "train") -> set[str]:

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.rig.processes import COMMAND, rollout_server, started
+from tests.rig.rounds import HOT, PRESET, server_argv, write_lines
+from tests.rig.selftest_faults import FAULTS, SIGHT
 from tests.stack import test_sight
-from tests.stack.processes import COMMAND, rollout_server, started
-from tests.stack.rounds import HOT, PRESET, server_argv, write_lines
-from tests.stack.selftest_faults import FAULTS, SIGHT
-
-pytestmark = pytest.mark.stack
 
 STOP = "</digit>"
 
@@ -46,7 +44,7 @@ def found(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         *("--truncation_strategy", "delete", "--max_completion_length", "8"),
     ]
     output = folder / "found.json"
-    command = [sys.executable, "-m", "tests.stack.selftest_faults", str(output), *argv]
+    command = [sys.executable, "-m", "tests.rig.selftest_faults", str(output), *argv]
     environment = {**os.environ, "SIGHT": str(folder)}
     with started(command, folder / "log", environment) as running:
         finished = running.wait(900)

@@ -12,9 +12,9 @@ import requests
 from PIL import Image
 
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
-from tests.record.rows import read_diversity
-from tests.stack import policy
-from tests.stack.rounds import (
+from tests.rig import policy
+from tests.rig.record.rows import read_diversity
+from tests.rig.rounds import (
     BATCH,
     LEARNING,
     LORA,
@@ -23,8 +23,6 @@ from tests.stack.rounds import (
     client_argv,
     train,
 )
-
-pytestmark = pytest.mark.stack
 
 
 def test_a_callers_fault_is_told_as_his(servers: tuple[int, int]) -> None:

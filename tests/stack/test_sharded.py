@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from swift_grpo_ext.record.query import read_rewards
-from tests.stack.conftest import once
-from tests.stack.policy import SAME
-from tests.stack.processes import rollout_server
-from tests.stack.rounds import (
+from tests.rig.fixtures import once
+from tests.rig.policy import SAME
+from tests.rig.processes import rollout_server
+from tests.rig.rounds import (
     BATCH,
     LORA,
     PRESET,
@@ -34,8 +34,6 @@ from tests.stack.rounds import (
     without_vllm,
     write_lines,
 )
-
-pytestmark = pytest.mark.stack
 
 STEPS = 3
 RANKS = 2
@@ -104,7 +102,7 @@ def training(assets: Path, rows: Path, folder: Path, *argv: str, shards: str = "
         *("--lr_scheduler_type", "constant", *sharded, *argv),
         ranks=RANKS,
         steps=STEPS,
-        plugins=["tests/stack/sharded_recorder.py"],
+        plugins=["tests/rig/sharded_recorder.py"],
         env=env,
         preset=PRESET if "--vllm_mode" in argv else without_vllm(folder),
     )

@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 from tiny_vlm.families import FAMILIES, make_family
 
-from tests.stack.processes import SWIFT, rollout_server, started
-from tests.stack.rounds import (
+from tests.rig.processes import SWIFT, rollout_server, started
+from tests.rig.rounds import (
     client_argv,
     digits,
     logged_steps,
@@ -29,9 +29,7 @@ from tests.stack.rounds import (
     write_video,
 )
 
-pytestmark = pytest.mark.stack
-
-PLUGIN = "tests/stack/sight.py"
+PLUGIN = "tests/rig/sight.py"
 NUM_PROMPTS, GROUP_SIZE = 64, 2
 LONG = "Look at each of them closely, one after the other, and take your time. " * 3
 """This text lets a prompt fill a block of vLLM's CPU cache, which has 128 tokens."""

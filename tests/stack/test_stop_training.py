@@ -14,18 +14,16 @@ import pytest
 from transformers import AutoTokenizer
 
 from swift_grpo_ext.record.query import read_samples
-from tests.stack.processes import rollout_server
-from tests.stack.rounds import (
+from tests.rig.processes import rollout_server
+from tests.rig.rounds import (
     BATCH,
     client_argv,
     read_lines,
     run_training,
     server_argv,
 )
-from tests.stack.spelled import PROMPTS_END, write_speller
-from tests.stack.stop_cases import NEW_TOKEN, SEARCH, one_token
-
-pytestmark = pytest.mark.stack
+from tests.rig.spelled import PROMPTS_END, write_speller
+from tests.rig.stop_cases import NEW_TOKEN, SEARCH, one_token
 
 NUM_SAMPLES = 2 * BATCH
 

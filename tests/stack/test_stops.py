@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.stack.processes import started
-from tests.stack.spelled import END, expected_logprobs, write_speller
-from tests.stack.stop_cases import CASES, NEW_TOKEN, Case, sequences
-from tests.stack.stop_engines import COUNT
-
-pytestmark = pytest.mark.stack
+from tests.rig.processes import started
+from tests.rig.spelled import END, expected_logprobs, write_speller
+from tests.rig.stop_cases import CASES, NEW_TOKEN, Case, sequences
+from tests.rig.stop_engines import COUNT
 
 NUM_FORMS = 3
 """Forms of an answer (`stop_engines.py`)."""
@@ -43,7 +41,7 @@ def answers(request: pytest.FixtureRequest, speller: Path) -> dict[str, Any]:
     """The answers of an engine."""
     engine = request.param
     output = speller.parent / f"{engine}.json"
-    command = [sys.executable, "-m", "tests.stack.stop_engines", str(speller), engine, str(output)]
+    command = [sys.executable, "-m", "tests.rig.stop_engines", str(speller), engine, str(output)]
     with started(command, speller.parent / f"{engine}.log") as running:
         finished = running.wait(900)
     assert finished.returncode == 0, finished.cause

@@ -14,10 +14,8 @@ import yaml
 
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
-from tests.stack.processes import PLUGIN, ROOT, rollout_server, swift
-from tests.stack.rounds import client_argv, digits, logged_steps, run_training
-
-pytestmark = pytest.mark.stack
+from tests.rig.processes import PLUGIN, ROOT, rollout_server, swift
+from tests.rig.rounds import client_argv, digits, logged_steps, run_training
 
 FOLDER = ROOT / "examples/tool_call"
 TOOLS = "examples/tool_call/tools.py"

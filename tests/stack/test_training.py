@@ -12,9 +12,9 @@ import pytest
 
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.timing.step_clock import PARTS, ROLLOUT_PARTS
-from tests.stack import policy
-from tests.stack.conftest import LEARNED_STEPS
-from tests.stack.rounds import (
+from tests.rig import policy
+from tests.rig.fixtures import LEARNED_STEPS
+from tests.rig.rounds import (
     LEARNING,
     Samples,
     assert_same,
@@ -23,8 +23,6 @@ from tests.stack.rounds import (
     recorded,
     train,
 )
-
-pytestmark = pytest.mark.stack
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,10 @@ import pytest
 
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
-from tests.stack.processes import rollout_server
-from tests.stack.rounds import BATCH, client_argv, logged_steps, run_training, server_argv
+from tests.rig.processes import rollout_server
+from tests.rig.rounds import BATCH, client_argv, logged_steps, run_training, server_argv
 
-pytestmark = pytest.mark.stack
-
-SCHEDULERS = ["tests/stack/scenarios.py"]
+SCHEDULERS = ["tests/rig/scenarios.py"]
 
 
 def conversations(run: Path) -> dict[str, list[SampleRow]]:

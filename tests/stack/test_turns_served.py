@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from swift_grpo_ext.sampling.seeding import SampleId
-from tests.stack.conftest import once
-from tests.stack.processes import health, rollout_server
-from tests.stack.rounds import (
+from tests.rig.fixtures import once
+from tests.rig.processes import health, rollout_server
+from tests.rig.rounds import (
     BATCH,
     FATE,
     Samples,
@@ -28,8 +28,6 @@ from tests.stack.rounds import (
     train_with_faults,
     wait_until,
 )
-
-pytestmark = pytest.mark.stack
 
 ASK_AGAIN = ("--multi_turn_scheduler", "ask_again", "--max_turns", "2")
 EVENTFUL = (
@@ -68,7 +66,7 @@ def test_an_engine_then_a_server_is_killed(
 ) -> None:
     """Server 0 loses its engine in turn 2 of round 0, reports it, and is back in round 1. In turn 2
     of round 1 server 1 is killed. Each time the conversations go on at the other server."""
-    eventful = server_argv(assets, *EVENTFUL, plugins=["tests/stack/turns.py"])
+    eventful = server_argv(assets, *EVENTFUL, plugins=["tests/rig/turns.py"])
 
     def dies(kind: str, step: int) -> list[dict[str, Any]]:
         return [
@@ -126,7 +124,7 @@ def test_slow_and_failing_tools_and_a_trainer_that_leaves(
     fails = {"sample": "train-1.0-2-3", "turn": 1, "kind": "raises"}
     env = plan(folder, slow, fails)
     bounds = ("--rollout_timeout", "20", "--tool_timeout", "90")
-    server = server_argv(assets, *EVENTFUL, *bounds, plugins=["tests/stack/turns.py"])
+    server = server_argv(assets, *EVENTFUL, *bounds, plugins=["tests/rig/turns.py"])
     waits = faults({"trainer": "wait", "step": 0, "rank": 0, "folder": str(tmp_path)})
     with (
         rollout_server(*server, log=tmp_path / "server.log", env=env) as port,

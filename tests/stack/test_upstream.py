@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack.processes import swift
-from tests.stack.rounds import BATCH, GROUP_SIZE, PLUGIN, logged_steps
-
-pytestmark = pytest.mark.stack
+from tests.rig.processes import swift
+from tests.rig.rounds import BATCH, GROUP_SIZE, PLUGIN, logged_steps
 
 TRAINING = (
     *("rlhf", "--rlhf_type", "grpo", "--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"),

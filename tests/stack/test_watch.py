@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 from tiny_vlm.families import FAMILIES, make_family
 
-from tests.releases import IS_BEFORE_0_28
-from tests.stack.plain_client import SPOILED
-from tests.stack.processes import free_port, rollout_server, started
-from tests.stack.rounds import server_argv
-
-pytestmark = pytest.mark.stack
+from tests.rig.plain_client import SPOILED
+from tests.rig.processes import free_port, rollout_server, started
+from tests.rig.releases import IS_BEFORE_0_28
+from tests.rig.rounds import server_argv
 
 OURS = "qwen2_5_vl"
 OTHERS = ("gemma3", "qwen3_5", "internvl", "llava_next_qwen_hf", "mistral3", "glm4v_moe")
@@ -33,7 +31,7 @@ def fed(assets: Path, folder: Path, family: str, dtype: str, task: str) -> dict[
         model = folder / "model"
         make_family(parts, model, seed=0)
     settings = [str(model), parts.model_type or family, parts.template, dtype]
-    command = [sys.executable, "-m", "tests.stack.watched_engine", *settings, task, str(output)]
+    command = [sys.executable, "-m", "tests.rig.watched_engine", *settings, task, str(output)]
     with started(command, folder / "log") as running:
         finished = running.wait(1800)
     assert finished.returncode == 0, finished.cause
@@ -72,7 +70,7 @@ def test_a_client_without_the_plugin_is_told(assets: Path, tmp_path: Path) -> No
     output, log = tmp_path / "found.json", tmp_path / "server.log"
     with rollout_server(*server_argv(assets), log=log) as port:
         arguments = [str(port), str(free_port()), str(assets / "tiny_vlm"), str(output)]
-        command = [sys.executable, "-m", "tests.stack.plain_client", *arguments]
+        command = [sys.executable, "-m", "tests.rig.plain_client", *arguments]
         with started(command, tmp_path / "client.log") as running:
             finished = running.wait(600)
     assert finished.returncode == 0, finished.cause

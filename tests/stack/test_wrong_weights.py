@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.stack.processes import rollout_server
-from tests.stack.rounds import LORA, client_argv, logged_steps, run_training, server_argv
+from tests.rig.processes import rollout_server
+from tests.rig.rounds import LORA, client_argv, logged_steps, run_training, server_argv
 
-pytestmark = pytest.mark.stack
-
-PLUGIN = "tests/stack/wrong_weights.py"
+PLUGIN = "tests/rig/wrong_weights.py"
 LEARNING = ("--learning_rate", "2e-3", "--temperature", "1.0")
 APART = (*LORA, "--freeze_vit", "true", "--vllm_enable_lora", "true")
 

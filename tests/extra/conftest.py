@@ -1,0 +1,3 @@
+"""The shared trainings and servers."""
+
+from tests.rig.fixtures import *  # noqa: F403

@@ -1,0 +1,367 @@
+"""The pages' links, flags, commands, files and messages exist, their code runs, their sentences are
+short, and both languages have the same sections, code, tables and numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import doctest
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from markdown_it import MarkdownIt
+
+from swift_grpo_ext.flags import flag_names
+from swift_grpo_ext.sampling.seeding import sample_seed
+from swift_grpo_ext.tools import cli
+from tests.rig.newest import is_newest
+from tests.rig.record.rows import ROW, sample_id, write_session
+
+# --- pages, section by section ---
+
+NUMBER = re.compile(r"[0-9]+(?:[.,:][0-9]+)*")
+TRANSLATED = "_CN"
+"""Ends the name of a page's Chinese translation."""
+
+
+@dataclass
+class Section:
+    """A heading, and what follows it up to the next one of any level."""
+
+    title: str
+    heading: str
+    """`h1` to `h6`; "" for what stands before the first heading."""
+
+    blocks: list[tuple[str, str]] = field(default_factory=list)
+    """Language and text of code blocks."""
+
+    rows: list[list[list[str]]] = field(default_factory=list)
+    """The rows of tables, heads included: the code spans of each cell."""
+
+    spans: Counter[str] = field(default_factory=Counter)
+    numbers: Counter[str] = field(default_factory=Counter)
+    """In running text; in code they are part of it."""
+
+    links: list[str] = field(default_factory=list)
+    """Targets of links and pictures."""
+
+    @property
+    def anchor(self) -> str:
+        """The anchor that GitHub makes."""
+        return re.sub(r"[^\w\- ]", "", self.title.strip().lower()).replace(" ", "-")
+
+    @property
+    def code(self) -> list[str]:
+        """Everything that is set as code."""
+        return [*self.spans.elements(), *(text for _, text in self.blocks)]
+
+
+@cache
+def sections_of(page: Path) -> list[Section]:
+    sections = [Section("(top)", "")]
+    tokens = MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        section = sections[-1]
+        if token.type in ("fence", "code_block"):
+            section.blocks.append((token.info.strip(), token.content))
+        elif token.type == "tr_open":
+            section.rows.append([])
+        elif token.type == "inline":
+            children = token.children or []
+            if before and before.type == "heading_open":
+                section = Section("".join(t.content for t in children), before.tag)
+                sections.append(section)
+            spans = [t.content for t in children if t.type == "code_inline"]
+            section.spans.update(spans)
+            section.links += [str(t.attrs["href"]) for t in children if t.type == "link_open"]
+            section.links += [str(t.attrs["src"]) for t in children if t.type == "image"]
+            texts = (t.content for t in children if t.type == "text")
+            section.numbers.update(number for text in texts for number in NUMBER.findall(text))
+            if before and before.type in ("th_open", "td_open"):
+                section.rows[-1].append(spans)
+    return sections
+
+
+def target_of(page: Path, link: str) -> tuple[Path, int | None]:
+    """Return the file of a relative link, and the number of the section that it names: 0 for none,
+    None where there is no such section."""
+    path, _, anchor = unquote(link).partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not anchor:
+        return target, 0
+    anchors = [section.anchor for section in sections_of(target)]
+    return target, anchors.index(anchor) if anchor in anchors else None
+
+
+def is_relative(link: str) -> bool:
+    return re.match(r"[a-z]+:", link) is None
+
+
+# --- what pages say ---
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = ("docs", "examples", "plugins", "scripts", "swift_grpo_ext", "tests")
+PAGES = sorted([*ROOT.glob("*.md"), *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md"))])
+TRANSLATIONS = [page for page in PAGES if page.stem.endswith(TRANSLATED)]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for section in sections_of(page):
+        for link in filter(is_relative, section.links):
+            path, number = target_of(page, link)
+            is_found = path.exists() and path.is_relative_to(ROOT) and number is not None
+            assert is_found, f"{section.title!r}: {link}"
+
+
+FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")
+FOREIGN_FLAGS = {
+    *("shm-size", "ipc", "no-deps", "ntasks-per-node", "markdown", "hypothesis-profile"),
+    *("durations", "logdir"),
+}
+"""Flags of docker, pip, Slurm, pytest and TensorBoard."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.skipif(not is_newest("swift"), reason="pages speak of the newest ms-swift")
+def test_flags_and_commands_exist(page: Path) -> None:
+    commands, flags = known_commands()
+    for section in sections_of(page):
+        for text in section.code:
+            assert set(FLAG.findall(text)) <= flags, section.title
+            assert set(re.findall(r"swift-grpo-ext ([a-z][a-z-]*)", text)) <= commands
+
+
+@cache
+def known_commands() -> tuple[frozenset[str], frozenset[str]]:
+    """Return our commands; and all flags: ours, ms-swift's, those of our commands and scripts."""
+    from swift.arguments import RLHFArguments, RolloutArguments
+
+    parsers: dict[str, argparse.ArgumentParser] = {}
+
+    def parse_nothing(parser: argparse.ArgumentParser, *_: object) -> None:
+        actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        parsers.update(actions[0].choices)
+        raise OSError("as far as needed")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(argparse.ArgumentParser, "parse_known_args", parse_nothing)
+        with pytest.raises(OSError, match="as far as needed"):
+            cli.main([])
+    options = {option for parser in parsers.values() for option in parser._option_string_actions}
+    fields = [*dataclasses.fields(RLHFArguments), *dataclasses.fields(RolloutArguments)]
+    scripts = {
+        flag
+        for folder in ("scripts", "examples")
+        for script in (ROOT / folder).rglob("*")
+        if script.suffix in (".py", ".sh")
+        for flag in FLAG.findall(script.read_text(encoding="utf-8"))
+    }
+    flags = {*flag_names(), *(field.name for field in fields), *(o.strip("-") for o in options)}
+    return frozenset(parsers), frozenset({*flags, *scripts, *FOREIGN_FLAGS})
+
+
+OURS = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)}|\.ci)/[\w./*-]*")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_exist(page: Path) -> None:
+    """Paths in code that begin with a folder of ours, and modules by their room."""
+    rooms = {path.name for path in (ROOT / "swift_grpo_ext").iterdir() if path.is_dir()}
+    missing = []
+    for section in sections_of(page):
+        named = {path.rstrip(".") for text in section.code for path in OURS.findall(text)}
+        named |= {
+            f"swift_grpo_ext/{span}"
+            for span in section.spans
+            if re.fullmatch(r"\w+/[\w/]+\.py", span) and span.partition("/")[0] in rooms
+        }
+        # launch.sh takes the beginning of a preset's name.
+        missing += [path for path in named if not any(ROOT.glob(path.rstrip("*/") + "*"))]
+    assert sorted(missing) == []
+
+
+def test_what_contributors_are_told_is_there() -> None:
+    """Functions, such as `check_ignored_flags`."""
+    code = "".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("swift_grpo_ext", "scripts", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    for section in sections_of(ROOT / "CONTRIBUTING.md"):
+        names = [span for span in section.spans if re.fullmatch(r"[a-z]+(_[a-z]+)+", span)]
+        assert [name for name in names if f"def {name}(" not in code] == []
+
+
+PLAIN_PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"),
+    *(page for page in PAGES if page.parent.name == "docs" and page not in TRANSLATIONS),
+]
+MOST_WORDS = 30
+"""Of a sentence. A code span is one word."""
+
+
+def prose_of(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the kind of each block (`paragraph`, `heading`, `td`) and its text without code."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    for before, token in pairwise(tokens):
+        if token.type == "inline":
+            parts = (
+                {"code_inline": "CODE", "softbreak": " "}.get(child.type, child.content)
+                for child in token.children or []
+            )
+            yield before.type.removesuffix("_open"), "".join(parts)
+
+
+def sentences_of(text: str) -> list[str]:
+    """Return the sentences of paragraphs and lists."""
+    paragraphs = (prose for kind, prose in prose_of(text) if kind == "paragraph")
+    return [s for prose in paragraphs for s in re.split(r"(?<=[.!?])[\")]*\s+", prose)]
+
+
+def test_sentences_are_found() -> None:
+    page = "# A b.\n\n- One `a. b` (two.) Three\n  4.6.\n\n```\nc\n```\n\n| d |\n|---|\n| e |\n"
+    assert sentences_of(page) == ["One CODE (two.", "Three 4.6."]
+
+
+@pytest.mark.parametrize("page", PLAIN_PAGES, ids=name_of)
+def test_words_are_plain(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    long = [s for s in sentences_of(text) if len(re.findall(r"\w\S*", s)) > MOST_WORDS]
+    assert long == []
+    habits = re.compile(r"\bwhose\b|\(Said once\.\)", re.I)
+    assert [prose for _, prose in prose_of(text) if habits.search(prose)] == []
+
+
+def test_messages_of_the_troubleshooting_page_are_ours() -> None:
+    """First columns of its tables; `...` stands for what a message is given."""
+    texts = list(our_texts())
+    unknown = [
+        message
+        for section in sections_of(ROOT / "docs/troubleshooting.md")
+        for row in section.rows
+        for message in row[0]
+        if not any(re.search(re.escape(message).replace(r"\.\.\.", ".*"), t, re.S) for t in texts)
+    ]
+    assert unknown == []
+
+
+def our_texts() -> Iterator[str]:
+    """Yield every text in the package, f-strings with `{}` for what they are given."""
+    for module in (ROOT / "swift_grpo_ext").rglob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
+                yield "".join(map(str, parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in TRANSLATIONS], ids=name_of)
+def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a page, in order, where a run has left its record in `output/my-run`."""
+    places = (sample_id(s, group=g, index=i) for s in range(4) for g in range(6) for i in range(3))
+    rows = [
+        dataclasses.replace(ROW, sample_id=p, seed=sample_seed(42, p), weight_version=p.step)
+        for p in places
+    ]
+    write_session(tmp_path / "output/my-run", rows)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for section in sections_of(page):
+        for language, text in section.blocks:
+            where = f"{name_of(page)}, {section.title!r}"
+            if language == "python":
+                exec(compile(text, where, "exec"), names)
+            elif language == "pycon":
+                test = doctest.DocTestParser().get_doctest(text, names, where, str(page), 0)
+                runner.run(test, clear_globs=False)
+                names = test.globs
+    assert runner.failures == 0
+
+
+# --- Chinese pages ---
+
+ONLY_IN_CHINESE = {
+    "推理和训练分开2-块-gpu-推理6-块训练": "docs/launching.md",
+    "想让两次训练完全一致": "docs/seeds.md",
+}
+"""Anchors of sections that only a Chinese page has, and the English pages that they shorten."""
+
+COMMENT = re.compile(r"(?:^|\s)#\s.*$", re.M)
+
+
+def original_of(translation: Path) -> Path:
+    return translation.with_stem(translation.stem.removesuffix(TRANSLATED))
+
+
+def parts_of(block: tuple[str, str]) -> tuple[str, list[str], set[str]]:
+    """Return a block's language, its code without comments, and the comments' numbers."""
+    language, text = block
+    code = [line.rstrip() for line in COMMENT.sub("", text).splitlines()]
+    return language, code, set(NUMBER.findall(" ".join(COMMENT.findall(text))))
+
+
+def common_sections(page: Path) -> list[Section]:
+    """Return the sections that both languages have."""
+    return [section for section in sections_of(page) if section.anchor not in ONLY_IN_CHINESE]
+
+
+def target_in_any_language(page: Path, link: str) -> tuple[str, int]:
+    """Return a link's file in English and the section's place among the common ones."""
+    if not is_relative(link):
+        return link, 0
+    path, number = target_of(page, link)
+    name = path.stem.removesuffix(TRANSLATED) + path.suffix
+    if not number:
+        return name, 0
+    return name, common_sections(path).index(sections_of(path)[number])
+
+
+@pytest.mark.parametrize("translation", TRANSLATIONS, ids=name_of)
+def test_the_translation_has_not_drifted(translation: Path) -> None:
+    """Each section has the code, the tables, the numbers and the links of the English one. Only
+    comments are translated. How often a sentence repeats a flag or a number is free."""
+    original = original_of(translation)
+    ours, theirs = sections_of(original), common_sections(translation)
+    assert [section.heading for section in ours] == [section.heading for section in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        where = f"{a.title!r} / {b.title!r}"
+        assert list(map(parts_of, a.blocks)) == list(map(parts_of, b.blocks)), where
+        of_rows, of_their_rows = (
+            [[set(cell) for cell in row] for row in section.rows] for section in (a, b)
+        )
+        assert of_rows == of_their_rows, where
+        assert (set(a.spans), set(a.numbers)) == (set(b.spans), set(b.numbers)), where
+        of_a = {target_in_any_language(original, link) for link in a.links}
+        assert of_a == {target_in_any_language(translation, link) for link in b.links}, where
+    assert ours[1].links[0] == translation.name
+
+
+def test_short_versions_say_nothing_else_than_the_english_page() -> None:
+    """Their code and numbers stand on the page that they shorten, and they link to it."""
+    found = {}
+    for translation in TRANSLATIONS:
+        for section in sections_of(translation):
+            if section.anchor in ONLY_IN_CHINESE:
+                found[section.anchor] = page = ROOT / ONLY_IN_CHINESE[section.anchor]
+                text = page.read_text(encoding="utf-8")
+                lines = [line for block in section.blocks for line in parts_of(block)[1]]
+                words = [*lines, *section.spans, *section.numbers]
+                assert [word for word in words if word not in text] == []
+                assert page in {target_of(translation, link)[0] for link in section.links}
+    assert found.keys() == ONLY_IN_CHINESE.keys()

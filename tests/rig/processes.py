@@ -1,0 +1,196 @@
+"""Real `swift` processes for tests, with all processes that they start."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+from tests.rig.memory import needed, reserved
+from tests.rig.zygote import Forked
+
+ROOT = Path(__file__).resolve().parents[2]
+SWIFT = Path(sys.executable).with_name("swift")
+PLUGIN = "plugins/grpo_ext.py"
+EXTENSION = "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(main())"
+COMMAND = (sys.executable, "-c", EXTENSION)
+"""`swift-grpo-ext`, forked from the zygote."""
+
+SECONDS_TO_END = 120
+MARKER = "SWIFT_GRPO_EXT_TEST"
+_OWN = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # spinning would starve the others
+
+
+@dataclass
+class Finished:
+    """How a process ended."""
+
+    returncode: int
+    output: str
+
+    @property
+    def cause(self) -> str:
+        """The end of the output, without torchrun's report below a rank's error."""
+        torchruns = r"\n[^\n]*torch/distributed/elastic/multiprocessing/api.py"
+        return re.split(torchruns, self.output)[0][-3000:]
+
+
+@dataclass
+class Running:
+    """A process, the file of its output, and the marker in its descendants' environments."""
+
+    process: subprocess.Popen[bytes] | Forked
+    log: Path
+    marker: str
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def wait_for(self, text: str, seconds: float) -> None:
+        """Wait until the output has `text`; fail if the process or the time ends before."""
+        deadline = time.monotonic() + seconds
+        while text not in self.output:
+            assert self.process.poll() is None, f"ended early:\n{self.output[-3000:]}"
+            assert time.monotonic() < deadline, f"no {text!r} yet:\n{self.output[-3000:]}"
+            time.sleep(0.2)
+
+    def wait(self, seconds: float) -> Finished:
+        return Finished(self.process.wait(seconds), self.output)
+
+    def survivors(self, seconds: float) -> list[psutil.Process]:
+        """Wait up to `seconds` for all processes of the family to end; return those that live."""
+        deadline = time.monotonic() + seconds
+        while (alive := family(self.marker, self.process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return alive
+
+    def interrupt(self) -> None:
+        """Do what Ctrl-C does in a terminal: send SIGINT to the whole process group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+
+def family(marker: str, session: int) -> list[psutil.Process]:
+    """Return all living processes that inherited `marker` or are in this session, whatever their
+    parent. A forked process shows the zygote's environment, but has a session of its own."""
+    members = []
+    for p in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
+            is_one = p.environ().get(MARKER) == marker or os.getsid(p.pid) == session
+            if is_one and p.status() != psutil.STATUS_ZOMBIE:
+                members.append(p)
+    return members
+
+
+@contextmanager
+def started(
+    command: list[str],
+    log: Path,
+    env: dict[str, str] | None = None,
+    *,
+    out: Path | None = None,
+    real: bool = False,
+) -> Iterator[Running]:
+    """Start a process in a group of its own; kill it and its descendants at the end of the block.
+
+    Python and `swift` are forked from the zygote, which has their imports, unless `real`. Both
+    outputs go to `log`; standard output goes to `out` if given.
+    """
+    marker = uuid.uuid4().hex
+    own = {**_OWN, "MASTER_PORT": str(free_port()), **(env or {}), MARKER: marker}
+    environment = {**os.environ, **own}
+    is_forked = not real and command[0] in (str(SWIFT), sys.executable)
+    process: subprocess.Popen[bytes] | Forked
+    with reserved(needed(command, env or {})):
+        log.touch()
+        (out or log).touch()
+        if is_forked:
+            process = Forked(command, environment, out or log, log)
+        else:
+            with log.open("wb") as f:
+                process = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=f,
+                    stderr=f,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    # In a terminal, SIGINT is not ignored as in a shell's background jobs.
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                )
+        try:
+            yield Running(process, log, marker)
+        finally:
+            for member in family(marker, process.pid):
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+            process.wait()
+
+
+def swift(*argv: str, log: Path, env: dict[str, str] | None = None) -> Finished:
+    """Run `swift ARGV` to its end."""
+    with started([str(SWIFT), *argv], log, env) as running:
+        return running.wait(900)
+
+
+@contextmanager
+def rollout_server(
+    *argv: str,
+    log: Path,
+    env: dict[str, str] | None = None,
+    port: int | None = None,
+    command: str = "rollout",
+    by_ctrl_c: bool = False,
+) -> Iterator[int]:
+    """Run a server of `swift COMMAND`; yield its port once it is healthy.
+
+    At the end the server is killed or, with `by_ctrl_c`, interrupted; then no process may be left.
+    """
+    port = port or free_port()
+    started_by = [str(SWIFT), command, "--port", str(port), "--host", "127.0.0.1", *argv]
+    with started(started_by, log, env) as running:
+        running.wait_for("Uvicorn running on", seconds=600)
+        yield port
+        if by_ctrl_c:
+            running.interrupt()
+            assert running.survivors(SECONDS_TO_END) == []
+
+
+def health(port: int) -> tuple[int, dict[str, Any]]:
+    """Return the status and the answer of `/health/`; 0 and {} if the server does not answer."""
+    with suppress(requests.RequestException):
+        answer = requests.get(f"http://127.0.0.1:{port}/health/", timeout=5)
+        return answer.status_code, answer.json()
+    return 0, {}
+
+
+_FIRST, _LAST = 10_240, 32_000
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_numbers = itertools.count(_WORKER % 8 * 2700 + os.getppid() % 24 * 100)
+"""Numbers of ports. Each worker counts in a range of its own: another worker may have found a port
+free and not bound it yet."""
+
+
+def free_port() -> int:
+    """Return a free port below those that the kernel hands out. A process binds it seconds later;
+    meanwhile nobody who asks the kernel for any port may get it."""
+    while True:
+        port = _FIRST + next(_numbers) % (_LAST - _FIRST)
+        with suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return port

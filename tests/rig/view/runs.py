@@ -1,0 +1,155 @@
+"""Runs for tests of the viewer: scored groups of two samples, with images."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from swift_grpo_ext.record.log import SampleLog
+from swift_grpo_ext.record.tables import REWARDS, RewardRow, SampleRow
+from swift_grpo_ext.tools.runs import LOGS
+from tests.rig.record.rows import ROW, sample_id
+
+HOSTILE = "<img src=x onerror='window.stolen=1'><script>window.stolen=1</script>‮\u202e"
+
+
+def make_rows(step: int, *, num_groups: int = 2) -> list[SampleRow]:
+    """Return a round's rows: sample i of group g has tokens [7, g, i] and text `gG iI sS`."""
+    return [
+        replace(
+            ROW,
+            sample_id=sample_id(step, group=group, index=index),
+            seed=2**62 + 100 * step + 10 * group + index,
+            weight_version=step,
+            token_ids=[7, group, index],
+            logprobs=[-0.5, -0.25 * group, -1.0 * index],
+            text=f"g{group} i{index} s{step}",
+            fingerprint=f"{group:032x}",
+            prompt=json.dumps([{"role": "user", "content": f"<image>Question {group}?"}]),
+            media=[f"images/{group}.png"],
+            columns=json.dumps({"solution": f"s{group}"}),
+        )
+        for group in range(num_groups)
+        for index in range(2)
+    ]
+
+
+def make_conversations(step: int) -> list[SampleRow]:
+    """Return a round's rows. In each group sample 0 has one turn, sample 1 three. The tool adds a
+    crop without a file and text that is no UTF-8; the third turn has no room for an answer."""
+    Image.new("RGB", (8, 4), "blue").save(crop := BytesIO(), "webp")
+    rows = []
+    for row in make_rows(step):
+        rows.append(replace(row, engine_seconds=2.0))
+        if row.sample_id.index:
+            group = row.sample_id.group
+            second = replace(
+                row,
+                sample_id=replace(row.sample_id, turn=1),
+                token_ids=[5, 6],
+                logprobs=[-0.5, -1.0],
+                text="第二轮",
+                fingerprint=f"turn {step}.{group}.1",
+                prompt=json.dumps([{"role": "tool", "content": "<image>看这里 \\ud83d"}]),
+                media=["blake2b:0"],
+                pictures=[crop.getvalue()],
+                mask=[True, False],
+                engine_seconds=1.0,
+                tool_seconds=3.0,
+            )
+            third = replace(
+                row,
+                sample_id=replace(row.sample_id, turn=2),
+                **{"token_ids": [], "logprobs": None, "text": "", "media": []},
+                finish_reason="length",
+                fingerprint=f"turn {step}.{group}.2",
+                prompt=json.dumps([{"role": "tool", "content": None, "tool_calls": [{"f": "找"}]}]),
+                engine_seconds=0.0,
+                tool_seconds=1.0,
+            )
+            rows += [second, third]
+    return rows
+
+
+def score(row: SampleRow, reward: float | None = None) -> RewardRow:
+    """Return a sample's score; by default rewards of group g differ by g."""
+    sample = row.sample_id
+    value = float(sample.group * sample.index) if reward is None else reward
+    return RewardRow(
+        sample_id=sample, reward=value, rewards=[("Accuracy", value), ("Format", 1.0)],
+        advantage=value - 0.5, gap_mean=0.1, gap_max=0.25, gaps=[(1, 0.25)],
+        truncated=sample.index == 1, replaced=False, fate="trained",
+    )  # fmt: skip
+
+
+class Writer:
+    """Appends rounds to a run, as a training does."""
+
+    def __init__(self, run_dir: Path, *, session: int = 0, start_step: int = 0) -> None:
+        self._log = SampleLog(run_dir, session=session, start_step=start_step)
+
+    def write(self, rows: Sequence[SampleRow], *, scored: bool = True) -> None:
+        self._log.append(rows)
+        self._log.flush()
+        if scored:
+            self.score([row for row in rows if not row.sample_id.turn])
+
+    def score(self, rows: Sequence[SampleRow], **changes: Any) -> None:
+        self.append_scores([replace(score(row), **changes) for row in rows])
+
+    def finish(self) -> None:
+        self._log.finish()
+
+    def append_scores(self, rows: Sequence[RewardRow]) -> None:
+        self._log.append(rows, REWARDS)
+        self._log.flush()
+
+
+def make_run(run_dir: Path, num_rounds: int = 3) -> Path:
+    """Write rounds, with images in the run's folder; return the folder."""
+    folder = run_dir / "images"
+    folder.mkdir(parents=True)
+    for group in range(2):
+        Image.new("RGB", (56, 28), (200, 30 * group, 0)).save(folder / f"{group}.png")
+    writer = Writer(run_dir)
+    for step in range(num_rounds):
+        rows = make_rows(step)
+        writer.write([replace(r, media=[str(run_dir / r.media[0])]) for r in rows])
+    return run_dir
+
+
+def add_logs(run_dir: Path, *seconds: float) -> Path:
+    """Log a step for each number of seconds, with an evaluation after each; return the file."""
+    shares = {"rollout": 0.5, "wake": 0.05, "send": 0.1, "generate": 0.3, "sleep": 0.0}
+    shares |= {"rewards": 0.0, "batch": 0.1, "logps": 0.15, "loss": 0.25}
+    shares |= {"optimizer": 0.0, "rest": 0.0}
+    with (run_dir / LOGS).open("a", encoding="utf-8") as file:
+        for step, value in enumerate(seconds, 1):
+            log = {f"time/{part}": share * value for part, share in shares.items()}
+            log |= {"loss": 0.0, "grad_norm": step / 8, "kl": 0.0, "rollout_gap/mean": math.nan}
+            log |= {"reward": step / 4, "rewards/Format/mean": 1.0, "completions/mean_length": 3.0}
+            # As on a GPU; only the first step has a round.
+            log |= {"memory(GiB)": 60.5, **({"memory/wake": 40.0} if step == 1 else {})}
+            log |= {"memory/loss": 64.0}
+            place = {"global_step/max_steps": f"{step}/100"}
+            evaluation = {"eval_loss": 1.0, "eval_reward": 0.5}
+            file.write(f"{json.dumps(log | place)}\n{json.dumps(evaluation | place)}\n")
+        file.write('{"train_runtime": 9.0, "global_step/max_steps": "9/100"}\n')
+        file.write('{"model_parameter_info": "9 Params"}\n')
+    return run_dir / LOGS
+
+
+def add_tokenizer(run_dir: Path) -> None:
+    """Give the run a checkpoint whose tokenizer calls token n `wn`."""
+    tokenizer = Tokenizer(WordLevel({f"w{number}": number for number in range(8)}, unk_token="w0"))
+    (run_dir / "checkpoint-1").mkdir()
+    tokenizer.save(str(run_dir / "checkpoint-1/tokenizer.json"))

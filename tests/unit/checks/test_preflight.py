@@ -1,0 +1,444 @@
+"""Bad input is refused by name before a model is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from packaging.version import Version
+from swift.arguments import RolloutArguments
+from swift.utils import find_free_port
+
+from swift_grpo_ext.checks import preflight, rules
+from swift_grpo_ext.checks.finding import Finding, did_you_mean, enforce, error, note, ok, warning
+from swift_grpo_ext.flags import flag_names
+from swift_grpo_ext.upstream.contract import TRIED, tried_packages
+from tests.rig.arguments import command_line_arguments, training_arguments
+
+TAKES_ANY_START = Version(tried_packages()["vllm"]) < Version("0.32")
+QUESTION = [{"role": "user", "content": "Which digit?"}]
+GIVEN: dict[str, Any] = {
+    **{"model": "org/name", "tuner_type": "full", "num_generations": 8, "temperature": 1.0},
+    **{"dataset": ["rows.jsonl"], "vllm_enforce_eager": True},
+}
+SERVER = {"port": 0}
+LORA = {"tuner_type": "lora", "vllm_enable_lora": True}
+NO_EFFECT = "warning: --vllm_enable_lora true: has no effect without --use_vllm true, --tuner_t"
+ALONE = {"use_vllm": False, "vllm_mode": None}
+"""ms-swift generates, with the model itself."""
+
+TRAINED = ("adalora", "boft", "dummy", "fourierft", "full", "ia3", "lora", "lora_llm", "vera")
+UNMERGED = ("adapter", "llamapro", "reft")
+NO_SCHEDULER = "warning: --tool_timeout: has no effect without --multi_turn_scheduler."
+NO_REPLAY: list[tuple[dict[str, Any], str]] = [
+    ({"torch_compile": True}, "go with --torch_compile true: compiled layers skip"),
+    ({"use_liger_kernel": True}, "go with --use_liger_kernel true: its loss"),
+    ({"teacher_model": "org/teacher"}, "go with --teacher_model: a teacher has other"),
+    ({"sequence_parallel_size": 2}, "go with --sequence_parallel_size: it splits"),
+    ({"use_vllm": False}, "go with --use_vllm false: ms-swift's own rollouts"),
+]
+TEACHER = {"teacher_model_server": "http://teacher:8000"}
+NOT_TAKEN = "error: --vllm_enable_lora true: vLLM does not take the adapter"
+
+
+def arguments(**changes: Any) -> Any:
+    """Return arguments of `swift rlhf`, or of `swift rollout` if `changes` has a port. Their model
+    is not on this machine."""
+    if "port" in changes:
+        given = {"model": "org/name", "vllm_enforce_eager": True}
+        return command_line_arguments("rollout", **{**given, **changes})
+    args = command_line_arguments("rlhf", **{**GIVEN, **changes})
+    args.training_args = training_arguments(generation_batch_size=16)
+    return args
+
+
+@pytest.fixture(autouse=True)
+def newest_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Findings are the same with each installed release."""
+    newest = {name: versions[-1] for name, versions in TRIED.items()}
+    monkeypatch.setattr(rules, "tried_packages", lambda: newest)
+
+
+def said(findings: Iterable[Finding]) -> list[str]:
+    return [f"{finding.level}: {finding.sentence}" for finding in findings]
+
+
+def assert_says(findings: Iterable[Finding], expected: str | None) -> None:
+    """Assert the beginning of the only finding, with `...` for any text between; None expects
+    none."""
+    sentences = said(findings)
+    assert len(sentences) == (expected is not None), sentences
+    if expected is not None:
+        beginning, *parts = expected.split("...")
+        assert sentences[0].startswith(beginning), sentences[0]
+        assert all(part in sentences[0] for part in parts), sentences[0]
+
+
+# --- findings ---
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_mistake_is_printed_alone_and_once(rank: str) -> None:
+    """Each rank printed a traceback of 25 lines above it. Other errors keep theirs."""
+    lines = (
+        "from swift_grpo_ext.checks.finding import SettingsError, hide_tracebacks",
+        "hide_tracebacks()",
+        "raise {}('--seed -1: expected 0 or more.')",
+    )
+    for kind in ("SettingsError", "ValueError"):
+        script = "\n".join(lines).format(kind)
+        env = {**os.environ, "LOCAL_RANK": rank}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        alone = "error: --seed -1: expected 0 or more.\n" if rank == "0" else ""
+        is_ours = kind == "SettingsError"
+        assert (done.stderr == alone) if is_ours else ("Traceback" in done.stderr), done.stderr
+
+
+def test_the_first_error_is_raised_after_the_warnings(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A setting that is no flag gets no dashes."""
+    monkeypatch.setattr(logging.getLogger("swift"), "propagate", True)
+    findings = [ok("a", "holds"), note("b", "is so"), warning("seed", "is odd.", "Leave it.")]
+    enforce(findings)
+    assert [record.getMessage() for record in caplog.records] == ["--seed: is odd. Leave it."]
+    for first, said_of_it in (("model /none", "--model /none"), ("MASTER_PORT 7", "MASTER_PORT 7")):
+        with pytest.raises(ValueError, match=rf"^{said_of_it}: is no folder\. Give one\.$"):
+            enforce([*findings, error(first, "is no folder.", "Give one."), error("b", "is bad.")])
+    assert did_you_mean("sed", ["model", "seed", "seeds"]) == "did you mean seed?"
+    assert did_you_mean("zzz", ["seed", "model"]) == ""
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        (SERVER, None),
+        ({"rollout_timeout": 0.5}, "error: --rollout_timeout 0.5: expected a number of seconds"),
+        ({"tool_timeout": 0.0}, "error: --tool_timeout 0.0: expected a number of seconds, more"),
+        ({"rollout_timeout": 1.0, "sample_log_gb": 0.0}, None),
+        ({"sample_log_gb": -0.5}, "error: --sample_log_gb -0.5: expected 0 or more"),
+        *(({"tuner_type": name}, None) for name in TRAINED),
+        *(({"tuner_type": n}, f"error: --tuner_type {n}: adds parts that ca") for n in UNMERGED),
+        *(({"tuner_type": name, **ALONE}, None) for name in UNMERGED),
+        ({"resume_from_checkpoint": "/none"}, "error: --resume_from_checkpoint /none: is no whole"),
+        ({"seed": -1}, "error: --seed -1: expected 0 or more"),
+        ({"seed": -1, "rollout_seed_mode": "engine"}, None),
+        ({"router_replay_mode": "R3"}, None),
+        *(
+            (
+                {"router_replay_mode": "R3", **one},
+                f"error: --router_replay_mode R3: does not {end}",
+            )
+            for one, end in NO_REPLAY
+        ),
+        ({"streaming": True}, "error: --streaming true: expected false: a stream cannot repeat"),
+        ({"callbacks": ["diversity"]}, None),
+        ({"callbacks": ["diversty"]}, "error: --callbacks diversty: ...did you mean diversity?"),
+        ({"callbacks": ["zzz"]}, "error: --callbacks zzz: is registered by...known: ...perf_log"),
+        ({"reward_funcs": ["fromat"]}, "error: --reward_funcs fromat: ...did you mean format?"),
+        ({"template": "qwen2_5_v"}, "error: --template qwen2_5_v: ...did you mean qwen2_5_vl?"),
+        ({"model_type": "zzz"}, "error: --model_type zzz: is registered by...known: ... ..."),
+        ({"reward_model_plugin": ["defualt"]}, "error: --reward_model_plugin ...mean default?"),
+        (
+            {**SERVER, "multi_turn_scheduler": "gym_schedular"},
+            "error: --multi_turn_scheduler gym_schedular: ...mean gym_scheduler?",
+        ),
+        ({"temperature": 0.9}, None),
+        (
+            {**TEACHER, "temperature": 0.9},
+            "warning: --teacher_model_server: gives log-probabilities at temperature 1, the policy "
+            "at --temperature 0.9: ... Set --temperature 1",
+        ),
+    ],
+)
+def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
+    assert_says(rules.check_arguments(arguments(**changes), ["model", "seed"]), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "expected"),
+    [
+        (SERVER, ["logits_shim"], "warning: --logits_shim: is ignored by `swift rollout`; `swift"),
+        (SERVER, ["rollout_timeout", *rules.ENGINE_FLAGS_OF_SERVERS], None),
+        (SERVER, ["rollout_seed_mode", "sample_log", "sample_log_gb"], None),
+        ({}, [n for n in flag_names() if not n.startswith(("diversity", "tool"))], None),
+        *((side, ["tool_timeout"], NO_SCHEDULER) for side in ({}, SERVER)),
+        ({"multi_turn_scheduler": "any"}, ["tool_timeout"], None),
+        ({}, ["diversity_action"], "warning: --diversity_action: has no effect without --cal"),
+        ({"callbacks": ["a", "diversity"]}, ["diversity_action"], None),
+        ({}, ["vllm_max_lora_rank"], "warning: --vllm_max_lora_rank: has no effect with `swift rl"),
+        ({}, ["vllm_max_model_len", "sleep_level"], None),
+        ({"vllm_mode": "server"}, ["sleep_level"], "warning: --sleep_level: has no effect with"),
+        ({"vllm_mode": "server"}, ["vllm_quantization"], "warning: --vllm_quantization: has no ef"),
+        ({"vllm_mode": "server"}, ["vllm_server_port", "vllm_enable_lora"], None),
+    ],
+)
+def test_flags_that_nobody_reads(
+    changes: dict[str, Any], given: list[str], expected: str | None
+) -> None:
+    assert_says(rules.rules_of_ignored_flags(arguments(**changes), given), expected)
+
+
+def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else name)
+    missing = "error: The package vllm: is not installed. pip"
+    for changes, expected in (({}, missing), (SERVER, missing), ({"use_vllm": False}, None)):
+        assert_says(rules.check_arguments(arguments(**changes), []), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "has_gpu", "expected"),
+    [
+        ("0.32.0", False, None),
+        ("0.27.1", False, "true: does not work without an accelerator with vLLM 0.27.1"),
+        ("0.27.1", True, None),
+    ],
+)
+def test_what_adapters_in_the_engine_need(
+    vllm: str, has_gpu: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "tried_packages", lambda: {"vllm": vllm})
+    monkeypatch.setattr(rules, "has_accelerator", lambda: has_gpu)
+    expected = expected and f"error: --vllm_enable_lora {expected}... or leave it out, here and on"
+    for asked in (LORA, {**SERVER, "vllm_enable_lora": True}):
+        assert_says(preflight.check_model(arguments(**asked)), expected)
+    assert_says(preflight.check_model(arguments()), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"use_dora": True}, f"{NOT_TAKEN}: vLLM does not ... Change the adapter, or leave this"),
+        ({"modules_to_save": ["a", "b"]}, f"{NOT_TAKEN}: vLLM only supports modules_to_save"),
+        ({"lora_bias": "all"}, f"{NOT_TAKEN}: ...bias"),
+        pytest.param(
+            {"init_weights": "pissa"},
+            f"{NOT_TAKEN}: ...init_lora_weights='pissa'",
+            marks=pytest.mark.skipif(TAKES_ANY_START, reason="vLLM before 0.32 takes it"),
+        ),
+        *(({"init_weights": name}, None) for name in (True, False, "gaussian", "lora-ga")),
+        ({"vllm_enable_lora": False, "use_dora": True, "init_weights": "olora"}, None),
+        ({"tuner_type": "lora_llm", "use_dora": True}, NO_EFFECT),
+        ({"tuner_type": "full"}, NO_EFFECT),
+        (ALONE, NO_EFFECT),
+        ({"vllm_mode": "server", "use_dora": True}, None),  # servers are asked, on the first rank
+        (SERVER, None),
+    ],
+)
+def test_adapters_that_vllm_refuses(changes: dict[str, Any], expected: str | None) -> None:
+    """Otherwise vLLM refuses it after two minutes."""
+    of_trainings = {} if "port" in changes else {"tuner_type": "lora"}
+    args = arguments(**{**of_trainings, "vllm_enable_lora": True, **changes})
+    assert_says(preflight.check_model(args), expected)
+
+
+def test_an_adapter_that_is_trained_on_keeps_its_settings(tmp_path: Path) -> None:
+    """vLLM reads the settings of the checkpoint, not the flags."""
+    args = arguments(**LORA, adapters=[str(tmp_path)], init_weights="olora")
+    lora = {"r": 8, "lora_alpha": 8, "target_modules": []}
+    for has, expected in (
+        ({"modules_to_save": ["a", "b"]}, "vLLM only supports modules_to_save"),
+        ({"use_dora": True, "bias": "none"}, "vLLM does not yet support DoRA"),
+        ({"init_lora_weights": "gaussian", "modules_to_save": None}, None),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**lora, **has}))
+        expected = expected and f"{NOT_TAKEN} of {tmp_path}: {expected}"
+        assert_says(preflight.check_model(args), expected)
+
+
+@pytest.mark.parametrize("tuner", [*TRAINED, "bone"])
+def test_servers_say_whether_they_hold_adapters_apart(tuner: str) -> None:
+    """The training may not give `--vllm_enable_lora` itself, or give it with other servers."""
+    own = rules.MERGED_TUNERS
+    refused = f"error: --tuner_type {tuner}: does not go with" if tuner in own else None
+    for serves, trains, expected in (
+        (True, False, refused),
+        (True, True, refused),
+        (False, False, None),
+        (False, True, NO_EFFECT),
+    ):
+        args = arguments(tuner_type=tuner, vllm_mode="server", vllm_enable_lora=trains)
+        args.target_modules = ["q_proj"]
+        args.vllm_client = SimpleNamespace(get_engine_type=lambda: None, enable_lora=serves)
+        assert_says(preflight.check_model(args), expected)
+
+
+def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:
+    """vLLM has one weight for embedding and head."""
+    config = tmp_path / "config.json"
+    config.write_text('{"tie_word_embeddings": true}')
+    both = {"model": str(tmp_path), "tuner_type": "lora", "modules_to_save": ["merger", "lm_head"]}
+
+    def check(expected: str | None, **changes: Any) -> None:
+        assert_says(rules.check_arguments(arguments(**{**both, **changes}), []), expected)
+
+    check("error: --modules_to_save lm_head: vLLM has one weight for embedding and ...type full")
+    check("error: --modules_to_save all-embedding: ", modules_to_save=["all-embedding"])
+    check(None, modules_to_save=["merger"])
+    check(None, use_vllm=False)
+    check(None, tuner_type="full")
+    config.write_text('{"tie_word_embeddings": false}')
+    check(None)
+
+
+# --- the process: other ranks, ports, devices ---
+
+
+def test_a_server_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        assert_says(preflight.check_server_process(0), None)
+        monkeypatch.setenv(name, value)
+    assert_says(
+        preflight.check_server_process(0),
+        "error: `swift rollout`: is one process, ...RANK, WORLD_SIZE, LOCAL_RANK. Start it with env"
+        " -u RANK -u WORLD_SIZE -u LOCAL_RANK swift rollout",
+    )
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert_says(preflight.check_server_process(0), None)
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        expected = f"error: --port {port}: is in use on this machine. ...--vllm_server_port"
+        assert_says(preflight.check_server_process(port), expected)
+    assert_says(preflight.check_server_process(port), None)
+
+
+def test_old_connections_do_not_hold_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ms-swift would take the next port, where no trainer looks for the server."""
+    with socket.socket() as server, socket.socket() as client:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        client.connect(("127.0.0.1", port))
+        server.accept()[0].close()  # the server first
+    args = arguments(port=find_free_port(port))
+    assert args.port != port
+    vars(args)["_given_port"] = port
+    assert_says(preflight.check_server_process(port), None)
+    monkeypatch.setattr(preflight, "check_model", lambda _: ())
+    monkeypatch.setattr(RolloutArguments, "_check_device_count", lambda _: None)
+    args._check_device_count()
+    assert args.port == port
+
+
+def test_sharding_and_sleep_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU, `--fsdp` would train unsharded, with empty reference models on all ranks but one."""
+    monkeypatch.setattr(rules, "has_accelerator", lambda: False)
+    for name, value in (("deepspeed", "zero3"), ("fsdp", "fsdp2"), ("sleep_level", 1)):
+        expected = f"error: --{name} {value}: needs accelerators, and this machine has none"
+        assert_says(rules.check_arguments(arguments(**{name: value}), []), expected)
+        assert_says(rules.check_arguments(arguments(**{name: None}), []), None)
+    elsewhere = arguments(sleep_level=1, vllm_mode="server")  # ms-swift sets it to 0
+    assert_says(rules.check_arguments(elsewhere, []), None)
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")  # accelerate is told to take it for one
+    assert_says(rules.check_arguments(arguments(fsdp="fsdp2"), []), None)
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
+    monkeypatch.setattr(rules, "has_accelerator", lambda: True)
+    assert_says(rules.check_arguments(arguments(deepspeed="zero3"), []), None)
+
+
+def test_an_engine_that_ranks_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ms-swift's trainer would refuse it after it has loaded the model."""
+    args = arguments(vllm_tensor_parallel_size=2)
+    expected = "error: --vllm_tensor_parallel_size 2: does not divide the 7 training ranks"
+    for ranks, mode, refused in (
+        (7, "colocate", expected),
+        (8, "colocate", None),
+        (7, "server", None),
+    ):
+        monkeypatch.setattr(rules, "get_dist_setting", lambda ranks=ranks: (0, 0, ranks, ranks))
+        args.vllm_mode = mode
+        assert_says(rules.check_arguments(args, []), refused)
+
+
+# --- once the model is known, and the data loaded ---
+
+
+def test_speculation_cannot_leave_placeholders_out() -> None:
+    """vLLM would refuse the first request."""
+    config = {"method": "ngram", "num_speculative_tokens": 2}
+    server = arguments(port=8000, vllm_speculative_config=config)
+    refused = "error: --vllm_speculative_config {'method': 'ngram'"
+    for args in (server, arguments(vllm_engine_kwargs={"speculative_config": config})):
+        args.model_meta = SimpleNamespace(is_multimodal=True, model_type="any")
+        assert_says(preflight.check_model(args), refused)
+        args.model_meta = SimpleNamespace(is_multimodal=False, model_type="any")
+        assert_says(preflight.check_model(args), None)
+    for args in (arguments(port=8000), arguments(vllm_speculative_config=config)):
+        assert_says(preflight.check_model(args), None)  # a training does not read the flag
+
+
+def test_only_experts_are_replayed() -> None:
+    args = arguments(router_replay_mode="R3")
+    args.model_meta = SimpleNamespace(is_multimodal=True, model_type="qwen3_vl")
+    args.model_info = SimpleNamespace(is_moe_model=True)
+    assert_says(preflight.check_model(args), None)
+    args.model_info = SimpleNamespace(is_moe_model=False)
+    refused = "error: --router_replay_mode R3: expected a mixture of experts...; qwen3_vl has no"
+    assert_says(preflight.check_model(args), refused)
+
+
+GOOD = [{"messages": QUESTION, "images": ["http://x"]}, {"messages": [], "images": []}]
+BAD = [*GOOD, {"messages": QUESTION, "images": ["/none.png"]}]
+TEXT = [{"messages": QUESTION}, {"messages": []}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "eval_rows", "changes", "expected"),
+    [
+        (GOOD, GOOD, {}, None),
+        (GOOD[:1], None, {}, "error: --dataset rows.jsonl: 1 rows are fewer than the 2 prompts of"),
+        (BAD, GOOD, {}, "error: --dataset: the row"),
+        (GOOD, BAD, {}, "error: --val_dataset: the row"),
+        (BAD, None, {"truncation_strategy": "delete"}, "warning: --dataset: 1 of 3 rows cannot be"),
+        (BAD, None, {"truncation_strategy": "left"}, "error: --dataset: the row"),
+        (TEXT, None, {}, "warning: --dataset: no row holds `images`"),
+        (TEXT, None, {"model_meta": SimpleNamespace(is_multimodal=False)}, None),
+        (GOOD[:1] * 2, None, {}, "warning: --dataset: 1 of 2 rows repeat an"),
+        (GOOD, None, {"reward_funcs": []}, "error: --reward_funcs: is missing"),
+        (GOOD, None, {"reward_funcs": [], "gym_env": "maze"}, None),
+        (GOOD, None, {"reward_funcs": [], "teacher_model": "org/teacher"}, None),
+        (GOOD, None, {"reward_funcs": [], "vllm_mode": "server"}, None),  # with a gym, perhaps
+        ([{**GOOD[0], "teacher_prompt": "?"}, GOOD[1]], None, {"reward_funcs": []}, None),
+    ],
+)
+def test_data_sets(rows: Any, eval_rows: Any, changes: dict[str, Any], expected: str) -> None:
+    assert_says(preflight.check_datasets(arguments(**changes), rows, eval_rows), expected)
+
+
+def test_what_the_template_refuses_is_refused_before_a_model_is_loaded(assets: Path) -> None:
+    """Without the check, placeholders in text end the run in the first training forward."""
+    args = arguments()
+    args.model_dir = str(assets / "tiny_vlm")
+    typed = {"role": "user", "content": "<image><|vision_start|><|image_pad|><|vision_end|>Which?"}
+    rows: Any = [*GOOD, {"messages": [typed], "images": ["http://x"]}]
+    refused = "error: --dataset: the row that asks '<image><|vision_start|>...holds '<|image_pad|>'"
+    assert_says(preflight.check_datasets(args, rows, None), refused)
+
+
+def test_one_rank_of_a_machine_looks_at_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, expected in (("0", "error: --dataset: the row"), ("1", None)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert_says(preflight.check_datasets(arguments(), BAD, None), expected)

@@ -1,0 +1,344 @@
+"""The monitor's callback, with a trainer's side of it; on two ranks with real collectives."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import TrainerControl, TrainerState
+
+from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
+from swift_grpo_ext.monitor import DiversityMonitor
+from swift_grpo_ext.ranks import training_ranks
+from swift_grpo_ext.record.recorder import SampleRecorder
+from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
+from tests.rig.arguments import training_arguments
+from tests.rig.diversity.samples import LONG, group_of, sample
+from tests.rig.record.rows import read_diversity
+
+
+class Run:
+    """The trainer's side of the callback: it generates, scores, steps and logs."""
+
+    def __init__(self, folder: Path, start_step: int = 0, **flags: Any) -> None:
+        ranks = training_ranks(60)
+        self.recorder = SampleRecorder(str(folder), ranks, kept="none", keeps_diversity=True)
+        self.recorder.open(start_step=start_step)
+        self.trainer = SimpleNamespace(
+            recorder=self.recorder,
+            score_listeners=[],
+            ranks=ranks,
+            _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
+        )
+        defaults = {"temperature": 1.0, "rollout_seed_mode": "engine", "output_dir": str(folder)}
+        self.args = training_arguments(**defaults | flags)
+        self.monitor = DiversityMonitor(self.args, self.trainer)
+        self.hook_arguments = (self.args, TrainerState(), TrainerControl())
+
+    def generate(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> None:
+        self.recorder.append(samples)
+        self.recorder.write()
+        if rewards:
+            self.score(samples, rewards)
+
+    def score(self, samples: list[SampleRow], rewards: Sequence[float]) -> None:
+        rows = [
+            RewardRow(sample_id=s.sample_id, reward=reward, rewards=[], truncated=False,
+                      replaced=False, fate="trained")
+            for s, reward in zip(samples, rewards, strict=False)
+        ]  # fmt: skip
+        of_all = [row for rank_rows in self.trainer.ranks.all_gather(rows) for row in rank_rows]
+        for listener in self.trainer.score_listeners:
+            listener(of_all)
+
+    def step(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> None:
+        self.generate(samples, rewards)
+        self.monitor.on_step_end(*self.hook_arguments)
+
+    @property
+    def logged(self) -> dict[str, list[float]]:
+        return self.trainer._metrics["train"]
+
+    @property
+    def records(self) -> list[DiversityRow]:
+        self.recorder.flush()
+        return read_diversity(self.args.output_dir)
+
+    @property
+    def stops(self) -> bool:
+        control = self.hook_arguments[2]
+        assert control.should_save == control.should_training_stop
+        return control.should_training_stop
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The warnings that are logged."""
+    lines: list[str] = []
+    monkeypatch.setattr("swift_grpo_ext.monitor.logger.warning", lines.append)
+    return lines
+
+
+def collapsed(step: int) -> list[SampleRow]:
+    return group_of(*[[1, 2]] * 4, step=step, bits=0.01)
+
+
+def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: list[str]) -> None:
+    run = Run(tmp_path)
+    run.step(group_of([1], [2], [3], [4]), [1.0, 2.0, 0.0, 0.25])
+    run.step([])
+    run.step(group_of([1, 4], [1, 4], step=2))  # nothing was scored
+    assert run.logged["diversity/unique_ratio"] == [1.0, 0.5]
+    assert run.logged["diversity/pass_at_1"] == [0.5]
+    assert run.logged["diversity/equal_rewards"] == [0.0]
+    assert [r.round.step for r in run.records] == [0, 2]
+    run.generate(group_of([1], [2], phase="eval"))
+    run.monitor.on_prediction_step(*run.hook_arguments)
+    assert run.trainer._metrics["eval"]["diversity/unique_ratio"] == [1.0]
+    assert len(run.logged["diversity/unique_ratio"]) == 2
+    assert said == []
+
+
+def test_turns_without_an_answer_are_no_copies_of_one_another(tmp_path: Path) -> None:
+    """Their prompts had no room, so the turn before counts for the sample."""
+    run = Run(tmp_path)
+    unanswered = [
+        replace(s, sample_id=replace(s.sample_id, turn=1)) for s in group_of([], [], [], [])
+    ]
+    run.step([*group_of([1], [2], [3], [4]), *unanswered], [1.0, 0.0, 0.0, 0.0])
+    [record] = run.records
+    assert (record.num_samples, record.metrics["unique_ratio"]) == (4, 1.0)
+    assert record.metrics["correct_answers"] == 1.0
+
+
+def test_rounds_are_analyzed_beside_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step goes on during the analysis, and waits for it at its end."""
+    may_go_on = threading.Event()
+    run = Run(tmp_path, diversity_action="stop")
+    analyze = RoundAnalyzer.analyze
+
+    def slow(*args: Any) -> list[Any]:
+        assert may_go_on.wait(10)
+        return analyze(*args)
+
+    monkeypatch.setattr(RoundAnalyzer, "analyze", slow)
+    run.generate(group_of(LONG, LONG), [1.0, 0.0])
+    assert not run.logged
+    may_go_on.set()
+    run.step([])
+    assert run.logged["diversity/unique_ratio"] == [0.5]
+    assert run.stops
+
+
+def test_alarms_are_said_once_until_they_end_or_change(tmp_path: Path, said: list[str]) -> None:
+    run = Run(tmp_path)
+    rounds = [group_of(LONG, LONG), group_of(LONG, LONG, step=1), group_of([1], [2], step=2)]
+    rounds += [group_of([*LONG, 3], [*LONG, 3], step=3), *map(collapsed, (4, 5, 6, 7))]
+    for samples in rounds:
+        run.step(samples)
+    assert [line.split(": ")[1] for line in said] == [
+        "broken randomness in train round 0.0",
+        "broken randomness in train round 3.0",
+        "collapsed policy in train round 6.0, 3 rounds in a row",
+    ]
+    where = f"`swift-grpo-ext view {tmp_path}` shows later ones"
+    assert all(line.endswith(f" ({where}.)") for line in said)
+    assert not run.stops
+
+
+@pytest.mark.parametrize(
+    ("action", "rounds", "stops", "num_said"),
+    [
+        ("log", [group_of(LONG, LONG)], [False], 0),
+        ("stop", [group_of([1], [2]), group_of(LONG, LONG, step=1)], [False, True], 1),
+        # A sound round of the same step does not undo it.
+        ("stop", [group_of(LONG, LONG) + group_of([1], [2], step=1)], [True], 1),
+        ("stop", [collapsed(step) for step in range(3)], [False, False, True], 1),
+        ("stop", [group_of(LONG, LONG, phase="eval")], [True], 1),
+    ],
+)
+def test_what_an_alarm_does(
+    action: str, rounds: list[list[SampleRow]], stops: list[bool], num_said: int,
+    tmp_path: Path, said: list[str],
+) -> None:  # fmt: skip
+    run = Run(tmp_path, diversity_action=action)
+    for samples, stop in zip(rounds, stops, strict=True):
+        run.step(samples)
+        assert run.stops == stop
+    assert len(said) == num_said
+    assert action == "stop" or run.records[-1].alarm
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_said", "verdict"),
+    [
+        ({"temperature": 0.0}, True, "unknown"),
+        ({"temperature": 0.9e-5}, True, "unknown"),  # vLLM takes it for 0
+        ({"temperature": 1e-5}, False, "broken"),
+        ({"use_vllm": False}, True, "unknown"),
+    ],
+)
+def test_what_cannot_be_tested_is_said_at_the_start(
+    flags: dict[str, Any], is_said: bool, verdict: str, tmp_path: Path, said: list[str]
+) -> None:
+    run = Run(tmp_path, diversity_action="log", **flags)
+    assert ["cannot test the noise of greedy decoding" in line for line in said] == [True] * is_said
+    run.step(group_of(LONG, LONG, LONG, bits=None if "use_vllm" in flags else 1.0))
+    assert run.records[0].verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "replicas"),
+    [
+        # ms-swift's own rollouts name no engine.
+        ({}, "", ["rank 0", "rank 1", "rank 2"]),
+        ({"vllm_tensor_parallel_size": 2}, "", ["rank 0", "rank 0", "rank 2"]),
+        ({"vllm_mode": "server"}, "", ["", "", ""]),
+        ({"use_vllm": False, "vllm_tensor_parallel_size": 2}, "", ["rank 0", "rank 1", "rank 2"]),
+        ({"use_vllm": False, "vllm_mode": "server"}, "", ["rank 0", "rank 1", "rank 2"]),
+        ({}, "server 1 replica 0", ["server 1 replica 0"] * 3),
+    ],
+)
+def test_replicas_are_named(
+    flags: dict[str, Any], given: str, replicas: list[str], tmp_path: Path
+) -> None:
+    run = Run(tmp_path, **flags)
+    run.step([sample(LONG, index=i, rank=i, replica=given) for i in range(3)])
+    (collision,) = run.records[0].collisions
+    assert [s["replica"] for s in collision["samples"]] == replicas
+    assert [s["rank"] for s in collision["samples"]] == [0, 1, 2]
+
+
+def test_flags_reach_the_analysis(tmp_path: Path) -> None:
+    """A pair of n bits has p = 2^-n, twice for the two halves of the level: 1.91e-6 with 20, and
+    0.95e-6 with 21. The seed mode decides the remedy."""
+    for bits, mode, verdict, remedy in (
+        (20, "engine", "collapse", ""),
+        (21, "sample", "broken", "remedy_ignored_seeds"),
+    ):
+        run = Run(tmp_path / mode, rollout_seed_mode=mode)
+        run.step([sample(LONG[:bits], index=i, seed=i) for i in (0, 1)])
+        assert (run.records[0].verdict, run.records[0].remedy) == (verdict, remedy)
+        assert run.records[0].log10_p == pytest.approx(math.log10(2 * 2**-bits), abs=1e-5)
+
+
+def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Path) -> None:
+    """With `--async_generate` the next round may arrive before a round is gathered, or before it is
+    scored."""
+    run = Run(tmp_path, async_generate=True, vllm_mode="server")
+
+    def turns_of(step: int, phase: str = "train", group: int = 0) -> list[list[SampleRow]]:
+        """Two turns of a group and half a group."""
+        place = {"step": step, "phase": phase}
+        return [
+            group_of([1], [2], [3], turn=turn, group=group, **place)
+            + group_of([1, 4], [2, 4], turn=turn, group=group + 1, **place)
+            for turn in (0, 1)
+        ]
+
+    def arrive(turns: list[list[SampleRow]]) -> None:
+        for turn in turns:
+            run.recorder.append(turn)
+
+    def use(turns: list[list[SampleRow]], ahead: list[list[SampleRow]], *, early: bool) -> None:
+        """Gather, score and step; the batch that is drawn ahead arrives before, or meanwhile."""
+        if early:
+            arrive(ahead)
+        run.recorder.write()
+        if not early:
+            arrive(ahead)
+        run.score(turns[0], [1.0, 0.0, 0.0, 0.0, 0.0])
+        run.monitor.on_step_end(*run.hook_arguments)
+
+    trains = [turns_of(step) for step in range(3)]
+    batches = [turns_of(1, "eval", group) for group in (0, 2, 4)]
+    arrive(trains[0])  # before the training begins
+    use(trains[0], trains[1], early=True)
+    arrive(batches[0])
+    use(batches[0], batches[1], early=True)
+    use(batches[1], batches[2], early=False)  # no evaluation uses the third
+    use(trains[1], trains[2], early=False)
+    assert [(*r.round[:2], r.num_samples, r.num_groups) for r in run.records] == [
+        *(("train", 0, 10, 4), ("eval", 1, 10, 4), ("eval", 1, 10, 4), ("train", 1, 10, 4))
+    ]  # fmt: skip
+    assert run.logged["diversity/pass_at_1"] == [pytest.approx(1 / 6)] * 2
+
+
+def test_other_trainers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"SimpleNamespace has none\. Leave it out"):
+        DiversityMonitor(SimpleNamespace(), SimpleNamespace())
+
+
+# --- two ranks ---
+
+
+def on_ranks(work: Callable[[int, str], None], folder: Path) -> None:
+    # Forked: the imports of a fresh process would take a quarter of a minute.
+    mp.start_processes(_rank, (work, str(folder)), nprocs=2, start_method="fork")
+
+
+def _rank(rank: int, work: Callable[[int, str], None], folder: str) -> None:
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    try:
+        work(rank, folder)
+    finally:
+        dist.destroy_process_group()
+
+
+def copies_across_ranks(rank: int, folder: str) -> None:
+    """Each rank has half of a group; in round 1 both generate the same."""
+    run = Run(Path(folder) / "run", diversity_action="stop")
+    stops = []
+    for step in range(2):
+        ids = [i + 100 * rank * (1 - step) + 1000 * step for i in LONG]
+        run.step([sample(ids, index=rank, rank=rank, step=step, replica="")], [float(rank)])
+        stops.append(run.stops)
+    run.recorder.flush()
+    result = {"stops": stops, "unique": run.logged["diversity/unique_ratio"]}
+    result["passed"] = run.logged["diversity/pass_at_1"]
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(result))
+
+
+def test_all_ranks_stop_together(tmp_path: Path) -> None:
+    on_ranks(copies_across_ranks, tmp_path)
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == {
+            "stops": [False, True], "unique": [1.0, 0.5], "passed": [0.5, 0.5],
+        }  # fmt: skip
+    healthy, broken = read_diversity(tmp_path / "run")
+    assert (healthy.verdict, broken.verdict) == ("healthy", "broken")
+    assert "(rank 0, replica 'rank 0')" in (broken.alarm or "")
+    assert "(rank 1, replica 'rank 1')" in (broken.alarm or "")
+
+
+def fail_on_main(rank: int, folder: str) -> None:
+    """The main rank cannot write, which ends nothing, then cannot analyze, which ends all ranks."""
+    run = Run(Path(folder) / "run")
+    if rank == 0:
+        (Path(folder) / "run/diversity").touch()
+    run.step([sample(LONG, index=rank)])
+    RoundAnalyzer.analyze = None  # type: ignore[assignment]  # of this process alone
+    try:
+        run.step([sample(LONG, index=rank, step=1)])
+    except RuntimeError as e:
+        Path(folder, f"rank{rank}.txt").write_text(f"{type(e).__name__}: {e}")
+
+
+def test_a_failure_ends_all_ranks(tmp_path: Path) -> None:
+    on_ranks(fail_on_main, tmp_path)
+    assert (tmp_path / "rank0.txt").read_text().startswith("RuntimeError: --callbacks diversity")
+    words = (tmp_path / "rank1.txt").read_text()
+    assert words.endswith("--callbacks diversity: TypeError: 'NoneType' object is not callable")

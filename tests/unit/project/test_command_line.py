@@ -1,0 +1,229 @@
+"""The plugin's flags are real flags, in command lines and in scripts, by `--external_plugins` or by
+`register()` (R5)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Union, get_type_hints
+
+import pytest
+from swift.arguments import RLHFArguments, RolloutArguments
+from swift.utils.utils import _patch_get_type_hints, parse_args
+from transformers import HfArgumentParser, hf_argparser
+
+import swift_grpo_ext
+from swift_grpo_ext import command_line
+from swift_grpo_ext.checks import rules
+from swift_grpo_ext.flags import flag_names
+
+PLUGIN = Path(__file__).resolve().parents[3] / "plugins/grpo_ext.py"
+KINDS = pytest.mark.parametrize("registered", [False, True], ids=["by flag", "register() first"])
+
+
+def in_child(call: Callable[[], Any]) -> Any:
+    """Return what `call` returns in a forked child, or its error as a text."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            found = call()
+        except BaseException as e:
+            found = f"{type(e).__name__}: {e}"
+        os.write(write, pickle.dumps(found))
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read, "rb") as f:
+        return pickle.load(f)
+
+
+def parsed(
+    argv: list[str] | None, *, registered: bool, names: Sequence[str] = ()
+) -> dict[str, Any] | str:
+    """Parse a list, or this process's command line, in a forked child; return the values of our
+    flags or the error. `names` are environment variables to return too."""
+
+    def parse() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        def stop(args: Any, given: list[str]) -> None:
+            """Stop before the checks of settings, which need a model and data."""
+            assert command_line.pending_arguments(RLHFArguments)[1] == []  # nothing for ms-swift
+            found.update({name: getattr(args, name) for name in MEANT}, given=given)
+            found.update({name: os.environ.get(name) for name in names})
+            raise InterruptedError
+
+        rules.check_arguments = stop
+        if registered:
+            swift_grpo_ext.register()
+        with contextlib.suppress(InterruptedError):
+            parse_args(RLHFArguments, argv)
+        return found
+
+    return in_child(parse)  # type: ignore[no-any-return]
+
+
+BASE = ["--rlhf_type", "grpo", "--model", "none", "--external_plugins", str(PLUGIN)]
+OURS = ["--stop_token_ids", "5", "7", "--logits-shim=strict", "--no_include_stop_str_in_output"]
+MEANT = {
+    **{"stop_token_ids": [5, 7], "logits_shim": "strict", "include_stop_str_in_output": False},
+    "rollout_seed_mode": "sample",
+}
+
+
+@KINDS
+def test_the_list_counts_and_else_the_command_line(
+    registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", *BASE, "--stop_token_ids", "9", "--nonsense"])
+    found = parsed([*BASE, *OURS], registered=registered)
+    assert isinstance(found, dict), found
+    given = ["rlhf_type", "model", "external_plugins", *MEANT]
+    assert found == {**MEANT, "given": given[:-1]}
+    monkeypatch.setattr(sys, "argv", ["script.py", *BASE, "--stop_token_ids", "9"])
+    found = parsed(None, registered=registered)
+    assert isinstance(found, dict), found
+    assert found["stop_token_ids"] == [9]
+
+
+@KINDS
+def test_a_misspelt_flag_in_a_scripts_list_is_refused(registered: bool) -> None:
+    """ms-swift takes abbreviations of its own flags, but not of ours."""
+    found = parsed([*BASE, "--rollout_seed", "sample"], registered=registered)
+    assert found == (
+        "SettingsError: Unknown argument --rollout_seed (did you mean --rollout_seed_mode?); "
+        "left over: --rollout_seed sample. `swift-grpo-ext flags` lists our flags."
+    )
+    found = parsed([*BASE, "--zzzz"], registered=registered)
+    assert found.endswith("--zzzz; left over: --zzzz. `swift-grpo-ext flags` lists our flags.")  # type: ignore[union-attr]
+
+
+def test_a_training_alone_takes_any_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ms-swift gives every training the same port: the second one on a machine died
+    (EADDRINUSE)."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    argv = [*BASE, "--use_vllm", "true", "--vllm_mode", "colocate"]
+    for given, taken in ((None, "0"), ("29500", "0"), ("29511", "29511")):
+        if given:
+            monkeypatch.setenv("MASTER_PORT", given)
+        found = parsed(argv, registered=False, names=["MASTER_PORT", "WORLD_SIZE"])
+        assert isinstance(found, dict), found
+        assert (found["MASTER_PORT"], found["WORLD_SIZE"]) == (taken, "1")
+    # torchrun's agent already listens at its port.
+    started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in {**started, "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    found = parsed(argv, registered=False, names=["MASTER_PORT"])
+    assert isinstance(found, dict), found
+    assert found["MASTER_PORT"] == "29500"
+
+
+def test_all_misspelt_flags_are_named_at_once() -> None:
+    given = ["--tuner_typ3", "lora", "--max-lenght=512", "--gpu_memory_utilization", "0.5"]
+    found = parsed([*BASE, *given], registered=False)
+    assert found == (
+        "SettingsError: Unknown argument --tuner_typ3 (did you mean --tuner_type?), "
+        "--max-lenght=512 (did you mean --max_length?), --gpu_memory_utilization "
+        "(did you mean --vllm_gpu_memory_utilization?); left over: --tuner_typ3 lora "
+        "--max-lenght=512 --gpu_memory_utilization 0.5. `swift-grpo-ext flags` lists our flags."
+    )
+
+
+@pytest.mark.parametrize("kind", [RLHFArguments, command_line.RLHFExtArguments])
+def test_arguments_made_in_python_keep_their_values(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line of a script that makes arguments itself is not parsed."""
+    swift_grpo_ext.register()
+    monkeypatch.setattr(sys, "argv", ["script.py", *BASE, "--logits_shim", "strict"])
+    args: Any = kind.__new__(kind)
+    is_ours = kind is not RLHFArguments
+    if is_ours:
+        args.stop_token_ids = [5]
+    args._init_model_kwargs()
+    assert type(args) is command_line.RLHFExtArguments
+    assert (args.logits_shim, args.stop_token_ids) == ("auto", [5] if is_ours else [])
+
+
+def test_json_flags_do_not_depend_on_what_was_imported_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python caches `Union[str, dict]` and `Union[dict, str]` as one type: the first one that is
+    written decides the order, and argparse converts with the later member."""
+
+    def reordered(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        hints = get_type_hints(*args, **kwargs)
+        either, first = Union[str, dict, None], Union[str, dict, None]  # noqa: UP007
+        return {name: first if hint == either else hint for name, hint in hints.items()}
+
+    monkeypatch.setattr(hf_argparser, "get_type_hints", reordered)
+    parser = command_line.Parser([command_line.RLHFExtArguments], allow_abbrev=False)
+    namespace, leftover = parser.parse_known_args(["--model_kwargs", '{"a": 1}'])
+    assert (namespace.model_kwargs, leftover) == ('{"a": 1}', [])
+
+
+def test_a_training_of_megatron_is_refused() -> None:
+    """Ray's driver parses its arguments first, before it connects to Ray."""
+    # In a process of its own: stand-ins for Megatron's packages confuse what is imported here.
+    command = [sys.executable, "-m", "tests.rig.megatron", str(PLUGIN)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    errors = json.loads(output.splitlines()[-1])
+    for name, error in errors.items():
+        if name.startswith("dpo"):  # our plugin has nothing to add; the model is not there
+            assert "swift-grpo-ext" not in error
+            assert "/none" in error
+        else:
+            assert error.startswith("SettingsError: --external_plugins names swift-grpo-ext")
+            assert "none of its seeds, records and checks" in error
+    assert len(errors) == 6
+
+
+# --- the parser ---
+
+
+@pytest.mark.parametrize("upstream", [RLHFArguments, RolloutArguments])
+def test_no_flag_of_ours_is_one_of_ms_swifts_or_an_abbreviation(upstream: type) -> None:
+    with _patch_get_type_hints():
+        actions = HfArgumentParser([upstream])._actions
+    theirs = [option for action in actions for option in action.option_strings]
+    for name in flag_names():
+        clashes = [o for o in theirs if o.startswith((f"--{name}", f"--{name.replace('_', '-')}"))]
+        assert clashes == [], name
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["--logits_shim", "False"], ["--logits_shim", "off"]),
+        (["--logits-shim", "False", "--seed", "1"], ["--logits-shim", "off", "--seed", "1"]),
+        (["--logps_shared_prompt", "False"], ["--logps_shared_prompt", "false"]),
+        (["--include_stop_str_in_output", "False"], None),
+        (["False"], None),
+    ],
+)
+def test_yamls_booleans_are_what_was_typed(argv: list[str], meant: list[str] | None) -> None:
+    assert command_line.restore_off_values(argv) == (argv if meant is None else meant)
+
+
+@pytest.mark.parametrize("extended", command_line.EXTENDED.values())
+def test_a_parser_raises(extended: type) -> None:
+    parser = command_line.Parser([extended], allow_abbrev=False)
+    with pytest.raises(ValueError, match=r"--sample_log_gb.*invalid float value: 'many'"):
+        parser.parse_known_args(["--sample_log_gb", "many"])
+
+
+@pytest.mark.parametrize("argv", [[], ["--sample_log", "tokens"]])
+@pytest.mark.parametrize("extended", command_line.EXTENDED.values())
+def test_a_server_keeps_a_record_where_it_is_told_to(extended: type, argv: list[str]) -> None:
+    """A training with the plugin keeps one itself."""
+    parser = command_line.Parser([extended], allow_abbrev=False)
+    default = "none" if extended is command_line.RolloutExtArguments else "all"
+    assert parser.parse_known_args(argv)[0].sample_log == (argv[1] if argv else default)

@@ -1,0 +1,182 @@
+"""Names of rounds are unique in a run, and the same when it is resumed (S1, S4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift_grpo_ext.config import RolloutGRPOConfig
+from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
+from swift_grpo_ext.sampling.seeding import RoundId
+from tests.rig.arguments import training_arguments
+
+EPOCHS = 3
+
+
+@st.composite
+def clocks(draw: st.DrawFn) -> RoundClock:
+    """`steps_per_generation` below, above, equal to `gradient_accumulation_steps`, or coprime."""
+    per_round = draw(st.integers(1, 8))
+    return RoundClock(
+        batches_per_step=draw(st.integers(1, 8)),
+        batches_per_round=per_round,
+        batches_per_epoch=per_round * draw(st.integers(1, 6)),
+        max_resamples=draw(st.integers(0, 3)),
+    )
+
+
+class Batch(NamedTuple):
+    """A training batch of an uninterrupted run."""
+
+    number: int
+    epoch: int
+    step: int
+    """Its optimizer step."""
+
+    round: RoundId
+    """The round that serves it."""
+
+
+def run(clock: RoundClock) -> Iterator[Batch]:
+    """Count as transformers' and TRL's loops do: a step ends with its epoch at the latest, and a
+    round is generated whenever `batches_per_round` batches are used up."""
+    step = number = 0
+    round_ = RoundId("train", 0, 0)
+    for epoch in range(EPOCHS):
+        left = clock.batches_per_epoch
+        while left:
+            begun = 0
+            for _ in range(min(clock.batches_per_step, left)):
+                if number % clock.batches_per_round == 0:
+                    round_ = RoundId("train", step, begun)
+                    begun += 1
+                yield Batch(number, epoch, step, round_)
+                number += 1
+                left -= 1
+            step += 1
+
+
+def names_from(clock: RoundClock, first_batch: int) -> list[list[tuple[RoundId, int | None]]]:
+    """Return, for each batch from `first_batch` on, its regular round, then its resample rounds
+    with their positions."""
+    names, found = RoundNames(clock), []
+    for batch in range(first_batch, EPOCHS * clock.batches_per_epoch):
+        names.begin_training(batch)
+        rounds: list[tuple[RoundId, int | None]] = [(names.current, None)]
+        rounds += [names.added(number) for number in range(clock.max_resamples)]
+        found.append(rounds)
+    return found
+
+
+@settings(deadline=None)
+@given(clocks())
+def test_rounds_are_named_by_where_they_begin(clock: RoundClock) -> None:
+    first_batches: dict[int, int] = {}
+    for batch in run(clock):
+        assert clock.round_at(batch.number) == batch.round
+        assert clock.epoch_of_step(batch.step) == batch.epoch
+        first_batches.setdefault(batch.step, batch.number)
+    assert {step: clock.batches_at(step) for step in first_batches} == first_batches
+    assert clock.batches_at(len(first_batches)) == EPOCHS * clock.batches_per_epoch
+
+
+@settings(deadline=None)
+@given(clocks())
+def test_names_and_resampled_batches_are_unique_over_a_run(clock: RoundClock) -> None:
+    """Names of regular rounds, and of all that dynamic sampling may add, are unique."""
+    rounds = names_from(clock, 0)[:: clock.batches_per_round]
+    names = [round_ for of_one in rounds for round_, _ in of_one]
+    assert len(rounds) == EPOCHS * (clock.batches_per_epoch // clock.batches_per_round)
+    assert len(set(names)) == len(names) == len(rounds) * (1 + clock.max_resamples)
+    positions = [position for of_one in rounds for _, position in of_one[1:]]
+    assert len(set(positions)) == len(positions)
+    assert all(position is not None and position >= 0 for position in positions)
+
+
+@settings(deadline=None)
+@given(clocks(), st.data())
+def test_a_resumed_run_names_its_rounds_as_the_uninterrupted_one(
+    clock: RoundClock, data: st.DataObject
+) -> None:
+    """S4, also from the middle of a round, and with rounds that dynamic sampling adds."""
+    last_step = max(batch.step for batch in run(clock))
+    step = data.draw(st.integers(0, last_step), label="step")
+    first_batch = clock.batches_at(step)
+    assert names_from(clock, first_batch) == names_from(clock, 0)[first_batch:]
+
+
+def test_evaluations_are_counted_within_their_step() -> None:
+    """Several validation sets of one step have different noise; the next step counts from 0."""
+    names = RoundNames(RoundClock(batches_per_step=1, batches_per_round=1, batches_per_epoch=9))
+    names.begin_training(3)
+    rounds = []
+    for step in (0, 5, 5, 5, 9):
+        names.begin_evaluation(step)
+        rounds += [names.take_batch(groups, training=False) for groups in (2, 3)]
+    assert names.upcoming(training=False) == (RoundId("eval", 9, 0), 5)
+    assert names.take_batch(2, training=True) == (RoundId("train", 3, 0), 0)
+    assert names.upcoming(training=True) == (RoundId("train", 3, 0), 0)
+    numbered = [(0, 0), (5, 0), (5, 1), (5, 2), (9, 0)]
+    assert rounds == [(RoundId("eval", *name), first) for name in numbered for first in (0, 2)]
+
+
+def test_places_count_on_over_ranks_and_eval_batches() -> None:
+    sample_ids = sample_ids_at(RoundId("eval", 7, 1), [3, 4, 5], 2, first_group=10)
+    names = [sample_id.request_id for sample_id in sample_ids]
+    assert names == ["eval-7.1-11-1", "eval-7.1-12-0", "eval-7.1-12-1"]
+
+
+# --- the clock of a run ---
+
+
+def arguments(**changes: Any) -> RolloutGRPOConfig:
+    values = {
+        "steps_per_generation": 4,
+        "num_iterations": 1,
+        "generation_batch_size": 12,
+        "num_generations": 4,
+        "gradient_accumulation_steps": 2,
+        "max_resample_times": 5,
+        "dynamic_sample": False,
+    }
+    return training_arguments(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_rows", "parallel", "expected"),
+    [
+        ({}, 7, 1, (4, 8, 0)),
+        ({"num_iterations": 3}, 7, 1, (12, 24, 0)),
+        ({}, 7, 2, (8, 16, 0)),
+        ({"dynamic_sample": True}, 6, 1, (4, 8, 5)),
+        ({}, 2, 1, (4, 4, 0)),  # fewer rows than a batch: an epoch is one round
+        ({"num_generations": 3}, 8, 1, (4, 8, 0)),
+    ],
+)
+def test_the_clock_of_a_run(
+    changes: dict[str, Any], num_rows: int, parallel: int, expected: tuple[int, int, int]
+) -> None:
+    per_round, per_epoch, resamples = expected
+    assert RoundClock.of(arguments(**changes), num_rows, parallel) == RoundClock(
+        batches_per_step=2,
+        batches_per_round=per_round,
+        batches_per_epoch=per_epoch,
+        max_resamples=resamples,
+    )
+
+
+def test_ahead_is_the_next_round() -> None:
+    """`--async_generate` generates while it trains; a round has the name of the step that uses
+    it."""
+    clock = RoundClock.of(arguments(steps_per_generation=2), 6, 1)
+    names = RoundNames(clock)
+    names.begin_training(0)
+    assert names.current == RoundId("train", 0, 0)
+    names.begin_training(0, ahead=True)
+    assert names.current == RoundId("train", 1, 0)
+    before = [clock.generation_batch_before(batch) for batch in range(0, 10, 2)]
+    assert before == [(0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]

@@ -1,0 +1,237 @@
+"""`check` encodes rows as rollout and training do, and names rows that differ, are cut, or fail."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from swift.dataset import load_dataset
+
+from swift_grpo_ext.tools.check import encoding
+from swift_grpo_ext.tools.check.encoding import difference, sample_of
+from tests.rig import rounds
+from tests.rig.encoders import BothSides
+from tests.rig.processes import ROOT
+from tests.rig.releases import needs_rates_of_videos
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from tiny_vlm.families import FAMILIES, make_config, make_processor, make_tokenizer
+
+LONG = "Many words come first. " * 20
+
+
+def write_rows(folder: Path, *rows: tuple[str, dict[str, Sequence[str]]]) -> tuple[str, Any]:
+    """Write rows of a question and its media; return the path and the rows that ms-swift reads."""
+    path = folder / "rows.jsonl"
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": question}], **media})
+        for question, media in rows
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path), load_dataset([str(path)], remove_unused_columns=False)[0]
+
+
+@pytest.fixture(scope="module")
+def image(assets: Path) -> str:
+    """A picture of 112 x 112 pixels."""
+    [row] = rounds.digits(assets, [0])
+    return str(row["images"][0])
+
+
+@pytest.fixture(scope="module")
+def sides(assets: Path) -> BothSides:
+    """Both sides of the tiny model. It takes seconds to make them, so all tests share them."""
+    names = {"model_type": "qwen2_5_vl", "template": "qwen2_5_vl"}
+    lengths = {"max_length": 64, "vllm_max_model_len": 256, "max_completion_length": 100}
+    return BothSides(model=str(assets / "tiny_vlm"), **names, **lengths)
+
+
+def test_rows_that_are_right(sides: BothSides, image: str, tmp_path: Path) -> None:
+    _, rows = write_rows(
+        tmp_path,
+        ("<image>Which digit?", {"images": [image]}),
+        ("Here:\n<image>\n and <image>?", {"images": [image] * 2}),
+        *(("Which digit?", {}) for _ in range(38)),  # the first 16 rows, and 16 of the others
+    )
+    sample = sample_of(sides.template, rows[0])
+    assert not difference(sides.template, sample, sides.encode(rows[0])[0])
+    # 8 x 8 patches of 14 x 14 pixels in float32, two frames of three colours; the rest is small.
+    pixels = 8 * 8 * 14 * 14 * 2 * 3 * 4
+    assert pixels < encoding.media_bytes(sample.encoded) < 1.01 * pixels
+    assert sides.check(rows) == [
+        "ok: 32 rows with 3 media are equal in rollout and training, in tokens and positions.",
+        "note: prompts have 22 to 61 tokens (--max_length 64 counts a medium as one); with "
+        "--max_completion_length 100 a sample takes up to 161 of 256 (--vllm_max_model_len).",
+    ]
+
+
+@needs_rates_of_videos
+def test_positions_behind_long_videos(
+    sides: BothSides, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a video with more frames than patches on a side, positions agree only by our repair of
+    transformers 5.19. Positions that differ are named."""
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+    for name, count in (("long", 12), ("short", 4)):
+        rounds.write_video([image] * count, tmp_path / f"{name}.mp4")
+    long, short = str(tmp_path / "long.mp4"), str(tmp_path / "short.mp4")
+    path, rows = write_rows(
+        tmp_path,
+        ("<video>What is seen?", {"videos": [long]}),
+        ("<video> or <image> and <video>?", {"videos": [long, short], "images": [image]}),
+        ("Which digit?", {}),
+    )
+    for holder in (sides.engine, sides.engine.engine.model_config):
+        monkeypatch.setattr(holder, "max_model_len", 4096)
+    assert sides.check(rows)[0] == "ok: 3 rows with 4 media are equal in rollout and training, " + (
+        "in tokens and positions."
+    )
+    count = Qwen2_5_VLModel.get_rope_index
+
+    def elsewhere(model: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
+        positions, deltas = count(model, ids, *args, **kwargs)
+        return positions - (positions > 20).long(), deltas
+
+    monkeypatch.setattr(Qwen2_5_VLModel, "get_rope_index", elsewhere)
+    first, second, *_ = sides.check(rows)
+    for text, number in ((first, 1), (second, 2)):
+        assert text.startswith(f"error: row {number} of {path} (which asks '<video>")
+        assert "give the same tokens different positions, from token " in text
+        assert "in time, height and width). vLLM's model and transformers' count" in text
+
+
+def test_rows_that_are_wrong(
+    sides: BothSides, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, rows = write_rows(
+        tmp_path,
+        (f"<image>{LONG}Which?", {"images": [image]}),
+        (f"<image> or <image>{LONG}Both?", {"images": [image] * 2}),
+        ("<video>What?", {"videos": ["none.mp4"]}),  # the check of rows names it
+        (f"Three: {'<image>' * 15}", {"images": [image] * 15}),
+    )
+    monkeypatch.setattr(sides.args, "max_completion_length", 200)
+    too_long, differs, cut, room = sides.check(rows)
+    assert too_long.startswith(f"error: row 4 of {path} (which asks 'Three: <image>")
+    # vLLM 0.23 raises a ValueError.
+    assert re.search(r"cannot be encoded for a rollout \((VLLMValidation|Value)Error: ", too_long)
+    assert "(length 289) is longer than the maximum model length of 256" in too_long
+    assert differs.startswith(
+        f"error: row 2 of {path} (which asks {f'<image> or <image>{LONG}'[:60]!r}): the rollout "
+        "saw a prompt of 94 tokens that training does not begin with; they differ from token 0 on "
+        "([151655, 151655, 151655, 151655, 151655] against [151644, 8948, 198, 2610, 525], "
+    )
+    assert " Give `swift rollout` the settings of the training" in differs
+    assert cut.startswith(
+        "warning: 2 of 2 rows are cut to --max_length 64 at their beginning, where the system "
+    )
+    assert room.startswith("warning: prompts have 79 to 94 tokens (--max_length 64 counts")
+    assert room.endswith(
+        " end after 162 tokens. Raise --vllm_max_model_len, or lower --max_length."
+    )
+    monkeypatch.setattr(sides.args, "truncation_strategy", "delete")
+    monkeypatch.setattr(sides.args, "rollout_mismatch", "warn")
+    for template in (sides.template, sides.engine.template):
+        monkeypatch.setattr(template, "truncation_strategy", "raise")  # ms-swift's for "delete"
+    first, second, third = sides.check(rows)
+    assert first == (
+        f"warning: row 1 of {path} (which asks {f'<image>{LONG}'[:60]!r}) cannot be encoded for "
+        "training (MaxLengthError: Current length of row(139) is larger than the max_length(64); "
+        f"it shows images[0] {image!r}). Others take their place."
+    )
+    assert second.startswith(f"warning: row 2 of {path} (which asks ")
+    assert third.startswith(f"warning: row 4 of {path} (which asks ")
+
+
+def write_without_weights(name: str, architecture: str, folder: Path) -> None:
+    """Write a family's configuration and processor."""
+    family = FAMILIES[name]
+    tokenizer = make_tokenizer(family)
+    config = make_config(family, tokenizer)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    make_processor(family, tokenizer).save_pretrained(folder)
+
+
+def test_sides_that_differ(image: str, tmp_path: Path) -> None:
+    """The sides have different system prompts and image sizes. The model has no weights."""
+    write_without_weights("glm4v", "Glm4vForConditionalGeneration", tmp_path)
+    video = rounds.write_video([image] * 4, tmp_path / "digits.mp4")
+    path, rows = write_rows(
+        tmp_path,
+        ("<image>Which digit?", {"images": [image]}),
+        ("<video>Which digits?", {"videos": [str(video)]}),
+    )
+    names = {"model": str(tmp_path), "model_type": "glm4v", "template": "glm4v"}
+    rollout = {**names, "system": "Be brief.", "max_pixels": 784, "vllm_max_model_len": 512}
+    no_video, differs, room = BothSides(rollout=rollout, **names).check(rows)
+    assert no_video.startswith(
+        f"error: row 2 of {path} (which asks '<video>Which digits?') cannot be encoded for "
+        "training (AssertionError: glm.py, line "
+    )
+    assert differs.startswith(
+        f"error: row 1 of {path} (which asks '<image>Which digit?'): the rollout saw a prompt of "
+        "25 tokens that training does not begin with; they differ from token 2 on ([151335, 198, "
+    )
+    assert "<|system|>\\nBe brief." in differs
+    assert " end after 487 tokens." in room
+
+
+def seen(encoder: BothSides, row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pixel values of a row in vLLM and in training, in the row's order."""
+    _, fault = encoder.encode(row)
+    assert fault == ""
+    made = encoder.process(sample_of(encoder.template, row).to_infer_request())
+    vllm_pixels = []
+    for feature in sorted(made.mm_features, key=lambda feature: feature.mm_position.offset):
+        data = feature.data.get_data()
+        vllm_pixels += [values for name, values in data.items() if "pixel" in name]
+    answered = {**row, "messages": [*row["messages"], {"role": "assistant", "content": "7"}]}
+    return torch.cat(vllm_pixels), encoder.template.encode(answered)["pixel_values"]
+
+
+def test_videos_and_images_of_unequal_sizes(image: str, tmp_path: Path) -> None:
+    """ms-swift's template of InternVL joins the videos of a row."""
+    write_without_weights("internvl", "InternVLForConditionalGeneration", tmp_path)
+    settings = {"model": str(tmp_path), "model_type": "internvl", "template": "internvl_hf"}
+    settings |= {"torch_dtype": "float32", "vllm_max_model_len": 2048}
+    encoder = BothSides(**settings)
+    short, long = (
+        str(rounds.write_video([image] * frames, tmp_path / f"{frames}.mp4")) for frames in (2, 5)
+    )
+    wide = str(tmp_path / "wide.png")
+    Image.open(image).crop((0, 0, 112, 56)).save(wide)
+    for question, media, num_tiles in (
+        ("<video>?", {"videos": [long]}, 5),
+        ("<video>Or <video>?", {"videos": [short, long]}, 7),
+        ("<video><video>", {"videos": [short, short]}, 4),
+        ("<video><image><video>?", {"videos": [long, short], "images": [wide]}, 10),
+        ("<image>?<image>", {"images": [image, wide]}, 8),
+    ):
+        row = {"messages": [{"role": "user", "content": question}], **media}
+        vllm_pixels, train_pixels = seen(encoder, row)
+        assert len(train_pixels) == num_tiles
+        assert torch.equal(vllm_pixels, train_pixels.to(vllm_pixels.dtype))
+
+
+def test_media_that_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10,240 samples in groups of 8 on four machines are 320 prompts for each, of 1.5 GB."""
+    sizes = SimpleNamespace(generation_batch_size=10_240, num_generations=8)
+    args: Any = SimpleNamespace(training_args=sizes)
+    monkeypatch.setenv("NNODES", "4")
+    num_bytes = [10**9, 2 * 10**9]
+    monkeypatch.setattr(encoding.psutil, "virtual_memory", lambda: SimpleNamespace(available=4e11))
+    [finding] = encoding.memory_of(args, num_bytes)
+    assert "the media of a round take about 480 GB on each machine" in finding.sentence
+    assert "(1500.0 MB for each of 1280 prompts), and 400 GB are free" in finding.sentence
+    monkeypatch.setattr(encoding.psutil, "virtual_memory", lambda: SimpleNamespace(available=5e11))
+    assert not [*encoding.memory_of(args, num_bytes)]

@@ -1,0 +1,261 @@
+"""Micro-batches: counts and positions agree with the rollout, or the run stops; collation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch
+
+from swift_grpo_ext.logits.packed import SharedPromptInputs
+from swift_grpo_ext.ranks import RankGroup
+from swift_grpo_ext.training.batch import (
+    check_batches,
+    check_positions,
+    check_tokens,
+    collate_groups,
+    pad_texts,
+    switch_off_dropout,
+)
+from swift_grpo_ext.training.group import DisagreementError, EncodedSample, GroupPrompt
+from tests.rig.ranks import run_rank_groups
+from tests.rig.training.samples import arguments, batch, prompts, sample
+
+PAD = 90
+
+# --- counts (M6) ---
+
+
+def test_each_sampled_token_has_a_log_probability() -> None:
+    """Tokens of an environment have none. A sample without log-probabilities is not counted."""
+    tool = sample(turns=[(5, 6, 9), (7,)], logprobs=[(-1, -1), (-1,)], mask=[(1, 1, 0), (1,)])
+    single = sample(response_token_ids=[5, 6], rollout_logprobs=[-1, -1])
+    rollout = batch(rollout=((-1.0,) * 2,) * 4, mask=((1, 1),) * 4)
+    check_tokens([sample(), sample(logprobs=()), tool, single], rollout)
+    message = r"train round 3\.0, group 2, sample 1: 2 sampled tokens and 1 log-prob"
+    with pytest.raises(DisagreementError, match=message):
+        check_tokens([sample(logprobs=[(-0.5,)])], batch())
+    with pytest.raises(DisagreementError, match="3 sampled tokens and 2 log-prob"):
+        check_tokens([sample(turns=[(5, 6, 9)])], batch())
+
+
+@pytest.mark.parametrize(("count", "is_good"), [(1, False), (2, True), (3, True), (4, False)])
+def test_a_batch_without_log_probabilities_names_the_count(count: int, is_good: bool) -> None:
+    """Training may lack one token: the sampled end of a turn."""
+    drawn, without = sample(turns=[(5,) * count], logprobs=[(-1.0,) * count]), batch(rollout=None)
+    check_tokens([drawn], batch())
+    check_tokens([sample(logprobs=())], without)
+    if is_good:
+        check_tokens([drawn], without)
+        return
+    with pytest.raises(DisagreementError, match=f"{count} tokens were sampled, and 2 would be"):
+        check_tokens([drawn], without)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logprobs": [(-0.5,)]}, "2 sampled tokens and 1 log-prob"),
+        ({"logprobs": [(-0.5,) * 4], "turns": [(5,) * 4]}, "4 tokens were sampled, and 2 would be"),
+    ],
+)
+def test_what_one_rank_finds_ends_all(change: dict[str, Any], message: str) -> None:
+    """Otherwise the others would wait in the next exchange until `--ddp_timeout`."""
+
+    def work(ranks: RankGroup) -> str:
+        drawn = [sample(), sample(**(change if ranks.rank == 1 else {}))]
+        batches = [batch(rollout=None if ranks.rank == 1 else ((-0.5, -1.0),)) for _ in drawn]
+        micro_batches = [([one], of, {}) for one, of in zip(drawn, batches, strict=True)]
+        with pytest.raises(DisagreementError) as raised:
+            check_batches(micro_batches, arguments(), ranks)
+        return str(raised.value)
+
+    [first, second, third] = run_rank_groups(3, work)
+    assert first == second == third
+    assert message in first
+    check_batches([([sample()], batch(), {})], arguments(), RankGroup())
+
+
+def test_a_prompt_that_differs_on_one_rank_ends_all() -> None:
+    def work(ranks: RankGroup) -> str:
+        with pytest.raises(DisagreementError) as raised:
+            check_batches([], arguments(), ranks, "another prompt" if ranks.rank else "")
+        return str(raised.value)
+
+    assert run_rank_groups(2, work) == ["another prompt"] * 2
+
+
+# --- positions (M3) ---
+
+ROLLOUT = np.array([[0, 1, 1, 2, 9], [0, 1, 2, 3, 9], [0, 1, 1, 1, 9]], dtype=np.int32)
+
+
+def placed(*rows: Any, padding: int = 0) -> torch.Tensor:
+    """Return positions [3, batch, tokens] of samples with two tokens after their prompt's."""
+    made = []
+    for row in rows:
+        behind = int(row.max()) + torch.arange(1, 3).expand(3, 2)
+        made.append(torch.cat([torch.as_tensor(row), behind, torch.zeros(3, padding)], 1).long())
+    return torch.stack(made, 1)
+
+
+@pytest.mark.parametrize("how", ["right", "left", "packed", "counted by the model"])
+def test_positions_are_compared(how: str, warnings: list[str]) -> None:
+    """In each layout of samples, only positions of the prompt are compared."""
+    other = np.array(ROLLOUT)
+    other[:, 4] = 4
+    ids = [1, PAD, PAD, PAD, 2, 5, 6]
+    rows = {"encoded": {"input_ids": ids}, "videos": ["a"]}
+    positions = (None, ROLLOUT, None)
+    samples = [sample(**rows, rollout_prompts=prompts(ids[:5], positions=p)) for p in positions]
+
+    def check(positions: torch.Tensor, **changes: Any) -> None:
+        inputs: dict[str, Any] = {"position_ids": positions}
+        mask = torch.zeros(positions.shape[1:])
+        if how == "right":
+            mask[:, :7] = 1
+        elif how == "left":
+            mask[:, -7:] = 1
+            inputs["position_ids"] = positions.roll(positions.shape[2] - 7, 2)
+        if how in ("right", "left"):
+            inputs["attention_mask"] = mask
+        elif how == "packed":
+            inputs["position_ids"] = positions[:, :, :7].flatten(1)[:, None]
+        else:
+            del inputs["position_ids"]
+        check_positions(samples, inputs, arguments(**changes))
+
+    check(placed(other, ROLLOUT, other, padding=3))
+    if how == "counted by the model":
+        check(placed(ROLLOUT, other, ROLLOUT, padding=3))
+        return
+    message = r"sample 1, a row of video: .* from token 4 of 5 on \(\[9, 9, 9\] against \[4, 4, 4\]"
+    with pytest.raises(DisagreementError, match=message):
+        check(placed(ROLLOUT, other, ROLLOUT, padding=3))
+    check(placed(ROLLOUT, other, ROLLOUT, padding=3), rollout_mismatch="warn")
+    assert "different positions, from token 4" in warnings[-1]
+
+
+# --- dropout ---
+
+
+class Attention(torch.nn.Module):
+    """Calls functional dropout with its attribute, as transformers' layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_dropout = 0.5
+        self.dropout = torch.nn.Dropout(0.5)
+        self.scaling = 0.5
+        self.hidden_dropout = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dropped = torch.nn.functional.dropout(x, self.attention_dropout, self.training)
+        return torch.Tensor(self.dropout(dropped))
+
+
+def test_dropout_is_really_off() -> None:
+    """Two passes in training mode agree afterwards. Dropouts of 0 are not counted."""
+    layers = torch.nn.Sequential(Attention(), torch.nn.Dropout2d(0.1), torch.nn.Dropout(0.0))
+    layers.train()
+    x = torch.ones(4, 64)
+    assert not torch.equal(layers[0](x), layers[0](x))
+    assert switch_off_dropout(layers) == 3
+    assert torch.equal(layers(x), x)
+    assert layers[0].scaling == 0.5
+    assert switch_off_dropout(layers) == 0
+
+
+# --- micro-batches that read a prompt once ---
+
+
+class Collating(SimpleNamespace):
+    """A template whose collator removes what it concatenates, as ms-swift's do."""
+
+    def data_collator(self, rows: list[dict[str, Any]], **_: Any) -> dict[str, Any]:
+        self.calls.append(len(rows))
+        pixels = torch.cat([row.pop("pixel_values") for row in rows])
+        return {**pad_texts(self, rows), "pixel_values": pixels, "loss_scale": 1}  # type: ignore[arg-type]
+
+
+def encoded_row(prompt: GroupPrompt | None, ids: list[int], own: int) -> EncodedSample:
+    labels = [-100] * (len(ids) - own) + ids[len(ids) - own :]
+    row = EncodedSample(
+        input_ids=ids, labels=labels, length=len(ids), pixel_values=torch.ones(2, 4)
+    )
+    row.prompt = prompt
+    return row
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_groups_media_are_collated_once(side: str) -> None:
+    template: Any = Collating(
+        calls=[], padding_side=side, padding_free=False, tokenizer=SimpleNamespace(pad_token_id=0)
+    )
+    shared, alone = GroupPrompt({}, 3, ()), GroupPrompt({}, 2, ())
+    rows = [(shared, [1, 2, 3, 5], 1), (shared, [1, 2, 3, 6, 7], 2), (alone, [1, 2, 8], 1)]
+    samples: list[Any] = [
+        sample(encoded=encoded_row(*row), rollout_logprobs=[[-1.0] * row[2]], is_truncated=False)
+        for row in rows
+    ]
+    settings: dict[str, Any] = {"device": torch.device("cpu"), "use_logits_to_keep": True}
+    inputs, batch = collate_groups(samples, template, **settings)
+    assert isinstance(inputs, SharedPromptInputs)
+    assert template.calls == [2]
+    assert inputs.heads["input_ids"].tolist()[0] == [1, 2, 3, 6, 7]  # the longest of its group
+    assert len(inputs.heads["pixel_values"]) == 4
+    assert not {"labels", "loss_scale"} & inputs.heads.keys()
+    assert [group.prompt for group in inputs.groups] == [3, 0]
+    assert [group.ids for group in inputs.groups] == [[[1, 2, 3, 5], [1, 2, 3, 6, 7]], [[1, 2, 8]]]
+    plain, expected = collate_to_grpo_micro_batch(samples, template, **settings)
+    assert torch.equal(batch.completion_mask, expected.completion_mask)
+    assert batch.rollout_per_token_logps is not None
+    assert torch.equal(batch.rollout_per_token_logps, expected.rollout_per_token_logps)
+    assert torch.equal(inputs["input_ids"], plain["input_ids"])
+
+
+def test_all_rows_are_collated_where_nothing_is_packed() -> None:
+    template: Any = Collating(
+        calls=[], padding_side="right", padding_free=False,
+        tokenizer=SimpleNamespace(pad_token_id=0),
+    )  # fmt: skip
+    shared = GroupPrompt({}, 3, ())
+    rows = [(shared, [1, 2, 3, 5], 1), (shared, [1, 2, 3, 6, 7], 2)]
+    samples: list[Any] = [
+        sample(encoded=encoded_row(*row), rollout_logprobs=[], is_truncated=False) for row in rows
+    ]
+    settings: dict[str, Any] = {"device": torch.device("cpu"), "use_logits_to_keep": True}
+    inputs, _ = collate_groups(samples, template, **settings)
+    assert isinstance(inputs, SharedPromptInputs)
+    assert inputs.plain() is inputs.plain()
+    assert len(inputs.plain()["pixel_values"]) == 4
+    assert template.calls == [1, 2]
+    whole, _ = collate_groups(samples[:1], template, **settings)
+    assert not isinstance(whole, SharedPromptInputs)
+    assert "labels" in whole
+
+
+def test_positions_are_compared_once_a_group() -> None:
+    """They are compared in the group's collated row, the longest one."""
+    template: Any = Collating(
+        calls=[], padding_side="right", padding_free=False,
+        tokenizer=SimpleNamespace(pad_token_id=0),
+    )  # fmt: skip
+    shared, samples = GroupPrompt({}, 5, ()), list[Any]()
+    for own in ([6], [6, 7]):
+        row = encoded_row(shared, [1, PAD, PAD, PAD, 2, *own], len(own))
+        samples.append(sample(encoded=row, is_truncated=False, rollout_logprobs=[], images=["a"]))
+        samples[-1].rollout_prompts = prompts([1, PAD, PAD, PAD, 2], positions=ROLLOUT)
+    settings: dict[str, Any] = {"device": torch.device("cpu"), "use_logits_to_keep": True}
+    inputs, _ = collate_groups(samples, template, **settings)
+    assert isinstance(inputs, SharedPromptInputs)
+    inputs.heads["position_ids"] = placed(ROLLOUT)
+    check_positions(samples, inputs, arguments())
+    other = np.array(ROLLOUT)
+    other[:, 4] = 4
+    inputs.heads["position_ids"] = placed(other)
+    with pytest.raises(DisagreementError, match=r"sample 1, a row of image: .* from token 4 of 5"):
+        check_positions(samples, inputs, arguments())

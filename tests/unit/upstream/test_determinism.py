@@ -1,0 +1,132 @@
+"""Deterministic mode is on for the passes alone, and its environment slows nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from swift.rlhf_trainers.utils import patch_lora_merge, patch_lora_unmerge
+from torch import nn
+from torch.backends import cudnn
+from transformers import trainer
+
+from swift_grpo_ext.upstream import determinism
+from swift_grpo_ext.upstream.determinism import (
+    CUBLAS,
+    deterministic,
+    exact_unmerging,
+    prepare_process,
+)
+from tests.conftest import ROOT
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave the process as it was, but for transformers' function."""
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    with deterministic(False), monkeypatch.context() as patched:
+        for name in (CUBLAS, "CUDA_LAUNCH_BLOCKING", *determinism.ENVIRONMENT):
+            patched.setenv(name, "")  # monkeypatch restores the value of before
+            patched.delenv(name)
+        yield
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def has_no_fixed_order() -> None:
+    """Run an operation that torch refuses in deterministic mode."""
+    torch.zeros(2).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
+
+
+def test_the_passes_are_deterministic_and_an_engine_is_not() -> None:
+    """The function that transformers' trainer calls switches the mode on."""
+    prepare_process()
+    trainer.enable_full_determinism(42)
+    numbers = torch.rand(3)
+    with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+        has_no_fixed_order()
+    assert cudnn.deterministic
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    with deterministic(False):
+        has_no_fixed_order()
+        assert not cudnn.deterministic
+    assert torch.are_deterministic_algorithms_enabled()
+    assert cudnn.deterministic
+    trainer.enable_full_determinism(42)
+    assert torch.equal(torch.rand(3), numbers)
+
+
+def test_the_environment_slows_nothing_and_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_process()
+    trainer.enable_full_determinism(42)
+    assert os.environ[CUBLAS] == ":4096:8"
+    assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+    assert "CUDA_LAUNCH_BLOCKING" not in os.environ
+    monkeypatch.setenv(CUBLAS, ":16:8")
+    prepare_process()
+    assert os.environ[CUBLAS] == ":16:8"
+
+
+@pytest.mark.parametrize(
+    ("has_accelerator", "environment", "is_async", "expected"),
+    [
+        (True, {}, False, True),
+        (True, {}, True, True),
+        (True, {"VLLM_BATCH_INVARIANT": "1"}, True, False),
+        (True, {"VLLM_BATCH_INVARIANT": "0"}, False, True),
+        (True, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, False, False),
+        (True, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, True, True),
+        (False, {}, True, False),
+    ],
+)
+def test_where_arrival_decides(
+    has_accelerator: bool,
+    environment: dict[str, str],
+    is_async: bool,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(determinism, "has_accelerator", lambda: has_accelerator)
+    for name in ("VLLM_BATCH_INVARIANT", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert determinism.batches_follow_arrival(is_async=is_async) is expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_leave_base_weights_as_they_were(dtype: torch.dtype) -> None:
+    """An engine gets merged weights. Without us PEFT's unmerging loses bits of small weights."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(dtype)
+    config = LoraConfig(target_modules=["0", "2"], r=4, init_lora_weights=False)
+    model = get_peft_model(layers, config)
+    base = {name: w.clone() for name, w in model.named_parameters() if "base_layer" in name}
+
+    def left() -> dict[str, torch.Tensor]:
+        return {name: w.detach() for name, w in model.named_parameters() if name in base}
+
+    for _ in range(3):
+        with exact_unmerging(model):
+            with patch_lora_merge(model):
+                model.merge_adapter()
+            merged = {name: w.clone() for name, w in left().items()}
+            with patch_lora_unmerge(model):
+                model.unmerge_adapter()
+        assert all(torch.equal(w, base[name]) for name, w in left().items())
+    model.merge_adapter()
+    assert all(torch.equal(w, merged[name]) for name, w in left().items())
+    model.unmerge_adapter()
+    assert not all(torch.equal(w, base[name]) for name, w in left().items())
+
+
+def test_three_ranks_round_gradients_alike_from_the_first_pass_on(tmp_path: Path) -> None:
+    """The first pass of a resumed run is a later one of the interrupted run."""
+    command = [sys.executable, "-m", "tests.rig.upstream.three_ranks", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
