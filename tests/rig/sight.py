@@ -122,6 +122,9 @@ def spoil(image: Image.Image, name: str, strength: float) -> Image.Image:
             return larger.resize(image.size, Image.Resampling.BILINEAR)
         case "nearest resize":
             return larger.resize(image.size, Image.Resampling.NEAREST)
+        case "halved and enlarged":
+            half = image.resize((width // 2, height // 2), Image.Resampling.NEAREST)
+            return half.resize(image.size, Image.Resampling.NEAREST)
         case "colour channels swapped":
             red, green, blue = image.split()
             return Image.blend(image, Image.merge("RGB", (blue, green, red)), strength)

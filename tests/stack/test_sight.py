@@ -49,6 +49,7 @@ FAULTS = {
     "colour channels swapped": {"image", "images"},
     "upside down": {"image", "images"},
     "other pixel limits": {"image", "images"},
+    "halved and enlarged": {"image", "images"},
     "positions off behind an image": SEEN,
 }
 """The kinds of rows of which one at least has to be named."""
