@@ -169,11 +169,15 @@ def mixed_rows(assets: Path, folder: Path, without: tuple[str, str]) -> list[dic
 
 @pytest.mark.extra
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl", "gemma3", "qwen3_5", "qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", "internvl", "gemma3", "qwen3_vl_moe", "qwen3_5", "qwen3_vl"]
+)
 def test_a_healthy_policy_raises_no_alarm(
     name: str, dtype: str, assets: Path, tmp_path: Path
 ) -> None:
     """Each round is compared, not the first two alone. The mixture of experts has no R3."""
+    if (name, dtype) == ("qwen3_5", "float32"):
+        pytest.skip("vLLM's gated delta net has bfloat16 alone on CPUs")
     family = FAMILIES[name]
     make_family(family, tmp_path / "model", seed=0)
     path = write_lines(tmp_path / "rows.jsonl", mixed_rows(assets, tmp_path, family.without))
