@@ -20,6 +20,9 @@ from tests.rig import rounds
 from tests.rig.rounds import LEARNING, LORA, best_argv, digits, train, write_lines
 
 STEPS = 5
+BY_NAME = ("--reward_funcs", "name")
+"""Rewards that do not depend on the number of ranks."""
+
 LEARNED_STEPS = 4
 
 
@@ -61,7 +64,8 @@ def reference_folder(assets: Path, rows: Path, tmp_path_factory: pytest.TempPath
     """A colocated rank generates 5 rounds, two in each epoch."""
 
     def make(folder: Path) -> rounds.Samples:
-        return train(assets, rows, folder, "--rollout_mismatch", "warn", steps=STEPS)
+        argv = (*BY_NAME, "--rollout_mismatch", "warn")
+        return train(assets, rows, folder, *argv, steps=STEPS)
 
     return once(tmp_path_factory, "reference", make)
 

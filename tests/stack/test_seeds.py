@@ -33,7 +33,7 @@ from swift_grpo_ext.record.tables import to_rows
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.server.routes import REPORTS_PATH
 from tests.rig import policy
-from tests.rig.fixtures import STEPS
+from tests.rig.fixtures import BY_NAME, STEPS
 from tests.rig.megatron_client import MegatronClient, Weights
 from tests.rig.policy import SAME
 from tests.rig.processes import free_port, rollout_server
@@ -108,7 +108,7 @@ def test_two_ranks_resuming_and_ms_swifts_passes(
     """Checkpoint 3 is in the middle of epoch 1. Losses of ms-swift's passes equal those of passes
     that read a prompt once."""
     saving = ("--save_strategy", "steps", "--save_steps", "3", "--logps_shared_prompt", "false")
-    first = train(assets, rows, folder / "two-ranks", *saving, ranks=2)
+    first = train(assets, rows, folder / "two-ranks", *BY_NAME, *saving, ranks=2)
     assert_same(first, reference)
     logs = logged_steps(folder / "two-ranks/run")
     for ours, theirs in zip(logs, logged_steps(reference_folder / "run")[:3], strict=True):

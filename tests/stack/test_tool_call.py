@@ -33,8 +33,8 @@ def rows_of_users(assets: Path, path: Path) -> Path:
 
 
 def train_preset(assets: Path, rows: Path, folder: Path, *argv: str) -> list[SampleRow]:
-    """Train the preset for three rounds at learning rate 0; return the turns. Assert that rollout and
-    training agree in log-probabilities."""
+    """Train the preset for three rounds at learning rate 0; return the turns. Assert that rollout
+    and training agree in log-probabilities."""
     small = ("--gradient_accumulation_steps", "1", "--temperature", "1.0")
     data = (assets, rows, folder)
     preset = FOLDER / "grpo.yaml"
