@@ -29,12 +29,10 @@ def test_two_deploy_and_six_train_on_conversations(assets: Path, tmp_path: Path)
         finished = running.wait(15 * 60)
         assert finished.returncode == 0, finished.output[-3000:]
     rows = to_rows(read_samples(tmp_path / "run"))
-    assert {(row.sample_id.step, row.sample_id.turn) for row in rows} == {
-        *((0, 0), (0, 1)),
-        *((1, 0), (1, 1)),
-    }
+    turns = {(row.sample_id.step, row.sample_id.turn) for row in rows}
+    assert turns == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert len({row.sample_id for row in rows if row.sample_id.turn == 0}) == 2 * 6 * 8
     assert len({row.replica for row in rows}) == 2
-    assert {row.rank for row in rows} == set(range(6))
     stopped = [row for row in rows if row.stop_reason == "</answer>"]
     assert len(stopped) > 0.5 * len(rows)
     assert all(row.text.endswith("</answer>") for row in stopped)
