@@ -228,8 +228,7 @@ def test_async_generation(
 def test_replicas_sample_with_the_trained_weights(
     assets: Path, learning_rows: Path, folder: Path, servers: tuple[int, int]
 ) -> None:
-    """Two ranks train LoRA and send merged weights. `tests/extra/test_resume.py` trains all weights
-    with a server."""
+    """Two ranks train LoRA and send merged weights."""
     argv = (*LEARNING, *LORA, *client_argv(servers[0]))
     train(assets, learning_rows, folder / "learning", *argv, ranks=2)
     policy.assert_sampled_with_trained_weights(folder / "learning", assets / "tiny_vlm", 3)
