@@ -73,9 +73,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "unit": ("tests/fast", "tests/unit", "--ignore=tests/fast/project/test_compatibility.py"),
     # 36 of 36 completions on 1, 2 and 3 ranks and on servers
     "seeds": (
-        "tests/stack/test_invariance.py::test_seeds_are_unique_and_noise_is_fresh",
-        "tests/stack/test_invariance.py::test_two_ranks_and_resuming",
-        "tests/stack/test_servers.py::test_two_servers",
+        "tests/stack/test_seeds.py::test_seeds_are_unique_and_noise_is_fresh",
+        "tests/stack/test_seeds.py::test_two_ranks_resuming_and_ms_swifts_passes",
+        "tests/stack/test_seeds.py::test_two_servers",
     ),
     # stop strings
     "stops": ("tests/stack/test_stops.py",),

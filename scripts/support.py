@@ -7,8 +7,8 @@
 
 An option of ms-swift counts as tested if a stack test contains `--name`, or if the preset of all
 stack tests sets it. `REASONS` lists the options that are refused, have no effect or belong to other
-algorithms. The stack tests `test_families.py`, `test_router_replay.py` and `test_pairs.py` write
-their results into `scripts/bench/results`.
+algorithms. `test_families.py`, `test_router_replay.py` and `test_pairs.py` write their results into
+`scripts/bench/results`.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def run(name: str) -> int:
     """
     if name == "conversations":
         CONVERSATION_RESULTS.unlink(missing_ok=True)
-        tests = ["tests/stack/test_pairs.py"]
+        tests = ["tests/extra/test_pairs.py"]
         variables = {"CONVERSATIONS": str(CONVERSATION_RESULTS)}
     else:
         tests = ["tests/extra/test_families.py", "tests/stack/test_router_replay.py"]

@@ -1,5 +1,5 @@
 """Trainings that read a group's prompt once equal plain ones but for rounding, in models with gated
-delta nets or windows. `tests/logits` compares passes; `test_invariance.py` trains a model with full
+delta nets or windows. `tests/logits` compares passes; `test_seeds.py` trains a model with full
 attention."""
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A plugin for tests: engines of servers that fail in a given round, and trainers that are killed,
-wait, or fail to score.
+"""A plugin for tests: engines of servers, and trainers, that fail in a given round.
 
-The environment variable `FAULTS` holds a JSON list of faults. A fault of an engine has a `step`, a
-`replica` and a `kind`. A fault of a trainer has a `step`, a `rank` and, as `trainer`, its kind; it
-happens between the rollout of a step and its training, in the reward `fate`. `MAX_RESTARTS` is how
-often a server restarts a replica, `STALL_MINUTES` how long a process waits before it reports.
+The environment variable `FAULTS` holds a JSON list of faults, each with a `step` and a `kind`. A
+fault of a trainer has a `rank`; it happens between the rollout of a step and its training, in the
+reward `fate`. Other faults are those of a replica. `MAX_RESTARTS` is how often a server restarts a
+replica, `STALL_MINUTES` how long a process waits before it reports.
 """
 
 from __future__ import annotations
@@ -31,52 +30,37 @@ SECONDS_OF_PAUSE = 20.0
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 
 
-def pause() -> None:
-    """Stop this process for a while, as an overloaded machine does."""
-    going_on = f"sleep {SECONDS_OF_PAUSE:g}; kill -CONT {os.getpid()}"
-    subprocess.Popen(["sh", "-c", going_on])
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def meet(step: int) -> None:
-    """Let the faults of this step happen that are this replica's."""
-    replica = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")
-    for fault in FAULTS:
-        if fault["step"] == step and str(fault.get("replica", 0)) == replica:
-            if "noted" in fault:  # the file to which the time is written
-                Path(fault["noted"]).write_text(str(time.time()))
-            kind = fault.get("kind")
-            if kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif kind == "hang":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            elif kind == "pause":
-                pause()
-            elif kind == "raise":
-                raise OSError("the disk is gone")
+def happen(fault: dict[str, Any]) -> None:
+    if "noted" in fault:  # the file to which the time is written
+        Path(fault["noted"]).write_text(str(time.time()))
+    kind = fault["kind"]
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "hang":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "pause":  # as on an overloaded machine
+        going_on = f"sleep {SECONDS_OF_PAUSE:g}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", going_on])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "sleep":
+        time.sleep(SECONDS_OF_PAUSE)
+    elif kind == "raise":
+        raise OSError("the judge is gone")
+    else:
+        folder = Path(fault["waits in"])
+        folder.mkdir()
+        while not (folder / "go").exists():
+            time.sleep(0.2)
 
 
 class Fate(ORM):
-    """Rewards nothing; kills its rank, raises, or waits for the file `go`."""
+    """Rewards nothing; lets its rank's faults happen."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
-        step, rank = SampleId.parse(request_id[0]).step, int(os.environ.get("RANK", "0"))
+        place = (SampleId.parse(request_id[0]).step, int(os.environ.get("RANK", "0")))
         for fault in FAULTS:
-            if fault.get("trainer") and (fault["step"], fault["rank"]) == (step, rank):
-                if fault["trainer"] == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if fault["trainer"] == "pause":
-                    pause()
-                    break
-                if fault["trainer"] == "sleep":
-                    time.sleep(SECONDS_OF_PAUSE)
-                    break
-                if fault["trainer"] == "raise":
-                    raise OSError("the judge is gone")
-                folder = Path(fault["folder"])
-                (folder / "waiting").touch()
-                while not (folder / "go").exists():
-                    time.sleep(0.2)
+            if (fault["step"], fault.get("rank")) == place:
+                happen(fault)
         return [0.0] * len(completions)
 
 
@@ -84,8 +68,10 @@ class FailingEngine(engine.RolloutEngine):
     def _batch_encode(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
         for request in infer_requests:
             metadata = wire.read_metadata(column_of(request, "data_dict"))
-            if metadata is not None:
-                meet(metadata.sample_id.step)
+            for fault in FAULTS if metadata is not None else ():
+                place = (metadata.sample_id.step, os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0"))
+                if (fault["step"], str(fault.get("replica", 0))) == place and "rank" not in fault:
+                    happen(fault)
         return super()._batch_encode(infer_requests, *args, **kwargs)
 
 

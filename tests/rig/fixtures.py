@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,10 +17,12 @@ from PIL import Image
 from tiny_vlm.families import FAMILIES, Family
 
 from tests.rig import rounds
-from tests.rig.processes import rollout_server
-from tests.rig.rounds import LEARNING, LORA, best_argv, digits, server_argv, train, write_lines
+from tests.rig.rounds import LEARNING, LORA, best_argv, digits, train, write_lines
 
-STEPS = 6
+STEPS = 5
+BY_NAME = ("--reward_funcs", "name")
+"""Rewards that do not depend on the number of ranks."""
+
 LEARNED_STEPS = 4
 
 
@@ -59,10 +61,11 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture(scope="session")
 def reference_folder(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A colocated rank generates 6 rounds, which are three epochs."""
+    """A colocated rank generates 5 rounds, two in each epoch."""
 
     def make(folder: Path) -> rounds.Samples:
-        return train(assets, rows, folder, "--rollout_mismatch", "warn", steps=STEPS)
+        argv = (*BY_NAME, "--rollout_mismatch", "warn")
+        return train(assets, rows, folder, *argv, steps=STEPS)
 
     return once(tmp_path_factory, "reference", make)
 
@@ -106,14 +109,3 @@ def learned_lora(
     make = partial(train, assets, learning_rows, ranks=2, steps=LEARNED_STEPS)
     argv = (*LEARNING, *LORA, *best_argv(learning_rows, ranks=2))
     return once(tmp_path_factory, "learned-lora", lambda folder: make(folder, *argv))
-
-
-@pytest.fixture(scope="module")  # and not longer: servers hold memory
-def servers(assets: Path, folder: Path) -> Iterator[tuple[int, int]]:
-    """Ports of a server with one replica and of one with two."""
-    one, two = server_argv(assets), server_argv(assets, "--vllm_data_parallel_size", "2")
-    with (
-        rollout_server(*one, log=folder / "one.log") as port_of_one,
-        rollout_server(*two, log=folder / "two.log") as port_of_two,
-    ):
-        yield port_of_one, port_of_two

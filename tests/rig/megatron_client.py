@@ -26,9 +26,6 @@ from swift.rlhf_trainers.utils import (
 from swift_grpo_ext import cpu
 from swift_grpo_ext.upstream.patches import PatchPhase, apply
 
-BUCKET_BYTES = 1 << 20
-"""Small enough for several buckets of a tiny model; SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE is 512 MB."""
-
 Weights = dict[str, torch.Tensor]
 """Tensors by their names in the checkpoint, as `bridge.export_weights` yields them."""
 
@@ -76,25 +73,15 @@ class MegatronClient:
         if self._enables_lora:  # `_get_vllm_param_names_for_mapping`
             names = expand_vllm_param_name_aliases({*self._client.get_model_state_keys()})
             named = iter(add_base_layer_suffix_by_param_names(named, names))
-        bucket: list[tuple[str, torch.Tensor]] = []  # `_load_weights_to_server_in_buckets`
-        size = 0
-        for name, tensor in named:
-            bucket.append((name, tensor))
-            size += tensor.numel() * tensor.element_size()
-            if size > BUCKET_BYTES:
-                self._send_bucket(bucket)
-                bucket, size = [], 0
-        if bucket:
-            self._send_bucket(bucket)
+        parts = list(named)
+        for part in (parts[:30], parts[30:]):  # `_load_weights_to_server_in_buckets`
+            bucket = FlattenedTensorBucket(named_tensors=part)
+            flat = bucket.get_flattened_tensor()
+            self._client.update_flattened_params(bucket.get_metadata(), flat)
         self._client.process_weights_after_loading()
         if self._enables_lora and adapter is not None:
             self.send_adapter(adapter, config)
         self._reset_caches()
-
-    def _send_bucket(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        # trainers/rollout_mixin.py, `_sync_bucket_to_server`
-        bucket = FlattenedTensorBucket(named_tensors=named)
-        self._client.update_flattened_params(bucket.get_metadata(), bucket.get_flattened_tensor())
 
     def send_adapter(self, adapter: Weights, config: LoraConfig) -> None:
         # trainers/rollout_mixin.py, `_move_adapter_to_vllm`; names are PEFT's before the HF path.
@@ -118,9 +105,7 @@ class MegatronClient:
             sample.request_id = sample.request_id or f"chatcmpl-{number}"
         requests = [sample.to_infer_request(include_extra=False) for sample in samples]
         own_config = RequestConfig(**{**vars(self._config), **config})
-        outputs = self._client.infer(infer_requests=requests, request_config=own_config)
-        assert len(outputs) == len(requests)
-        return list(outputs)
+        return list(self._client.infer(infer_requests=requests, request_config=own_config))
 
     def close(self) -> None:
         self._client.close_communicator()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import re
 import signal
 import socket
@@ -180,10 +181,11 @@ def health(port: int) -> tuple[int, dict[str, Any]]:
 
 
 _FIRST, _LAST = 10_240, 32_000
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-_numbers = itertools.count(_WORKER % 8 * 2700 + os.getppid() % 24 * 100)
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+_START = int(_WORKER[2:]) % 8 * 2700 if _WORKER else random.SystemRandom().randrange(_LAST)
+_numbers = itertools.count(_START + os.getppid() % 24 * 100)
 """Numbers of ports. Each worker counts in a range of its own: another worker may have found a port
-free and not bound it yet."""
+free and not bound it yet. Without workers the range begins anywhere, for other runs of pytest."""
 
 
 def free_port() -> int:

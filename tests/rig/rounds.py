@@ -29,6 +29,7 @@ Samples = dict[str, dict[str, Any]]
 PLUGINS = (
     "examples/digits/rewards.py",
     "tests/rig/scenarios.py",
+    "tests/rig/schedulers.py",
     "tests/rig/recorder.py",
 )
 FAULTY = "tests/rig/faults.py"

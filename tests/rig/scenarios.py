@@ -1,96 +1,16 @@
-"""A plugin for tests: schedulers, an environment, and rewards that depend on a sample's place in
-its group, or on its end."""
+"""A plugin for tests: rewards that depend on a sample's place in its group, or on its end."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from swift.rewards import ORM, orms
 from swift.rewards.orm import CosineReward
-from swift.rollout.gym_env import Env, envs
-from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
-from swift.template.vision_utils import load_image
 
 from swift_grpo_ext.sampling.seeding import SampleId
-
-TURNS = 2
-
-
-class AskAgain(MultiTurnScheduler):
-    """Asks a second time, whatever the first answer is."""
-
-    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
-        return current_turn >= TURNS
-
-    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-        infer_request.messages.append({"role": "user", "content": "Say it again."})
-        return {"infer_request": infer_request}
-
-
-class LookCloser(MultiTurnScheduler):
-    """Adds a smaller copy of the image and asks again, but does not return it to the training."""
-
-    says_so = False
-
-    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
-        return current_turn >= TURNS
-
-    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-        image = load_image(infer_request.images[0])
-        image.resize((56, 84)).save(content := BytesIO(), "png")
-        closer = base64.b64encode(content.getvalue()).decode()
-        infer_request.images = [*infer_request.images, closer]
-        infer_request.messages.append({"role": "user", "content": "<image>And closer?"})
-        infos = {"images": infer_request.images} if self.says_so else {}
-        return {"infer_request": infer_request, "rollout_infos": infos}
-
-
-class ByIndex(LookCloser):
-    """The samples of a group have 1, 2, 2 and 3 turns; the last two get an image in turn 2."""
-
-    says_so = True
-
-    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
-        return current_turn >= (1, 2, 2, 3)[SampleId.parse(infer_request.uuid).index]
-
-    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-        is_closer = current_turn == 1 and SampleId.parse(infer_request.uuid).index > 1
-        ask = super().step if is_closer else partial(AskAgain.step, self)
-        return ask(infer_request, response_choice, current_turn)
-
-
-class LongTool(AskAgain):
-    """The tool's third answer is longer than the context of any engine here. The first sample of
-    each group has two turns and does not meet it."""
-
-    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
-        return current_turn >= (2 if SampleId.parse(infer_request.uuid).index == 0 else 5)
-
-    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-        answer = "It says: " + "word " * (600 if current_turn == 3 else 5)
-        infer_request.messages.append({"role": "tool", "content": answer})
-        return {"infer_request": infer_request}
-
-
-class Examiner(Env):
-    """Asks each sample of a group two questions, the first one its own."""
-
-    async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
-        self._index = SampleId.parse(config.uuid).index
-        return f"<image>Question {self._index}: which digit?", {}, "You are examined."
-
-    async def step(self, action: Any) -> tuple[str, float, bool, dict[str, Any]]:
-        done = len([m for m in action if m["role"] == "assistant"]) >= TURNS
-        return "And the one after it?", float(self._index), done, {}
-
-    async def close(self) -> None:
-        pass
 
 
 class Position(ORM):
@@ -149,12 +69,5 @@ class CosineOfDigits(CosineReward):
         super().__init__(args, accuracy_orm=orms["digit_accuracy"]())
 
 
-multi_turns.update(
-    ask_again=AskAgain,
-    look_closer=LookCloser,
-    by_index=ByIndex,
-    long_tool=LongTool,
-)
-envs["examiner"] = Examiner
 orms.update(position=Position, name=Name, odd_groups=OddGroups, silent=Silent, stopped=Stopped)
 orms["cosine"] = CosineOfDigits

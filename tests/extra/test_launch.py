@@ -1,0 +1,57 @@
+"""Real launches: two replicas and six ranks with the example of tool calls, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from swift_grpo_ext.record.query import read_samples
+from swift_grpo_ext.record.tables import to_rows
+from tests.rig.memory import COLOCATED_RANK, REPLICA, TRAINING_RANK, reserved
+from tests.rig.processes import SECONDS_TO_END, SWIFT, free_port, started
+from tests.rig.rounds import client_argv, server_argv, training_command
+
+
+def test_two_deploy_and_six_train_on_conversations(assets: Path, tmp_path: Path) -> None:
+    """The servers lead the conversations; turns end with calls, and training learns from them."""
+    ports = [str(free_port()), str(free_port())]
+    command = [
+        *("bash", "scripts/launch_2x6.sh", "--cpu", "examples/tool_call/served"),
+        *("--port", ports[0], "--group-port", ports[1], "--logs", str(tmp_path / "logs")),
+        *("--", "--max_steps", "2", "--output_dir", str(tmp_path / "run")),
+        *("--add_version", "false"),
+    ]
+    venv = os.environ.get("VENV", str(Path(sys.executable).parents[1]))
+    env = {"VENV": venv, "ASSETS": str(assets)}
+    more = 2 * REPLICA + 6 * TRAINING_RANK - COLOCATED_RANK  # `started` counts the script as one
+    with reserved(more), started(command, tmp_path / "log", env) as running:
+        finished = running.wait(15 * 60)
+        assert finished.returncode == 0, finished.output[-3000:]
+    rows = to_rows(read_samples(tmp_path / "run"))
+    turns = {(row.sample_id.step, row.sample_id.turn) for row in rows}
+    assert turns == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert len({row.sample_id for row in rows if row.sample_id.turn == 0}) == 2 * 6 * 8
+    assert len({row.replica for row in rows}) == 2
+    stopped = [row for row in rows if row.stop_reason == "</answer>"]
+    assert len(stopped) > 0.5 * len(rows)
+    assert all(row.text.endswith("</answer>") for row in stopped)
+    assert "NaN" not in (tmp_path / "run/logging.jsonl").read_text(encoding="utf-8")
+
+
+def test_ctrl_c_ends_everything(assets: Path, rows: Path, tmp_path: Path) -> None:
+    """Ctrl-C ends the ranks of a training, then a server with its two replicas."""
+    port = free_port()
+    server = [str(SWIFT), "rollout", *server_argv(assets, "--vllm_data_parallel_size", "2")]
+    server += ["--host", "127.0.0.1", "--port", str(port)]
+    argv, env = training_command(assets, rows, tmp_path, *client_argv(port), ranks=2, steps=1000)
+    training = [str(SWIFT), *argv]
+    with started(server, tmp_path / "server.log", real=True) as serving:
+        serving.wait_for("Uvicorn running on", seconds=900)
+        with started(training, tmp_path / "log", env, real=True) as running:
+            running.wait_for("'global_step/max_steps': '1/1000'", seconds=900)
+            running.interrupt()
+            assert running.survivors(SECONDS_TO_END) == []
+            assert running.process.wait(5) != 0
+        serving.interrupt()
+        assert serving.survivors(SECONDS_TO_END) == []
