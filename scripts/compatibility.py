@@ -84,7 +84,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/stack/test_training.py::test_engine_samples_with_the_trained_weights[learned_lora]",
     ),
     # resuming from a checkpoint
-    "resumed": ("tests/stack/test_resume.py::test_colocated[lora]",),
+    "resumed": ("tests/extra/test_determinism.py::test_lora",),
     # losses of ms-swift's GKD, and a teacher server
     "distillation": (
         "tests/stack/test_distillation.py::test_losses_are_ms_swifts",
@@ -92,8 +92,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     # a client without the plugin; wrong weights
     "watch": (
-        "tests/stack/test_watch.py::test_a_client_without_the_plugin_is_told",
-        "tests/stack/test_watch.py::test_each_fault_is_named_at_once[qwen2_5_vl]",
+        "tests/stack/test_weights.py::test_a_client_without_the_plugin_is_told",
+        "tests/stack/test_weights.py::test_each_fault_is_named_at_once",
     ),
 }
 """Arguments for pytest, for each part of a trial."""

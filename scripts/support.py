@@ -116,9 +116,9 @@ def options() -> list[Option]:
 
 
 def tests_by_option() -> dict[str, list[str]]:
-    """Return the stack tests that set each option; the preset comes last."""
+    """Return the stack tests and their shared code that set each option; the preset comes last."""
     files = [path for tier in ("stack", "extra") for path in ROOT.glob(f"tests/{tier}/test_*.py")]
-    files += [ROOT / "tests/rig/rounds.py", ROOT / "scripts/tiny_vlm/families.yaml"]
+    files += [*ROOT.glob("tests/rig/*.py"), ROOT / "scripts/tiny_vlm/families.yaml"]
     given: dict[str, list[tuple[int, str]]] = {}
     for path in sorted(files):
         if path.stem.removeprefix("test_") in NO_TRAININGS:

@@ -24,7 +24,7 @@ case "${1:-}" in
   --stack) shift && exec python scripts/compatibility.py --cells "$@" ;;
   "") set -- "${units[@]}" \
     'tests/stack/test_training.py::test_engine_samples_with_the_trained_weights[learned_full]' \
-    'tests/stack/test_resume.py::test_colocated[full]' \
+    tests/stack/test_determinism.py \
     tests/stack/test_tool_call.py ;;
   --core) set -- "${units[@]}" tests/stack tests/extra "${@:2}" \
     --extra-shard "$(git rev-list --count HEAD 2>/dev/null || echo 0)" ;;

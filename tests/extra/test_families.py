@@ -8,11 +8,8 @@ other tokens. `python scripts/support.py --run NAME` keeps the results for the p
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,43 +19,23 @@ from tiny_vlm.families import Family, make_family
 
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import to_rows
-from swift_grpo_ext.training.gap import gap_limit
 from tests.rig import rounds
 from tests.rig.encoders import BothSides
+from tests.rig.families import (
+    BATCH,
+    STOP,
+    assert_agrees,
+    assert_replayed,
+    first_round,
+    record_result,
+    samples_of,
+    start,
+)
 from tests.rig.fixtures import once
-from tests.rig.processes import Finished, rollout_server
-from tests.rig.rounds import client_argv, read_records, run_training
-
-QUESTION = "Which digit is this?"
-PROMPTS = {
-    "images": (
-        *(f"<image>{QUESTION}", f"{QUESTION}\n<image>"),
-        f"Here:\n<image>\n{QUESTION} <image> Both?",
-    ),
-    "videos": (f"<video>{QUESTION}", f"{QUESTION}\n<video>", "<video>\nAnd here?\n<image>"),
-    "audio": (f"<audio>{QUESTION}", f"{QUESTION}\n<audio>", "<audio>\nAnd here?\n<image>"),
-    "words": ("One?", "Two?", "Three?"),
-}
-"""Three prompts by the media that they show; a fourth prompt shows none."""
+from tests.rig.processes import rollout_server
+from tests.rig.rounds import client_argv, read_records
 
 FROZEN = ("--freeze_vit", "true", "--freeze_aligner", "true")
-NUM_PROMPTS = 4
-BATCH = NUM_PROMPTS * rounds.GROUP_SIZE
-STOP = "er"
-"""Spelled by one in twenty tokens."""
-
-RESULTS = os.environ.get("FAMILY_RESULTS")
-"""A JSON file for the results, by family and test."""
-
-
-def record_result(family: Family, name: str, **found: Any) -> None:
-    if RESULTS is None:
-        return
-    path = Path(RESULTS)
-    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    results.setdefault(family.name, {})[name] = found
-    text = json.dumps(results, indent=1, sort_keys=True) + "\n"
-    path.write_text(text, encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -91,80 +68,6 @@ def configured_placeholders(folder: Path) -> list[int]:
     return [v for k, v in config.items() if re.fullmatch(names, k)]
 
 
-def write_rows(assets: Path, path: Path, prompts: Sequence[str]) -> Path:
-    """Write a row for each prompt, with its own images and tones. A video has four images, one a
-    second."""
-    images = [row["images"][0] for row in rounds.digits(assets, range(8))]
-    video = str(rounds.write_video(images[:4], path.with_name("4.mp4")))
-    rows = []
-    for i, prompt in enumerate(prompts):
-        row: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "solution": "1"}
-        row["images"] = images[i : i + prompt.count("<image>")]
-        row["videos"] = [video] * prompt.count("<video>")
-        if "<audio>" in prompt:
-            import soundfile  # scripts/setup.sh does not install it
-
-            # A second of a tone at 16 kHz.
-            tone = 0.5 * np.sin(2 * np.pi * 220 * (i + 1) * np.arange(16_000) / 16_000)
-            soundfile.write(path.with_name(f"{i}.wav"), tone, 16_000)
-            row["audios"] = [str(path.with_name(f"{i}.wav"))]
-        rows.append(row)
-    return rounds.write_lines(path, rows)
-
-
-def start(
-    family: Family,
-    model: Path,
-    assets: Path,
-    folder: Path,
-    *argv: str,
-    ranks: int = 1,
-    shown: str = "",
-) -> Finished:
-    """Train the family on the prompts of `PROMPTS[shown]`, to a good or a bad end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shown = shown or ("images" if family.images else "words")
-    prompts = (*PROMPTS[shown], "Which digits are there?")
-    prompts = tuple(prompt.replace(*family.without) for prompt in prompts)
-    return run_training(
-        *(assets, write_rows(assets, folder / "rows.jsonl", prompts), folder),
-        *("--model", str(model), *family.swift_argv, "--stop_words", STOP),
-        *("--learning_rate", "2e-3", "--temperature", "1.0"),
-        *("--per_device_train_batch_size", str(BATCH // ranks)),
-        *("--ddp_find_unused_parameters", "true"),  # text alone does not use the vision tower
-        *argv,
-        ranks=ranks,
-    )
-
-
-def samples_of(finished: Finished, folder: Path, ranks: int = 1) -> rounds.Samples:
-    """Assert that the training ended well; return its samples."""
-    assert finished.returncode == 0, finished.cause
-    samples = rounds.recorded(folder)
-    rounds.assert_logged(folder / "run", samples, ranks)
-    return samples
-
-
-def assert_agrees(family: Family, folder: Path) -> float:
-    """Assert that rollout and training agree; return the largest mean gap of a round, in nats."""
-    steps = rounds.logged_steps(folder / "run")
-    assert len(steps) == 3
-    gap = max(step["rollout_gap/mean"] for step in steps)
-    assert gap < gap_limit(family.bits)
-    assert all(step["grad_norm"] > 0 for step in steps)
-    return float(gap)
-
-
-def first_round(samples: rounds.Samples) -> dict[str, list[int]]:
-    tokens = {name: s["token_ids"] for name, s in samples.items() if s["step"] == 0}
-    assert len(tokens) == BATCH
-    return tokens
-
-
-def log_of(folder: Path) -> str:
-    return (folder / "log").read_text(encoding="utf-8", errors="replace")
-
-
 @pytest.fixture(scope="module")
 def whole(
     family: Family, model: Path, assets: Path, tmp_path_factory: pytest.TempPathFactory
@@ -187,10 +90,12 @@ def test_all_weights_are_trained(family: Family, model: Path, whole: Path) -> No
     assert all(STOP not in row.text for row in rows if row.stop_reason != STOP)
     work = read_records(whole / "record", "engine")
     requests = [record for record in work if record.get("samples") == rounds.GROUP_SIZE]
-    assert len(requests) == 3 * NUM_PROMPTS  # a group is one request
+    assert len(requests) == 3 * BATCH // rounds.GROUP_SIZE  # a group is one request
     placeholders = set(configured_placeholders(model)) if family.images else set()
     assert not placeholders.intersection(i for row in rows for i in row.token_ids)
-    line_breaks = "Line breaks beside media differ" in log_of(whole)
+    line_breaks = "Line breaks beside media differ" in (whole / "log").read_text(
+        encoding="utf-8", errors="replace"
+    )
     found = {"line_breaks": line_breaks, "stopped": len(stopped), "samples": len(rows)}
     record_result(family, "whole", gap=gap, **found)
 
@@ -201,11 +106,12 @@ def test_lora_on_two_ranks(
     """Its first round equals that of one rank with all weights. The vision tower is frozen, and
     training reads a group's prompt once."""
     argv = (*rounds.LORA, *FROZEN, *family.lora)
-    samples = samples_of(start(family, model, assets, tmp_path, *argv, ranks=2), tmp_path, ranks=2)
+    finished = start(family, model, assets, tmp_path, *argv, ranks=2)
+    samples = samples_of(finished, tmp_path, ranks=2)
     gap = assert_agrees(family, tmp_path)
     assert first_round(samples) == first_round(rounds.recorded(whole))
     pattern = "as they are" if family.reads_prompts_again else "positions instead of"
-    assert re.search(rf"\] --logps_shared_prompt.* {pattern}", log_of(tmp_path))
+    assert re.search(rf"\] --logps_shared_prompt.* {pattern}", finished.output)
     record_result(family, "lora", gap=gap)
 
 
@@ -226,14 +132,14 @@ def test_other_media(kind: str, family: Family, model: Path, assets: Path, tmp_p
     record_result(family, kind, gap=assert_agrees(family, tmp_path))
 
 
-SHAPES: dict[str, tuple[str, tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]] = {
-    "tall": ("<image>What?", ((56, 280),), ()),
-    "wide": ("What\n<image>?", ((280, 56),), ()),
-    "two images in a row": ("<image><image>Both?", ((112, 112), (56, 280)), ()),
-    "a long video": ("<video>What?", (), ((40, 56, 56),)),
-    "a video and an image in a row": ("<video><image>And here?", ((56, 140),), ((24, 56, 84),)),
-    "two videos in a row": ("<video><video>Both?", (), ((24, 56, 84), (24, 56, 84))),
-    "two videos of unequal length": ("<video> and <video>?", (), ((40, 56, 56), (8, 56, 84))),
+SHAPES: dict[str, tuple[str, list[tuple[int, int]], list[tuple[int, int, int]]]] = {
+    "tall": ("<image>What?", [(56, 280)], []),
+    "wide": ("What\n<image>?", [(280, 56)], []),
+    "two images in a row": ("<image><image>Both?", [(112, 112), (56, 280)], []),
+    "a long video": ("<video>What?", [], [(40, 56, 56)]),
+    "a video and an image in a row": ("<video><image>And here?", [(56, 140)], [(24, 56, 84)]),
+    "two videos in a row": ("<video><video>Both?", [], [(24, 56, 84), (24, 56, 84)]),
+    "two videos of unequal length": ("<video> and <video>?", [], [(40, 56, 56), (8, 56, 84)]),
 }
 """By name: the text of a prompt, width and height of its images, and frames, width and height of
 its videos, which have more frames than patches on a side."""
@@ -254,9 +160,13 @@ def test_shapes(family: Family, model: Path, tmp_path: Path) -> None:
 
     if not family.images:
         pytest.skip("words are all that it takes")
-    names = ("model_type", family.model_type or family.name), ("template", family.template)
-    settings = {"model": str(model), "vllm_max_model_len": 8192, "max_length": 8000, **dict(names)}
-    encoder = BothSides(**settings)
+    encoder = BothSides(
+        model=str(model),
+        model_type=family.model_type or family.name,
+        template=family.template,
+        vllm_max_model_len=8192,
+        max_length=8000,
+    )
     wrong = {}
     for name, (words, images, videos) in SHAPES.items():
         if videos and not family.videos:
@@ -282,3 +192,13 @@ def test_served(family: Family, model: Path, whole: Path, assets: Path, tmp_path
     gap = assert_agrees(family, tmp_path)
     assert first_round(samples) == first_round(rounds.recorded(whole))
     record_result(family, "served", gap=gap)
+
+
+@pytest.mark.parametrize(
+    ("name", "served"), [("qwen3_vl_moe", True), ("qwen3_5_moe", False), ("qwen3_5_moe", True)]
+)
+def test_replay(
+    name: str, served: bool, assets: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Training uses the experts that rollouts chose (L7)."""
+    assert_replayed(name, assets, tmp_path, tmp_path_factory, served=served)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import to_rows
-from tests.rig.processes import PLUGIN, Finished, swift
-from tests.rig.rounds import digits, write_lines
+from tests.rig.bare import train_bare
+from tests.rig.fixtures import once
+from tests.rig.processes import PLUGIN, Finished, rollout_server
+from tests.rig.rounds import BATCH, digits, server_argv, write_lines
 
-BATCH = 12
+STEPS = 3
+OWN = (
+    *("--lmbda", "1", "--ddp_find_unused_parameters", "true"),
+    *("--lr_scheduler_type", "constant", "--learning_rate", "0"),
+)
+LEARNS = ("--learning_rate", "0.05", "--optim", "sgd", "--max_grad_norm", "1000")
 ON_VLLM = (
     *("--use_vllm", "true", "--vllm_max_model_len", "512", "--vllm_enforce_eager", "true"),
     *("--vllm_engine_kwargs", '{"kv_cache_memory_bytes": 134217728}'),
@@ -22,7 +32,18 @@ ON_VLLM = (
 COLOCATED = (*ON_VLLM, "--vllm_mode", "colocate")
 
 
-def write_teacher(assets: Path, folder: Path) -> Path:
+def prepared(assets: Path, factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with `teacher` and `rows.jsonl`."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        write_teacher(assets, folder / "teacher")
+        write_rows(assets, folder / "rows.jsonl")
+
+    return once(factory, "distillation", make)
+
+
+def write_teacher(assets: Path, folder: Path) -> None:
     """Save a model with random weights, one layer more than the tiny one and wider MLPs."""
     source = assets / "tiny_vlm"
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -33,10 +54,9 @@ def write_teacher(assets: Path, folder: Path) -> Path:
     text.intermediate_size += 64
     torch.manual_seed(7)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    return folder
 
 
-def write_rows(assets: Path, path: Path) -> Path:
+def write_rows(assets: Path, path: Path) -> None:
     """Write rows with one, no and two images, some of them equal, and answers of unequal length."""
     rows = digits(assets, range(BATCH))
     for number, row in enumerate(rows):
@@ -50,7 +70,12 @@ def write_rows(assets: Path, path: Path) -> Path:
             row["messages"][0]["content"] += " Explain it to a child, at length." * number
         answer = " ".join(map(str, range(1 + number % 7)))
         row["messages"].append({"role": "assistant", "content": f"It is {answer}."})
-    return write_lines(path, rows)
+    write_lines(path, rows)
+
+
+def teacher(places: Path) -> tuple[str, ...]:
+    model = str(places / "teacher")
+    return ("--teacher_model", model, "--teacher_model_type", "qwen2_5_vl")
 
 
 def distill(
@@ -58,30 +83,12 @@ def distill(
     rows: Path,
     folder: Path,
     *argv: str,
-    ranks: int = 1,
-    steps: int = 3,
-    plugins: tuple[str, ...] = (PLUGIN,),
-    env: dict[str, str] | None = None,
+    plugins: Sequence[str] = (PLUGIN,),
+    **kwargs: Any,
 ) -> Finished:
-    """Run a training to its end, good or bad; its run is `folder / "run"`, its log `log`."""
-    folder.mkdir(parents=True)
-    command = [
-        *("rlhf", "--rlhf_type", "gkd", "--model", str(assets / "tiny_vlm")),
-        *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--check_model", "false"),
-        *(("--external_plugins", *plugins) if plugins else ()),
-        *("--dataset", str(rows), "--split_dataset_ratio", "0", "--dataset_num_proc", "1"),
-        *("--tuner_type", "full", "--torch_dtype", "float32", "--max_length", "512"),
-        *("--output_dir", str(folder / "run"), "--add_version", "false", "--report_to", "none"),
-        *("--max_steps", str(steps), "--save_strategy", "no", "--eval_strategy", "no"),
-        *("--per_device_train_batch_size", str(BATCH // ranks)),
-        *("--gradient_accumulation_steps", "1", "--logging_steps", "1"),
-        *("--dataloader_num_workers", "0", "--ddp_find_unused_parameters", "true"),
-        *("--max_completion_length", "12", "--temperature", "1.0", "--lmbda", "1"),
-        *("--lr_scheduler_type", "constant", "--warmup_ratio", "0", "--learning_rate", "0"),
-        *argv,
-    ]
-    own = {"NPROC_PER_NODE": str(ranks)} if ranks > 1 else {}
-    return swift(*command, log=folder / "log", env={**own, **(env or {})})
+    """Run a training on samples of the student, by default at learning rate 0."""
+    own = (*OWN, *argv)
+    return train_bare("gkd", assets, rows, folder, *own, plugins=plugins, **kwargs)
 
 
 def recorded_tokens(folder: Path) -> dict[str, tuple[int | None, list[int]]]:
@@ -90,7 +97,15 @@ def recorded_tokens(folder: Path) -> dict[str, tuple[int | None, list[int]]]:
     return {row.sample_id.request_id: (row.seed, list(row.token_ids)) for row in rows}
 
 
-def losses(folder: Path) -> list[tuple[float, float]]:
-    """Return loss and gradient norm of each step."""
-    lines = (folder / "run/logging.jsonl").read_text(encoding="utf-8").splitlines()
-    return [(log["loss"], log["grad_norm"]) for log in map(json.loads, lines) if "loss" in log]
+@contextmanager
+def teacher_server(assets: Path, log: Path) -> Iterator[int]:
+    """Run a plain `swift deploy` of the tiny model; yield its port."""
+    argv = [*server_argv(assets), "--infer_backend", "vllm"]
+    del argv[2:4]  # without plugins
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "SWIFT_MEDIA_ALLOWED_DIRS": str(assets),
+    }
+    with rollout_server(*argv, log=log, env=env, command="deploy") as port:
+        yield port

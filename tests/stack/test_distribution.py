@@ -1,4 +1,4 @@
-"""sdist and wheel have all files that an installation without a clone needs."""
+"""sdist and wheel have all files that an installation without a clone needs (I1)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def build(kind: str, source: Path, target: Path) -> Path:
-    """Build an sdist or a wheel of a source folder, without network and isolation."""
-    target.mkdir(exist_ok=True)
-    code = f"from setuptools.build_meta import build_{kind} as b; print(b({str(target)!r}))"
-    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
-    return max(target.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-
-
 def tracked() -> list[str]:
     """Return the files of this clone: committed ones, and new ones that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    """Build an sdist or a wheel of a source folder, without network and isolation."""
+    target.mkdir()
+    code = f"from setuptools.build_meta import build_{kind} as b; print(b({str(target)!r}))"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    [built] = target.iterdir()
+    return built
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +56,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(unpacked: Path) -> Path:
-    """Built from the sdist."""
     return build("wheel", unpacked, unpacked.parent / "wheel")
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path) -> Path:
-    """A folder outside the clone with the installed wheel."""
-    site = wheel.parents[1] / "site"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*command, "--target", str(site), str(wheel)], check=True)
-    return site
 
 
 def test_the_sdist_holds_what_is_tracked(unpacked: Path) -> None:
@@ -77,7 +68,7 @@ def test_the_sdist_holds_what_is_tracked(unpacked: Path) -> None:
 
 
 def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
-    """The wheel has each tracked file; the links of `share` are files in it."""
+    """It has each tracked file; the links of `share` are files in it."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     inside = {name for name in names if ".dist-info/" not in name}
@@ -99,17 +90,21 @@ def test_an_installation_changes_no_other_package(wheel: Path) -> None:
     assert changed <= {"swift-grpo-ext"}, "an index was asked for more"
 
 
-def test_the_plugin_file_is_found(installed: Path, tmp_path: Path) -> None:
-    """The command finds it from an empty folder."""
-    # Without '' on the path, as in a console script (3.11: -P).
-    code = (
-        "import sys; sys.path.remove(''); "
-        "from swift_grpo_ext.tools.cli import main; sys.exit(main())"
+def test_the_plugin_file_is_found(wheel: Path, tmp_path: Path) -> None:
+    """The installed command finds it from an empty folder outside the clone."""
+    site = wheel.parents[1] / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--target", str(site), str(wheel)], check=True)
+    code = "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(main())"
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, "plugin-path"],  # -P: as in a console script
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
     )
-    command = [sys.executable, "-c", code, "plugin-path"]
-    env = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     plugin = Path(done.stdout.strip())
-    assert plugin.is_relative_to(installed)
+    assert plugin.is_relative_to(site)
     assert "swift_grpo_ext.register()" in plugin.read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
 """The watch's findings for sketches, names, and layers that no CPU engine has. In
-tests/stack/test_watch.py real engines get faults and sound updates."""
+tests/stack/test_weights.py real engines get faults and sound updates."""
 
 from __future__ import annotations
 
