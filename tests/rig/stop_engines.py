@@ -23,16 +23,17 @@ from swift.template import get_template
 
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.rig.stop_cases import CASES, NEW_TOKEN, Case
 
-COUNT = 2
 SETTINGS = {"model_type": "qwen2_5_vl", "torch_dtype": torch.float32}
+FORMS = ("lean", "ms-swift's", "served")
+"""Of a colocated engine's answer, for trainers and for schedulers; of a server's."""
 
 
-def make_request(
-    case: Case, *, as_arrays: bool, include: bool, count: int
+def request_of(
+    case: Case, form: str, *, include: bool
 ) -> tuple[RolloutInferRequest, RequestMetadata, RequestConfig]:
     messages = [
         {"role": "user", "content": case.question},
@@ -41,9 +42,9 @@ def make_request(
     request = RolloutInferRequest(messages=messages)
     metadata = RequestMetadata(
         sample_id=SampleId(phase="train", step=0, number=0, group=0, index=0),
-        count=count,
+        count=2,
         run_seed=42,
-        as_arrays=as_arrays,
+        as_arrays=form != "ms-swift's",
         stop_token_ids=case.ids,
         include_stop_str_in_output=include,
     )
@@ -59,24 +60,31 @@ def make_request(
     return request, metadata, config
 
 
-def record(answer: Any, text: str, logprobs: Any, stop_reason: Any) -> dict[str, Any]:
-    return {
-        "text": text,
-        "token_ids": np.asarray(answer.token_ids).tolist(),
-        "logprobs": np.asarray(logprobs).tolist(),
-        "finish_reason": answer.finish_reason,
-        "stop_reason": stop_reason,
-    }
-
-
-def record_of(completion: Completion) -> dict[str, Any]:
-    return record(completion, completion.text, completion.logprobs, completion.stop_reason)
-
-
-def record_of_choice(choice: Any, stop_reason: Any) -> dict[str, Any]:
-    """Record an answer in ms-swift's form."""
-    logprobs = [token["logprob"] for token in choice.logprobs["content"]]
-    return record(choice, choice.message.content, logprobs, stop_reason)
+def completions_of(output: Any, form: str, metadata: RequestMetadata) -> list[dict[str, Any]]:
+    """Return the samples of an answer as JSON values."""
+    samples: list[tuple[Any, str, Any, Any]] = []  # with text, log-probabilities and stop
+    if form == "ms-swift's":
+        stop = output.rollout_infos["stop_reason"]
+        for choice in output.response.choices:
+            logprobs = [token["logprob"] for token in choice.logprobs["content"]]
+            samples.append((choice, choice.message.content, logprobs, stop))
+    else:
+        if form == "lean":
+            answer = output.response.answer
+        else:
+            message = json.loads(json.dumps(output.rollout_infos[wire.KEY]))  # over HTTP
+            answer = wire.read_answer(message, metadata, "server 0")
+        samples = [(c, c.text, c.logprobs, c.stop_reason) for c in answer.completions]
+    return [
+        {
+            "text": text,
+            "token_ids": np.asarray(sample.token_ids).tolist(),
+            "logprobs": np.asarray(logprobs).tolist(),
+            "finish_reason": sample.finish_reason,
+            "stop_reason": stop,
+        }
+        for sample, text, logprobs, stop in samples
+    ]
 
 
 async def generate_cases(model: str, use_async: bool) -> dict[str, Any]:
@@ -108,25 +116,14 @@ async def generate_cases(model: str, use_async: bool) -> dict[str, Any]:
     for case, include in product(CASES, (True, False)):
         detokenized.clear()
         forms = {}
-        for form in ("lean", "ms-swift's", "served"):
+        for form in FORMS:
             engine.serves = form == "served"
-            request, metadata, config = make_request(
-                case, as_arrays=form != "ms-swift's", include=include, count=COUNT
-            )
+            request, metadata, config = request_of(case, form, include=include)
             if use_async:
                 [output] = await engine.async_infer([request], config, use_tqdm=False)
             else:
                 [output] = engine.infer([request], config, use_tqdm=False)
-            if form == "ms-swift's":
-                choices, answer = output.response.choices, output.response.answer
-                pairs = zip(choices, answer.completions, strict=True)
-                forms[form] = [record_of_choice(each, c.stop_reason) for each, c in pairs]
-            elif form == "lean":
-                forms[form] = [*map(record_of, output.response.answer.completions)]
-            else:
-                answer = json.loads(json.dumps(output.rollout_infos[wire.KEY]))  # over HTTP
-                completions, _ = wire.read_answer(answer, metadata, "server 0")
-                forms[form] = [*map(record_of, completions)]
+            forms[form] = completions_of(output, form, metadata)
         results[f"{case.name}/{include}"] = {"forms": forms, "detokenized": sorted(detokenized)}
     return results
 
