@@ -28,12 +28,10 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from tests.rig.stop_cases import CASES, NEW_TOKEN, Case
 
 SETTINGS = {"model_type": "qwen2_5_vl", "torch_dtype": torch.float32}
-FORMS = ("lean", "ms-swift's", "served")
-"""Of a colocated engine's answer, for trainers and for schedulers; of a server's."""
 
 
 def request_of(
-    case: Case, form: str, *, include: bool
+    case: Case, *, include: bool
 ) -> tuple[RolloutInferRequest, RequestMetadata, RequestConfig]:
     messages = [
         {"role": "user", "content": case.question},
@@ -44,7 +42,7 @@ def request_of(
         sample_id=SampleId(phase="train", step=0, number=0, group=0, index=0),
         count=2,
         run_seed=42,
-        as_arrays=form != "ms-swift's",
+        as_arrays=True,
         stop_token_ids=case.ids,
         include_stop_str_in_output=include,
     )
@@ -60,35 +58,26 @@ def request_of(
     return request, metadata, config
 
 
-def completions_of(output: Any, form: str, metadata: RequestMetadata) -> list[dict[str, Any]]:
-    """Return the samples of an answer as JSON values."""
-    samples: list[tuple[Any, str, Any, Any]] = []  # with text, log-probabilities and stop
-    if form == "ms-swift's":
-        stop = output.rollout_infos["stop_reason"]
-        for choice in output.response.choices:
-            logprobs = [token["logprob"] for token in choice.logprobs["content"]]
-            samples.append((choice, choice.message.content, logprobs, stop))
-    else:
-        if form == "lean":
-            answer = output.response.answer
-        else:
-            message = json.loads(json.dumps(output.rollout_infos[wire.KEY]))  # over HTTP
-            answer = wire.read_answer(message, metadata, "server 0")
-        samples = [(c, c.text, c.logprobs, c.stop_reason) for c in answer.completions]
+def completions_of(output: Any, metadata: RequestMetadata) -> list[dict[str, Any]]:
+    """Return the samples of an answer, of a colocated engine or of a server, as JSON values."""
+    answer = getattr(output.response, "answer", None)
+    if answer is None:
+        message = json.loads(json.dumps(output.rollout_infos[wire.KEY]))  # over HTTP
+        answer = wire.read_answer(message, metadata, "server 0")
     return [
         {
-            "text": text,
+            "text": sample.text,
             "token_ids": np.asarray(sample.token_ids).tolist(),
-            "logprobs": np.asarray(logprobs).tolist(),
+            "logprobs": np.asarray(sample.logprobs).tolist(),
             "finish_reason": sample.finish_reason,
-            "stop_reason": stop,
+            "stop_reason": sample.stop_reason,
         }
-        for sample, text, logprobs, stop in samples
+        for sample in answer.completions
     ]
 
 
 async def generate_cases(model: str, use_async: bool) -> dict[str, Any]:
-    """Generate each case with one vLLM engine, in every form of request and answer."""
+    """Generate each case with one vLLM engine, colocated and as a server."""
     from swift_grpo_ext.rollout.engine import RolloutEngine
 
     apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
@@ -115,16 +104,18 @@ async def generate_cases(model: str, use_async: bool) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for case, include in product(CASES, (True, False)):
         detokenized.clear()
-        forms = {}
-        for form in FORMS:
-            engine.serves = form == "served"
-            request, metadata, config = request_of(case, form, include=include)
+        completions = []
+        for engine.serves in (False, True):
+            request, metadata, config = request_of(case, include=include)
             if use_async:
                 [output] = await engine.async_infer([request], config, use_tqdm=False)
             else:
                 [output] = engine.infer([request], config, use_tqdm=False)
-            forms[form] = completions_of(output, form, metadata)
-        results[f"{case.name}/{include}"] = {"forms": forms, "detokenized": sorted(detokenized)}
+            completions += completions_of(output, metadata)
+        results[f"{case.name}/{include}"] = {
+            "completions": completions,
+            "detokenized": sorted(detokenized),
+        }
     return results
 
 
