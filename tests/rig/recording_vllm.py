@@ -64,9 +64,8 @@ class RecordingVllm:
         for position, token in enumerate(ids):
             flat.append({**self.likelier, token: Logprob(-float(position), 1, "")})
         logprobs = None if params.logprobs is None else flat
-        return CompletionOutput(
-            index, "", ids, None, logprobs, self.experts, finish_reason=self._finish_reason
-        )
+        settings = {"routed_experts": self.experts, "finish_reason": self._finish_reason}
+        return CompletionOutput(index, "", ids, None, logprobs, **settings)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._waiting)

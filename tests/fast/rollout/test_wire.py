@@ -59,6 +59,8 @@ def test_metadata_are_read_as_they_were_written() -> None:
         assert read_metadata(over_http(data_dict)) == metadata
     assert whole.seed_of(3) == sample_seed(42, place) + 3
     assert unseeded.seed_of(3) is None
+    for without in (None, {}, {"solution": "7"}, {wire.KEY: None}):
+        assert read_metadata(without) is None
 
 
 @pytest.mark.parametrize(
@@ -71,11 +73,6 @@ def test_another_version_is_refused_with_the_remedy(message: Any, version: Any) 
         read_metadata({wire.KEY: message})
     with pytest.raises(WireError, match=f"server 0 {speaks}"):
         read_answer(message, METADATA, "server 0")
-
-
-@pytest.mark.parametrize("data_dict", [None, {}, {"solution": "7"}, {wire.KEY: None}])
-def test_a_request_without_metadata_has_none(data_dict: dict[str, Any] | None) -> None:
-    assert read_metadata(data_dict) is None
 
 
 @pytest.mark.parametrize(

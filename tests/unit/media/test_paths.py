@@ -55,19 +55,21 @@ def allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def in_each_place(text: str) -> list[dict[str, Any]]:
-    contents = [
-        f"<img>{text}</img>",
-        {"found": f"<img>{text}</img>"},
-        [{"type": "text", "text": f"See <img>{text}"}, {"type": "text", "text": "</img>."}],
-        [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": text}}],
+    said: list[tuple[str, Any]] = [
+        ("system", f"<img>{text}</img>"),
+        ("tool", {"found": f"<img>{text}</img>"}),
+        ("user", [{"type": "text", "text": f"<img>{text}"}, {"type": "text", "text": "</img>."}]),
+        (
+            "user",
+            [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": text}}],
+        ),
     ]
     return [
         {"audios": text},
         {"images": [text]},
         {"videos": [[text, text]]},
         {"images": [{"bytes": None, "path": text}]},
-        {"messages": [{"role": "system", "content": contents[0]}]},
-        *({"messages": [{"role": "tool", "content": content}]} for content in contents),
+        *({"messages": [{"role": role, "content": content}]} for role, content in said),
     ]
 
 

@@ -1,5 +1,4 @@
-"""Samples have every column of the data set, and the turns of their conversations, also of a server's
-(R1, V1)."""
+"""Samples have every column of the data set, and the turns of their conversations (R1, V1)."""
 
 from __future__ import annotations
 
@@ -60,27 +59,41 @@ def note(
     conversation.record(asked, replace(turn, engine_seconds=1.0, tool_seconds=2.0))
 
 
+def shown(conversation: Conversation) -> list[tuple[list[Any], list[Picture]]]:
+    """Return the contents and the media that each turn added."""
+    return [([m["content"] for m in turn.messages], turn.media) for turn in conversation.turns]
+
+
+SEVEN, PICTURE = Picture("七.png"), picture_of(CROP)
+
+
 def test_each_turn_shows_what_was_added_for_it() -> None:
-    conversation, picture, seven = Conversation(), picture_of(CROP), Picture("七.png")
-    part = {"type": "image", "image": "七.png"}
-    note(conversation, [part, {"type": "text", "text": "?"}])
-    in_parts = [{"type": "text", "text": "no: "}, {"type": "image", "image": CROP}]
-    note(conversation, "<image>?", "3", in_parts, images=["七.png"])
+    conversation = Conversation()
+    note(conversation, "<image>?", images=["七.png"])
+    note(conversation, "<image>?", "3", "<image>no", images=["七.png", CROP])
     # ms-swift leaves an empty answer for a template to go on from.
     note(conversation, "<image>?", "3", "<image>no", "4, but", "", images=["七.png", CROP])
     # A scheduler that starts over with fewer messages.
     note(conversation, "<image>!", images=[CROP])
-    shown = [
-        ([(m["role"], m["content"]) for m in turn.messages], turn.media)
-        for turn in conversation.turns
+    assert shown(conversation) == [
+        (["<image>?"], [SEVEN]),
+        (["<image>no"], [PICTURE]),
+        ([], []),
+        (["<image>!"], [PICTURE]),
     ]
-    assert shown == [
-        ([("user", "<image>?")], [seven]),
-        ([("tool", "no: <image>")], [seven, picture]),
-        ([], [picture]),
-        ([("user", "<image>!")], [picture]),
-    ]
-    assert picture.webp is not None
+    roles = [m["role"] for turn in conversation.turns for m in turn.messages]
+    assert roles == ["user", "tool", "user"]
+    assert PICTURE.webp is not None
+
+
+def test_media_in_parts_are_media() -> None:
+    """The record does not have their content as text."""
+    conversation = Conversation()
+    first = [{"type": "image", "image": "七.png"}, {"type": "text", "text": "?"}]
+    later = [{"type": "text", "text": "Look: "}, {"type": "image", "image": CROP}]
+    note(conversation, first)
+    note(conversation, first, "3", later)
+    assert shown(conversation) == [(["<image>?"], [SEVEN]), (["Look: <image>"], [PICTURE])]
 
 
 def test_a_sample_has_what_its_conversations_end_says() -> None:

@@ -100,6 +100,7 @@ def run_round(
     """Return each rank's texts and uneven groups, or its error; and the rank and position of each
     row that was made. Rank `refusing` cannot make its rows."""
     made: list[tuple[int, int]] = []
+    run = RolloutSettings(training_arguments())
 
     def work(ranks: ThreadRanks) -> Any:
         samples = samples_of_ranks[ranks.rank]
@@ -116,7 +117,7 @@ def run_round(
                 [sample_id(group, index) for group, index, _ in samples],
                 [row for _, _, row in samples],
                 make_request=request,
-                make_metadata=RolloutSettings(training_arguments()).metadata,
+                make_metadata=run.metadata,
                 engine_ranks=ranks,
                 call_engine=call_engine,
             )

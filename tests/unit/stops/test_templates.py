@@ -3,6 +3,8 @@ are refused (T2, T3, T5)."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +45,9 @@ def test_the_end_of_a_turn_is_trained_on_where_it_was_sampled(
     messages = [{"role": role, "content": "?"} for role in ("user", "assistant") * 2]
     sample = RolloutSample.from_row({"messages": messages})
     sample.response_token_ids = [first, answer := [5, 6, END_OF_TURN]]
-    template.set_mode("train")
-    encoded = encode_whole(sample, template, None)
+    trained = copy(template)
+    trained.set_mode("train")
+    encoded = encode_whole(sample, trained, None)
     ids, num = encoded["input_ids"], len(SEARCH)
     start = next(i for i in range(len(ids)) if ids[i : i + num] == SEARCH)
     assert ids[start + num : ids.index(LINE_BREAK, start)] == [END_OF_TURN]
@@ -52,30 +55,23 @@ def test_the_end_of_a_turn_is_trained_on_where_it_was_sampled(
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "word", "include", "prefix", "text", "reason"),
+    ("token_ids", "word", "prefix", "expected"),
     [
         # The end of the turn never shows, except as the end of a stop string.
-        ([*SEARCH, END_OF_TURN], "x", True, "", f"{SEARCH_TEXT}\n\n", "<|im_end|>"),
-        ([*SEARCH, END_OF_TURN], "x", False, "", f"{SEARCH_TEXT}\n\n", "<|im_end|>"),
-        ([1836, END_OF_TURN], "h<|im_end|>", True, "", "search<|im_end|>", "h<|im_end|>"),
+        ([*SEARCH, END_OF_TURN], "x", "", (f"{SEARCH_TEXT}\n\n", "<|im_end|>")),
+        ([1836, END_OF_TURN], "h<|im_end|>", "", ("search<|im_end|>", "h<|im_end|>")),
         # The template's prefix stands before the text, and is not searched.
-        (SEARCH, "</search>", True, "</search>\n", f"</search>\n{SEARCH_TEXT}", "</search>"),
+        (SEARCH, "</search>", "</search>\n", (f"</search>\n{SEARCH_TEXT}", "</search>")),
     ],
 )
 def test_texts(
-    template: Any,
-    token_ids: list[int],
-    word: str,
-    include: bool,
-    prefix: str,
-    text: str,
-    reason: str,
+    template: Any, token_ids: list[int], word: str, prefix: str, expected: tuple[str, str]
 ) -> None:
     inputs = StdTemplateInputs(messages=[], chat_template_kwargs={"response_prefix": prefix})
     stops = TemplateStops(template)
-    asked = stops.stops([word, *template.template_meta.stop_words], include=include)
+    asked = stops.stops([word, *template.template_meta.stop_words])
     ending = find_ending(token_ids, stops.decode, asked)
-    assert (stops.text(token_ids, ending, inputs), ending.reason) == (text, reason)
+    assert (stops.text(token_ids, ending, inputs), ending.reason) == expected
 
 
 def test_special_tokens_are_known_by_their_ids(template: Any) -> None:
@@ -112,33 +108,23 @@ def test_the_end_of_a_turn_is_one_token(
 
 
 @pytest.mark.parametrize(
-    ("words", "token_ids", "message"),
+    ("words", "ids", "message"),
     [
         (["</a>", ""], [], "--stop_words holds an empty string.*leave it out"),
         (["think"], [], r"--stop_words 'think' occurs in '<think>.*Take another stop string"),
         ([], [7, 151666], r"--stop_token_ids 7 151666: 151666 is no.* 0 to 151665.*Ask it for"),
         ([], [-1], r"--stop_token_ids -1: -1 is no token"),
+        (["</think>", " ", "\n\n\n"], [0, 151665], None),
+        (None, [], None),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(
-    template: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    token_ids: list[int],
-    message: str,
+    template: Any, monkeypatch: pytest.MonkeyPatch, words: Any, ids: list[int], message: str | None
 ) -> None:
+    args: Any = SimpleNamespace(stop_words=words, stop_token_ids=ids)
     monkeypatch.setattr(template, "response_prefix", "<think>\n\n")
-    with pytest.raises(SettingsError, match=message):
-        check_stop_settings(settings_of(words, token_ids), template)
-
-
-def test_sound_settings_pass(template: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "response_prefix", "<think>\n\n")
-    check_stop_settings(settings_of(["</think>", " ", "\n\n\n"], [0, 151665]), template)
+    is_refused = pytest.raises(SettingsError, match=message) if message else nullcontext()
+    with is_refused:
+        check_stop_settings(args, template)
     monkeypatch.setattr(template, "response_prefix", "")
-    check_stop_settings(settings_of(["<think>"], []), template)
-    check_stop_settings(settings_of(None, []), template)
-
-
-def settings_of(words: list[str] | None, token_ids: list[int]) -> Any:
-    return SimpleNamespace(stop_words=words, stop_token_ids=token_ids)
+    check_stop_settings(SimpleNamespace(stop_words=["<think>"], stop_token_ids=[]), template)
