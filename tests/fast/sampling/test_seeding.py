@@ -1,4 +1,4 @@
-"""The seed rule has exact values, and no two samples of a run share noise (S1 to S7)."""
+"""Seeds have exact values, and no two samples of a run share noise (S1, S2, S3, S5, S6, S7)."""
 
 from __future__ import annotations
 
