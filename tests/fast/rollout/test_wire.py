@@ -65,7 +65,7 @@ def test_metadata_are_read_as_they_were_written() -> None:
 
 @pytest.mark.parametrize(
     ("message", "version"),
-    [({**WIRE, "version": 4}, 4), ({**WIRE, "version": "5"}, "5"), (["version"], None)],
+    [({**WIRE, "version": 4}, 4), ({**WIRE, "version": "5"}, "5"), (["version"], None), ({}, None)],
 )
 def test_another_version_is_refused_with_the_remedy(message: Any, version: Any) -> None:
     speaks = rf"speaks version {version!r} .* {wire.VERSION}: load the same version of the"
