@@ -23,16 +23,15 @@ from swift.template import get_template
 
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.rig.stop_cases import CASES, NEW_TOKEN, Case
 
-COUNT = 2
 SETTINGS = {"model_type": "qwen2_5_vl", "torch_dtype": torch.float32}
 
 
-def make_request(
-    case: Case, *, as_arrays: bool, include: bool, count: int
+def request_of(
+    case: Case, *, include: bool
 ) -> tuple[RolloutInferRequest, RequestMetadata, RequestConfig]:
     messages = [
         {"role": "user", "content": case.question},
@@ -41,9 +40,9 @@ def make_request(
     request = RolloutInferRequest(messages=messages)
     metadata = RequestMetadata(
         sample_id=SampleId(phase="train", step=0, number=0, group=0, index=0),
-        count=count,
+        count=2,
         run_seed=42,
-        as_arrays=as_arrays,
+        as_arrays=True,
         stop_token_ids=case.ids,
         include_stop_str_in_output=include,
     )
@@ -59,28 +58,26 @@ def make_request(
     return request, metadata, config
 
 
-def record(answer: Any, text: str, logprobs: Any, stop_reason: Any) -> dict[str, Any]:
-    return {
-        "text": text,
-        "token_ids": np.asarray(answer.token_ids).tolist(),
-        "logprobs": np.asarray(logprobs).tolist(),
-        "finish_reason": answer.finish_reason,
-        "stop_reason": stop_reason,
-    }
-
-
-def record_of(completion: Completion) -> dict[str, Any]:
-    return record(completion, completion.text, completion.logprobs, completion.stop_reason)
-
-
-def record_of_choice(choice: Any, stop_reason: Any) -> dict[str, Any]:
-    """Record an answer in ms-swift's form."""
-    logprobs = [token["logprob"] for token in choice.logprobs["content"]]
-    return record(choice, choice.message.content, logprobs, stop_reason)
+def completions_of(output: Any, metadata: RequestMetadata) -> list[dict[str, Any]]:
+    """Return the samples of an answer, of a colocated engine or of a server, as JSON values."""
+    answer = getattr(output.response, "answer", None)
+    if answer is None:
+        message = json.loads(json.dumps(output.rollout_infos[wire.KEY]))  # over HTTP
+        answer = wire.read_answer(message, metadata, "server 0")
+    return [
+        {
+            "text": sample.text,
+            "token_ids": np.asarray(sample.token_ids).tolist(),
+            "logprobs": np.asarray(sample.logprobs).tolist(),
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+        for sample in answer.completions
+    ]
 
 
 async def generate_cases(model: str, use_async: bool) -> dict[str, Any]:
-    """Generate each case with one vLLM engine, in every form of request and answer."""
+    """Generate each case with one vLLM engine, colocated and as a server."""
     from swift_grpo_ext.rollout.engine import RolloutEngine
 
     apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
@@ -107,27 +104,18 @@ async def generate_cases(model: str, use_async: bool) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for case, include in product(CASES, (True, False)):
         detokenized.clear()
-        forms = {}
-        for form in ("lean", "ms-swift's", "served"):
-            engine.serves = form == "served"
-            request, metadata, config = make_request(
-                case, as_arrays=form != "ms-swift's", include=include, count=COUNT
-            )
+        completions = []
+        for engine.serves in (False, True):
+            request, metadata, config = request_of(case, include=include)
             if use_async:
                 [output] = await engine.async_infer([request], config, use_tqdm=False)
             else:
                 [output] = engine.infer([request], config, use_tqdm=False)
-            if form == "ms-swift's":
-                choices, answer = output.response.choices, output.response.answer
-                pairs = zip(choices, answer.completions, strict=True)
-                forms[form] = [record_of_choice(each, c.stop_reason) for each, c in pairs]
-            elif form == "lean":
-                forms[form] = [*map(record_of, output.response.answer.completions)]
-            else:
-                answer = json.loads(json.dumps(output.rollout_infos[wire.KEY]))  # over HTTP
-                completions, _ = wire.read_answer(answer, metadata, "server 0")
-                forms[form] = [*map(record_of, completions)]
-        results[f"{case.name}/{include}"] = {"forms": forms, "detokenized": sorted(detokenized)}
+            completions += completions_of(output, metadata)
+        results[f"{case.name}/{include}"] = {
+            "completions": completions,
+            "detokenized": sorted(detokenized),
+        }
     return results
 
 

@@ -1,8 +1,5 @@
-"""Stops in real engines, on a model that spells known tokens with the real Qwen tokenizer.
-
-For each case of `stop_cases`, text, ids, log-probabilities, finish reason and matched stop are
-equal in vLLM's sync and async engine, and in every form of answer.
-"""
+"""Completions end where they must, and text is made only where a stop string needs it, on sync and
+async engines and on servers (T1, T2, T3, T4, T6)."""
 
 from __future__ import annotations
 
@@ -17,10 +14,6 @@ from transformers import AutoTokenizer
 from tests.rig.processes import started
 from tests.rig.spelled import END, expected_logprobs, write_speller
 from tests.rig.stop_cases import CASES, NEW_TOKEN, Case, sequences
-from tests.rig.stop_engines import COUNT
-
-NUM_FORMS = 3
-"""Forms of an answer (`stop_engines.py`)."""
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +25,21 @@ def tokenizer(assets: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def speller(assets: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that spells known tokens with the real Qwen tokenizer."""
     folder = tmp_path_factory.mktemp("speller") / "model"
     return write_speller(assets / "tiny_vlm", folder, sequences(tokenizer))
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
-def answers(request: pytest.FixtureRequest, speller: Path) -> dict[str, Any]:
+def answers(request: pytest.FixtureRequest, speller: Path) -> Any:
     """The answers of an engine."""
-    engine = request.param
-    output = speller.parent / f"{engine}.json"
-    command = [sys.executable, "-m", "tests.rig.stop_engines", str(speller), engine, str(output)]
-    with started(command, speller.parent / f"{engine}.log") as running:
+    output = speller.parent / f"{request.param}.json"
+    program = [sys.executable, "-m", "tests.rig.stop_engines"]
+    command = [*program, str(speller), request.param, str(output)]
+    with started(command, output.with_suffix(".log")) as running:
         finished = running.wait(900)
     assert finished.returncode == 0, finished.cause
-    results: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-    return results
+    return json.loads(output.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -56,29 +49,24 @@ def test_a_completion_ends_where_it_must(
 ) -> None:
     spelled = case.token_ids(tokenizer)
     token_ids = [*spelled[1:], END][: case.num_tokens]
-    logprobs = expected_logprobs(sequences(tokenizer), [spelled[0], *token_ids])
-    completions = [
-        completion
-        for form in answers[f"{case.name}/{include}"]["forms"].values()
-        for completion in form
-    ]
-    assert len(completions) == NUM_FORMS * COUNT
-    for completion in completions:
+    expected = {
+        "text": case.text if include else case.bare,
+        "token_ids": token_ids,
+        "finish_reason": "length" if case.reason is None else "stop",
+        "stop_reason": case.reason,
         # Neighbours differ by 0.3 nats and more; float32 adds up 151,935 small numbers.
-        assert completion.pop("logprobs") == pytest.approx(logprobs, abs=0.01)
-        assert completion == {
-            "text": case.text if include else case.bare,
-            "token_ids": token_ids,
-            "finish_reason": case.finish_reason,
-            "stop_reason": case.reason,
-        }
+        "logprobs": pytest.approx(
+            expected_logprobs(sequences(tokenizer), [spelled[0], *token_ids]), abs=0.01
+        ),
+    }
+    # Two samples of the colocated engine, and two of the server.
+    assert answers[f"{case.name}/{include}"]["completions"] == [expected] * 4
 
 
 def test_vllm_makes_text_only_where_a_stop_string_is_looked_for_in_it(
     answers: dict[str, Any],
 ) -> None:
-    """T6: stop tokens, stop strings that are special tokens, and the template's own need no
-    text."""
+    """Stop tokens, stop strings that are special tokens, and the template's own need no text."""
     for case in CASES:
         needs_text = not all(word in ("<|box_start|>", NEW_TOKEN) for word in case.words)
         for include in (True, False):

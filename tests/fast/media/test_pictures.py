@@ -1,4 +1,4 @@
-"""The record's copy of a medium that a scheduler adds to a conversation."""
+"""The record has a small copy of each image that a scheduler adds (V1)."""
 
 from __future__ import annotations
 

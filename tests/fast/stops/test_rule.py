@@ -1,5 +1,5 @@
-"""The cutting rule against brute force on a small alphabet, and by exact cases. `tests/stack` has a
-table of stop strings on real engines."""
+"""A completion ends with the token that completes a stop, and its text with the stop or right
+before it (T1, T2, T3, T6)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def by_brute_force(token_ids: list[int], stops: Stops) -> tuple[int, str, object
     return len(token_ids), decode(token_ids), None
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(max_examples=1000)
 @given(completions, stop_settings)
 @example(ids_of("a", b">\xe7", b"\xad\x94a"), Stops(strings=(">",)))  # complete within a character
 @example(ids_of("a", "<", "/", "a", ">\n\n", "a"), Stops(strings=("</a>", "\n", "a></")))
@@ -79,26 +79,7 @@ def test_a_cut_is_what_brute_force_finds(token_ids: list[int], stops: Stops) -> 
     found = find_ending(token_ids, decode, stops)
     text = text_of(found, token_ids)
     assert (found.num_tokens, text, found.reason) == by_brute_force(token_ids, stops)
-    # T2, T3: the kept tokens' text starts with the text.
     assert decode(token_ids[: found.num_tokens]).startswith(text)
-
-
-# --- exact cases ---
-
-
-def test_stop_tokens() -> None:
-    a, tokens = ids_of("a")[0], {SPECIAL: "<|tool|>", EOS: EOS}
-    stops = Stops(strings=("</a>",), tokens=tokens, invisible=frozenset({EOS}))
-    called, ended = ids_of("</", "<|tool|>"), ids_of("</", "<|end|>", "<|end|>")
-    assert find_ending(called, decode, stops) == Ending(2, 2, reason="<|tool|>")
-    # The template's own end of a turn never shows; another where it is asked for.
-    assert find_ending(ended, decode, stops) == Ending(2, 1, reason=EOS)
-    bare = find_ending(called, decode, Stops(tokens=tokens, include=False))
-    assert (bare, text_of(bare, called)) == (Ending(2, 1, reason="<|tool|>"), "</")
-    # A string counts before a token that ends with it.
-    both = Stops(strings=(">",), tokens={ids_of(">\n\n")[0]: 9, a: 8})
-    found = find_ending(ids_of("aa", ">\n\n", "a"), decode, both)
-    assert found == Ending(2, 2, trailing_text="\n\n", reason=">")
 
 
 def test_nothing_is_decoded_to_find_stop_tokens() -> None:

@@ -1,8 +1,9 @@
-"""One rollout over ranks: its requests with their metadata, and the samples of each rank."""
+"""A group is one request, whichever ranks have its samples, and each rank gets its own samples (G1,
+G2, G3, S2, S6)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,6 @@ from swift.infer_engine.protocol import (
     serialize_ndarray,
 )
 
-from swift_grpo_ext.ranks import RankGroup, RolloutError
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.answers import answer_of, to_rollout_output
 from swift_grpo_ext.rollout.generate import RolloutSettings, begin_turn, generate, plan_requests
@@ -30,22 +30,28 @@ from tests.rig.arguments import training_arguments
 from tests.rig.ranks import ThreadRanks, run_rank_groups
 
 RUN_SEED = 42
-ROUND = RoundId("train", 3, 1)
-FIRST = SampleId(phase="train", step=3, number=1, group=0, index=0)
+COMPLETION = Completion(
+    text="two",
+    token_ids=[5, 6, 7],
+    logprobs=[-0.5, -1.0, -0.25],
+    finish_reason="stop",
+    stop_reason="o",
+    seed=9,
+    replica="replica 1",
+)
 
 
 def sample_id(group: int, index: int) -> SampleId:
-    return replace(FIRST, group=group, index=index)
+    return SampleId(phase="train", step=3, number=1, group=group, index=index)
 
 
-# --- samples to requests (G1 to G3) ---
+# --- samples to requests ---
 
 
 def test_every_sample_is_asked_for_once_by_its_group() -> None:
-    """Whichever ranks have its samples. If rows of a group differ, each sample is a request (S2,
-    S6: vLLM counts a request's seeds up)."""
+    """If rows of a group differ, each sample is a request: vLLM counts a request's seeds up."""
     rows = ["a", "aab", "", "bbccb", "cdd"]
-    ids = iter(sample_ids_at(ROUND, range(12), 3))
+    ids = iter(sample_ids_at(RoundId("train", 3, 1), range(12), 3))
     requests, uneven = plan_requests([[(next(ids), row) for row in of_rank] for of_rank in rows])
     assert [(request.first, request.owners) for request in requests] == [
         (sample_id(0, 0), [(0, 0), (1, 0), (1, 1)]),
@@ -62,128 +68,108 @@ def test_every_sample_is_asked_for_once_by_its_group() -> None:
 
 # --- rounds over ranks ---
 
-
-def request_of(content: str) -> RolloutInferRequest:
-    return RolloutInferRequest(messages=[{"role": "user", "content": content}])
+Sample = tuple[int, int, str]  # group, index in the group, and the row's one letter
 
 
-def generate_samples(
-    samples: Sequence[tuple[int, int]],
-    rows: str,
-    sharing: Any,
-    call_engine: Any,
-    make_request: Callable[[int], RolloutInferRequest],
-) -> tuple[list[Any], list[SampleId]]:
-    """Return the texts of a rank's samples (group, index), and the uneven groups.
+class Engine:
+    """Answers with the prompt's letter and the sample's seed as text; keeps the requests."""
 
-    `rows` has one letter for each sample.
-    """
-    outputs, uneven = generate(
-        [sample_id(*sample) for sample in samples],
-        list(rows),
-        make_request=make_request,
-        make_metadata=lambda first, count: RequestMetadata(
-            sample_id=first, count=count, run_seed=RUN_SEED, as_arrays=True
-        ),
-        engine_ranks=sharing,
-        call_engine=call_engine,
-    )
-    return [output.response.choices[0].message.content for output in outputs], uneven
-
-
-class RecordingEngine:
-    """Answers each request as a server does, with the prompt's letter and the sample's seed as
-    text; keeps the requests."""
-
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.requests: list[tuple[str, SampleId, int]] = []
+        self.error = error
 
     def __call__(
         self, requests: list[RolloutInferRequest], metadatas: list[RequestMetadata]
     ) -> list[Answer]:
+        if self.error:
+            raise self.error
+        answers = []
         for request, metadata in zip(requests, metadatas, strict=True):
             assert wire.read_metadata(request.data_dict) == metadata
-            content = request.messages[0]["content"]
-            self.requests.append((content, metadata.sample_id, metadata.count))
-        return [
-            Answer(
-                [
-                    completion(text=f"{r.messages[0]['content']}{m.seed_of(k)}")
-                    for k in range(m.count)
-                ],
-                Prompt([1, 2]),
+            row = request.messages[0]["content"]
+            self.requests.append((row, metadata.sample_id, metadata.count))
+            texts = [f"{row}{metadata.seed_of(k)}" for k in range(metadata.count)]
+            samples = [replace(COMPLETION, text=text) for text in texts]
+            answers.append(Answer(samples, Prompt([1, 2])))
+        return answers
+
+
+def run_round(
+    samples_of_ranks: Sequence[Sequence[Sample]], call_engine: Any, refusing: int | None = None
+) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Return each rank's texts and uneven groups, or its error; and the rank and position of each
+    row that was made. Rank `refusing` cannot make its rows."""
+    made: list[tuple[int, int]] = []
+    run = RolloutSettings(training_arguments())
+
+    def work(ranks: ThreadRanks) -> Any:
+        samples = samples_of_ranks[ranks.rank]
+
+        def request(position: int) -> RolloutInferRequest:
+            made.append((ranks.rank, position))
+            if ranks.rank == refusing:
+                raise OSError("no such image")
+            row = samples[position][2]
+            return RolloutInferRequest(messages=[{"role": "user", "content": row}])
+
+        try:
+            outputs, uneven = generate(
+                [sample_id(group, index) for group, index, _ in samples],
+                [row for _, _, row in samples],
+                make_request=request,
+                make_metadata=run.metadata,
+                engine_ranks=ranks,
+                call_engine=call_engine,
             )
-            for r, m in zip(requests, metadatas, strict=True)
-        ]
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+        return [output.response.choices[0].message.content for output in outputs], uneven
+
+    return run_rank_groups(len(samples_of_ranks), work), sorted(made)
 
 
 def test_a_group_over_two_ranks_is_one_request_of_rank_0() -> None:
-    """Each rank gets its own samples. The first rank of a request makes its row. Rows that differ
-    within a group are separate requests."""
-    engine = RecordingEngine()
-    made: list[tuple[int, int]] = []
-    samples_of_ranks = [[(0, 0), (0, 1)], [(0, 2), (1, 0)], [(1, 1), (1, 2)]]
-    rows_of_ranks = ["aa", "ab", "bx"]
-
-    def work(ranks: ThreadRanks) -> Any:
-        def request(position: int) -> RolloutInferRequest:
-            made.append((ranks.rank, position))
-            return request_of(rows_of_ranks[ranks.rank][position])
-
-        samples, rows = samples_of_ranks[ranks.rank], rows_of_ranks[ranks.rank]
-        return generate_samples(samples, rows, ranks, engine, request)
-
-    outputs = run_rank_groups(3, work)
+    """Each rank gets its own samples. The first rank of a request makes its row."""
+    samples_of_ranks = [
+        [(0, 0, "a"), (0, 1, "a")],
+        [(0, 2, "a"), (1, 0, "b")],
+        [(1, 1, "b"), (1, 2, "x")],
+    ]
+    outputs, made = run_round(samples_of_ranks, engine := Engine())
     assert engine.requests == [
         ("a", sample_id(0, 0), 3),
         *((row, sample_id(1, index), 1) for index, row in enumerate("bbx")),
     ]
-    assert sorted(made) == [(0, 0), (1, 1), (2, 0), (2, 1)]
+    assert made == [(0, 0), (1, 1), (2, 0), (2, 1)]
     expected = [
-        [
-            f"{row}{sample_seed(RUN_SEED, sample_id(*sample))}"
-            for row, sample in zip(rows, samples, strict=True)
-        ]
-        for rows, samples in zip(rows_of_ranks, samples_of_ranks, strict=True)
+        [f"{row}{sample_seed(RUN_SEED, sample_id(group, index))}" for group, index, row in samples]
+        for samples in samples_of_ranks
     ]
-    assert [texts for texts, _ in outputs] == expected
-    assert [uneven for _, uneven in outputs] == [[sample_id(1, 0)]] * 3
+    assert outputs == [(texts, [sample_id(1, 0)]) for texts in expected]
 
 
-@pytest.mark.parametrize("fault", ["row", "engine"])
-def test_a_failure_ends_the_round_on_every_rank(fault: str) -> None:
-    """Rank 1 cannot make its row, or rank 0's engine fails."""
-    engine = RecordingEngine()
-
-    def work(ranks: ThreadRanks) -> str:
-        def request(position: int) -> RolloutInferRequest:
-            if fault == "row" and ranks.rank == 1:
-                raise OSError("no such image")
-            return request_of("a")
-
-        def is_gone(*_: Any) -> Any:
-            raise ConnectionError("server 1 is gone")
-
-        call = is_gone if fault == "engine" else engine
-        with pytest.raises((ConnectionError, RolloutError)) as failed:
-            generate_samples([(ranks.rank, 0)], "a", ranks, call, request)
-        return f"{failed.typename}: {failed.value}"
-
-    row = "RolloutError: Requests could not be made. rank 1: OSError: no such image"
-    gone = ["ConnectionError: server 1 is gone", "RolloutError: server 1 is gone"]
-    assert run_rank_groups(2, work) == ([row] * 2 if fault == "row" else gone)
+@pytest.mark.parametrize(
+    ("refusing", "error", "expected"),
+    [
+        (1, None, ["RolloutError: Requests could not be made. rank 1: OSError: no such image"] * 2),
+        (None, ConnectionError("gone"), ["ConnectionError: gone", "RolloutError: gone"]),
+    ],
+)
+def test_a_failure_ends_the_round_on_every_rank(
+    refusing: int | None, error: Exception | None, expected: list[str]
+) -> None:
+    outputs, _ = run_round([[(0, 0, "a")], [(1, 0, "a")]], engine := Engine(error), refusing)
+    assert outputs == expected
     assert engine.requests == []
 
 
 def test_an_engine_that_answers_with_too_few_samples_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"group 0, sample 0: .* 2 samples, and 1 came back"):
-        generate_samples(
-            [(0, 0), (0, 1)],
-            "aa",
-            RankGroup(),
-            lambda r, m: [Answer([completion()], Prompt([1]))],
-            lambda _: request_of("a"),
-        )
+    def answer(*_: Any) -> list[Answer]:
+        return [Answer([COMPLETION], Prompt([1]))]
+
+    [[error], _] = run_round([[(0, 0, "a"), (0, 1, "a")]], answer)
+    assert error.startswith("ValueError: train round 3.1, group 0, sample 0: ")
+    assert error.endswith(" 2 samples, and 1 came back.")
 
 
 # --- settings and turns ---
@@ -217,8 +203,7 @@ def test_a_first_turn_is_the_sample_and_a_later_one_counts_on() -> None:
     turns = [begin_turn(request, None) for _ in range(3)]
     assert turns == [replace(sample_id(0, 0), turn=turn) for turn in (1, 2, 3)]
     last = wire.read_metadata(request.data_dict)
-    assert last is not None
-    assert (last.sample_id, last.seed_of(0)) == (turns[-1], sample_seed(42, turns[-1]))
+    assert last == replace(metadata, sample_id=turns[-1])
 
 
 def test_a_scheduler_that_makes_its_own_request_is_refused() -> None:
@@ -230,18 +215,11 @@ def test_a_scheduler_that_makes_its_own_request_is_refused() -> None:
 # --- outputs in ms-swift's form ---
 
 
-def completion(**fields: Any) -> Completion:
-    values = {
-        **{"text": "two", "token_ids": [5, 6, 7], "logprobs": [-0.5, -1.0, -0.25]},
-        **{"finish_reason": "stop", "stop_reason": "o", "seed": 9, "replica": "replica 1"},
-    }
-    return Completion(**(values | fields))
-
-
 def test_a_completion_becomes_what_the_trainer_reads() -> None:
-    positions = np.zeros((3, 2), dtype=np.int32)
-    served = completion(token_ids=np.array([5, 6, 7]), logprobs=np.array([-0.5, -1.0, -0.25]))
-    output = to_rollout_output(Answer([served], Prompt([1, 2], positions)))
+    prompt = Prompt([1, 2], np.zeros((3, 2), dtype=np.int32))
+    arrays = {"token_ids": np.array([5, 6, 7]), "logprobs": np.array([-0.5, -1.0, -0.25])}
+    answer = Answer([replace(COMPLETION, **arrays)], prompt)
+    output = to_rollout_output(answer)
     [choice] = output.response.choices
     assert {type(i) for i in choice.token_ids} == {int}  # rank 0 hands a server's arrays on
     assert (choice.index, choice.message.role, choice.message.content) == (0, "assistant", "two")
@@ -250,11 +228,11 @@ def test_a_completion_becomes_what_the_trainer_reads() -> None:
     assert output.rollout_logprobs == [[-0.5, -1.0, -0.25]]
     assert output.rollout_infos == {"seed": 9, "replica": "replica 1", "stop_reason": "o"}
     assert output.response.prompt_token_ids == [1, 2]
-    assert answer_of(output) == ([served], Prompt([1, 2], positions))
     assert output.response.usage == UsageInfo(2, 3, 5)
+    assert answer_of(output) is answer
     experts = np.arange(6).reshape(3, 2)
-    served = completion(logprobs=None, routed_experts=serialize_ndarray(experts))
-    output = to_rollout_output(Answer([served], Prompt([1])))
+    bare = replace(COMPLETION, logprobs=None, routed_experts=serialize_ndarray(experts))
+    output = to_rollout_output(Answer([bare], prompt))
     assert output.rollout_logprobs == []
     assert np.array_equal(output.response.choices[0].routed_experts, experts)
 
@@ -271,7 +249,7 @@ def test_an_upstream_response_has_a_completion_for_each_choice() -> None:
     answer = answer_of(RolloutOutput(response=response, rollout_infos=infos))
     assert answer.prompt == Prompt([1])
     first, second = answer.completions
-    assert first == completion(text="a", token_ids=[5], logprobs=[-0.5], seed=10)
+    assert first == replace(COMPLETION, text="a", token_ids=[5], logprobs=[-0.5], seed=10)
     assert (second.seed, second.logprobs, second.finish_reason) == (9, None, "length")
     [unseeded, _] = answer_of(RolloutOutput(response=response)).completions
     assert (unseeded.seed, unseeded.replica, unseeded.stop_reason) == (None, "", None)

@@ -1,5 +1,5 @@
-"""Users' schedulers in ms-swift's own loops, of the training and of a server, with given answers of
-the engine."""
+"""Users' schedulers lead conversations as without the plugin, and hooks that fail or hang are named
+(F2, R1)."""
 
 from __future__ import annotations
 
@@ -7,270 +7,199 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Sequence
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from swift.infer_engine.protocol import (
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatMessage,
-    RequestConfig,
-    RolloutInferRequest,
-    RolloutOutput,
-    UsageInfo,
-)
-from swift.rollout import agent_loop
+from swift.infer_engine.protocol import RolloutOutput
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
-from swift_grpo_ext.rollout import scheduler, wire
+from swift_grpo_ext.rollout import scheduler
 from swift_grpo_ext.rollout.conversation import between_turns
-from swift_grpo_ext.rollout.scheduler import SchedulerError, warn_context_overflow, watch
-from swift_grpo_ext.rollout.wire import RequestMetadata
-from swift_grpo_ext.sampling.seeding import SampleId
-
-SIDES = ("training", "server")
+from swift_grpo_ext.rollout.dispatch import FAILURE, RequestError
+from swift_grpo_ext.rollout.scheduler import warn_context_overflow, watch
+from tests.rig.recording_vllm import ROOM, RecordingVllm, ids_of, lead, metadata_of, request
 
 Step = dict[str, Any] | None
+Lead = Callable[..., list[RolloutOutput]]
+
+on_a_server = pytest.mark.parametrize("side", ["server"])
 
 
 class Crop(MultiTurnScheduler):
-    """Asks again with a crop, up to `max_turns`."""
+    """Asks again about the image."""
 
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Step:
         infer_request.messages.append({"role": "tool", "content": f"<image>crop {current_turn}"})
-        infer_request.images = [*infer_request.images, f"crop{current_turn}.png"]
+        infer_request.images = [*infer_request.images, *infer_request.images[:1]]
         infos = {"images": infer_request.images}
         return {"infer_request": infer_request, "rollout_infos": infos}
 
 
-def made(cls: type[MultiTurnScheduler], side: str, answers: Any, **settings: Any) -> Any:
-    """Return a scheduler from ms-swift's registry, made as that side makes it."""
-    multi_turns["one"] = cls
-    watch("one", settings.pop("timeout", 30.0))
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(f"<{i}>" for i in ids))
-    values: dict[str, Any] = {"max_turns": 3, "tokenizer": tokenizer, **settings}
-    if side == "server":
-        engine = SimpleNamespace(infer_async=answers, engine=None, tokenizer=tokenizer)
-        values["infer_engine"] = engine
-    return multi_turns["one"](**values)
+@pytest.fixture(params=["training", "server"])
+def side(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
-def request(index: int = 0) -> RolloutInferRequest:
-    sample_id = SampleId(phase="train", step=3, number=0, group=1, index=index)
-    metadata = RequestMetadata(sample_id=sample_id, count=1, run_seed=42, as_arrays=False)
-    data_dict: dict[str, Any] = {}
-    wire.write_metadata(data_dict, metadata)
-    return RolloutInferRequest(
-        messages=[{"role": "user", "content": "<image>?"}],
-        images=["http://a/whole.png"],
-        data_dict=data_dict,
-        uuid=f"{index}",
+@pytest.fixture
+def conversations(side: str, make: Any, assets: Path) -> Lead:
+    """Leads conversations with a scheduler on that side, about an image; raises what a server
+    replies."""
+    digit = str(sorted((assets / "digits").rglob("*.png"))[0])
+
+    def run(
+        cls: type[MultiTurnScheduler], says: str | list[str], num: int = 1, **settings: Any
+    ) -> list[RolloutOutput]:
+        is_server = side == "server"
+        engine = make(RecordingVllm(says), serves=is_server, use_async=is_server)
+        asked = [request(metadata_of(as_arrays=False), digit) for _ in range(num)]
+        for number, one in enumerate(asked):
+            one.uuid = str(number)
+        outputs = lead(engine, cls, *asked, **settings)
+        if FAILURE in outputs:
+            raise RequestError(outputs[FAILURE])
+        return outputs
+
+    return run
+
+
+# --- conversations ---
+
+
+def test_a_conversation_is_led_as_without_us(conversations: Lead) -> None:
+    """`step` sees the newest answer as text, earlier ones as token ids. Its changes stay."""
+    seen: list[Any] = []
+
+    class Looks(Crop):
+        def step(self, infer_request: Any, *rest: Any) -> Step:
+            answers = [m for m in infer_request.messages if m["role"] == "assistant"]
+            seen.append([m["content"] for m in answers])
+            if len(answers) > 1:
+                answers[0]["content"] = [1]
+            return super().step(infer_request, *rest)
+
+    watched, plain = (
+        conversations(Looks, ["ab", "c", "de"], timeout=timeout, max_turns=3)[0]
+        for timeout in (30.0, None)
     )
+    assert seen == [["ab"], [ids_of("ab"), "c"]] * 2
+    assert watched.messages == plain.messages
+    assert watched.messages[1]["content"] == [1]
+    assert watched.response_token_ids == [ids_of("ab"), ids_of("c"), ids_of("de")]
+    for name in ("response_token_ids", "response_loss_mask", "rollout_logprobs"):
+        assert getattr(watched, name) == getattr(plain, name)
+    assert len(watched.rollout_infos["images"]) == 3
+    for name in ("images", "num_turns"):
+        assert watched.rollout_infos[name] == plain.rollout_infos[name]
 
 
-def answer(*token_ids: int, finish_reason: str = "stop") -> ChatCompletionResponse:
-    message = ChatMessage(role="assistant", content="".join(f"<{i}>" for i in token_ids))
-    content = {"content": [{"logprob": -0.5}] * len(token_ids)}
-    choice = ChatCompletionResponseChoice(0, message, finish_reason, content, list(token_ids))
-    return ChatCompletionResponse("", [choice], UsageInfo(1, 1, 2), prompt_token_ids=[1])
-
-
-NO_ROOM = answer(finish_reason="length")
-
-
-def lead(
-    cls: type[MultiTurnScheduler],
-    side: str,
-    answers: Sequence[ChatCompletionResponse],
-    *,
-    num: int = 1,
-    **settings: Any,
-) -> list[RolloutOutput]:
-    """Run conversations in ms-swift's loop of that side; each gets the answers in turn."""
-    requests = [request(index) for index in range(num)]
-    config = RequestConfig(n=1)
-    if side == "training":
-        given = [iter(answers) for _ in requests]
-
-        def rollout(asked: list[Any], _: RequestConfig) -> list[RolloutOutput]:
-            return [RolloutOutput(response=next(given[int(one.uuid)])) for one in asked]
-
-        return agent_loop.run_multi_turn(
-            requests=requests,
-            first_turn_outputs=rollout(requests, config),
-            scheduler=made(cls, side, None, **settings),
-            rollout_fn=rollout,
-            request_config=config,
-            max_turns=settings.get("max_turns", 3),
-        )
-    turns: dict[str, int] = {}
-
-    async def infer_async(asked: Any, _: RequestConfig) -> ChatCompletionResponse:
-        turn = turns[asked.uuid] = turns.get(asked.uuid, -1) + 1
-        return answers[turn]
-
-    one = made(cls, side, infer_async, **settings)
-
-    async def run_all() -> list[Any]:
-        return list(await asyncio.gather(*[one.run(asked, config) for asked in requests]))
-
-    return asyncio.run(run_all())
-
-
-# --- what is as without us ---
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_a_conversation_is_led_as_without_us(side: str) -> None:
-    answers = [answer(5, 6), answer(7), answer(8, 9)]
-    [watched] = lead(Crop, side, answers)
-    multi_turns["one"] = Crop
-
-    def unwatched(*_: Any) -> None:
-        pass
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(f"{__name__}.watch", unwatched)
-        [plain] = lead(Crop, side, answers)
-    assert watched == plain
-    assert watched.response_token_ids == [[5, 6], [7], [8, 9]]
-    assert [m["role"] for m in watched.messages] == [
-        "user",
-        *["assistant", "tool"] * 2,
-        "assistant",
-    ]
-    assert watched.rollout_infos["images"] == [*request().images, "crop1.png", "crop2.png"]
-
-
-def test_a_second_training_of_a_process_watches_once() -> None:
-    one, again = (made(Crop, "training", None, timeout=t) for t in (1.0, 2.0))
-    assert type(again).__mro__[2:4] == type(one).__mro__[2:4]
-    assert type(again).__mro__.count(scheduler.WatchedScheduler) == 1
-    assert (one.tool_timeout, again.tool_timeout) == (1.0, 2.0)
-    watch(None, 1.0)
-    watch("none of this name", 1.0)  # ms-swift reports it
-
-
-# --- conversations that have no room for another turn ---
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_a_conversation_without_room_ends_with_its_last_answer(side: str) -> None:
+def test_a_conversation_without_room_ends_with_its_last_answer(
+    conversations: Lead, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends as "length" with the messages and media of the answer before, whatever the scheduler
-    returns."""
+    returns. One warning counts such conversations."""
 
     class Endless(Crop):
         def check_finished(self, *_: Any) -> bool:
             return False
 
-    [ended] = lead(Endless, side, [answer(5, 6), answer(7), NO_ROOM], max_turns=None)
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Step:
+            result = super().step(infer_request, response_choice, current_turn)
+            if current_turn == 2:
+                infer_request.messages[-1]["content"] += " very" * ROOM
+            return result
+
+    [ended] = conversations(Endless, ["ab", "c", "x"])
     assert ended.response.choices[0].finish_reason == "length"
-    assert ended.response_token_ids == [[5, 6], [7]]
-    assert ended.rollout_logprobs == [[-0.5, -0.5], [-0.5]]
+    assert ended.response_token_ids == [ids_of("ab"), ids_of("c")]
+    assert ended.rollout_logprobs == [[0.0, -1.0], [0.0]]
     assert [m["role"] for m in ended.messages] == ["user", "assistant", "tool", "assistant"]
-    assert ended.rollout_infos["images"] == [*request().images, "crop1.png"]
+    assert len(ended.rollout_infos["images"]) == 2
     assert ended.rollout_infos["num_turns"] == 3
+    warnings: list[str] = []
+    monkeypatch.setattr(scheduler.logger, "warning_once", lambda text, **_: warnings.append(text))
+    [sound] = conversations(Crop, "a", max_turns=1)
+    warn_context_overflow([sound], 256, 512)
+    assert warnings == []
+    warn_context_overflow([sound, ended], 256, 512)
+    assert "1 of 2 conversations" in warnings[0]
+    assert "--max_length (256) or the engine's --vllm_max_model_len (512)" in warnings[0]
 
 
-def test_conversations_without_room_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(scheduler.logger, "warning_once", lambda text, **_: told.append(text))
-    warn_context_overflow([RolloutOutput(response=answer(5))], 256, 512)
-    assert told == []
-    warn_context_overflow([RolloutOutput(response=one) for one in (answer(5), NO_ROOM)], 256, 512)
-    assert "1 of 2 conversations" in told[0]
-    assert "--max_length (256) or the engine's --vllm_max_model_len (512)" in told[0]
+def test_a_second_training_of_a_process_watches_once() -> None:
+    multi_turns["one"] = Crop
+    watch("one", 1.0)
+    watch("one", 2.0)
+    assert multi_turns["one"].__mro__[1:3] == (scheduler.WatchedScheduler, Crop)
+    assert multi_turns["one"].tool_timeout == 2.0
+    watch(None, 1.0)
+    watch("none of this name", 1.0)  # ms-swift reports it
 
 
-# --- what fails has its name ---
+# --- hooks that fail, or take long ---
 
 
-class Raises(Crop):
-    def step(self, *_: Any) -> Step:
-        raise KeyError("box")
+def raises(*_: Any) -> Any:
+    raise KeyError("box")
 
 
-class Forgets(Crop):
-    def step(self, *_: Any) -> Step:
-        return None
+def hangs(*_: Any) -> None:
+    time.sleep(3)
 
 
-class Invents(Crop):
-    def step(self, *_: Any) -> Step:
-        return {"infer_request": {"messages": []}}
+async def hangs_in_a_coroutine(*_: Any) -> None:
+    await asyncio.sleep(30)
 
 
-class Judges(Crop):
-    def check_finished(self, *_: Any) -> bool:
-        raise ValueError("no digit")
+async def has_its_own_timeout(*_: Any) -> None:
+    raise asyncio.TimeoutError("the search engine")
 
 
-class Hangs(Crop):
-    def step(self, *_: Any) -> Step:
-        time.sleep(3)
-        return None
+LATE = r"has not returned for 0\.5 s \(--tool_timeout\)"
 
 
-class HangsAtEnd(Crop):
-    async def on_turn_end(self, *_: Any) -> dict[str, Any]:
-        await asyncio.sleep(30)
-        return {}
-
-
-@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(
-    ("cls", "message"),
+    ("hook", "work", "message"),
     [
-        (Raises, r"Raises\.step raised KeyError: 'box'"),
-        (Forgets, r"Forgets\.step .*it returned None; expected a dictionary with `infer_request`"),
-        (Invents, r"Invents\.step .*it returned {'infer_request': .*; expected a dictionary"),
-        (Judges, r"Judges\.check_finished raised ValueError: no digit"),
-        (Hangs, r"Hangs\.step has not returned for 0\.2 s \(--tool_timeout\)"),
-        (HangsAtEnd, r"HangsAtEnd\.on_turn_end has not returned for 0\.2 s \(--tool_timeout\)"),
+        ("step", raises, "raised KeyError: 'box'"),
+        ("step", lambda *_: None, ".*it returned None; expected a dictionary with `infer_r"),
+        ("step", lambda *_: {"infer_request": {}}, ".*it returned {'infer_request': {}}; expected"),
+        ("check_finished", raises, "raised KeyError: 'box'"),
+        ("step", hangs, LATE),
+        ("on_turn_end", hangs_in_a_coroutine, LATE),
+        ("on_turn_end", has_its_own_timeout, "raised TimeoutError: the search engine"),
     ],
 )
-def test_a_hook_that_fails_is_named(cls: Any, message: str, side: str) -> None:
-    where = r"train round 3\.0, group 1, sample 0 in turn 1: --multi_turn_scheduler: "
-    with pytest.raises(SchedulerError, match=f"^{where}{message}"):
-        lead(cls, side, [answer(5), answer(6)], timeout=0.2)
+def test_a_hook_that_fails_is_named(
+    hook: str, work: Any, message: str, conversations: Lead
+) -> None:
+    where = r"train round 0\.0, group 0, sample 0 in turn 1: --multi_turn_scheduler: "
+    with pytest.raises(RequestError, match=rf"^{where}Mine\.{hook} {message}"):
+        conversations(type("Mine", (Crop,), {hook: work}), "aa", timeout=0.5)
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_a_tools_own_timeout_is_not_ours(side: str) -> None:
-    class Late(Crop):
-        async def on_turn_end(self, *_: Any) -> dict[str, Any]:
-            raise asyncio.TimeoutError("the search engine")
-
-    with pytest.raises(SchedulerError, match=r"on_turn_end raised TimeoutError: the search engine"):
-        lead(Late, side, [answer(5)])
+@on_a_server
+def test_a_check_is_bounded_on_a_server(conversations: Lead) -> None:
+    with pytest.raises(RequestError, match=rf"Mine\.check_finished {LATE}"):
+        conversations(type("Mine", (Crop,), {"check_finished": hangs}), "a", timeout=0.5)
 
 
-def test_a_check_is_bounded_on_a_server_and_may_use_signals_in_the_training() -> None:
+@pytest.mark.parametrize("side", ["training"])
+def test_a_check_may_use_signals_in_the_training(conversations: Lead) -> None:
     class Checks(Crop):
-        seconds = 0.0
-
         def check_finished(self, *_: Any) -> bool:
-            if not self.seconds:  # fails in any other thread
-                signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
-            time.sleep(self.seconds)
+            # It fails in any other thread than the main one.
+            signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
             return True
 
-    [output] = lead(Checks, "training", [answer(5)])
-    assert output.response_token_ids == [[5]]
-    Checks.seconds = 3.0
-    late = r"Checks\.check_finished has not returned for 0\.2 s \(--tool_timeout\)"
-    with pytest.raises(SchedulerError, match=late):
-        lead(Checks, "server", [answer(5)], timeout=0.2)
+    [output] = conversations(Checks, "a")
+    assert output.response_token_ids == [ids_of("a")]
 
 
-# --- slow tools ---
-
-
+@on_a_server
 @pytest.mark.parametrize("hook", ["step", "on_turn_end"])
-def test_tools_of_a_servers_conversations_work_side_by_side(hook: str) -> None:
+def test_tools_of_a_servers_conversations_work_side_by_side(hook: str, conversations: Lead) -> None:
     """Also tools that block within a coroutine."""
     at_work = threading.Barrier(8, timeout=60)  # broken, unless all eight wait at once
 
@@ -285,38 +214,8 @@ def test_tools_of_a_servers_conversations_work_side_by_side(hook: str) -> None:
                 at_work.wait()
             return await super().on_turn_end(*call)
 
-    outputs = lead(Slow, "server", [answer(5), answer(6)], num=8, max_turns=2)
-    assert [output.response_token_ids for output in outputs] == [[[5], [6]]] * 8
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_step_sees_earlier_answers_as_without_us(side: str) -> None:
-    """It sees the newest answer as text, earlier ones as token ids. Its changes stay."""
-    seen: list[Any] = []
-
-    class Looks(Crop):
-        def step(self, infer_request: Any, *rest: Any) -> Step:
-            answers = [m for m in infer_request.messages if m["role"] == "assistant"]
-            seen.append([m["content"] for m in answers])
-            if len(answers) > 1:
-                answers[0]["content"] = [1]
-            return super().step(infer_request, *rest)
-
-    [output] = lead(Looks, side, [answer(5), answer(6), answer(7)])
-    assert seen == [["<5>"], [[5], "<6>"]]
-    answers = [m["content"] for m in output.messages if m["role"] == "assistant"]
-    assert answers[:2] == [[1], [6]]
-
-
-def test_a_scheduler_with_a_run_of_its_own_calls_the_hooks_itself() -> None:
-    class Own(Crop):
-        async def run(self, infer_request: Any, request_config: Any, **_: Any) -> Any:
-            response = await self.infer_engine.infer_async(infer_request, request_config)
-            infer_request.messages.append({"role": "assistant", "content": "<5>"})
-            return self.step(infer_request, response.choices[0], 1)
-
-    [result] = lead(Own, "server", [answer(5)])
-    assert result["infer_request"].messages[-1]["content"] == "<image>crop 1"
+    outputs = conversations(Slow, "a" * 16, num=8, max_turns=2)
+    assert [output.response_token_ids for output in outputs] == [[ids_of("a")] * 2] * 8
 
 
 def test_seconds_of_hooks_are_counted() -> None:
@@ -325,9 +224,8 @@ def test_seconds_of_hooks_are_counted() -> None:
             time.sleep(0.1)
             return super().step(*call)
 
-    one = made(Slow, "training", None)
-    asked = request()
-    asked.messages.append({"role": "assistant", "content": "<5>"})
-    step = partial(one.step, asked, answer(5).choices[0], 1)
-    assert step()["infer_request"] is asked
+    multi_turns["one"] = Slow
+    watch("one", 30.0)
+    asked = request(metadata_of())
+    assert multi_turns["one"]().step(asked, None, 1)["infer_request"] is asked
     assert between_turns(asked).tool_seconds >= 0.1

@@ -1,4 +1,5 @@
-"""The hash by which prompts are equal (G4, G7)."""
+"""Prompts have one hash if and only if their words, media and template settings are equal (G4,
+G7)."""
 
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ PROMPTS = {
     "two paths": {"images": ["七.png", "八.png"]},
     "video": {"videos": ["七.png"]},
     "audio": {"audios": ["七.png"]},
-    "bytes": {"images": [{"bytes": b"\x00\x01", "path": None}]},
-    "other bytes": {"images": [{"bytes": b"\x00\x02", "path": None}]},
-    "bytes with a path": {"images": [{"bytes": b"\x00\x01", "path": "七.png"}]},
+    "bytes": {"images": [{"bytes": b"1", "path": None}]},
+    "other bytes": {"images": [{"bytes": b"2", "path": None}]},
+    "bytes with a path": {"images": [{"bytes": b"1", "path": "七.png"}]},
     "bytes cut here": {"images": [b"ab", b"c"]},
     "bytes cut there": {"images": [b"a", b"bc"]},
     "pixels": {"images": [image(1, 2, 3, 4, 5, 6)]},
@@ -68,7 +69,6 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def test_prompts_that_share_their_words_differ_by_their_media() -> None:
-    """G7."""
     hashes: dict[str, str] = {}
     for name, changes in PROMPTS.items():
         hash_ = prompt_hash(row(**changes))
@@ -88,11 +88,6 @@ def test_copies_and_objects_are_the_same_prompt(name: str) -> None:
     assert prompt_hash(sample) == prompt_hash(prompt)
 
 
-def test_the_order_of_keys_does_not_count() -> None:
-    hashes = {prompt_hash({"objects": objects}) for objects in ({"a": 1, "b": 2}, {"b": 2, "a": 1})}
-    assert len(hashes) == 1
-
-
 @pytest.mark.parametrize("field", ["images", "videos", "audios", "tools", "objects"])
 def test_no_media_is_no_media(field: str) -> None:
     plain = prompt_hash(row())
@@ -100,18 +95,21 @@ def test_no_media_is_no_media(field: str) -> None:
     assert prompt_hash(row(solution="8", add_eos=True)) == plain  # nor what is no prompt
 
 
-def test_half_a_surrogate_pair_is_no_accident() -> None:
-    """Some data sets have them, though UTF-8 cannot encode them."""
-    halves = ["\ud83d", "\ude00"]
-    prints = {prompt_hash({"messages": [{"role": "user", "content": h}]}) for h in halves}
-    assert len(prints) == 2
+def test_the_order_of_keys_does_not_count() -> None:
+    one, other = ({"objects": objects} for objects in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
+    assert prompt_hash(one) == prompt_hash(other)
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [(1, True), (1, 1.0), (0, False), (0.0, -0.0), ([1], [True])]
+    ("one", "other"),
+    [
+        # They are equal in Python, but a template writes them differently.
+        *((1, True), (1, 1.0), (0, False), (0.0, -0.0), ([1], [True])),
+        # Halves of a surrogate pair, which UTF-8 cannot encode: some data sets have them.
+        ("\ud83d", "\ude00"),
+    ],
 )
-def test_equal_numbers_of_other_types_are_other_prompts(one: Any, other: Any) -> None:
-    """They are equal in Python, but a template writes them differently."""
+def test_values_that_look_alike_are_other_prompts(one: Any, other: Any) -> None:
     hashes = {prompt_hash({"objects": {"value": value}}) for value in (one, other)}
     assert len(hashes) == 2
 
@@ -130,7 +128,7 @@ def test_a_prompt_is_one_in_parts_and_in_columns() -> None:
         parts = [{"type": "image", "image": image}, {"type": "text", "text": "哪个数字?"}]
         return row(messages=[MESSAGES[0], {"role": "user", "content": parts}], images=None)
 
-    column = row(images=[{"bytes": None, "path": "七.png"}])
-    assert prompt_hash(in_parts("七.png")) == prompt_hash(column)
-    assert prompt_hash(in_parts("八.png")) != prompt_hash(column)
-    assert prompt_hash(SimpleNamespace(**in_parts("七.png"), extra={})) == prompt_hash(column)
+    column = prompt_hash(row(images=[{"bytes": None, "path": "七.png"}]))
+    assert prompt_hash(in_parts("七.png")) == column
+    assert prompt_hash(in_parts("八.png")) != column
+    assert prompt_hash(SimpleNamespace(**in_parts("七.png"), extra={})) == column

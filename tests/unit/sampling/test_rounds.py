@@ -1,16 +1,18 @@
-"""Names of rounds are unique in a run, and the same when it is resumed (S1, S4)."""
+"""Names of rounds are unique in a run; they and the order of prompts are the same in a resumed run
+(S1, S4)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from trl.trainer.utils import RepeatSampler
 
-from swift_grpo_ext.config import RolloutGRPOConfig
 from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
+from swift_grpo_ext.sampling.sampler import EpochSampler
 from swift_grpo_ext.sampling.seeding import RoundId
 from tests.rig.arguments import training_arguments
 
@@ -29,20 +31,10 @@ def clocks(draw: st.DrawFn) -> RoundClock:
     )
 
 
-class Batch(NamedTuple):
-    """A training batch of an uninterrupted run."""
+def run(clock: RoundClock) -> Iterator[tuple[int, int, int, RoundId]]:
+    """Yield number, epoch, optimizer step and round of each training batch of an uninterrupted run.
 
-    number: int
-    epoch: int
-    step: int
-    """Its optimizer step."""
-
-    round: RoundId
-    """The round that serves it."""
-
-
-def run(clock: RoundClock) -> Iterator[Batch]:
-    """Count as transformers' and TRL's loops do: a step ends with its epoch at the latest, and a
+    This counts as transformers' and TRL's loops do: a step ends with its epoch at the latest, and a
     round is generated whenever `batches_per_round` batches are used up."""
     step = number = 0
     round_ = RoundId("train", 0, 0)
@@ -54,7 +46,7 @@ def run(clock: RoundClock) -> Iterator[Batch]:
                 if number % clock.batches_per_round == 0:
                     round_ = RoundId("train", step, begun)
                     begun += 1
-                yield Batch(number, epoch, step, round_)
+                yield number, epoch, step, round_
                 number += 1
                 left -= 1
             step += 1
@@ -72,22 +64,19 @@ def names_from(clock: RoundClock, first_batch: int) -> list[list[tuple[RoundId, 
     return found
 
 
-@settings(deadline=None)
 @given(clocks())
 def test_rounds_are_named_by_where_they_begin(clock: RoundClock) -> None:
     first_batches: dict[int, int] = {}
-    for batch in run(clock):
-        assert clock.round_at(batch.number) == batch.round
-        assert clock.epoch_of_step(batch.step) == batch.epoch
-        first_batches.setdefault(batch.step, batch.number)
+    for batch, epoch, step, round_ in run(clock):
+        assert clock.round_at(batch) == round_
+        assert clock.epoch_of_step(step) == epoch
+        first_batches.setdefault(step, batch)
     assert {step: clock.batches_at(step) for step in first_batches} == first_batches
     assert clock.batches_at(len(first_batches)) == EPOCHS * clock.batches_per_epoch
 
 
-@settings(deadline=None)
 @given(clocks())
 def test_names_and_resampled_batches_are_unique_over_a_run(clock: RoundClock) -> None:
-    """Names of regular rounds, and of all that dynamic sampling may add, are unique."""
     rounds = names_from(clock, 0)[:: clock.batches_per_round]
     names = [round_ for of_one in rounds for round_, _ in of_one]
     assert len(rounds) == EPOCHS * (clock.batches_per_epoch // clock.batches_per_round)
@@ -97,13 +86,12 @@ def test_names_and_resampled_batches_are_unique_over_a_run(clock: RoundClock) ->
     assert all(position is not None and position >= 0 for position in positions)
 
 
-@settings(deadline=None)
 @given(clocks(), st.data())
 def test_a_resumed_run_names_its_rounds_as_the_uninterrupted_one(
     clock: RoundClock, data: st.DataObject
 ) -> None:
-    """S4, also from the middle of a round, and with rounds that dynamic sampling adds."""
-    last_step = max(batch.step for batch in run(clock))
+    """Also from the middle of a round, and with rounds that dynamic sampling adds."""
+    last_step = max(step for _, _, step, _ in run(clock))
     step = data.draw(st.integers(0, last_step), label="step")
     first_batch = clock.batches_at(step)
     assert names_from(clock, first_batch) == names_from(clock, 0)[first_batch:]
@@ -130,20 +118,15 @@ def test_places_count_on_over_ranks_and_eval_batches() -> None:
     assert names == ["eval-7.1-11-1", "eval-7.1-12-0", "eval-7.1-12-1"]
 
 
-# --- the clock of a run ---
-
-
-def arguments(**changes: Any) -> RolloutGRPOConfig:
-    values = {
-        "steps_per_generation": 4,
-        "num_iterations": 1,
-        "generation_batch_size": 12,
-        "num_generations": 4,
-        "gradient_accumulation_steps": 2,
-        "max_resample_times": 5,
-        "dynamic_sample": False,
-    }
-    return training_arguments(**(values | changes))
+SETTINGS = {
+    "steps_per_generation": 4,
+    "num_iterations": 1,
+    "generation_batch_size": 12,
+    "num_generations": 4,
+    "gradient_accumulation_steps": 2,
+    "max_resample_times": 5,
+    "dynamic_sample": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -160,23 +143,53 @@ def arguments(**changes: Any) -> RolloutGRPOConfig:
 def test_the_clock_of_a_run(
     changes: dict[str, Any], num_rows: int, parallel: int, expected: tuple[int, int, int]
 ) -> None:
-    per_round, per_epoch, resamples = expected
-    assert RoundClock.of(arguments(**changes), num_rows, parallel) == RoundClock(
-        batches_per_step=2,
-        batches_per_round=per_round,
-        batches_per_epoch=per_epoch,
-        max_resamples=resamples,
-    )
+    clock = RoundClock.of(training_arguments(**(SETTINGS | changes)), num_rows, parallel)
+    assert clock.batches_per_step == 2
+    assert (clock.batches_per_round, clock.batches_per_epoch, clock.max_resamples) == expected
 
 
 def test_ahead_is_the_next_round() -> None:
     """`--async_generate` generates while it trains; a round has the name of the step that uses
     it."""
-    clock = RoundClock.of(arguments(steps_per_generation=2), 6, 1)
-    names = RoundNames(clock)
+    names = RoundNames(
+        clock := RoundClock(batches_per_step=2, batches_per_round=2, batches_per_epoch=4)
+    )
     names.begin_training(0)
     assert names.current == RoundId("train", 0, 0)
     names.begin_training(0, ahead=True)
     assert names.current == RoundId("train", 1, 0)
     before = [clock.generation_batch_before(batch) for batch in range(0, 10, 2)]
     assert before == [(0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+# --- the order of prompts ---
+
+
+@st.composite
+def upstream_settings(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "data_source": range(draw(st.integers(1, 20))),
+        "mini_repeat_count": draw(st.integers(1, 4)),
+        "batch_size": draw(st.integers(1, 6)),
+        "repeat_count": draw(st.integers(1, 3)),
+        "shuffle": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**31)),
+    }
+
+
+@given(upstream_settings())
+def test_every_epoch_has_the_order_of_trl_also_in_a_resumed_run(upstream: dict[str, Any]) -> None:
+    """A new sampler of TRL's would begin with the first epoch's order again."""
+    theirs = RepeatSampler(**upstream)
+    epochs = iter(range(EPOCHS))
+    uninterrupted = EpochSampler(RepeatSampler(**upstream), lambda: next(epochs))
+    size = upstream["batch_size"] * upstream["mini_repeat_count"]
+    for epoch in range(EPOCHS):
+        order = list(theirs)
+        assert list(uninterrupted) == order
+        resumed = EpochSampler(RepeatSampler(**upstream), lambda epoch=epoch: epoch)
+        assert list(resumed) == order
+        assert len(resumed) == len(theirs) == len(order)
+        firsts = range(0, len(order), size * upstream["repeat_count"])
+        batches = [resumed.batch(epoch, batch) for batch in range(resumed.num_batches)]
+        assert batches == [order[first : first + size] for first in firsts]
