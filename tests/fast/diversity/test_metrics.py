@@ -1,4 +1,4 @@
-"""The metrics against independent implementations, by example, and on bad input."""
+"""Metrics of a round are their definitions, by independent implementations and examples (D1)."""
 
 from __future__ import annotations
 

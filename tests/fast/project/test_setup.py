@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
 from uv_settings import uv_settings
 
 from tests.conftest import ROOT
@@ -38,12 +37,11 @@ def test_uv_gets_the_indexes_that_pip_install_would_take() -> None:
     }
 
 
-def test_uvs_own_variables_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror/simple")
-    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
-    monkeypatch.setenv("UV_FIND_LINKS", "/mine")
+def test_uvs_own_variables_win() -> None:
+    """What the script prints is what the shell reads."""
+    env = os.environ | {"PIP_CONFIG_FILE": os.devnull, "UV_FIND_LINKS": "/mine"}
+    env |= {"PIP_INDEX_URL": "https://mirror/simple", "PIP_FIND_LINKS": "/wheels"}
     command = [sys.executable, str(ROOT / "scripts/uv_settings.py")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
     assert "UV_DEFAULT_INDEX=https://mirror/simple\n" in printed
     assert "UV_FIND_LINKS" not in printed
