@@ -1,6 +1,6 @@
-"""Random rows and messages are accepted, or refused by name, within seconds.
+"""Random rows and messages are accepted, or refused by name, within seconds (M1, F1).
 
-FUZZ_CASES=10000 pytest tests/fuzz
+FUZZ_CASES=10000 pytest tests/unit/fuzz
 """
 
 from __future__ import annotations

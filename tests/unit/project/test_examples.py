@@ -1,4 +1,4 @@
-"""The examples' rewards and schedulers, on plain values."""
+"""The examples' rewards, schedulers and published gains are what their pages say."""
 
 from __future__ import annotations
 
@@ -25,29 +25,21 @@ PASSAGES = ["Eiffel Tower: in Paris, of 1889", "Paris: the capital of France", "
 def test_a_run_is_held_against_the_band_of_its_own_start_model() -> None:
     """Every start model must gain; only the published start model must also be in the band."""
     published = records.published(200)
-    seeds = f"the band of the {len(published)} published seeds"
     run = published[0]
-    gained = f"Enough gain: {run.gain:+.2f}, expected 0.08 or more on any machine."
-    assert experiment.verdict(run, published) == ([gained, f"Within {seeds}."], False)
-    high = replace(run, after={**run.after, "greedy_accuracy": 0.9})
-    [first, second], is_wrong = experiment.verdict(high, published)
-    assert (first, is_wrong) == (gained, True)
-    assert second.startswith(f"Outside {seeds}: greedy accuracy 90")
-    elsewhere = replace(high, before={**run.before, "greedy_accuracy": 0.4765625})
-    [first, second], is_wrong = experiment.verdict(elsewhere, published)
-    assert (first, is_wrong) == (gained, False)
-    difference = "greedy accuracy 47.7%, not 48.4%"
-    assert second.startswith(
-        f"Not compared with {seeds}, because the start model differs ({difference}): "
-    )
     flat = replace(run, curves={**run.curves, "reward": [0.5] * 199 + [0.6]})
-    assert experiment.verdict(flat, [])[0] == [
-        "Too little gain: +0.01, expected 0.08 or more on any machine.",
-        "No runs of 200 steps are published.",
+    elsewhere = {**run.before, "greedy_accuracy": 0.4765625}
+    cases = [
+        (run, "Enough gain", "Within", False),
+        (replace(run, after={**run.after, "greedy_accuracy": 0.9}), "Enough gain", "Outside", True),
+        (replace(run, before=elsewhere), "Enough gain", "Not compared", False),
+        (flat, "Too little gain", "Outside", True),
     ]
-    assert band.gains(flat).startswith(
-        "mean reward 0.50 in the first 20 steps, 0.51 in the last 20"
-    )
+    for changed, first, second, is_wrong in cases:
+        lines, was_wrong = experiment.verdict(changed, published)
+        assert was_wrong == is_wrong
+        assert lines[0].startswith(first)
+        assert lines[1].startswith(second)
+    assert "No runs of 200 steps" in experiment.verdict(flat, [])[0][1]
 
 
 def test_the_promised_gain_is_what_the_published_seeds_of_the_demo_show() -> None:
@@ -86,34 +78,33 @@ def test_digits(completion: str, solution: str, form: float, accuracy: float) ->
 
 
 def test_a_wrong_call_of_a_tool_brings_a_crop_once(tmp_path: Path) -> None:
+    """`tests/stack/test_tool_call.py` trains with it."""
     tools = module_of("tool_call/tools.py")
     preset = yaml.safe_load((EXAMPLES / "tool_call/grpo.yaml").read_text(encoding="utf-8"))
     assert preset["stop_words"] == [tools.STOP]
     scheduler = tools.DigitChecker(max_turns=2)
     request = SimpleNamespace(data_dict={"solution": "7"}, messages=[], images=[])
     wrong = choice("<answer>3</answer>")
-    assert scheduler.check_finished(request, choice("<answer>7</answer>"), 1)
-    assert not scheduler.check_finished(request, wrong, 1)
-    assert scheduler.check_finished(request, wrong, 2)
-    assert scheduler.step(request, wrong, 1) == {"infer_request": request}
-    [answer] = request.messages
-    assert answer == {"role": "tool", "content": "3: no. There is no image to look at."}
+    ends = [scheduler.check_finished(request, choice("<answer>7</answer>"), 1)]
+    ends += [scheduler.check_finished(request, wrong, turn) for turn in (1, 2)]
+    assert ends == [True, False, True]
+    scheduler.step(request, wrong, 1)
+    assert request.messages == [{"role": "tool", "content": "3: no. There is no image to look at."}]
     Image.linear_gradient("L").save(path := tmp_path / "image.png")
     content = base64.b64encode(path.read_bytes()).decode()
-    crops = []
+    crops = set()
     for image in (str(path), content, Image.open(path)):  # the forms in requests
         request.messages, request.images = [], [image]
         result = scheduler.step(request, wrong, 1)
         assert result["infer_request"].messages == [{"role": "tool", "content": "3: no. <image>"}]
         assert result["rollout_infos"]["images"] == request.images
-        first, crop = request.images
-        assert first is image
-        crops.append(crop)
-    assert len(set(crops)) == 1
-    shown = Image.open(io.BytesIO(base64.b64decode(crops[0])))
+        assert request.images[0] is image
+        crops.add(request.images[1])
+    [crop] = crops
+    shown = Image.open(io.BytesIO(base64.b64decode(crop)))
     assert shown.size == (256, 256)
-    low, high = shown.convert("L").getextrema()
-    assert (low, high) == (32, 223)  # of 0 to 255: an eighth is cut off at each end
+    # Of 0 to 255, an eighth is cut off at each end.
+    assert shown.convert("L").getextrema() == (32, 223)
     # A turn that ends at the stop string is a call.
     for reason, reward in ((tools.STOP, 1.2), ("<|im_end|>", 1.0)):
         infos = [{"stop_reason": reason}]
