@@ -1,4 +1,4 @@
-"""`scripts/setup.sh` hands pip's settings to uv."""
+"""`scripts/setup.sh` installs from the indexes that pip would take, by uv's settings."""
 
 from __future__ import annotations
 

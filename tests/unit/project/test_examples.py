@@ -23,23 +23,14 @@ PASSAGES = ["Eiffel Tower: in Paris, of 1889", "Paris: the capital of France", "
 
 
 def test_a_run_is_held_against_the_band_of_its_own_start_model() -> None:
-    """Every start model must gain; only the published start model must also be in the band."""
+    """Only the published start model must also be in the band of the published seeds."""
     published = records.published(200)
     run = published[0]
-    flat = replace(run, curves={**run.curves, "reward": [0.5] * 199 + [0.6]})
-    elsewhere = {**run.before, "greedy_accuracy": 0.4765625}
-    cases = [
-        (run, "Enough gain", "Within", False),
-        (replace(run, after={**run.after, "greedy_accuracy": 0.9}), "Enough gain", "Outside", True),
-        (replace(run, before=elsewhere), "Enough gain", "Not compared", False),
-        (flat, "Too little gain", "Outside", True),
-    ]
-    for changed, first, second, is_wrong in cases:
-        lines, was_wrong = experiment.verdict(changed, published)
-        assert was_wrong == is_wrong
-        assert lines[0].startswith(first)
-        assert lines[1].startswith(second)
-    assert "No runs of 200 steps" in experiment.verdict(flat, [])[0][1]
+    high = replace(run, after={**run.after, "greedy_accuracy": 0.9})
+    elsewhere = replace(high, before={**run.before, "greedy_accuracy": 0.4765625})
+    assert experiment.verdict(run, published)[1] is False
+    assert experiment.verdict(high, published)[1] is True
+    assert experiment.verdict(elsewhere, published)[1] is False
 
 
 def test_the_promised_gain_is_what_the_published_seeds_of_the_demo_show() -> None:
@@ -89,7 +80,7 @@ def test_a_wrong_call_of_a_tool_brings_a_crop_once(tmp_path: Path) -> None:
     ends += [scheduler.check_finished(request, wrong, turn) for turn in (1, 2)]
     assert ends == [True, False, True]
     scheduler.step(request, wrong, 1)
-    assert request.messages == [{"role": "tool", "content": "3: no. There is no image to look at."}]
+    assert request.messages[0]["content"] == "3: no. There is no image to look at."
     Image.linear_gradient("L").save(path := tmp_path / "image.png")
     content = base64.b64encode(path.read_bytes()).decode()
     crops = set()
@@ -98,18 +89,15 @@ def test_a_wrong_call_of_a_tool_brings_a_crop_once(tmp_path: Path) -> None:
         result = scheduler.step(request, wrong, 1)
         assert result["infer_request"].messages == [{"role": "tool", "content": "3: no. <image>"}]
         assert result["rollout_infos"]["images"] == request.images
-        assert request.images[0] is image
         crops.add(request.images[1])
     [crop] = crops
-    shown = Image.open(io.BytesIO(base64.b64decode(crop)))
-    assert shown.size == (256, 256)
+    shown = Image.open(io.BytesIO(base64.b64decode(crop))).convert("L")
     # Of 0 to 255, an eighth is cut off at each end.
-    assert shown.convert("L").getextrema() == (32, 223)
+    assert (shown.size, shown.getextrema()) == ((256, 256), (32, 223))
     # A turn that ends at the stop string is a call.
-    for reason, reward in ((tools.STOP, 1.2), ("<|im_end|>", 1.0)):
-        infos = [{"stop_reason": reason}]
-        made = tools.DigitCall()(["<answer>7</answer>"], solution=["7"], rollout_infos=infos)
-        assert made == [reward]
+    infos = [{"stop_reason": tools.STOP}, {"stop_reason": "<|im_end|>"}]
+    answers = ["<answer>7</answer>"] * 2
+    assert tools.DigitCall()(answers, solution=["7"] * 2, rollout_infos=infos) == [1.2, 1.0]
 
 
 def test_a_search_is_answered_and_its_last_answer_rewarded(
