@@ -227,13 +227,6 @@ def test_the_last_turn_stands_for_a_conversation() -> None:
 # --- bad input ---
 
 
-def test_unknown_logprobs_do_not_count() -> None:
-    none = sample([5, 6], index=2, bits=None)
-    some = [sample([1, 2]), sample([3, 4], index=1, bits=[float("nan"), 3.0]), none]
-    assert round_metrics([some])["surprisal"] == pytest.approx(np.log(2) * 5 / 3)
-    assert "surprisal" not in round_metrics([[none]])
-
-
 @pytest.mark.parametrize(
     ("logprobs", "expected"),
     [
@@ -244,9 +237,14 @@ def test_unknown_logprobs_do_not_count() -> None:
         ([-0.5, None, float("-inf"), -2], "[-0.5, nan, -inf, -2.0]"),
     ],
 )
-def test_rows_with_unusable_logprobs(logprobs: list[float] | None, expected: str) -> None:
-    found = known_logprobs(replace(sample([1, 2, 3, 4]), logprobs=logprobs))
+def test_unusable_logprobs_do_not_count(logprobs: list[float] | None, expected: str) -> None:
+    row = replace(sample([1, 2, 3, 4]), logprobs=logprobs)
+    found = known_logprobs(row)
     assert repr(None if found is None else found.tolist()) == expected
+    with_others = round_metrics([[row, sample([5, 6], index=1)]])
+    nats = [np.log(2)] * 2 + ([0.5, 2.0] if found is not None else [])
+    assert with_others["surprisal"] == pytest.approx(np.mean(nats))
+    assert ("surprisal" in round_metrics([[row]])) == (found is not None)
 
 
 def test_rows_become_groups_by_place_and_once() -> None:

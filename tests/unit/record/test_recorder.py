@@ -12,13 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from swift.infer_engine.protocol import (
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatMessage,
-    RolloutOutput,
-    UsageInfo,
-)
 from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.media.pictures import media_name
@@ -27,8 +20,8 @@ from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder, other_columns
 from swift_grpo_ext.record.tables import SampleRow, to_rows
-from swift_grpo_ext.rollout.answers import answer_of
-from swift_grpo_ext.rollout.conversation import Conversation, Turn
+from swift_grpo_ext.rollout.conversation import Turn, first_prompt
+from swift_grpo_ext.rollout.wire import Completion, Prompt
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.rig.ranks import ThreadRanks, run_rank_groups
 
@@ -41,27 +34,12 @@ SAMPLE = OnPolicySample(
 )
 
 
-def output(
-    ids: list[int] | None, text: str = "七", logprobs: Sequence[float] = (), **infos: Any
-) -> RolloutOutput:
-    """Return an output in ms-swift's own form."""
-    choice = ChatCompletionResponseChoice(
-        index=0,
-        message=ChatMessage(role="assistant", content=text),
-        finish_reason="stop",
-        logprobs={"content": [{"logprob": p} for p in logprobs]},
-        token_ids=ids,
-    )
-    response = ChatCompletionResponse("", [choice], UsageInfo(1, 1, 2))
-    return RolloutOutput(response=response, rollout_infos=infos)
+ANSWER = Completion(text="七", token_ids=[5, 6], logprobs=[-1.0, -2.0], finish_reason="stop")
 
 
-def turns_of(sample: OnPolicySample, out: RolloutOutput, name: SampleId = FIRST) -> list[Turn]:
-    [completion], seen = answer_of(out)
-    conversation = Conversation()
-    turn = Turn(sample_id=name, prompt=seen, completion=completion, fingerprint="print")
-    conversation.record(sample, turn)
-    return conversation.turns
+def turns_of(sample: OnPolicySample, completion: Completion, name: SampleId = FIRST) -> list[Turn]:
+    messages, media = first_prompt(sample)
+    return [Turn(name, Prompt([1]), completion, "print", messages, media, 0.5, 0.25)]
 
 
 def record(recorder: SampleRecorder, names: list[SampleId], *, num_ranks: int = 1) -> None:
@@ -69,9 +47,9 @@ def record(recorder: SampleRecorder, names: list[SampleId], *, num_ranks: int = 
     turns = []
     for number, name in enumerate(names):
         logprobs = [-0.5, -0.25, -0.25][: 3 - number % 3]
-        ids = [number] * len(logprobs)
-        out = output(ids, str(name), logprobs, seed=sample_seed(42, name))
-        turns.append(turns_of(SAMPLE, out, name))
+        ids, seed = [number] * len(logprobs), sample_seed(42, name)
+        completion = Completion(str(name), ids, logprobs, "stop", seed=seed)
+        turns.append(turns_of(SAMPLE, completion, name))
     recorder.record([SAMPLE] * len(names), turns, num_ranks=num_ranks, weight_version=3)
 
 
@@ -115,7 +93,7 @@ def test_columns_beside_the_messages() -> None:
     assert other_columns({"absent": None}) is None
 
 
-IN_PARTS = [
+IN_PARTS: list[dict[str, Any]] = [
     {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 4000}},
     {"type": "image", "image": "七.png"},
     {"type": "text", "text": "哪个?"},
@@ -126,29 +104,32 @@ PLAIN_MEDIA = ["a.png", "b.mp4", "c.wav"]
 
 
 @pytest.mark.parametrize(
-    ("sample", "out", "expected"),
+    ("sample", "completion", "expected"),
     [
         (
             SAMPLE,
-            output([5, 6], "七", [-1.0, -2.0], replica="server 0 replica 1", stop_reason=5),
-            {"logprobs": [-1.0, -2.0], "replica": "server 0 replica 1", "stop_reason": "5"},
+            replace(ANSWER, replica="server 0 replica 1", stop_reason=5, seed=7),
+            {"replica": "server 0 replica 1", "stop_reason": "5", "seed": 7},
         ),
         # Not valid in UTF-8.
         (
             SAMPLE,
-            output(None, "7\ud83d", stop_reason="\ud83d"),
-            {"text": "7\\ud83d", "token_ids": [], "stop_reason": "\\ud83d"},
+            Completion("7\ud83d", [], None, "length", "\ud83d"),
+            {
+                **{"text": "7\\ud83d", "token_ids": [], "logprobs": None},
+                **{"finish_reason": "length", "stop_reason": "\\ud83d"},
+            },
         ),
         # What a teacher sees is a column.
         (
             replace(SAMPLE, teacher_images=["sharp.png"], teacher_prompt="<image>How many?"),
-            output([5, 6]),
+            ANSWER,
             {"columns": {"teacher_images": ["sharp.png"], "teacher_prompt": "<image>How many?"}},
         ),
         # Media in parts of a message are media: as text they took 50 bytes a token.
         (
             OnPolicySample(messages=[{"role": "user", "content": IN_PARTS}]),
-            output([5, 6]),
+            ANSWER,
             {
                 "prompt": PLAIN_PROMPT.replace("几?", "<image><image>哪个?<video>"),
                 "media": [media_name(IN_PARTS[0]["image_url"]["url"]), "七.png", "七.mp4"],
@@ -157,20 +138,20 @@ PLAIN_MEDIA = ["a.png", "b.mp4", "c.wav"]
     ],
 )
 def test_all_of_an_answer_is_recorded(
-    sample: OnPolicySample, out: RolloutOutput, expected: dict[str, Any], tmp_path: Path
+    sample: OnPolicySample, completion: Completion, expected: dict[str, Any], tmp_path: Path
 ) -> None:
     recorder = recorder_in(tmp_path)
-    recorder.record([sample], [turns_of(sample, out)], num_ranks=1, weight_version=3)
+    recorder.record([sample], [turns_of(sample, completion)], num_ranks=1, weight_version=3)
     recorder.write()
     recorder.finish()
     [row] = read(tmp_path)
-    defaults: dict[str, Any] = {"token_ids": [5, 6], "text": "七", "logprobs": None, "replica": ""}
-    defaults |= {"prompt": PLAIN_PROMPT, "media": PLAIN_MEDIA, "stop_reason": None}
-    defaults |= {"sample_id": FIRST, "seed": None, "rank": 0, "fingerprint": "print"}
-    defaults |= {"weight_version": 3, "finish_reason": "stop", "columns": None}
-    found = {name: getattr(row, name) for name in defaults}
+    known: dict[str, Any] = {"sample_id": FIRST, "rank": 0, "fingerprint": "print", "seed": None}
+    known |= {"token_ids": [5, 6], "logprobs": [-1.0, -2.0], "text": "七", "finish_reason": "stop"}
+    known |= {"prompt": PLAIN_PROMPT, "media": PLAIN_MEDIA, "stop_reason": None, "replica": ""}
+    known |= {"weight_version": 3, "columns": None, "engine_seconds": 0.5, "tool_seconds": 0.25}
+    found = {name: getattr(row, name) for name in known}
     found["columns"] = row.columns and json.loads(row.columns)
-    assert found == defaults | expected
+    assert found == known | expected
 
 
 @pytest.mark.parametrize("generating", [[1], [0, 1]])
