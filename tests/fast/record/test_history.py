@@ -1,7 +1,7 @@
 """Each row is read once, as it was written (V1): over sessions that are killed, fail, are bounded
 or resumed (S4), and files that are merged, damaged or removed.
 
-The model is a list of rounds in Python; the record is asked by DuckDB.
+The test compares a model in Python, a list of rounds, with the rows that DuckDB reads.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ DAMAGE = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=3)
 
 @settings(max_examples=60)
 @given(st.lists(SESSIONS, max_size=3), DAMAGE)
-@example([DIES_IN_A_MERGE], [])
+@example([DIES_IN_A_MERGE] * 2, [])
 def test_each_row_counts_once(sessions: list[Session], damage: list[tuple[int, bool]]) -> None:
     with TemporaryDirectory() as folder:
         run, spoilt = Run(Path(folder)), set[Path]()

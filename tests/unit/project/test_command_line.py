@@ -152,8 +152,8 @@ def test_json_flags_do_not_depend_on_what_was_imported_first(
 
     def reordered(*args: Any, **kwargs: Any) -> dict[str, Any]:
         hints = get_type_hints(*args, **kwargs)
-        either, first = Union[str, dict, None], Union[str, dict, None]  # noqa: UP007
-        return {name: first if hint == either else hint for name, hint in hints.items()}
+        first = Union[str, dict, None]  # noqa: UP007
+        return {name: first if hint == first else hint for name, hint in hints.items()}
 
     monkeypatch.setattr(hf_argparser, "get_type_hints", reordered)
     parser = command_line.Parser([command_line.RLHFExtArguments], allow_abbrev=False)
