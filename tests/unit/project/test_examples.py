@@ -14,7 +14,6 @@ import band
 import experiment
 import pytest
 import records
-import yaml
 from PIL import Image
 from rewards import DigitAccuracy, DigitFormat
 
@@ -68,30 +67,19 @@ def test_digits(completion: str, solution: str, form: float, accuracy: float) ->
     assert DigitAccuracy()([completion], solution=[solution]) == [accuracy]
 
 
-def test_a_wrong_call_of_a_tool_brings_a_crop_once(tmp_path: Path) -> None:
-    """`tests/stack/test_tool_call.py` trains with it."""
+def test_a_wrong_call_of_a_tool_brings_a_crop(tmp_path: Path) -> None:
+    """`tests/stack/test_tool_call.py` trains with images in all forms, and without."""
     tools = module_of("tool_call/tools.py")
-    preset = yaml.safe_load((EXAMPLES / "tool_call/grpo.yaml").read_text(encoding="utf-8"))
-    assert preset["stop_words"] == [tools.STOP]
     scheduler = tools.DigitChecker(max_turns=2)
-    request = SimpleNamespace(data_dict={"solution": "7"}, messages=[], images=[])
-    wrong = choice("<answer>3</answer>")
-    ends = [scheduler.check_finished(request, choice("<answer>7</answer>"), 1)]
-    ends += [scheduler.check_finished(request, wrong, turn) for turn in (1, 2)]
-    assert ends == [True, False, True]
-    scheduler.step(request, wrong, 1)
-    assert request.messages[0]["content"] == "3: no. There is no image to look at."
     Image.linear_gradient("L").save(path := tmp_path / "image.png")
-    content = base64.b64encode(path.read_bytes()).decode()
-    crops = set()
-    for image in (str(path), content, Image.open(path)):  # the forms in requests
-        request.messages, request.images = [], [image]
-        result = scheduler.step(request, wrong, 1)
-        assert result["infer_request"].messages == [{"role": "tool", "content": "3: no. <image>"}]
-        assert result["rollout_infos"]["images"] == request.images
-        crops.add(request.images[1])
-    [crop] = crops
-    shown = Image.open(io.BytesIO(base64.b64decode(crop))).convert("L")
+    request = SimpleNamespace(data_dict={"solution": "7"}, messages=[], images=[str(path)])
+    right, wrong = choice("<answer>7</answer>"), choice("<answer>3</answer>")
+    turns = [(right, 1), (wrong, 1), (wrong, 2)]
+    assert [scheduler.check_finished(request, *turn) for turn in turns] == [True, False, True]
+    result = scheduler.step(request, wrong, 1)
+    assert result["infer_request"].messages == [{"role": "tool", "content": "3: no. <image>"}]
+    assert result["rollout_infos"]["images"] == request.images
+    shown = Image.open(io.BytesIO(base64.b64decode(request.images[1]))).convert("L")
     # Of 0 to 255, an eighth is cut off at each end.
     assert (shown.size, shown.getextrema()) == ((256, 256), (32, 223))
     # A turn that ends at the stop string is a call.
