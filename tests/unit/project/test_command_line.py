@@ -31,7 +31,8 @@ KINDS = pytest.mark.parametrize("registered", [False, True], ids=["by flag", "re
 def in_child(call: Callable[[], Any]) -> Any:
     """Return what `call` returns in a forked child, or its error as a text."""
     read, write = os.pipe()
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         try:
             found = call()
         except BaseException as e:
@@ -41,7 +42,7 @@ def in_child(call: Callable[[], Any]) -> Any:
     os.close(write)
     with os.fdopen(read, "rb") as f:
         found = pickle.load(f)
-    os.wait()
+    os.waitpid(child, 0)
     return found
 
 

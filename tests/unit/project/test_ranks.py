@@ -107,6 +107,7 @@ def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
 def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's watchdog would end ranks that wait for a long rollout; gloo takes the run's bound. A
     default group of gloo gets a second one too: only that one may be ended."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
     assert type(training_ranks(60)) is RankGroup
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
