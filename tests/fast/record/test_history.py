@@ -24,7 +24,7 @@ from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import SampleLog, claim_session, record_files
 from swift_grpo_ext.record.query import read_rewards, read_samples
 from swift_grpo_ext.record.tables import REWARDS, SAMPLES, SampleRow, Table, to_rows
-from swift_grpo_ext.sampling.seeding import RoundId
+from swift_grpo_ext.sampling.seeding import PHASES, RoundId
 from tests.rig.record.rows import ROW, open_log, score_of
 
 # --- what happens to a run ---
@@ -55,7 +55,7 @@ def some_rows(draw: st.DrawFn) -> list[SampleRow]:
     return rows
 
 
-NAMES = st.tuples(st.sampled_from(["train", "eval"]), st.integers(0, 5), st.integers(0, 1))
+NAMES = st.tuples(st.sampled_from(PHASES), st.integers(0, 3), st.integers(0, 1))
 ROUNDS = st.dictionaries(NAMES.map(lambda name: RoundId(*name)), some_rows(), max_size=6)
 
 
@@ -87,7 +87,7 @@ class Session:
 
 SESSIONS = st.builds(
     Session,
-    start_step=st.integers(0, 4),
+    start_step=st.integers(0, 3),
     rounds=ROUNDS,
     rounds_a_call=st.integers(1, 3),
     is_scored=st.booleans(),
@@ -216,13 +216,16 @@ class Run:
         )
 
 
-STEPS = {RoundId("train", step, 0): [ROW] for step in range(4)}
-DIES_IN_A_MERGE = Session(0, STEPS, 1, True, None, True, Fault("unlink", 2, True))
+STEPS = {RoundId(phase, step, 0): [ROW] for step in range(4) for phase in PHASES}
+WHOLE = Session(0, STEPS, 1, True, None, True, SOUND)
+RESUMED = replace(WHOLE, start_step=2, rounds={RoundId("train", 2, 0): [ROW]})
+DIES_IN_A_MERGE = replace(WHOLE, fault=Fault("unlink", 2, True))
 DAMAGE = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=3)
 
 
 @settings(max_examples=60)
 @given(st.lists(SESSIONS, max_size=3), DAMAGE)
+@example([WHOLE, RESUMED], [])
 @example([DIES_IN_A_MERGE] * 2, [])
 def test_each_row_counts_once(sessions: list[Session], damage: list[tuple[int, bool]]) -> None:
     with TemporaryDirectory() as folder:

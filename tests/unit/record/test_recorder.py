@@ -48,7 +48,7 @@ def record(recorder: SampleRecorder, names: list[SampleId], *, num_ranks: int = 
     for number, name in enumerate(names):
         logprobs = [-0.5, -0.25, -0.25][: 3 - number % 3]
         ids, seed = [number] * len(logprobs), sample_seed(42, name)
-        completion = Completion(str(name), ids, logprobs, "stop", seed=seed)
+        completion = replace(ANSWER, text=str(name), token_ids=ids, logprobs=logprobs, seed=seed)
         turns.append(turns_of(SAMPLE, completion, name))
     recorder.record([SAMPLE] * len(names), turns, num_ranks=num_ranks, weight_version=3)
 
@@ -114,11 +114,8 @@ PLAIN_MEDIA = ["a.png", "b.mp4", "c.wav"]
         # Not valid in UTF-8.
         (
             SAMPLE,
-            Completion("7\ud83d", [], None, "length", "\ud83d"),
-            {
-                **{"text": "7\\ud83d", "token_ids": [], "logprobs": None},
-                **{"finish_reason": "length", "stop_reason": "\\ud83d"},
-            },
+            replace(ANSWER, text="7\ud83d", token_ids=[], logprobs=None, stop_reason="\ud83d"),
+            {"text": "7\\ud83d", "token_ids": [], "logprobs": None, "stop_reason": "\\ud83d"},
         ),
         # What a teacher sees is a column.
         (
