@@ -1,4 +1,4 @@
-"""`scripts/launch.sh` ends everything that it started (F3, F7), with a stand-in for `swift`.
+"""`scripts/launch.sh` ends all that it started, and shows no key (F7), with a stand-in for `swift`.
 
 The stand-in also starts a stray process in another session, as torchrun and vLLM do.
 `tests/stack/test_launch.py` launches the real `swift`.

@@ -1,5 +1,5 @@
 """The collision test finds shared and repeated noise, and calls independent samples broken no more
-often than it promises (D2, R4): its bound by exact enumeration, its correction, and its memory."""
+often than it promises (D2, R4)."""
 
 from __future__ import annotations
 

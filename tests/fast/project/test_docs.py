@@ -1,5 +1,5 @@
-"""What the pages name exists: links, flags, commands, files, functions and messages. Code on them
-runs. Both languages have the same sections, code, tables, numbers and links."""
+"""Links, flags, commands, files, functions and messages on the pages exist, and code on them runs.
+Both languages have the same sections, code, tables, numbers and links."""
 
 from __future__ import annotations
 

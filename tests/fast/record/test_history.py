@@ -1,5 +1,5 @@
 """Each row is read once, as it was written (V1): over sessions that are killed, fail, are bounded
-or resumed (S4), and files that are merged, damaged or removed.
+or resumed, and files that are merged, damaged or removed.
 
 The test compares a model in Python, a list of rounds, with the rows that DuckDB reads.
 """
