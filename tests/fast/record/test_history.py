@@ -218,7 +218,7 @@ class Run:
 
 STEPS = {RoundId(phase, step, 0): [ROW] for step in range(4) for phase in PHASES}
 WHOLE = Session(0, STEPS, 1, True, None, True, SOUND)
-RESUMED = replace(WHOLE, start_step=2, rounds={RoundId("train", 2, 0): [ROW]})
+RESUMED = replace(WHOLE, start_step=2, rounds={RoundId("train", 3, 0): [ROW]})
 DIES_IN_A_MERGE = replace(WHOLE, fault=Fault("unlink", 2, True))
 DAMAGE = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=3)
 
