@@ -18,7 +18,7 @@ from swift_grpo_ext.media.pictures import media_name
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.query import read_samples
-from swift_grpo_ext.record.recorder import SampleRecorder, other_columns
+from swift_grpo_ext.record.recorder import SampleRecorder, masks_of, other_columns
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout.conversation import Turn, first_prompt
 from swift_grpo_ext.rollout.wire import Completion, Prompt
@@ -149,6 +149,27 @@ def test_all_of_an_answer_is_recorded(
     found = {name: getattr(row, name) for name in known}
     found["columns"] = row.columns and json.loads(row.columns)
     assert found == known | expected
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "expected"),
+    [
+        ([5, 6], [1, 1], None),
+        ([9, 5, 6], [0, 1, 1], None),  # after a template's response prefix
+        ([5, 6], [1, 0], [True, False]),
+        ([9, 5, 6, 8], [0, 1, 0, 0], [True, False]),  # before the environment's tokens
+        ([5], [1], [True, False]),  # the scheduler cut the answer
+        ([7, 6], [1, 1], [False, True]),  # or changed it
+    ],
+)
+def test_tokens_that_training_leaves_out_are_masked(
+    ids: list[int], mask: list[int], expected: list[bool] | None
+) -> None:
+    """Without one list for each turn, a scheduler has joined turns: nothing is known."""
+    sample = replace(SAMPLE, response_token_ids=[ids], response_loss_mask=[mask])
+    [turn] = turns_of(sample, ANSWER)
+    assert masks_of(sample, [turn]) == [expected]
+    assert masks_of(sample, [turn, turn]) == [None, None]
 
 
 @pytest.mark.parametrize("generating", [[1], [0, 1]])
