@@ -29,12 +29,8 @@ TYPES = {
 
 
 def training_arguments(**changes: Any) -> RolloutGRPOConfig:
-    """Return the arguments of ms-swift's trainer for `TRAINING`.
-
-    Args:
-        changes: other values, by name. A name that the real object lacks is an error: a fake with
-            `max_length` once hid that training arguments have none.
-    """
+    """Return the arguments of ms-swift's trainer for `TRAINING`, with other values by name. A name
+    that the real object lacks is an error: a fake with `max_length` once hid that."""
     args: RolloutGRPOConfig = _changed(_parsed("rlhf").training_args, changes)
     return args
 
@@ -94,14 +90,8 @@ def _parse(command: str, found: Path) -> None:
             data = Path(folder) / "rows.jsonl"
             rows = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()
             data.write_text("\n".join(rows[:16]), encoding="utf-8")
-            argv += [
-                *TYPES[command],
-                *TRAINING,
-                "--dataset",
-                str(data),
-                "--output_dir",
-                f"{folder}/output",
-            ]
+            places = ["--dataset", str(data), "--output_dir", f"{folder}/output"]
+            argv += [*TYPES[command], *TRAINING, *places]
         parsed = pickle.dumps(Parser().parse(argv))
     unfinished = found.with_suffix(f".{os.getpid()}")
     unfinished.write_bytes(parsed)

@@ -36,14 +36,14 @@ def main(plugin: str) -> None:
     errors = {}
     for rlhf_type in ("dpo", "grpo", "gkd"):
         settings = {"rlhf_type": rlhf_type, "external_plugins": [plugin], "model": "/none"}
-        for road in ("Megatron", "Megatron with Ray"):
+        for name, parse in {
+            "Megatron": lambda given: parse_args_from_dict(MegatronRLHFArguments, given),
+            "Megatron with Ray": lambda given: build_dataset_from_dict({**given, "use_ray": True}),
+        }.items():
             try:
-                if road == "Megatron":
-                    parse_args_from_dict(MegatronRLHFArguments, settings)
-                else:
-                    build_dataset_from_dict({**settings, "use_ray": True})
+                parse(settings)
             except Exception as e:
-                errors[f"{rlhf_type} {road}"] = f"{type(e).__name__}: {e}"
+                errors[f"{rlhf_type} {name}"] = f"{type(e).__name__}: {e}"
     print(json.dumps(errors))
 
 

@@ -1,4 +1,4 @@
-"""`scripts/launch.sh` ends in each way that it should, with a stand-in for `swift`.
+"""`scripts/launch.sh` ends all that it started, and shows no key (F7), with a stand-in for `swift`.
 
 The stand-in also starts a stray process in another session, as torchrun and vLLM do.
 `tests/stack/test_launch.py` launches the real `swift`.
@@ -11,20 +11,15 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import time
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-MARKER = "LAUNCH_SCRIPT_TEST"
+from tests.rig.processes import Running, started
+
 PRESET = "examples/presets/server_2x6_lora"
 STAND_IN = f"""#!{sys.executable} -S
 import os, sys
@@ -77,41 +72,6 @@ CHECK = """#!/bin/sh
 """
 
 
-@dataclass
-class Launch:
-    process: subprocess.Popen[bytes]
-    log: Path
-    marker: str
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text(encoding="utf-8")
-
-    def wait_for(self, text: str, seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
-        while text not in self.output:
-            assert time.monotonic() < deadline, self.output
-            assert self.process.poll() is None, self.output
-            time.sleep(0.1)
-
-    def end(self) -> int:
-        """Return the exit status; assert that no process is left."""
-        status = self.process.wait(120)
-        left = family(self.marker)
-        assert left == [], [process.cmdline() for process in left]
-        return status
-
-
-def family(marker: str) -> list[psutil.Process]:
-    members = []
-    for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            alive = process.status() != psutil.STATUS_ZOMBIE
-            if alive and process.environ().get(MARKER) == marker:
-                members.append(process)
-    return members
-
-
 def free_ports() -> int:
     """Return the first of two free ports; its last digit is 0. They lie above those of
     `processes.free_port` and below those that the kernel hands out."""
@@ -126,33 +86,26 @@ def free_ports() -> int:
 @contextmanager
 def launched(
     folder: Path, *argv: str, port: int | None = None, name: str = "log", **env: str
-) -> Iterator[Launch]:
-    swift = folder / "bin" / "swift"
-    swift.parent.mkdir(exist_ok=True)
-    for program, text in ((swift, STAND_IN), (swift.with_name("swift-grpo-ext"), CHECK)):
-        program.write_text(text)
-        program.chmod(0o755)
-    marker, log = uuid.uuid4().hex, folder / name
+) -> Iterator[Running]:
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    for program, text in (("swift", STAND_IN), ("swift-grpo-ext", CHECK)):
+        (programs / program).write_text(text)
+        (programs / program).chmod(0o755)
     logs = () if "--logs" in argv else ("--logs", str(folder / "logs"))
     command = ["bash", "scripts/launch.sh", "--port", str(port or free_ports()), *logs, *argv]
-    path = f"{swift.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with log.open("wb") as f:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PATH": path, MARKER: marker, **env},
-            stdout=f,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    try:
-        yield Launch(process, log, marker)
-    finally:
-        for member in family(marker):
-            member.kill()
-        process.wait()
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    # No memory is reserved: no process loads a model.
+    own = {"PATH": path, "MASTER_PORT": "", "NPROC_PER_NODE": "0", **env}
+    with started(command, folder / name, own) as run:
+        yield run
+
+
+def end(run: Running) -> int:
+    """Return the exit status; assert that no process is left."""
+    status = run.wait(120).returncode
+    assert run.survivors(0) == []
+    return status
 
 
 TWO = ("--servers", "2", PRESET)
@@ -178,7 +131,7 @@ ENDINGS: dict[str, tuple[tuple[str, ...], dict[str, str], int, bool, str]] = {
 def test_how_it_ends(ending: str, tmp_path: Path) -> None:
     argv, env, status, has_trained, text = ENDINGS[ending]
     with launched(tmp_path, *argv, **env) as run:
-        assert run.end() == status
+        assert end(run) == status
     assert text in run.output
     assert (f"[train] training {PRESET}.train.yaml" in run.output) == has_trained
 
@@ -188,7 +141,7 @@ def test_nothing_is_started_that_check_refuses(tmp_path: Path) -> None:
     env = {"CHECKED": str(checked), "REFUSAL": "error: reward_funcs acuracy: is unknown"}
     argv = ("--train-gpus", "2-4", "--model", "m", "--dataset", "rows.jsonl", PRESET)
     with launched(tmp_path, *argv, "--", "--seed", "1", **env) as run:
-        assert run.end() == 1
+        assert end(run) == 1
     assert "acuracy: is unknown" in run.output
     assert "[server0]" not in run.output
     command = "check --quiet --gpus 0,1,2,3,4 --ranks 3 --model m"
@@ -203,7 +156,7 @@ def test_the_servers_api_key_reaches_the_training_by_its_netrc(tmp_path: Path) -
     env = {"VLLM_API_KEY": KEY, "KEY_OF_SERVERS": KEY, "FOUND": str(found)}
     env |= {"NETRC": str(own), "TMPDIR": str(temporary)}
     with launched(tmp_path, "--servers", "2", PRESET, **env) as run:
-        assert run.end() == 0
+        assert end(run) == 0
     seen = json.loads(found.read_text())
     # The account between them is None before Python 3.11.
     logins = {host: (login, password) for host, (login, _, password) in seen["hosts"].items()}
@@ -225,16 +178,16 @@ def test_the_servers_api_key_reaches_the_training_by_its_netrc(tmp_path: Path) -
 def test_told_to_end(phase: str, number: signal.Signals, status: int, tmp_path: Path) -> None:
     mode = "deaf" if phase.startswith("a server") else "ok"
     with launched(tmp_path, PRESET, SERVER_0=mode, **LONG) as run:
-        run.wait_for(phase)
+        run.wait_for(phase, 120)
         os.killpg(run.process.pid, number)
-        assert run.end() == status
+        assert end(run) == status
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with launched(tmp_path, PRESET, port=port) as run:
-            assert run.end() == 1
+            assert end(run) == 1
     assert f"port {port} is in use on this machine" in run.output
     assert "[server0]" not in run.output
 
@@ -245,11 +198,11 @@ def test_torchrun_gets_a_port_that_nobody_holds(tmp_path: Path) -> None:
         with suppress(OSError):  # another training may hold it
             held.enter_context(socket.create_server(("127.0.0.1", 29500)))
         with launched(tmp_path, PRESET) as run:
-            assert run.end() == 0
+            assert end(run) == 0
     assert re.search(r"MASTER_PORT=295(?!00)\d\d ", run.output)
     logs = ("--logs", str(tmp_path / "again"))
     with launched(tmp_path, *logs, PRESET, MASTER_PORT="29511") as run:
-        assert run.end() == 0
+        assert end(run) == 0
     assert "MASTER_PORT=29511 " in run.output
 
 
@@ -259,10 +212,10 @@ def test_nodes_end_together(tmp_path: Path) -> None:
     serving = launched(tmp_path, *nodes, "--node-rank", "0", PRESET, port=port, name="0", **env)
     training = launched(tmp_path, *nodes, "--node-rank", "1", PRESET, port=port, name="1", **env)
     with serving as server, training as trainer:
-        assert trainer.end() == 3
-        assert server.end() == 3
+        assert end(trainer) == 3
+        assert end(server) == 3
     assert "ended by another node: status 3 (node 1)" in server.output
     assert "[train0] training" in trainer.output
     with launched(tmp_path, PRESET, name="again") as run:
-        assert run.end() == 1
+        assert end(run) == 1
     assert "holds the logs of a launch that has ended" in run.output

@@ -1,4 +1,5 @@
-"""The analyzer turns rounds into rows of the record, and alarms."""
+"""The analyzer turns rounds into rows of the record, verdicts and alarms with their remedies (D2,
+D3, R4)."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ def test_collapse_is_an_alarm_in_its_third_round_for_each_phase() -> None:
     assert "collapsed policy in train round 3.0, 4 rounds in a row: 100%" in str(records[5].alarm)
 
 
-# --- the words of alarms ---
+# --- alarms ---
 
 
 @pytest.mark.parametrize(
@@ -155,8 +156,7 @@ def test_an_alarm_names_who_shares_what(
     ]
     (record,) = analyzer_of(seed_mode=mode).analyze(samples)
     assert record.remedy == f"remedy_{remedy}"
-    assert record.alarm is not None
-    begins, ends = record.alarm.split(" Remedy: ")
+    begins, ends = str(record.alarm).split(" Remedy: ")
     assert begins == (
         "diversity: broken randomness in train round 0.0: samples share noise (p = 1.7e-18)."
     )
@@ -167,16 +167,20 @@ def test_an_alarm_names_who_shares_what(
     )
 
 
-def test_a_long_alarm_names_some() -> None:
+def test_a_long_alarm_names_some_and_a_collapse_has_its_figures() -> None:
     """It names one of three collisions, and four of five samples."""
     groups = groups_of(*[[LONG] * 5] * 3, replica="")
     (record,) = analyzer_of().analyze([s for group in groups for s in group])
-    assert str(record.alarm).endswith(
-        "sample 3 (rank 0) and 1 more share their first 60 tokens (60 bits of surprisal). "
-        "And 2 more."
-    )
+    assert "sample 3 (rank 0) and 1 more share their first 60" in str(record.alarm)
+    assert str(record.alarm).endswith(" (60 bits of surprisal). And 2 more.")
     del record.collisions[1:]
     assert alarm_line(record, 0).endswith(" (60 bits of surprisal).")
+    record = replace(record, verdict="collapse", log10_p=-7.5, remedy="remedy_collapse")
+    record.metrics |= {"copied_ratio": 0.994, "common_mode": 0.25}
+    line = alarm_line(record, 4)
+    assert line.startswith("diversity: collapsed policy in train round 0.0, 4 rounds in a row: 99%")
+    assert "25% of the prompts" in line
+    assert "(p = 3.2e-8). Remedy: if the reward is high" in line
 
 
 def test_frozen_noise_is_named_with_the_earlier_round() -> None:
@@ -184,20 +188,5 @@ def test_frozen_noise_is_named_with_the_earlier_round() -> None:
     ids = [[i * 100 + k for k in range(40)] for i in range(4)]
     assert analyzer.analyze(group_of(*ids, step=4, number=2))[0].verdict == "healthy"
     (record,) = analyzer.analyze(group_of(*ids, step=5))
-    assert record.verdict == "broken"
-    assert "(rank 0, replica 'rank 0'): the first 40 tokens (40 bits of surprisal) are those of " \
-        "train round 4.2, group 0 sample" in str(record.alarm)  # fmt: skip
-    assert record.remedy == "remedy_ignored_seeds"
-
-
-def test_an_alarm_of_a_collapse_names_nobody() -> None:
-    (record,) = analyzer_of().analyze([sample([2], step=2)])
-    record = replace(record, verdict="collapse", log10_p=-7.5, remedy="remedy_collapse")
-    record.metrics |= {"copied_ratio": 0.994, "common_mode": 0.25}
-    assert alarm_line(record, 4) == (
-        "diversity: collapsed policy in train round 2.0, 4 rounds in a row: 99% of the samples "
-        "that could differ repeat another of their group, 25% of the prompts get one and the same "
-        "completion, and the noise is sound (p = 3.2e-8). Remedy: if the reward is high, the "
-        "prompts may be solved: use harder ones. Otherwise check what the reward favours, raise "
-        "--temperature or --beta, or return to an earlier checkpoint."
-    )
+    assert (record.verdict, record.remedy) == ("broken", "remedy_ignored_seeds")
+    assert "are those of train round 4.2, group 0 sample" in str(record.alarm)

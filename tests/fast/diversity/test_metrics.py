@@ -1,4 +1,4 @@
-"""The metrics against independent implementations, by example, and on bad input."""
+"""Metrics of a round are their definitions, by independent implementations and examples (D1)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from swift_grpo_ext.diversity.metrics import (
     extract_answer,
     group_samples,
     outcome_metrics,
-    pass_at_k,
     round_metrics,
 )
-from swift_grpo_ext.record.tables import SampleRow
 from tests.rig.diversity.samples import group_of, groups_of, sample
 
 Ids = list[int]
@@ -172,64 +170,47 @@ def test_answers(text: str, answer: str) -> None:
     assert extract_answer(text) == answer
 
 
-def test_distinct_answers_are_counted_by_group() -> None:
-    texts = ["so <answer>1</answer>", "<answer> 1 </answer>", "2"]
-    group = [sample([i], index=i, text=text) for i, text in enumerate(texts)]
-    assert round_metrics([group, group[:1]])["distinct_answers"] == 1.5
+outcomes = st.tuples(
+    completions,
+    st.sampled_from(["<answer>7</answer>", "so <answer> 7 </answer>", "seven"]),
+    st.sampled_from([None, 0.0, 0.999, 1.0, 1.5]),  # 1 counts as correct, a little less does not
+)
 
 
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one() -> None:
-    for n in range(1, 7):
-        for c in range(n + 1):
-            for k in range(1, n + 1):
-                subsets = list(combinations([1] * c + [0] * (n - c), k))
-                share = sum(any(subset) for subset in subsets) / len(subsets)
-                assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-12)
-
-
-TWO_WAYS = [
-    sample([i] * 8, index=i, text=text)
-    for i, text in enumerate(["<answer>7</answer>", "<answer>seven</answer>", "8", "?"])
-]
-WRONG, ONE_WAY = groups_of([[1], [2], [3], [4]], [[5, 6, 7]] * 4)
-WRONG, ONE_WAY = (
-    [replace(s, sample_id=replace(s.sample_id, group=g), text="7")
-     for s in group]
-    for g, group in ((1, WRONG), (2, ONE_WAY))
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("groups", "rewards", "expected"),
-    [
-        (
-            [TWO_WAYS, WRONG, ONE_WAY],
-            [1.0, 1.5, 0.5, 0.0, *[0.25] * 4, *[1.0] * 4],
-            {
-                **{"equal_rewards": 2 / 3, "solved": 1 / 3},
-                **{"correct_answers": 1.5, "correct_vendi": 1.5},  # 2 and 1
-                **{"pass_at_1": 0.5, "pass_at_2": (5 / 6 + 0 + 1) / 3, "pass_at_4": 2 / 3},
-            },
-        ),
-        # A reward of 1 counts as correct, a little less does not.
-        (
-            [WRONG[:2]],
-            [1.0, 0.999],
-            {"equal_rewards": 0, "solved": 0, "correct_answers": 1, "correct_vendi": 1,
-             "pass_at_1": 0.5, "pass_at_2": 1},
-        ),
-        ([WRONG[:2]], [0, 0], {"equal_rewards": 1, "solved": 0, "pass_at_1": 0, "pass_at_2": 0}),
-        # Samples without a score are left out.
-        ([WRONG], [], {}),
-        ([WRONG], [1], {"correct_answers": 1, "correct_vendi": 1, "pass_at_1": 1}),
-    ],
-)  # fmt: skip
-def test_outcomes(
-    groups: list[list[SampleRow]], rewards: list[float], expected: dict[str, float]
-) -> None:
-    samples = [s for group in groups for s in group]
-    scores = dict(zip((s.sample_id for s in samples), rewards, strict=False))
-    assert outcome_metrics(groups, scores) == pytest.approx(expected)
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.lists(outcomes, min_size=1, max_size=5), max_size=4))
+def test_outcomes_are_their_definitions(round_: list[list[tuple[Ids, str, float | None]]]) -> None:
+    """Samples without a score, and groups without any, are left out."""
+    groups = [
+        [sample(ids, index=i, group=g, text=text) for i, (ids, text, _) in enumerate(of_group)]
+        for g, of_group in enumerate(round_)
+    ]
+    rewards = [[reward for *_, reward in of_group] for of_group in round_]
+    scores = {
+        row.sample_id: reward
+        for group, values in zip(groups, rewards, strict=True)
+        for row, reward in zip(group, values, strict=True)
+        if reward is not None
+    }
+    known = [[r for r in values if r is not None] for values in rewards]
+    several = [values for values in known if len(values) > 1]
+    correct = [[o for o in of_group if o[2] is not None and o[2] >= 1] for of_group in round_]
+    correct = [of_group for of_group in correct if of_group]
+    expected = {
+        "equal_rewards": mean([float(len(set(values)) == 1) for values in several]),
+        "solved": mean([float(len(set(v)) == 1 and v[0] >= 1) for v in several]),
+        "correct_answers": mean([float(len({"7" in o[1] for o in group})) for group in correct]),
+        "correct_vendi": mean([vendi([o[0] for o in group]) for group in correct]),
+    }
+    for k in (1, 2, 4):
+        shares = [
+            float(np.mean([max(subset) >= 1 for subset in combinations(values, k)]))
+            for values in known
+            if len(values) >= k
+        ]
+        expected[f"pass_at_{k}"] = mean(shares)
+    defined = {name: value for name, value in expected.items() if value is not None}
+    assert outcome_metrics(groups, scores) == pytest.approx(defined)
 
 
 def test_the_last_turn_stands_for_a_conversation() -> None:
@@ -246,13 +227,6 @@ def test_the_last_turn_stands_for_a_conversation() -> None:
 # --- bad input ---
 
 
-def test_unknown_logprobs_do_not_count() -> None:
-    none = sample([5, 6], index=2, bits=None)
-    some = [sample([1, 2]), sample([3, 4], index=1, bits=[float("nan"), 3.0]), none]
-    assert round_metrics([some])["surprisal"] == pytest.approx(np.log(2) * 5 / 3)
-    assert "surprisal" not in round_metrics([[none]])
-
-
 @pytest.mark.parametrize(
     ("logprobs", "expected"),
     [
@@ -263,9 +237,14 @@ def test_unknown_logprobs_do_not_count() -> None:
         ([-0.5, None, float("-inf"), -2], "[-0.5, nan, -inf, -2.0]"),
     ],
 )
-def test_rows_with_unusable_logprobs(logprobs: list[float] | None, expected: str) -> None:
-    found = known_logprobs(replace(sample([1, 2, 3, 4]), logprobs=logprobs))
+def test_unusable_logprobs_do_not_count(logprobs: list[float] | None, expected: str) -> None:
+    row = replace(sample([1, 2, 3, 4]), logprobs=logprobs)
+    found = known_logprobs(row)
     assert repr(None if found is None else found.tolist()) == expected
+    with_others = round_metrics([[row, sample([5, 6], index=1)]])
+    nats = [np.log(2)] * 2 + ([0.5, 2.0] if found is not None else [])
+    assert with_others["surprisal"] == pytest.approx(np.mean(nats))
+    assert ("surprisal" in round_metrics([[row]])) == (found is not None)
 
 
 def test_rows_become_groups_by_place_and_once() -> None:

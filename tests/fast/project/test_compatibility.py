@@ -1,4 +1,4 @@
-"""The page's table of releases agrees with the releases that the plugin lists."""
+"""The page's table of releases agrees with the releases that the plugin lists (I2)."""
 
 from __future__ import annotations
 

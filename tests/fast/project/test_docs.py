@@ -1,19 +1,15 @@
-"""The pages' links, flags, commands, files and messages exist, their code runs, their sentences are
-short, and both languages have the same sections, code, tables and numbers.
-"""
+"""Links, flags, commands, files, functions and messages on the pages exist, and code on them runs.
+Both languages have the same sections, code, tables, numbers and links."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import doctest
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -22,15 +18,13 @@ from markdown_it import MarkdownIt
 
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.sampling.seeding import sample_seed
-from swift_grpo_ext.tools import cli
 from tests.rig.newest import is_newest
 from tests.rig.record.rows import ROW, sample_id, write_session
 
 # --- pages, section by section ---
 
 NUMBER = re.compile(r"[0-9]+(?:[.,:][0-9]+)*")
-TRANSLATED = "_CN"
-"""Ends the name of a page's Chinese translation."""
+TRANSLATED = "_CN"  # ends the name of a page's Chinese translation
 
 
 @dataclass
@@ -38,21 +32,12 @@ class Section:
     """A heading, and what follows it up to the next one of any level."""
 
     title: str
-    heading: str
-    """`h1` to `h6`; "" for what stands before the first heading."""
-
-    blocks: list[tuple[str, str]] = field(default_factory=list)
-    """Language and text of code blocks."""
-
-    rows: list[list[list[str]]] = field(default_factory=list)
-    """The rows of tables, heads included: the code spans of each cell."""
-
-    spans: Counter[str] = field(default_factory=Counter)
-    numbers: Counter[str] = field(default_factory=Counter)
-    """In running text; in code they are part of it."""
-
-    links: list[str] = field(default_factory=list)
-    """Targets of links and pictures."""
+    heading: str  # `h1` to `h6`; "" for what stands before the first heading
+    blocks: list[tuple[str, str]] = field(default_factory=list)  # language and text of code
+    rows: list[list[list[str]]] = field(default_factory=list)  # of tables: each cell's code spans
+    spans: list[str] = field(default_factory=list)
+    numbers: set[str] = field(default_factory=set)  # in running text, without code
+    links: list[str] = field(default_factory=list)  # targets of links and pictures
 
     @property
     def anchor(self) -> str:
@@ -62,7 +47,7 @@ class Section:
     @property
     def code(self) -> list[str]:
         """Everything that is set as code."""
-        return [*self.spans.elements(), *(text for _, text in self.blocks)]
+        return [*self.spans, *(text for _, text in self.blocks)]
 
 
 @cache
@@ -81,11 +66,11 @@ def sections_of(page: Path) -> list[Section]:
                 section = Section("".join(t.content for t in children), before.tag)
                 sections.append(section)
             spans = [t.content for t in children if t.type == "code_inline"]
-            section.spans.update(spans)
+            section.spans += spans
             section.links += [str(t.attrs["href"]) for t in children if t.type == "link_open"]
             section.links += [str(t.attrs["src"]) for t in children if t.type == "image"]
-            texts = (t.content for t in children if t.type == "text")
-            section.numbers.update(number for text in texts for number in NUMBER.findall(text))
+            texts = " ".join(t.content for t in children if t.type == "text")
+            section.numbers.update(NUMBER.findall(texts))
             if before and before.type in ("th_open", "td_open"):
                 section.rows[-1].append(spans)
     return sections
@@ -146,40 +131,35 @@ def test_flags_and_commands_exist(page: Path) -> None:
 
 
 @cache
-def known_commands() -> tuple[frozenset[str], frozenset[str]]:
+def known_commands() -> tuple[set[str], set[str]]:
     """Return our commands; and all flags: ours, ms-swift's, those of our commands and scripts."""
     from swift.arguments import RLHFArguments, RolloutArguments
 
-    parsers: dict[str, argparse.ArgumentParser] = {}
-
-    def parse_nothing(parser: argparse.ArgumentParser, *_: object) -> None:
-        actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-        parsers.update(actions[0].choices)
-        raise OSError("as far as needed")
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(argparse.ArgumentParser, "parse_known_args", parse_nothing)
-        with pytest.raises(OSError, match="as far as needed"):
-            cli.main([])
-    options = {option for parser in parsers.values() for option in parser._option_string_actions}
+    tools = (ROOT / "swift_grpo_ext/tools/cli.py").read_text(encoding="utf-8")
+    commands = set(re.findall(r'command\(\s*"([a-z-]+)"', tools))
+    assert len(commands) > 5
     fields = [*dataclasses.fields(RLHFArguments), *dataclasses.fields(RolloutArguments)]
-    scripts = {
-        flag
-        for folder in ("scripts", "examples")
-        for script in (ROOT / folder).rglob("*")
-        if script.suffix in (".py", ".sh")
-        for flag in FLAG.findall(script.read_text(encoding="utf-8"))
-    }
-    flags = {*flag_names(), *(field.name for field in fields), *(o.strip("-") for o in options)}
-    return frozenset(parsers), frozenset({*flags, *scripts, *FOREIGN_FLAGS})
+    flags = {*flag_names(), *(field.name for field in fields), *re.findall(r'"--([\w-]+)"', tools)}
+    for folder in ("scripts", "examples"):
+        for script in (ROOT / folder).rglob("*"):
+            if script.suffix in (".py", ".sh"):
+                flags |= set(FLAG.findall(script.read_text(encoding="utf-8")))
+    return commands, flags | FOREIGN_FLAGS
 
 
 OURS = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)}|\.ci)/[\w./*-]*")
 
 
+@cache
+def our_code() -> str:
+    modules = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return "".join(path.read_text(encoding="utf-8") for path in modules)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_exist(page: Path) -> None:
-    """Paths in code that begin with a folder of ours, and modules by their room."""
+def test_files_and_functions_exist(page: Path) -> None:
+    """Paths in code that begin with a folder of ours, and modules by their room. Contributors' page
+    names functions, such as `check_ignored_flags`."""
     rooms = {path.name for path in (ROOT / "swift_grpo_ext").iterdir() if path.is_dir()}
     missing = []
     for section in sections_of(page):
@@ -191,59 +171,10 @@ def test_files_exist(page: Path) -> None:
         }
         # launch.sh takes the beginning of a preset's name.
         missing += [path for path in named if not any(ROOT.glob(path.rstrip("*/") + "*"))]
+        if page.name == "CONTRIBUTING.md":
+            names = [span for span in section.spans if re.fullmatch(r"[a-z]+(_[a-z]+)+", span)]
+            missing += [name for name in names if f"def {name}(" not in our_code()]
     assert sorted(missing) == []
-
-
-def test_what_contributors_are_told_is_there() -> None:
-    """Functions, such as `check_ignored_flags`."""
-    code = "".join(
-        path.read_text(encoding="utf-8")
-        for folder in ("swift_grpo_ext", "scripts", "tests")
-        for path in (ROOT / folder).rglob("*.py")
-    )
-    for section in sections_of(ROOT / "CONTRIBUTING.md"):
-        names = [span for span in section.spans if re.fullmatch(r"[a-z]+(_[a-z]+)+", span)]
-        assert [name for name in names if f"def {name}(" not in code] == []
-
-
-PLAIN_PAGES = [
-    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"),
-    *(page for page in PAGES if page.parent.name == "docs" and page not in TRANSLATIONS),
-]
-MOST_WORDS = 30
-"""Of a sentence. A code span is one word."""
-
-
-def prose_of(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the kind of each block (`paragraph`, `heading`, `td`) and its text without code."""
-    tokens = MarkdownIt("commonmark").enable("table").parse(text)
-    for before, token in pairwise(tokens):
-        if token.type == "inline":
-            parts = (
-                {"code_inline": "CODE", "softbreak": " "}.get(child.type, child.content)
-                for child in token.children or []
-            )
-            yield before.type.removesuffix("_open"), "".join(parts)
-
-
-def sentences_of(text: str) -> list[str]:
-    """Return the sentences of paragraphs and lists."""
-    paragraphs = (prose for kind, prose in prose_of(text) if kind == "paragraph")
-    return [s for prose in paragraphs for s in re.split(r"(?<=[.!?])[\")]*\s+", prose)]
-
-
-def test_sentences_are_found() -> None:
-    page = "# A b.\n\n- One `a. b` (two.) Three\n  4.6.\n\n```\nc\n```\n\n| d |\n|---|\n| e |\n"
-    assert sentences_of(page) == ["One CODE (two.", "Three 4.6."]
-
-
-@pytest.mark.parametrize("page", PLAIN_PAGES, ids=name_of)
-def test_words_are_plain(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    long = [s for s in sentences_of(text) if len(re.findall(r"\w\S*", s)) > MOST_WORDS]
-    assert long == []
-    habits = re.compile(r"\bwhose\b|\(Said once\.\)", re.I)
-    assert [prose for _, prose in prose_of(text) if habits.search(prose)] == []
 
 
 def test_messages_of_the_troubleshooting_page_are_ours() -> None:
@@ -305,10 +236,6 @@ ONLY_IN_CHINESE = {
 COMMENT = re.compile(r"(?:^|\s)#\s.*$", re.M)
 
 
-def original_of(translation: Path) -> Path:
-    return translation.with_stem(translation.stem.removesuffix(TRANSLATED))
-
-
 def parts_of(block: tuple[str, str]) -> tuple[str, list[str], set[str]]:
     """Return a block's language, its code without comments, and the comments' numbers."""
     language, text = block
@@ -336,19 +263,17 @@ def target_in_any_language(page: Path, link: str) -> tuple[str, int]:
 def test_the_translation_has_not_drifted(translation: Path) -> None:
     """Each section has the code, the tables, the numbers and the links of the English one. Only
     comments are translated. How often a sentence repeats a flag or a number is free."""
-    original = original_of(translation)
+    original = translation.with_stem(translation.stem.removesuffix(TRANSLATED))
     ours, theirs = sections_of(original), common_sections(translation)
     assert [section.heading for section in ours] == [section.heading for section in theirs]
     for a, b in zip(ours, theirs, strict=True):
         where = f"{a.title!r} / {b.title!r}"
         assert list(map(parts_of, a.blocks)) == list(map(parts_of, b.blocks)), where
-        of_rows, of_their_rows = (
-            [[set(cell) for cell in row] for row in section.rows] for section in (a, b)
-        )
-        assert of_rows == of_their_rows, where
-        assert (set(a.spans), set(a.numbers)) == (set(b.spans), set(b.numbers)), where
-        of_a = {target_in_any_language(original, link) for link in a.links}
-        assert of_a == {target_in_any_language(translation, link) for link in b.links}, where
+        of_a, of_b = ([[set(cell) for cell in row] for row in each.rows] for each in (a, b))
+        assert of_a == of_b, where
+        assert (set(a.spans), a.numbers) == (set(b.spans), b.numbers), where
+        targets = {target_in_any_language(original, link) for link in a.links}
+        assert targets == {target_in_any_language(translation, link) for link in b.links}, where
     assert ours[1].links[0] == translation.name
 
 

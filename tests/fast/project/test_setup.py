@@ -1,12 +1,14 @@
-"""`scripts/setup.sh` hands pip's settings to uv."""
+"""`scripts/setup.sh` takes the indexes that pip would take, and links of the package's page are
+absolute if the builder names the project's address."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 
-import pytest
 from uv_settings import uv_settings
 
 from tests.conftest import ROOT
@@ -38,12 +40,32 @@ def test_uv_gets_the_indexes_that_pip_install_would_take() -> None:
     }
 
 
-def test_uvs_own_variables_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror/simple")
-    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
-    monkeypatch.setenv("UV_FIND_LINKS", "/mine")
+def test_uvs_own_variables_win() -> None:
+    """What the script prints is what the shell reads."""
+    env = os.environ | {"PIP_CONFIG_FILE": os.devnull, "UV_FIND_LINKS": "/mine"}
+    env |= {"PIP_INDEX_URL": "https://mirror/simple", "PIP_FIND_LINKS": "/wheels"}
     command = [sys.executable, str(ROOT / "scripts/uv_settings.py")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
     assert "UV_DEFAULT_INDEX=https://mirror/simple\n" in printed
     assert "UV_FIND_LINKS" not in printed
+
+
+URL = "https://example.org/group/project"
+
+
+def test_links_become_absolute() -> None:
+    spec = importlib.util.spec_from_file_location("setup_of_the_package", ROOT / "setup.py")
+    assert spec and spec.loader  # noqa: PT018
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    others = "[c](https://c.org/d.md) [here](#top)"
+    text = f"[a](docs/a.md#b) ![p](x/p.png) {others}"
+    assert module.absolute_links(text, URL, "v1") == (
+        f"[a]({URL}/blob/v1/docs/a.md#b) ![p]({URL}/raw/v1/x/p.png) {others}"
+    )
+    named = module.metadata(URL)
+    assert set(named["project_urls"].values()) == {URL, f"{URL}/tree/HEAD/docs", f"{URL}/issues"}
+    targets = re.findall(r"\]\(([^)]+)\)", named["long_description"])
+    assert len(targets) > 20
+    assert all(target.startswith("https://") for target in targets)
+    assert f"]({URL}/raw/HEAD/docs/img/view_group.png)" in named["long_description"]

@@ -1,137 +1,34 @@
-"""Queries of a record: random histories against the rule in Python, damage, and a run that goes
-on."""
+"""A record is read while its run goes on: damage is left out, and a poll reads what is new (V2)."""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from swift_grpo_ext.record.log import record_files
-from swift_grpo_ext.record.query import Record, read_rewards, read_samples
-from swift_grpo_ext.record.tables import REWARDS, SAMPLES, RewardRow, Table
-from swift_grpo_ext.sampling.seeding import SampleId
-from tests.rig.record.rows import open_log, row_of, sample_id
-
-NUMBERS = st.lists(st.integers(0, 100), max_size=3)
-
-
-def score_of(name: SampleId, session: int) -> RewardRow:
-    return RewardRow(
-        sample_id=name, reward=float(session), rewards=[("Accuracy", None), ("数字", 1.0)],
-        truncated=False, replaced=False, fate="trained",
-    )  # fmt: skip
-
-
-@dataclass
-class Session:
-    start_step: int
-    rounds: list[tuple[str, int, int, bool]] = field(default_factory=list)
-    """Phase, step, number, and whether it was scored."""
-
-    ends_whole: bool = True
-    """False if it is killed: its small files stay."""
-
-
-ROUNDS = st.tuples(
-    st.sampled_from(["train", "eval"]), st.integers(0, 5), st.integers(0, 1), st.booleans()
+from swift_grpo_ext.record.query import Record, read_group, read_samples
+from swift_grpo_ext.record.tables import DIVERSITY, SAMPLES
+from tests.rig.record.rows import (
+    diversity_row,
+    open_log,
+    read_diversity,
+    row_of,
+    sample_id,
+    write_session,
 )
-SESSIONS = st.builds(Session, st.integers(0, 4), st.lists(ROUNDS, max_size=6), st.booleans())
-
-
-@contextmanager
-def history(sessions: list[Session]) -> Iterator[Path]:
-    with TemporaryDirectory() as folder:
-        Path(folder, "samples").mkdir()
-        for number, session in enumerate(sessions):
-            log = open_log(Path(folder), session=number, start_step=session.start_step)
-            for phase, step, in_step, is_scored in session.rounds:
-                names = [
-                    sample_id(step, phase, number=in_step, group=group, index=index, turn=turn)
-                    for group, index, turn in ((1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 1))
-                ]
-                log.append([row_of(name, seed=number) for name in names])
-                if is_scored:
-                    scored = [name for name in names if not name.turn]
-                    log.append([score_of(name, number) for name in scored], REWARDS)
-                log.flush()
-            if session.ends_whole:
-                log.finish()
-        yield Path(folder)
 
 
 def files_of(folder: Path) -> list[Path]:
-    return [f.path for t in (SAMPLES, REWARDS) for f in record_files(t.folder(folder))]
-
-
-def round_of(row: dict[str, Any]) -> tuple[str, int, int]:
-    return row["phase"], row["step"], row["number"]
-
-
-def rows_that_count(folder: Path, damaged: set[Path]) -> tuple[list[Any], list[Any]]:
-    """Return the samples and scores of sound files that count by the module's rule."""
-
-    def read(table: Table) -> list[tuple[int, dict[str, Any]]]:
-        files = [f for f in record_files(table.folder(folder)) if f.path not in damaged]
-        return [(f.start_step, row) for f in files for row in pq.read_table(f.path).to_pylist()]
-
-    def counts(row: dict[str, Any]) -> bool:
-        phase, step, _ = round_of(row)
-        later = [(start, other) for start, other in samples if other["session"] > row["session"]]
-        return not any(
-            round_of(other) == round_of(row)
-            or start == 0
-            or step > start
-            or (step == start and phase == "train")
-            for start, other in later
-        )
-
-    samples = read(SAMPLES)
-    counted = [row for _, row in samples if counts(row)]
-    places = {(row["session"], round_of(row)) for row in counted}
-    scores = [row for _, row in read(REWARDS) if (row["session"], round_of(row)) in places]
-    return counted, scores
-
-
-def in_order(rows: list[dict[str, Any]]) -> list[str]:
-    return sorted(map(str, rows))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(SESSIONS, max_size=4), NUMBERS, NUMBERS)
-def test_each_row_counts_once(
-    sessions: list[Session], removed: list[int], damaged: list[int]
-) -> None:
-    """In histories of killed and resumed sessions, with removed and damaged files."""
-    with history(sessions) as folder:
-        spoilt = set()
-        for numbers in (removed, damaged):
-            for number in numbers:
-                if paths := [path for path in files_of(folder) if path not in spoilt]:
-                    path = paths[number % len(paths)]
-                    if numbers is removed:
-                        path.unlink()
-                    else:
-                        path.write_bytes(path.read_bytes()[:-9])
-                        spoilt.add(path)
-        samples, scores = read_samples(folder), read_rewards(folder)
-        expected = rows_that_count(folder, spoilt)
-        assert in_order(samples.to_pylist()) == in_order(expected[0])
-        assert in_order(scores.to_pylist()) == in_order(expected[1])
-        columns = ["phase", "step", "number", "group", "index", "turn"]
-        names = [tuple(row.values()) for row in samples.select(columns).to_pylist()]
-        assert names == sorted(names)
+    return [file.path for file in record_files(SAMPLES.folder(folder))]
 
 
 def write(folder: Path, *steps: int) -> None:
@@ -156,7 +53,7 @@ def test_flipped_bits_are_named_or_harmless(
     sound, expected = path.read_bytes(), read_samples(tmp_path)
     rng = random.Random(0)
     num_named = 0
-    for _ in range(60):
+    for _ in range(30):
         flipped = bytearray(sound)
         flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
@@ -167,69 +64,116 @@ def test_flipped_bits_are_named_or_harmless(
         else:
             assert f"{path} cannot be read (" in caplog.text
             num_named += 1
-    assert num_named > 30
+    assert num_named > 15
 
 
+def with_columns(path: Path, *names: str, **others: pa.DataType) -> bytes:
+    """Return a file without some columns, or with empty ones in their place."""
+    rows, content = pq.read_table(path), pa.BufferOutputStream()
+    for name, kind in others.items():
+        at = rows.schema.get_field_index(name)
+        rows = rows.set_column(at, name, pa.nulls(rows.num_rows, kind))
+    pq.write_table(rows.drop_columns([*names]), content)
+    return content.getvalue().to_pybytes()
+
+
+DAMAGE: dict[str, Callable[[Path], bytes]] = {
+    "cut": lambda path: path.read_bytes()[:-1],
+    "without a column": lambda path: with_columns(path, "mask"),
+    "without names": lambda path: with_columns(path, phase=pa.utf8()),  # by a bit of its footer
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_named_once_and_read_when_it_is_restored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, 0, 1)
     path = files_of(tmp_path)[1]
     sound = path.read_bytes()
-    path.write_bytes(sound[:-1])
+    path.write_bytes(DAMAGE[damage](path))
     record = Record(tmp_path)
     assert [record.refresh() for _ in range(3)] == [True, False, False]
     assert steps_of(record) == [0]
     [message] = caplog.messages
-    assert message.startswith(f"{path} cannot be read (")
+    expected = rf"{path} cannot be read \(.{{9}}.*rows are left out.*restore it"
+    assert re.match(expected, message, re.S)
     path.write_bytes(sound)
     assert record.refresh()
     assert steps_of(record) == [0, 1]
     assert len(caplog.messages) == 1
 
 
-class Disk:
-    """Counts checked files, and lets checks fail like a file server."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_checked, self.fails = 0, False
-        upstream = pq.ParquetFile
-
-        def opened(path: Path, **kwargs: Any) -> pq.ParquetFile:
-            self.num_checked += 1
-            if self.fails:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-            return upstream(path, **kwargs)
-
-        monkeypatch.setattr(pq, "ParquetFile", opened)
-
-
-def test_a_read_that_fails_is_tried_again(
+def test_a_poll_reads_what_is_new_and_tries_again_what_failed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It counts as no damage; rows that were read before stay."""
-    write(tmp_path, 0)
-    record, disk = Record(tmp_path), Disk(monkeypatch)
-    record.refresh()
-    write(tmp_path, 1)
-    disk.fails = True
-    assert not any(record.refresh() for _ in range(2))
-    assert steps_of(record) == [0]
+    """A file server's failure counts as no damage; rows that were read before stay."""
+    upstream, opened, fails = pq.ParquetFile, list[Path](), False
+
+    def file(path: Path, **options: Any) -> pq.ParquetFile:
+        opened.append(path)
+        if fails:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return upstream(path, **options)
+
+    monkeypatch.setattr(pq, "ParquetFile", file)
+    record = Record(tmp_path)
+    for steps, num_new in ((range(5), 5), (range(5, 6), 1), (range(0), 0)):
+        write(tmp_path, *steps)
+        opened.clear()
+        assert record.refresh() == bool(num_new)
+        assert len(opened) == num_new
+    write(tmp_path, 6)
+    fails = True
+    assert [record.refresh() for _ in range(2)] == [False, False]
+    assert steps_of(record) == [*range(6)]
     [message] = caplog.messages
     assert "cannot be read ([Errno 116] Stale file" in message
-    disk.fails = False
+    fails = False
     assert record.refresh()
-    assert steps_of(record) == [0, 1]
-
-
-def test_a_poll_costs_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, disk = Record(tmp_path), Disk(monkeypatch)
-    for steps, num_new in ((range(20), 20), (range(20, 21), 1), (range(0), 0)):
-        write(tmp_path, *steps)
-        disk.num_checked = 0
-        assert record.refresh() == bool(num_new)
-        assert disk.num_checked == num_new
-    for path in files_of(tmp_path)[:5]:  # as a bounded record does
+    for path in files_of(tmp_path)[:2]:  # as a bounded record does
         path.unlink()
-    assert steps_of(record) == [*range(5, 21)]  # a query looks for files that have gone
-    assert not record.refresh()
+    assert steps_of(record) == [*range(2, 7)]  # a query looks for files that have gone
+
+
+# --- one group, and what the monitor measured ---
+
+
+def test_a_group_stands_in_its_order(tmp_path: Path) -> None:
+    write_session(tmp_path, [row_of(sample_id(3))])
+    rows = [
+        row_of(sample_id(4, group=group, index=index, turn=turn))
+        for group in (0, 1)
+        for index in range(4)
+        for turn in (0, 1)
+    ]
+    write_session(tmp_path, rows[::-1], session=1, start_step=4)
+    assert read_group(tmp_path, phase="train", step=4, number=0, group=1) == rows[8:]
+    for step, group in ((4, 9), (5, 0)):
+        message = f"holds no group {group} of train round {step}.0; it has train steps 3 to 4"
+        with pytest.raises(ValueError, match=message):
+            read_group(tmp_path, phase="train", step=step, number=0, group=group)
+    with pytest.raises(ValueError, match="it has no eval rounds"):
+        read_group(tmp_path, phase="eval", step=4, number=0, group=0)
+
+
+def test_diversity_comes_back_in_the_order_of_steps(tmp_path: Path) -> None:
+    assert read_diversity(tmp_path) == []
+    rich = {
+        "metrics": {"vendi": 0.1, "数字": float("inf")},
+        "collisions": [{"kind": "shared", "samples": [{"rank": 0, "seed": None}], "bits": 0.1}],
+        "worst_groups": [3, 1],
+        "remedy": "remedy_collapse",
+        "alarm": "数字 <>",
+    }
+    batch = diversity_row(1, "eval")  # an evaluation has a row for each
+    first, second = diversity_row(0, **rich), diversity_row(1)
+    log = open_log(tmp_path)
+    for row in (first, batch, second, batch, diversity_row(2)):
+        log.append([row], DIVERSITY)
+    log.finish()
+    assert read_diversity(tmp_path) == [first, batch, batch, second, diversity_row(2)]
+    resumed = open_log(tmp_path, session=1, start_step=1)
+    resumed.append([again := diversity_row(1, num_samples=7)], DIVERSITY)
+    resumed.flush()
+    assert read_diversity(tmp_path) == [first, batch, batch, again]

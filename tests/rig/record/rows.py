@@ -9,7 +9,7 @@ from typing import Any
 
 from swift_grpo_ext.record.log import SampleLog, record_files
 from swift_grpo_ext.record.query import Record, diversity_of
-from swift_grpo_ext.record.tables import SAMPLES, DiversityRow, SampleRow
+from swift_grpo_ext.record.tables import SAMPLES, DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 
 ROW = SampleRow(
@@ -45,6 +45,18 @@ def row_of(name: SampleId, **changes: Any) -> SampleRow:
         prompt="Which digit?" + " Look twice." * (words % 3),
     )
     return replace(made, **changes)
+
+
+def score_of(name: SampleId, reward: float = 0.5, **changes: Any) -> RewardRow:
+    row = RewardRow(
+        sample_id=name,
+        reward=reward,
+        rewards=[("Accuracy", None), ("数字", reward)],
+        truncated=False,
+        replaced=False,
+        fate="trained",
+    )
+    return replace(row, **changes)
 
 
 def open_log(run_dir: Path, **options: Any) -> SampleLog:

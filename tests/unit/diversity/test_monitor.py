@@ -1,39 +1,38 @@
-"""The monitor's callback, with a trainer's side of it; on two ranks with real collectives."""
+"""`--callbacks diversity` logs, records and acts on the measurements of each round, on all ranks
+together (D1, D3); also for ms-swift's own rollouts."""
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import TrainerControl, TrainerState
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
 from swift_grpo_ext.monitor import DiversityMonitor
-from swift_grpo_ext.ranks import training_ranks
+from swift_grpo_ext.ranks import RankGroup, RolloutError
 from swift_grpo_ext.record.recorder import SampleRecorder
-from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
+from swift_grpo_ext.record.tables import DiversityRow, SampleRow
 from tests.rig.arguments import training_arguments
 from tests.rig.diversity.samples import LONG, group_of, sample
-from tests.rig.record.rows import read_diversity
+from tests.rig.ranks import ThreadRanks, run_rank_groups
+from tests.rig.record.rows import read_diversity, score_of
 
 
 class Run:
     """The trainer's side of the callback: it generates, scores, steps and logs."""
 
-    def __init__(self, folder: Path, start_step: int = 0, **flags: Any) -> None:
-        ranks = training_ranks(60)
+    def __init__(self, folder: Path, ranks: RankGroup | None = None, **flags: Any) -> None:
+        ranks = ranks or RankGroup()
         self.recorder = SampleRecorder(str(folder), ranks, kept="none", keeps_diversity=True)
-        self.recorder.open(start_step=start_step)
+        self.recorder.open(start_step=0)
         self.trainer = SimpleNamespace(
             recorder=self.recorder,
             score_listeners=[],
@@ -52,14 +51,10 @@ class Run:
             self.score(samples, rewards)
 
     def score(self, samples: list[SampleRow], rewards: Sequence[float]) -> None:
-        rows = [
-            RewardRow(sample_id=s.sample_id, reward=reward, rewards=[], truncated=False,
-                      replaced=False, fate="trained")
-            for s, reward in zip(samples, rewards, strict=False)
-        ]  # fmt: skip
-        of_all = [row for rank_rows in self.trainer.ranks.all_gather(rows) for row in rank_rows]
+        rows = [score_of(s.sample_id, r) for s, r in zip(samples, rewards, strict=False)]
+        shares = self.trainer.ranks.all_gather(rows)
         for listener in self.trainer.score_listeners:
-            listener(of_all)
+            listener([row for share in shares for row in share])
 
     def step(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> None:
         self.generate(samples, rewards)
@@ -98,14 +93,14 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
     run.step(group_of([1], [2], [3], [4]), [1.0, 2.0, 0.0, 0.25])
     run.step([])
     run.step(group_of([1, 4], [1, 4], step=2))  # nothing was scored
-    assert run.logged["diversity/unique_ratio"] == [1.0, 0.5]
-    assert run.logged["diversity/pass_at_1"] == [0.5]
-    assert run.logged["diversity/equal_rewards"] == [0.0]
-    assert [r.round.step for r in run.records] == [0, 2]
     run.generate(group_of([1], [2], phase="eval"))
     run.monitor.on_prediction_step(*run.hook_arguments)
-    assert run.trainer._metrics["eval"]["diversity/unique_ratio"] == [1.0]
-    assert len(run.logged["diversity/unique_ratio"]) == 2
+    logged = run.trainer._metrics
+    assert logged["train"]["diversity/unique_ratio"] == [1.0, 0.5]
+    assert logged["train"]["diversity/pass_at_1"] == [0.5]
+    assert logged["train"]["diversity/equal_rewards"] == [0.0]
+    assert logged["eval"]["diversity/unique_ratio"] == [1.0]
+    assert [r.round for r in run.records] == [("eval", 0, 0), ("train", 0, 0), ("train", 2, 0)]
     assert said == []
 
 
@@ -153,8 +148,7 @@ def test_alarms_are_said_once_until_they_end_or_change(tmp_path: Path, said: lis
         "broken randomness in train round 3.0",
         "collapsed policy in train round 6.0, 3 rounds in a row",
     ]
-    where = f"`swift-grpo-ext view {tmp_path}` shows later ones"
-    assert all(line.endswith(f" ({where}.)") for line in said)
+    assert all(f"`swift-grpo-ext view {tmp_path}`" in line for line in said)
     assert not run.stops
 
 
@@ -182,21 +176,20 @@ def test_what_an_alarm_does(
 
 
 @pytest.mark.parametrize(
-    ("flags", "is_said", "verdict"),
+    ("flags", "is_said"),
     [
-        ({"temperature": 0.0}, True, "unknown"),
-        ({"temperature": 0.9e-5}, True, "unknown"),  # vLLM takes it for 0
-        ({"temperature": 1e-5}, False, "broken"),
-        ({"use_vllm": False}, True, "unknown"),
+        ({"temperature": 0.9e-5}, True),  # vLLM takes it for 0
+        ({"temperature": 1e-5}, False),
+        ({"use_vllm": False}, True),
     ],
 )
 def test_what_cannot_be_tested_is_said_at_the_start(
-    flags: dict[str, Any], is_said: bool, verdict: str, tmp_path: Path, said: list[str]
+    flags: dict[str, Any], is_said: bool, tmp_path: Path, said: list[str]
 ) -> None:
     run = Run(tmp_path, diversity_action="log", **flags)
     assert ["cannot test the noise of greedy decoding" in line for line in said] == [True] * is_said
     run.step(group_of(LONG, LONG, LONG, bits=None if "use_vllm" in flags else 1.0))
-    assert run.records[0].verdict == verdict
+    assert run.records[0].verdict == ("unknown" if is_said else "broken")
 
 
 @pytest.mark.parametrize(
@@ -221,17 +214,19 @@ def test_replicas_are_named(
     assert [s["rank"] for s in collision["samples"]] == [0, 1, 2]
 
 
-def test_flags_reach_the_analysis(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "mode", "verdict", "remedy"),
+    [(20, "engine", "collapse", ""), (21, "sample", "broken", "remedy_ignored_seeds")],
+)
+def test_flags_reach_the_analysis(
+    bits: int, mode: str, verdict: str, remedy: str, tmp_path: Path
+) -> None:
     """A pair of n bits has p = 2^-n, twice for the two halves of the level: 1.91e-6 with 20, and
     0.95e-6 with 21. The seed mode decides the remedy."""
-    for bits, mode, verdict, remedy in (
-        (20, "engine", "collapse", ""),
-        (21, "sample", "broken", "remedy_ignored_seeds"),
-    ):
-        run = Run(tmp_path / mode, rollout_seed_mode=mode)
-        run.step([sample(LONG[:bits], index=i, seed=i) for i in (0, 1)])
-        assert (run.records[0].verdict, run.records[0].remedy) == (verdict, remedy)
-        assert run.records[0].log10_p == pytest.approx(math.log10(2 * 2**-bits), abs=1e-5)
+    run = Run(tmp_path, rollout_seed_mode=mode)
+    run.step([sample(LONG[:bits], index=i, seed=i) for i in (0, 1)])
+    assert (run.records[0].verdict, run.records[0].remedy) == (verdict, remedy)
+    assert run.records[0].log10_p == pytest.approx(math.log10(2 * 2**-bits), abs=1e-5)
 
 
 def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Path) -> None:
@@ -281,64 +276,38 @@ def test_other_trainers_are_refused() -> None:
         DiversityMonitor(SimpleNamespace(), SimpleNamespace())
 
 
-# --- two ranks ---
-
-
-def on_ranks(work: Callable[[int, str], None], folder: Path) -> None:
-    # Forked: the imports of a fresh process would take a quarter of a minute.
-    mp.start_processes(_rank, (work, str(folder)), nprocs=2, start_method="fork")
-
-
-def _rank(rank: int, work: Callable[[int, str], None], folder: str) -> None:
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    try:
-        work(rank, folder)
-    finally:
-        dist.destroy_process_group()
-
-
-def copies_across_ranks(rank: int, folder: str) -> None:
-    """Each rank has half of a group; in round 1 both generate the same."""
-    run = Run(Path(folder) / "run", diversity_action="stop")
-    stops = []
-    for step in range(2):
-        ids = [i + 100 * rank * (1 - step) + 1000 * step for i in LONG]
-        run.step([sample(ids, index=rank, rank=rank, step=step, replica="")], [float(rank)])
-        stops.append(run.stops)
-    run.recorder.flush()
-    result = {"stops": stops, "unique": run.logged["diversity/unique_ratio"]}
-    result["passed"] = run.logged["diversity/pass_at_1"]
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(result))
-
-
 def test_all_ranks_stop_together(tmp_path: Path) -> None:
-    on_ranks(copies_across_ranks, tmp_path)
-    for rank in (0, 1):
-        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == {
-            "stops": [False, True], "unique": [1.0, 0.5], "passed": [0.5, 0.5],
-        }  # fmt: skip
-    healthy, broken = read_diversity(tmp_path / "run")
+    """Each rank has half of a group; in round 1 both generate the same."""
+
+    def work(ranks: ThreadRanks) -> tuple[list[bool], list[float], list[float]]:
+        run = Run(tmp_path, ranks, diversity_action="stop")
+        stops = []
+        for step in range(2):
+            ids = [i + 100 * ranks.rank * (1 - step) + 1000 * step for i in LONG]
+            own = [sample(ids, index=ranks.rank, rank=ranks.rank, step=step, replica="")]
+            run.step(own, [float(ranks.rank)])
+            stops.append(run.stops)
+        run.recorder.flush()
+        return stops, run.logged["diversity/unique_ratio"], run.logged["diversity/pass_at_1"]
+
+    assert run_rank_groups(2, work) == [([False, True], [1.0, 0.5], [0.5, 0.5])] * 2
+    healthy, broken = read_diversity(tmp_path)
     assert (healthy.verdict, broken.verdict) == ("healthy", "broken")
     assert "(rank 0, replica 'rank 0')" in (broken.alarm or "")
     assert "(rank 1, replica 'rank 1')" in (broken.alarm or "")
 
 
-def fail_on_main(rank: int, folder: str) -> None:
-    """The main rank cannot write, which ends nothing, then cannot analyze, which ends all ranks."""
-    run = Run(Path(folder) / "run")
-    if rank == 0:
-        (Path(folder) / "run/diversity").touch()
-    run.step([sample(LONG, index=rank)])
-    RoundAnalyzer.analyze = None  # type: ignore[assignment]  # of this process alone
-    try:
-        run.step([sample(LONG, index=rank, step=1)])
-    except RuntimeError as e:
-        Path(folder, f"rank{rank}.txt").write_text(f"{type(e).__name__}: {e}")
+def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 cannot write, which ends nothing. Then it cannot analyze, which ends all ranks."""
 
+    def work(ranks: ThreadRanks) -> None:
+        run = Run(tmp_path, ranks)
+        if ranks.rank == 0:
+            (tmp_path / "diversity").touch()
+        run.step([sample(LONG, index=ranks.rank)])
+        monkeypatch.setattr(RoundAnalyzer, "analyze", None)
+        kind = RolloutError if ranks.rank else RuntimeError
+        with pytest.raises(kind, match="--callbacks diversity: TypeError: 'NoneType' object"):
+            run.step([sample(LONG, index=ranks.rank, step=1)])
 
-def test_a_failure_ends_all_ranks(tmp_path: Path) -> None:
-    on_ranks(fail_on_main, tmp_path)
-    assert (tmp_path / "rank0.txt").read_text().startswith("RuntimeError: --callbacks diversity")
-    words = (tmp_path / "rank1.txt").read_text()
-    assert words.endswith("--callbacks diversity: TypeError: 'NoneType' object is not callable")
+    run_rank_groups(2, work)

@@ -1,4 +1,4 @@
-"""The examples' rewards and schedulers, on plain values."""
+"""The examples' rewards, schedulers and published gains are what their pages say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import band
 import experiment
 import pytest
 import records
-import yaml
 from PIL import Image
 from rewards import DigitAccuracy, DigitFormat
 
@@ -23,31 +22,14 @@ PASSAGES = ["Eiffel Tower: in Paris, of 1889", "Paris: the capital of France", "
 
 
 def test_a_run_is_held_against_the_band_of_its_own_start_model() -> None:
-    """Every start model must gain; only the published start model must also be in the band."""
+    """Only the published start model must also be in the band of the published seeds."""
     published = records.published(200)
-    seeds = f"the band of the {len(published)} published seeds"
     run = published[0]
-    gained = f"Enough gain: {run.gain:+.2f}, expected 0.08 or more on any machine."
-    assert experiment.verdict(run, published) == ([gained, f"Within {seeds}."], False)
     high = replace(run, after={**run.after, "greedy_accuracy": 0.9})
-    [first, second], is_wrong = experiment.verdict(high, published)
-    assert (first, is_wrong) == (gained, True)
-    assert second.startswith(f"Outside {seeds}: greedy accuracy 90")
     elsewhere = replace(high, before={**run.before, "greedy_accuracy": 0.4765625})
-    [first, second], is_wrong = experiment.verdict(elsewhere, published)
-    assert (first, is_wrong) == (gained, False)
-    difference = "greedy accuracy 47.7%, not 48.4%"
-    assert second.startswith(
-        f"Not compared with {seeds}, because the start model differs ({difference}): "
-    )
-    flat = replace(run, curves={**run.curves, "reward": [0.5] * 199 + [0.6]})
-    assert experiment.verdict(flat, [])[0] == [
-        "Too little gain: +0.01, expected 0.08 or more on any machine.",
-        "No runs of 200 steps are published.",
-    ]
-    assert band.gains(flat).startswith(
-        "mean reward 0.50 in the first 20 steps, 0.51 in the last 20"
-    )
+    assert experiment.verdict(run, published)[1] is False
+    assert experiment.verdict(high, published)[1] is True
+    assert experiment.verdict(elsewhere, published)[1] is False
 
 
 def test_the_promised_gain_is_what_the_published_seeds_of_the_demo_show() -> None:
@@ -85,40 +67,25 @@ def test_digits(completion: str, solution: str, form: float, accuracy: float) ->
     assert DigitAccuracy()([completion], solution=[solution]) == [accuracy]
 
 
-def test_a_wrong_call_of_a_tool_brings_a_crop_once(tmp_path: Path) -> None:
+def test_a_wrong_call_of_a_tool_brings_a_crop(tmp_path: Path) -> None:
+    """`tests/stack/test_tool_call.py` trains with images in all forms, and without."""
     tools = module_of("tool_call/tools.py")
-    preset = yaml.safe_load((EXAMPLES / "tool_call/grpo.yaml").read_text(encoding="utf-8"))
-    assert preset["stop_words"] == [tools.STOP]
     scheduler = tools.DigitChecker(max_turns=2)
-    request = SimpleNamespace(data_dict={"solution": "7"}, messages=[], images=[])
-    wrong = choice("<answer>3</answer>")
-    assert scheduler.check_finished(request, choice("<answer>7</answer>"), 1)
-    assert not scheduler.check_finished(request, wrong, 1)
-    assert scheduler.check_finished(request, wrong, 2)
-    assert scheduler.step(request, wrong, 1) == {"infer_request": request}
-    [answer] = request.messages
-    assert answer == {"role": "tool", "content": "3: no. There is no image to look at."}
     Image.linear_gradient("L").save(path := tmp_path / "image.png")
-    content = base64.b64encode(path.read_bytes()).decode()
-    crops = []
-    for image in (str(path), content, Image.open(path)):  # the forms in requests
-        request.messages, request.images = [], [image]
-        result = scheduler.step(request, wrong, 1)
-        assert result["infer_request"].messages == [{"role": "tool", "content": "3: no. <image>"}]
-        assert result["rollout_infos"]["images"] == request.images
-        first, crop = request.images
-        assert first is image
-        crops.append(crop)
-    assert len(set(crops)) == 1
-    shown = Image.open(io.BytesIO(base64.b64decode(crops[0])))
-    assert shown.size == (256, 256)
-    low, high = shown.convert("L").getextrema()
-    assert (low, high) == (32, 223)  # of 0 to 255: an eighth is cut off at each end
+    request = SimpleNamespace(data_dict={"solution": "7"}, messages=[], images=[str(path)])
+    right, wrong = choice("<answer>7</answer>"), choice("<answer>3</answer>")
+    turns = [(right, 1), (wrong, 1), (wrong, 2)]
+    assert [scheduler.check_finished(request, *turn) for turn in turns] == [True, False, True]
+    result = scheduler.step(request, wrong, 1)
+    assert result["infer_request"].messages == [{"role": "tool", "content": "3: no. <image>"}]
+    assert result["rollout_infos"]["images"] == request.images
+    shown = Image.open(io.BytesIO(base64.b64decode(request.images[1]))).convert("L")
+    # Of 0 to 255, an eighth is cut off at each end.
+    assert (shown.size, shown.getextrema()) == ((256, 256), (32, 223))
     # A turn that ends at the stop string is a call.
-    for reason, reward in ((tools.STOP, 1.2), ("<|im_end|>", 1.0)):
-        infos = [{"stop_reason": reason}]
-        made = tools.DigitCall()(["<answer>7</answer>"], solution=["7"], rollout_infos=infos)
-        assert made == [reward]
+    infos = [{"stop_reason": tools.STOP}, {"stop_reason": "<|im_end|>"}]
+    answers = ["<answer>7</answer>"] * 2
+    assert tools.DigitCall()(answers, solution=["7"] * 2, rollout_infos=infos) == [1.2, 1.0]
 
 
 def test_a_search_is_answered_and_its_last_answer_rewarded(

@@ -1,4 +1,4 @@
-"""The tables of docs/support.md are up to date with `scripts/support.py`."""
+"""docs/support.md names each option and each family of models with its verdict (R1, R3)."""
 
 from __future__ import annotations
 

@@ -1,37 +1,32 @@
-"""Scores are recorded once, with the samples' names, over ranks and rounds."""
+"""Each sample has one score in the record, with all that is known of it (V1)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from swift.rl_core.data import GRPOBatch
 
 from swift_grpo_ext.record import rewards
-from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.query import read_rewards
 from swift_grpo_ext.record.rewards import RewardRecorder, scores_of_ranks, training_scores
 from swift_grpo_ext.record.tables import REWARDS, RewardRow
+from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from tests.rig.ranks import Gather, run_ranks
-from tests.rig.record.rows import row_of, sample_id
+from tests.rig.record.rows import open_log, row_of, sample_id
 
 FUNCTIONS, WEIGHTS = ["accuracy", "format"], [1.0, 0.5]
 
 
-@dataclass
-class Sample:
-    """The fields of ms-swift's `OnPolicySample` that are read."""
-
-    sample_id: SampleId
-    is_truncated: bool = False
-    advantages: Any = 0.0
-    response_token_ids: Sequence[Any] = ()
+def sample(name: SampleId, **fields: Any) -> RolloutSample:
+    made = RolloutSample(messages=[], **fields)
+    made.sample_id = name
+    return made
 
 
 def record(
@@ -40,19 +35,17 @@ def record(
     values: Sequence[Sequence[float]],
     gather: Gather = lambda rows: [rows],
 ) -> list[RewardRow]:
-    samples = [Sample(name) for name in names]
+    samples = [sample(name) for name in names]
     return scores_of_ranks(gather(recorder.record(samples, values, fate="trained", extras={})))
 
 
 def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
     name = sample_id(3, number=1, group=2, index=5)
-    log = SampleLog(tmp_path, session=0, start_step=0)
+    known = {"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0, "gaps": [(3, 0.5)]}
+    log = open_log(tmp_path)
     log.append([row_of(name)])
     rows = RewardRecorder(FUNCTIONS, WEIGHTS).record(
-        [Sample(name, is_truncated=True)],
-        [[0.25, 1.0]],
-        fate="trained",
-        extras={name: {"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0, "gaps": [(3, 0.5)]}},
+        [sample(name, finish_reason="length")], [[0.25, 1.0]], fate="trained", extras={name: known}
     )
     log.append(rows, REWARDS)
     log.flush()
@@ -60,9 +53,8 @@ def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
     assert table.to_pylist() == [
         {
             **{"session": 0, "phase": "train", "step": 3, "number": 1, "group": 2, "index": 5},
-            **{"reward": 0.75, "rewards": [("accuracy", 0.25), ("format", 1.0)]},
-            **{"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0},
-            **{"truncated": True, "replaced": False, "fate": "trained", "gaps": [(3, 0.5)]},
+            **{"reward": 0.75, "rewards": [("accuracy", 0.25), ("format", 1.0)], **known},
+            **{"truncated": True, "replaced": False, "fate": "trained"},
         }
     ]
     assert table.schema == REWARDS.schema
@@ -80,27 +72,22 @@ def test_functions_that_gave_nothing_or_share_a_name() -> None:
 def test_what_dynamic_sampling_drops_has_a_score() -> None:
     """Each of two ranks generates a group twice. ms-swift trains on groups 1 and 2, and rank 0 gets
     samples that rank 1 generated."""
-    recorded: dict[int, list[RewardRow]] = {}
 
-    def work(rank: int, gather: Gather) -> None:
+    def work(rank: int, gather: Gather) -> list[tuple[int, int, float | None, str]]:
         recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
         for number in (0, 1):
             names = [sample_id(group=2 * number + rank, index=i) for i in (0, 1)]
-            recorder.generated([Sample(name) for name in names], [[number + rank / 10, 0.0]] * 2)
+            recorder.generated([sample(name) for name in names], [[number + rank / 10, 0.0]] * 2)
         trained = [sample_id(group=rank + 1, index=i) for i in (1, 0)]
-        recorded[rank] = record(recorder, trained, [[9.0, 0.0]] * 2, gather=gather)
+        rows = record(recorder, trained, [[9.0, 0.0]] * 2, gather=gather)
         # Nothing is left for the next round.
         later = [sample_id(1, index=rank)]
         assert len(record(recorder, later, [[5.0, 0.0]], gather=gather)) == 2
+        return [(r.sample_id.group, r.sample_id.index, r.reward, r.fate) for r in rows]
 
-    run_ranks(2, work)
-    found = {
-        rank: [(r.sample_id.group, r.sample_id.index, r.reward, r.fate) for r in rows]
-        for rank, rows in recorded.items()
-    }
     fates = [(0, 0.0, "dropped"), (1, 9.0, "trained"), (2, 9.0, "trained"), (3, 1.1, "dropped")]
-    of_all = [(group, i, reward, fate) for group, reward, fate in fates for i in (0, 1)]
-    assert found == {0: of_all, 1: of_all}
+    expected = [(group, i, reward, fate) for group, reward, fate in fates for i in (0, 1)]
+    assert run_ranks(2, work) == [expected, expected]
 
 
 def test_groups_that_got_another_prompt() -> None:
@@ -123,32 +110,42 @@ def test_groups_that_got_another_prompt() -> None:
     ]
 
 
-def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards, "MOST_GAPS", 2)
-    first, second, third = (Sample(sample_id(index=i)) for i in range(3))
-    first.response_token_ids, second.response_token_ids = [5, 6, 7, 8], [[5, 6], [7]]
-    first.advantages, second.advantages = torch.tensor(0.5), torch.tensor(-1.5)
-    batch = SimpleNamespace(
-        rollout_per_token_logps=torch.tensor(
-            [[9.0, -1.0, -2.0, -3.0, -4.0], [9.0, 9.0, 9.0, 9.0, -1.0]]
-        ),
-        old_per_token_logps=torch.tensor(
-            [[0.0, -1.5, -1.0, -3.0625, -4.03125], [0.0, 0.0, 0.0, 0.0, -1.25]]
-        ),
-        completion_mask=torch.tensor([[0, 1, 1, 1, 1], [0, 0, 0, 0, 1]]),
+@pytest.mark.parametrize(
+    ("most", "gaps"),
+    [
+        (2, [(0, 0.5), (1, 1.0)]),  # positions in the completion; the greatest two
+        (64, [(0, 0.5), (1, 1.0), (2, 0.0625)]),  # a gap below `SHOWN_GAP` is left out
+    ],
+)
+def test_what_training_adds(
+    most: int, gaps: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "MOST_GAPS", most)
+    first = sample(sample_id(), response_token_ids=[5, 6, 7, 8], advantages=torch.tensor(0.5))
+    # It has more tokens than the training saw, so positions are not known.
+    second = sample(
+        sample_id(index=1), response_token_ids=[[5, 6], [7]], advantages=torch.tensor(-1.5)
     )
-    unknown = SimpleNamespace(rollout_per_token_logps=None, old_per_token_logps=torch.zeros(1, 1))
-    scores = training_scores([first, second, third], [([first, second], batch), ([third], unknown)])
-    assert scores == {
-        first.sample_id: {
-            **{"advantage": 0.5, "gap_mean": 0.3984375, "gap_max": 1.0},
-            "gaps": [(0, 0.5), (1, 1.0)],  # positions in the completion; the greatest two
-        },
-        # It has more tokens than the training saw, so positions are not known.
+    third = sample(sample_id(index=2))
+
+    def batch(rollout: Any, training: list[list[float]], mask: list[list[int]]) -> GRPOBatch:
+        return GRPOBatch(
+            completion_mask=torch.tensor(mask),
+            truncated_mask=torch.zeros(len(mask)),
+            seq_lengths=torch.zeros(len(mask)),
+            rollout_per_token_logps=rollout and torch.tensor(rollout),
+            old_per_token_logps=torch.tensor(training),
+        )
+
+    known = batch(
+        [[9.0, -1.0, -2.0, -3.0, -4.0], [9.0, 9.0, 9.0, 9.0, -1.0]],
+        [[0.0, -1.5, -1.0, -3.0625, -4.03125], [0.0, 0.0, 0.0, 0.0, -1.25]],
+        [[0, 1, 1, 1, 1], [0, 0, 0, 0, 1]],
+    )
+    unknown = batch(None, [[0.0]], [[1]])
+    of_batches = [([first, second], known), ([third], unknown)]
+    assert training_scores([first, second, third], of_batches) == {
+        first.sample_id: {"advantage": 0.5, "gap_mean": 0.3984375, "gap_max": 1.0, "gaps": gaps},
         second.sample_id: {"advantage": -1.5, "gap_mean": 0.25, "gap_max": 0.25},
-        third.sample_id: {"advantage": 0.0},
+        third.sample_id: {},
     }
-    monkeypatch.setattr(rewards, "MOST_GAPS", 64)
-    scores = training_scores([first, second], [([first, second], batch)])
-    # A gap below `SHOWN_GAP` is left out.
-    assert scores[first.sample_id]["gaps"] == [(0, 0.5), (1, 1.0), (2, 0.0625)]

@@ -1,5 +1,5 @@
-"""Sessions of a folder have unique numbers and can be resumed after a kill; two trainings never
-share it."""
+"""Sessions of a folder have unique numbers and are resumed after a kill (V1); two trainings never
+share a folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +25,30 @@ from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.tables import SAMPLES
 from tests.rig.arguments import ROOT, command_line_arguments
 from tests.rig.ranks import ThreadRanks, run_rank_groups
-from tests.rig.record.rows import ROW, sample_id
+from tests.rig.record.rows import row_of, sample_id
 
 TRAINING = """
 import sys
-from dataclasses import replace
 from pathlib import Path
 from swift_grpo_ext.record.log import claim_session
-from tests.rig.record.rows import ROW, sample_id, write_session
+from tests.rig.record.rows import row_of, sample_id, write_session
 folder = Path(sys.argv[1])
-rows = [replace(ROW, sample_id=sample_id(step)) for step in range(12)]
+rows = [row_of(sample_id(step)) for step in range(12)]
 write_session(folder, rows, session=claim_session(folder))
 print("written", flush=True)
 sys.stdin.read()
 """
 
 
-def open_run(folder: Path | str, start_step: int = 0) -> SampleRecorder:
-    recorder = SampleRecorder(str(folder), RankGroup())
+def open_run(folder: Path, ranks: RankGroup | None = None, start_step: int = 0) -> SampleRecorder:
+    recorder = SampleRecorder(str(folder), ranks or RankGroup())
     recorder.open(start_step=start_step)
     return recorder
 
 
 def write(recorder: SampleRecorder, steps: range) -> None:
     for step in steps:
-        recorder.append([replace(ROW, sample_id=sample_id(step))])
+        recorder.append([row_of(sample_id(step))])
         recorder.write()
     recorder.flush()
 
@@ -74,42 +72,35 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def test_two_trainings_in_one_folder_and_a_resume_after_a_kill(tmp_path: Path) -> None:
-    """The second is refused on all ranks, and before its model is loaded. After the first was
-    killed, it can be resumed."""
-    said = dict[int, str]()
-    args = command_line_arguments("rlhf", output_dir=str(tmp_path))
+    """The second is refused on all ranks, and before its model is loaded, if it would write. After
+    the first was killed, it can be resumed."""
 
-    def second(ranks: ThreadRanks) -> None:
+    def check(**changes: Any) -> None:
+        enforce(check_output_dir(command_line_arguments("rlhf", output_dir=folder, **changes)))
+
+    def second(ranks: ThreadRanks) -> str:
         with pytest.raises((log.RunInUseError, RolloutError)) as caught:
-            SampleRecorder(str(tmp_path), ranks).open(start_step=0)
-        said[ranks.rank] = str(caught.value)
+            open_run(tmp_path, ranks)
+        return str(caught.value)
 
-    enforce(check_output_dir(args))
+    folder = str(tmp_path)
+    check()
     with training(tmp_path) as first:
         files = record_files(SAMPLES.folder(tmp_path))
-        run_rank_groups(2, second)
+        said = run_rank_groups(2, second)
         assert said[1] == f"The rollout failed on rank 0: RunInUseError: {said[0]}"
         process = rf"--output_dir {tmp_path}: process {first.pid} on \S+ \(since [-0-9: ]+\) trains"
         assert re.match(process, said[0])
         assert "give this training another --output_dir" in said[0]
-        with pytest.raises(ValueError, match=rf"^{process}"):
-            enforce(check_output_dir(args))
-        none = SampleRecorder(str(tmp_path), RankGroup(), kept="none")
-        none.open(start_step=0)  # it would write nothing
-        enforce(
-            check_output_dir(
-                command_line_arguments("rlhf", output_dir=str(tmp_path), sample_log="none")
-            )
-        )
-        watched = command_line_arguments(
-            "rlhf", output_dir=str(tmp_path), sample_log="none", callbacks=["diversity"]
-        )
-        with pytest.raises(ValueError, match=rf"^{process}"):  # what is measured would be written
-            enforce(check_output_dir(watched))
+        for changes in ({}, {"sample_log": "none", "callbacks": ["diversity"]}):
+            with pytest.raises(ValueError, match=rf"^{process}"):
+                check(**changes)
+        check(sample_log="none")  # it would write nothing
+        SampleRecorder(folder, RankGroup(), kept="none").open(start_step=0)
         first.send_signal(signal.SIGKILL)
         first.wait()
         assert record_files(SAMPLES.folder(tmp_path)) == files
-    enforce(check_output_dir(args))
+    check()
     write(open_run(tmp_path, start_step=8), range(8, 14))
     assert steps_of(tmp_path) == list(range(14))
 
@@ -129,16 +120,11 @@ def test_disks_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_sessions_of_one_process_have_files_of_their_own(tmp_path: Path) -> None:
     """Two sessions are open at once, as in a notebook; the first one keeps its lock."""
-    first, second = open_run(tmp_path), open_run(tmp_path)
-    for recorder in (first, second):
-        write(recorder, range(12))
-    files = record_files(SAMPLES.folder(tmp_path))
-    assert {file.session for file in files} == {0, 1}
-    assert [read_samples(tmp_path).num_rows, len(steps_of(tmp_path))] == [12, 12]
-    probe = f"""
-from swift_grpo_ext.record.log import reason_against
-print(reason_against({str(tmp_path)!r}))
-"""
+    for recorder in (open_run(tmp_path), open_run(tmp_path)):
+        write(recorder, range(2))
+    assert {file.session for file in record_files(SAMPLES.folder(tmp_path))} == {0, 1}
+    assert steps_of(tmp_path) == [0, 1]
+    probe = f"from {log.__name__} import *; print(reason_against({str(tmp_path)!r}))"
     said = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
     assert said.stdout.startswith(f"process {os.getpid()} on ")
 
@@ -156,7 +142,7 @@ def test_a_folder_that_cannot_be_read_ends_all_ranks(
     def work(ranks: ThreadRanks) -> None:
         kind = OSError if ranks.rank == 0 else RolloutError
         with pytest.raises(kind, match="Stale file handle"):
-            SampleRecorder(str(tmp_path), ranks).open(start_step=2)
+            open_run(tmp_path, ranks)
 
     run_rank_groups(2, work)
 
