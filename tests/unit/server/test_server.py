@@ -304,14 +304,16 @@ def test_replicas_join_where_the_training_came_in(
         assert replica.calls == [("join_group", (opens_at, 7, 5, number, 4.5, True))]
 
 
-def test_the_async_engine_has_all_replicas_in_one_worker() -> None:
+def test_the_async_engine_has_all_replicas_in_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "batches_follow_arrival", lambda is_async: is_async)
     one = Replica(async_infer="raises")
     engine = Deployed(one, use_async=True)
     engine.client.post("/init_communicator/", json={"host": "h", "port": 7, "world_size": 5})
     wait_until(lambda: bool(one.calls))
     assert one.calls == [("join_group", ("h", 7, 5, None, 30.0, True))]
     assert engine.client.get("/get_world_size/").json() == {"world_size": 6}
-    assert engine.client.post("/get_engine_type/").json()[wire.KEY]["replicas"] == 3
+    ours = engine.client.post("/get_engine_type/").json()[wire.KEY]
+    assert (ours["replicas"], ours["batches_follow_arrival"]) == (3, True)
     assert "the disk is gone" in engine.draw().json()["detail"]
 
 
