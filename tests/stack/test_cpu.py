@@ -11,16 +11,57 @@ import pytest
 from tests.rig.processes import ROOT
 
 
-def test_shared_memory_neither_meets_nor_leaves_any_of_its_name(tmp_path: Path) -> None:
-    """Training processes end by `os._exit` or a signal, without a cleanup."""
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.rig.cpu.shared_memory", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+def run_python(code: str, *argv: str) -> str:
+    """Run code in a process of its own; return its output."""
+    command = [sys.executable, "-c", code, *argv]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+TWO_RANKS = """
+import os
+import pathlib
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from swift_grpo_ext.cpu import engines
+from swift_grpo_ext.upstream.patches import make
+from tests.rig.ranks import start_processes
+
+def run(rank, folder):
+    import vllm._C
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    make(engines.name_shared_memory_by_run)
+    os.environ["VLLM_DIST_IDENT"] = "//"  # vLLM's value for `env://`
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
+    group = SimpleNamespace(
+        unique_name="tp:0", ranks=[0, 1], rank=rank, world_size=2, device_group=dist.group.WORLD
+    )
+    names = set()
+    for port in ("of another run", f"of {folder}".replace("/", "-")):
+        os.environ["MASTER_PORT"] = port
+        name = _CPUSHMDistributed.make_group_name(group)
+        names.add(name)
+    assert len(names) == 2
+    memory = pathlib.Path("/dev/shm", f"{name}_{rank}".lstrip("/"))
+    memory.touch()  # as left by another run
+    values = torch.full([8], rank + 1.0)
+    _CPUSHMDistributed(group).all_reduce(values)
+    assert values.tolist() == [3.0] * 8
+    assert not memory.exists()
+
+start_processes(run)
+"""
+
+
+def test_shared_memory_neither_meets_nor_leaves_any_of_its_name(tmp_path: Path) -> None:
+    """Two ranks of colocated tensor parallelism are joined by vLLM's shared memory. Processes end
+    by `os._exit` or a signal, without a cleanup. Each run has names of its own."""
+    run_python(TWO_RANKS, str(tmp_path))
 
 
 LONE_RANK = """
@@ -78,8 +119,5 @@ for _ in range(100):
 def test_no_thread_of_gloo_outlives_its_groups() -> None:
     """The trainer is unreachable, as at the end of a rank, in a cycle that holds DDP's group. A
     thread that has yet to free a tensor needs the GIL; this causes no deadlock."""
-    lone = subprocess.run(
-        [sys.executable, "-c", LONE_RANK], check=True, capture_output=True, text=True, timeout=300
-    )
-    both, own, none = map(int, lone.stdout.split())
+    both, own, none = map(int, run_python(LONE_RANK).split())
     assert both > own > none == 0

@@ -1,8 +1,8 @@
 """Whole trainings with servers whose replicas are processes that echo.
 
 All but the model is real: ms-swift's client, routes and workers' loop, our pipes and locks, and
-weight updates over gloo. The two training ranks are threads. The tokens of a replica are the seeds
-of its samples and its weights, so stale weights and shifted answers show.
+weight updates over gloo. The tokens of a replica are the seeds of its samples and its weights, so
+stale weights and shifted answers show.
 """
 
 from __future__ import annotations
@@ -21,14 +21,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from swift.infer_engine.protocol import (
-    ChatCompletionResponse,
-    RequestConfig,
-    RolloutInferRequest,
-    RolloutOutput,
-    UsageInfo,
-)
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 from swift.rlhf_trainers import vllm_client
@@ -37,31 +32,31 @@ from swift.rlhf_trainers.vllm_client import VLLMClient
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swift_grpo_ext.cpu.receiver import CPUWeightSyncWorkerExtension
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.generate import generate
-from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
+from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.server.client import connect_servers
+from swift_grpo_ext.server import client
+from swift_grpo_ext.server.client import RolloutServers, connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.server.replicas import Restarts
 from swift_grpo_ext.upstream.patches import PatchPhase, apply
 from swift_grpo_ext.upstream.weight_sync import bounded_rendezvous
 from swift_grpo_ext.weights.sync import WeightSync
-from tests.rig.ranks import ThreadRanks, run_rank_groups
-from tests.rig.server.served import Deployed, listening
+from tests.rig.processes import free_port
+from tests.rig.server.served import Deployed, drawn_by, listening, output_of
 
-RANKS = 2
-ROUNDS = 3
+ROUNDS = ((0, "train"), (1, "train"), (1, "eval"), (2, "train"))
 GROUPS = 6
 GROUP_SIZE = 2
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 OF_CONNECTIONS = ("cut", "lose")
 
-Outcome = list[list[list[int]] | str]
-"""For each rank, the tokens of its samples, or the error that ended it."""
+Outcome = list[list[int]] | str
+"""The tokens of the samples, or the error that ended the training."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fault:
     """A fault of one replica, or of a connection to its server."""
 
@@ -76,10 +71,9 @@ class Fault:
     """The number of the call at which it happens, from 1."""
 
     replica: int = 0
-    server: int = 0
+    """The replica that has the fault in its first start."""
 
-    lives: int = 1
-    """The number of the replica's starts in which it happens."""
+    server: int = 0
 
 
 # --- a replica's process ---
@@ -140,27 +134,15 @@ class EchoEngine:
         return True
 
     def infer(self, infer_requests: list[Any], request_config: Any, use_tqdm: bool) -> list[Any]:
-        metadatas = [wire.read_metadata(request["data_dict"]) for request in infer_requests]
-        [phase] = {metadata.sample_id.phase for metadata in metadatas if metadata}
-        is_corrupt = self._meet(f"infer {phase}")
-        outputs = [self._output(metadata) for metadata in metadatas]
-        return outputs[:-1] if is_corrupt else outputs
-
-    def _output(self, metadata: Any) -> RolloutOutput:
+        metadatas: list[Any] = [wire.read_metadata(one["data_dict"]) for one in infer_requests]
+        is_corrupt = self._meet(f"infer {metadatas[0].sample_id.phase}")
         weights = [int(w.sum()) for _, w in sorted(self._worker.model.named_parameters())]
-        drawn = [
-            Completion(
-                text="",
-                token_ids=[metadata.seed_of(k) % 2**31, *weights],
-                logprobs=None,
-                finish_reason=None,
-                replica=f"{os.getpid()}",
-            )
-            for k in range(metadata.count)
-        ]
-        infos = {wire.KEY: wire.write_answer(Answer(drawn, Prompt([1])))}
-        response = ChatCompletionResponse("m", [], UsageInfo(1, 1, 2))
-        return RolloutOutput(response=response, rollout_infos=infos)
+        outputs = []
+        for metadata in metadatas:
+            tokens = [[metadata.seed_of(k) % 2**31, *weights] for k in range(metadata.count)]
+            answer = drawn_by(metadata, f"{os.getpid()}", tokens)
+            outputs.append(output_of({wire.KEY: answer}))
+        return outputs[:-1] if is_corrupt else outputs
 
     def _meet(self, method: str) -> bool:
         """Let the fault happen if it is due; return whether to corrupt something."""
@@ -208,23 +190,26 @@ class EchoServer(Deployed):
             vllm_data_parallel_size=num_replicas,
             get_template=lambda: None,
             _import_external_plugins=lambda: None,
-            started_by=self,
+            fork=self.fork,
         )
         self.every_process: list[Any] = []
         self._starts: Counter[int] = Counter()
-        self._fault = fault
+        self.fault = fault
         self.num_connections, self.master_port = num_replicas, 0
         self._start_data_parallel_workers()
         self.restarts = Restarts(self, restarts)
         for connection in self.connections:
             assert connection.recv() == {"status": "ready"}
 
-    def fault_of_next_start(self, replica: int) -> Fault | None:
+    def fork(self, target: Any, args: Any) -> Any:
+        """Make the process of a replica, with this process's imports; ms-swift's would spawn."""
+        replica, fault = args[1], self.fault
         self._starts[replica] += 1
-        fault = self._fault
-        if fault is None or fault.action in OF_CONNECTIONS or fault.replica != replica:
-            return None
-        return fault if self._starts[replica] <= fault.lives else None
+        is_due = fault and fault.replica == replica and self._starts[replica] == 1
+        own = fault if is_due and fault.action not in OF_CONNECTIONS else None
+        made = get_context("fork").Process(target=run_echo, args=(own, target, *args), daemon=True)
+        self.every_process.append(made)
+        return made
 
 
 def breaking(fault: Fault) -> type[H11Protocol]:
@@ -248,16 +233,12 @@ def breaking(fault: Fault) -> type[H11Protocol]:
 
 @contextmanager
 def deployed(
-    replicas: Sequence[int], timeout: float, fault: Fault | None, restarts: int
+    replicas: Sequence[int], timeout: float, fault: Fault | None = None, restarts: int = 0
 ) -> Iterator[tuple[list[EchoServer], list[str]]]:
     """Run servers with these numbers of replicas; yield them and their URLs. Replicas are forked
     before there are threads."""
-    gc.collect()  # a replica that collected an earlier training's groups would wait for threads
-    faults = [fault if fault and fault.server == s else None for s in range(len(replicas))]
-    servers = [
-        EchoServer(count, timeout, restarts, own)
-        for count, own in zip(replicas, faults, strict=True)
-    ]
+    apply(PatchPhase.SERVER)
+    servers: list[EchoServer] = []
 
     def end_replicas() -> None:
         for process in (process for server in servers for process in server.every_process):
@@ -265,13 +246,26 @@ def deployed(
             process.join()
 
     with ExitStack() as stack:
+        # Closing a group collects garbage: a replica would wait for the threads of an earlier
+        # training's groups, and copy the pages of all objects.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(rollout, "Process", lambda target, args: args[0].fork(target, args))
+        patch.setattr(Leaseholder, "keep", lambda _: None)  # a thread would outlive the test
+        patch.setattr(client, "TRIES", client.TRIES.new(backoff_factor=0.01))
+        patch.setattr(client, "SECONDS_BETWEEN_LOOKS", 0.02)
         stack.callback(end_replicas)  # also replicas that were started by a server's last answer
+        for number, count in enumerate(replicas):
+            own = fault if fault and fault.server == number else None
+            servers.append(EchoServer(count, timeout, restarts, own))
         urls = []
-        for server, own in zip(servers, faults, strict=True):
+        for server in servers:
             settings: dict[str, Any] = {}
-            if own and own.action in OF_CONNECTIONS:
+            if server.fault and server.fault.action in OF_CONNECTIONS:
                 # uvloop's connections cannot be changed.
-                settings = {"http": breaking(own), "loop": "asyncio"}
+                settings = {"http": breaking(server.fault), "loop": "asyncio"}
             urls.append(stack.enter_context(listening(server, **settings)))
         stack.callback(end_replicas)
         yield servers, urls
@@ -280,126 +274,85 @@ def deployed(
 # --- a training ---
 
 
+def metadatas_of(step: int, phase: Any) -> list[RequestMetadata]:
+    """Return the requests of a round's groups."""
+    names = [
+        SampleId(phase=phase, step=step, number=0, group=group, index=0) for group in range(GROUPS)
+    ]
+    return [
+        RequestMetadata(sample_id=name, count=GROUP_SIZE, run_seed=42, as_arrays=True)
+        for name in names
+    ]
+
+
+def undisturbed() -> Outcome:
+    """Return the tokens of a training without a fault: seeds, and sums of the step's weights."""
+    return [
+        [metadata.seed_of(k) % 2**31, 30 * step, 30 * step + 3]  # type: ignore[operator]
+        for step, phase in ROUNDS
+        for metadata in metadatas_of(step, phase)
+        for k in range(GROUP_SIZE)
+    ]
+
+
 @dataclass
 class Training:
-    """Rounds of two ranks with servers, as the trainer makes them."""
+    """Rounds with servers, as rank 0 of a trainer makes them."""
 
     urls: list[str]
-    group_ports: list[int]
     timeout: float
     between: Callable[[int], None] = field(default=lambda _: None)
-    """Called on rank 0 after each round."""
+    """Called after each round."""
 
-    drew: dict[int, set[int]] = field(default_factory=dict)
-    """By round: the process ids of the replicas that generated it."""
+    drew: set[int] = field(default_factory=set)
+    """The process ids of the replicas that generated the last round."""
 
     def run(self) -> Outcome:
-        client, connected = None, None
+        client: Any = None
         try:
-            client = VLLMClient(self.urls, group_ports=self.group_ports, connection_timeout=5.0)
+            ports = [free_port() for _ in self.urls]
+            client = VLLMClient(self.urls, group_ports=ports, connection_timeout=5.0)
             apply(PatchPhase.TRAINER)
             with bounded_rendezvous(vllm_client, self.timeout):  # ms-swift would wait 300 s
                 client.init_communicator(device="cpu")
-            args = SimpleNamespace(
+            args: Any = SimpleNamespace(
                 rollout_timeout=self.timeout,
                 new_special_tokens=[],
                 output_dir="run",
                 full_determinism=False,
             )
-            connected = connect_servers(client, args)
-        except Exception as e:  # no rank has begun
-            return [f"{type(e).__name__}: {e}"] * RANKS
+            return self._run_rounds(client, connect_servers(client, args))
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
         finally:
             if client is not None:
                 atexit.unregister(client.close_communicator)
-        try:
-            return run_rank_groups(RANKS, partial(self._run_rank, client, connected))
-        finally:
-            client.pynccl_comms = []
+                client.pynccl_comms = []
 
-    def _run_rank(self, client: Any, connected: Any, ranks: ThreadRanks) -> list[list[int]] | str:
-        updates = WeightSync(ranks, connected if ranks.rank == 0 else None)
-        tokens: list[list[int]] = []
-        try:
-            for step in range(ROUNDS):
-                updates.update(partial(_move, client, updates, ranks, step))
-                tokens += self._draw(connected, ranks, step, "train")
-                if step == 1:
-                    tokens += self._draw(connected, ranks, step, "eval")
-                if ranks.rank == 0:
-                    self.between(step)
-                ranks.all_gather(None)
-        except Exception as e:
-            return f"{type(e).__name__}: {e}"
+    def _run_rounds(self, client: Any, servers: RolloutServers) -> Outcome:
+        updates, tokens = WeightSync(RankGroup(), servers), []
+        row = RolloutInferRequest(messages=[{"role": "user", "content": "?"}])
+        for step, phase in ROUNDS:
+            if phase == "train":
+                updates.update(partial(_move, client, updates, step))
+            metadatas = metadatas_of(step, phase)
+            answers = servers.infer([row] * GROUPS, metadatas, RequestConfig(max_tokens=8))
+            drawn = [completion for completions, _ in answers for completion in completions]
+            tokens += [list(completion.token_ids) for completion in drawn]
+            self.drew = {int(completion.replica.split()[-1]) for completion in drawn}
+            self.between(step)
         return tokens
 
-    def _draw(self, connected: Any, ranks: ThreadRanks, step: int, phase: Any) -> list[list[int]]:
-        share = GROUPS // RANKS
-        sample_ids = [
-            SampleId(phase=phase, step=step, number=0, group=group, index=index)
-            for group in range(share * ranks.rank, share * (ranks.rank + 1))
-            for index in range(GROUP_SIZE)
-        ]
 
-        def call_engine(requests: list[Any], metadatas: Any) -> list[Answer]:
-            answers: list[Answer] = connected.infer(
-                requests, metadatas, RequestConfig(max_tokens=8)
-            )
-            names = {c.replica for completions, _ in answers for c in completions}
-            self.drew[step] = {int(name.split()[-1]) for name in names}
-            return answers
-
-        outputs, _ = generate(
-            sample_ids,
-            [f"{s.group}" for s in sample_ids],
-            make_request=lambda _: RolloutInferRequest(messages=[{"role": "user", "content": "?"}]),
-            make_metadata=lambda sample_id, count: RequestMetadata(
-                sample_id=sample_id, count=count, run_seed=42, as_arrays=True
-            ),
-            engine_ranks=ranks,
-            call_engine=call_engine,
-        )
-        return [output.response.choices[0].token_ids for output in outputs]
-
-
-def _move(client: Any, updates: WeightSync, ranks: ThreadRanks, step: int, _: bool) -> None:
-    """Do as ms-swift's `_move_full_model_to_vllm` and `_reset_vllm_cache`, in two gathered
-    parts."""
+def _move(client: Any, updates: WeightSync, step: int, _: bool) -> None:
+    """Do as ms-swift's `_move_full_model_to_vllm` and `_reset_vllm_cache`, in two parts."""
 
     def load(state_dict: dict[str, torch.Tensor]) -> None:
-        if ranks.rank == 0:
-            bucket = FlattenedTensorBucket(named_tensors=list(state_dict.items()))
-            client.update_flattened_params(bucket.get_metadata(), bucket.get_flattened_tensor())
+        bucket = FlattenedTensorBucket(named_tensors=list(state_dict.items()))
+        client.update_flattened_params(bucket.get_metadata(), bucket.get_flattened_tensor())
 
     for part, name in enumerate("ab"):
-        ranks.all_gather(name)
         updates.send({name: torch.full((3,), 10.0 * step + part)}, load)
-    if ranks.rank == 0:
-        client.process_weights_after_loading()
-        client.reset_prefix_cache()
-        client.reset_encoder_cache()
-
-
-def use_fork(monkeypatch: Any) -> None:
-    """Let ms-swift's server start its replicas with this process's imports."""
-
-    def process(target: Any, args: Any) -> Any:
-        server, replica = args[0].started_by, args[1]
-        of_worker = (server.fault_of_next_start(replica), target, *args)
-        made = get_context("fork").Process(target=run_echo, args=of_worker, daemon=True)
-        server.every_process.append(made)
-        return made
-
-    monkeypatch.setattr(rollout, "Process", process)
-    monkeypatch.setattr(
-        Leaseholder, "keep", lambda _: None
-    )  # a thread, which would outlive the test
-
-
-@contextmanager
-def frozen() -> Iterator[None]:
-    """Hide existing objects from the garbage collector: closing a group collects, and would copy
-    their pages in every forked process."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    client.process_weights_after_loading()
+    client.reset_prefix_cache()
+    client.reset_encoder_cache()

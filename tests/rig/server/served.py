@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from multiprocessing import Pipe
@@ -14,6 +15,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from swift.infer_engine.protocol import ChatCompletionResponse, RolloutOutput, UsageInfo
 from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
@@ -21,11 +23,7 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT
 from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata, WeightReport
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.server.replicas import (
-    ReplicaConnection,
-    Restarts,
-    WorkerConnection,
-)
+from swift_grpo_ext.server.replicas import ReplicaConnection, Restarts, WorkerConnection
 from swift_grpo_ext.upstream.patches import PatchPhase, apply
 
 
@@ -39,15 +37,28 @@ def request(group: int, words: int = 1, **fields: Any) -> dict[str, Any]:
     return {"messages": [message], "data_dict": data_dict}
 
 
-def drawn_by(metadata: RequestMetadata, replica: str) -> dict[str, Any]:
-    """Return a replica's answer, with the group and the number of each sample as its text."""
-    group = metadata.sample_id.group
-    values: dict[str, Any] = {"logprobs": None, "finish_reason": None, "replica": replica}
+def body_of(images: list[str]) -> bytes:
+    """Return the body of a call with one request."""
+    return json.dumps({"infer_requests": [request(0) | {"images": images}]}).encode()
+
+
+def drawn_by(
+    metadata: RequestMetadata, replica: str, tokens: list[list[int]] | None = None
+) -> dict[str, Any]:
+    """Return a replica's answer. The text of each sample is its group and its number; so are its
+    tokens, unless others are given."""
+    group, values = metadata.sample_id.group, {"logprobs": None, "finish_reason": None}
+    tokens = tokens or [[group, k] for k in range(metadata.count)]
     drawn = [
-        Completion(text=f"{group}.{k}", token_ids=[group, k], **values)
-        for k in range(metadata.count)
+        Completion(text=f"{group}.{k}", token_ids=ids, replica=replica, **values)  # type: ignore[arg-type]
+        for k, ids in enumerate(tokens)
     ]
     return wire.write_answer(Answer(drawn, Prompt([1, 2])))
+
+
+def output_of(infos: dict[str, Any], choices: Sequence[Any] = ()) -> RolloutOutput:
+    response = ChatCompletionResponse("m", list(choices), UsageInfo(1, 1, 2))
+    return RolloutOutput(response=response, rollout_infos=infos)
 
 
 class Replica:
@@ -69,8 +80,9 @@ class Replica:
         self.name = f"replica {number}"
         self.faults, self.number_bits = {"infer": fault} | faults, number_bits
         self.groups: list[int] = []
-        self.calls: list[str] = []
-        self.commands: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        """The methods that the server called, with arguments; without reports and `infer`."""
+
         self.requests: list[dict[str, Any]] = []
         self.says_to_others: list[Any] = []
         self.reports = [WeightReport({"w": "float32 (1,)"})]
@@ -89,41 +101,30 @@ class Replica:
         with suppress(EOFError, OSError):
             while self._alive:
                 command = connection.recv()
-                assert command["type"] in ("call", "fire_and_forget")  # ms-swift has no others
                 kwargs = command.get("kwargs", {})
                 method = kwargs.get("method", command["method"])
-                if method not in ("read_weight_report", "read_number_bits"):
-                    self.calls.append(method)
-                    self.commands.append(kwargs.get("args", ()))
-                reply = self._reply(method, kwargs)
-                if command["type"] == "call":
-                    self._send(connection, method, reply)
+                fault = self.faults.get(method, "")
+                reply = self._reply(method, kwargs, fault)
+                if fault == "ends":
+                    self.kill()
+                if fault in ("hangs", "is late"):
+                    self.goes_on.wait(20)
+                if fault == "answers another":
+                    self._child.send((0, reply))
+                elif command["type"] == "call" and fault != "hangs":
+                    connection.send(reply)
 
-    def _send(self, connection: WorkerConnection, method: str, reply: Any) -> None:
-        fault = self.faults.get(method, "")
-        if fault == "ends":
-            self.kill()
-        elif fault == "hangs":
-            self.goes_on.wait(20)
-        elif fault == "is late":
-            self.goes_on.wait(20)
-            connection.send(reply)
-        elif fault == "answers another":
-            self._child.send((0, reply))
-        else:
-            connection.send(reply)
-
-    def _reply(self, method: str, kwargs: dict[str, Any]) -> Any:
-        fault = self.faults.get(method, "")
+    def _reply(self, method: str, kwargs: dict[str, Any], fault: str) -> Any:
         if method in ("infer", "async_infer"):
             assert kwargs["use_tqdm"] is False
             return self._outputs(kwargs["infer_requests"], fault)
-        if fault == "raises":
-            return None
-        if method == "read_weight_report":
+        if method == "read_weight_report" and fault != "raises":
             return [asdict(replace(r, faults=self.weight_faults)) for r in self.reports]
         if method == "read_number_bits":
             return [self.number_bits]
+        self.calls.append((method, kwargs.get("args", ())))
+        if fault == "raises":
+            return None
         if method == "get_state_keys":
             return [["model.w"]]
         return [None] if method == "process_weights_after_loading" else True
@@ -145,11 +146,8 @@ class Replica:
         return answers[:-1] if fault == "answers half" else answers
 
     def _output(self, group: int, metadata: RequestMetadata | None) -> RolloutOutput:
-        infos: dict[str, Any] = {"group": group}
-        if metadata is not None:
-            infos[wire.KEY] = drawn_by(metadata, self.name)
-        response = ChatCompletionResponse("m", self.says_to_others, UsageInfo(1, 1, 2))
-        return RolloutOutput(response=response, rollout_infos=infos)
+        drawn = {wire.KEY: drawn_by(metadata, self.name)} if metadata else {}
+        return output_of({"group": group, **drawn}, self.says_to_others)
 
     def says(self, status: dict[str, str]) -> None:
         """Send the status of a start: ready, or why not."""
@@ -168,6 +166,14 @@ class Replica:
 
     def join(self, timeout: float | None = None) -> None:
         pass
+
+
+SETTINGS: dict[str, Any] = {
+    "new_special_tokens": [],
+    "rollout_seed_mode": "sample",
+    "sample_log": "none",
+    "vllm_max_model_len": 512,
+}
 
 
 class Deployed(SwiftRolloutDeploy):
@@ -192,9 +198,7 @@ class Deployed(SwiftRolloutDeploy):
             vllm_data_parallel_size=3,
             vllm_enable_lora=False,
             multi_turn_scheduler=None,
-            new_special_tokens=[],
-            vllm_max_model_len=512,
-            **({"seed": 42, "rollout_seed_mode": "sample", "sample_log": "none"} | settings),
+            **(SETTINGS | settings),
         )
         self.app = FastAPI()
         self.use_async_engine, self.use_gym_env = use_async, False
@@ -202,6 +206,17 @@ class Deployed(SwiftRolloutDeploy):
         self.processes = list(replicas)
         self.restarts = Restarts(self, 0)
         self._register_rl_rollout_app()
+        self.client = TestClient(self.app)
+
+    def refuse(self, path: str, status: int, words: str, **request: Any) -> None:
+        """Assert that a request is refused with this status, and words in the cause."""
+        refused = self.client.post(path, **request)
+        assert (refused.status_code, words in refused.text) == (status, True), refused.text
+
+    def draw(self, groups: int = 1, client: Any = None, **fields: Any) -> Any:
+        """Send a request for each group; return the response."""
+        asked = [request(group, **fields) for group in range(groups)]
+        return (client or self.client).post("/infer/", json={"infer_requests": asked})
 
 
 @contextmanager

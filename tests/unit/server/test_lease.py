@@ -1,4 +1,4 @@
-"""A server belongs to one training at a time; the lease of a dead training ends (F6)."""
+"""A server belongs to one training at a time, and the lease of a dead training ends (F6)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import requests
-from fastapi.testclient import TestClient
 
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.server import lease
+from swift_grpo_ext.server import lease, routes
 from swift_grpo_ext.server.lease import OWNER_HEADER, PATH, Leaseholder
-from swift_grpo_ext.server.routes import REPORTS_PATH
 from tests.rig.server.served import Deployed, Replica, listening
 
 GROUP = {"host": "h", "port": 1, "world_size": 2}
@@ -28,8 +26,9 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield address
 
 
-def lease_of(url: str, run: str) -> Leaseholder:
-    return Leaseholder(SimpleNamespace(sessions=[requests.Session()], base_urls=[url]), run)
+def lease_of(run: str, *urls: str) -> Leaseholder:
+    sessions = [requests.Session() for _ in urls]
+    return Leaseholder(SimpleNamespace(sessions=sessions, base_urls=urls), run)
 
 
 def connect(url: str, headers: Any = None) -> requests.Response:
@@ -38,12 +37,12 @@ def connect(url: str, headers: Any = None) -> requests.Response:
 
 def test_a_second_training_is_refused_by_the_name_of_the_first(url: str) -> None:
     """ms-swift's client connects before the training has a name."""
-    first = lease_of(url, "runs/a")
+    first = lease_of("runs/a", url)
     assert connect(url).status_code == 200
     first.keep()
     requests.post(f"{url}{PATH}", headers=first.headers, timeout=20)
     try:
-        for headers in (None, lease_of(url, "runs/b").headers):
+        for headers in (None, lease_of("runs/b", url).headers):
             refused = connect(url, headers)
             assert (refused.status_code, MESSAGE in refused.text) == (409, True)
         assert "process" in refused.text
@@ -56,7 +55,7 @@ def test_a_second_training_is_refused_by_the_name_of_the_first(url: str) -> None
 def test_a_dead_trainings_lease_ends_by_itself(url: str) -> None:
     """The next training waits for it. Its first call ends the dead one's group: replicas in that
     group would not join another."""
-    requests.post(f"{url}{PATH}", headers=lease_of(url, "runs/a").headers, timeout=20)
+    requests.post(f"{url}{PATH}", headers=lease_of("runs/a").headers, timeout=20)
     assert requests.post(f"{url}/update_named_param/", timeout=20).status_code == 409
     assert requests.post(f"{url}/close_communicator/", timeout=20).status_code == 200
     assert connect(url).status_code == 200
@@ -70,7 +69,7 @@ def test_a_dead_trainings_lease_ends_by_itself(url: str) -> None:
         ("POST", "/infer/", True),
         ("POST", "/reset_prefix_cache/", True),
         ("GET", "/get_model_state_keys/", True),
-        ("GET", REPORTS_PATH, True),
+        ("GET", routes.REPORTS_PATH, True),
         ("GET", "/get_world_size/", False),
         ("POST", "/get_engine_type/", False),
         ("GET", "/health/", False),
@@ -79,7 +78,7 @@ def test_a_dead_trainings_lease_ends_by_itself(url: str) -> None:
 def test_what_others_may_ask(method: str, path: str, refused: bool) -> None:
     """A client without a name may ask for facts of a server. Only the owner may change it, or use
     its replicas. Another training may do neither."""
-    client = TestClient(Deployed(Replica()).app)
+    client = Deployed(Replica()).client
     client.post(PATH, headers={OWNER_HEADER: "runs/a"})
     status = client.request(method, path).status_code
     assert (status == 409) == refused
@@ -89,23 +88,27 @@ def test_what_others_may_ask(method: str, path: str, refused: bool) -> None:
     assert own.status_code != 409
 
 
-def test_the_name_that_all_are_told_gives_nobody_the_server() -> None:
-    """The name alone neither ends the lease nor shortens a replica's timeout."""
-    client = TestClient(Deployed(Replica()).app)
-    holder = Leaseholder(SimpleNamespace(sessions=[], base_urls=[]), "runs/a")
-    client.post(PATH, headers=holder.headers)
+def test_the_names_that_all_are_told_give_nobody_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names have any alphabet. The owner's name alone neither ends the lease nor shortens a
+    replica's timeout. The name of the server's start lets no replica join."""
+    deployed, admitted = Deployed(Replica()), list[str]()
+    monkeypatch.setattr(deployed.restarts, "admit", lambda: admitted.append("one"))
+    client, holder = deployed.client, lease_of("训练/a")
+    assert client.post(PATH).json() == {"owner": ""}
+    assert client.post(PATH, headers=holder.headers).json() == {"owner": holder.owner}
     told = client.post(PATH).json()["owner"]
     assert told == holder.owner
-    forged = {OWNER_HEADER: told, wire.TIMEOUT_HEADER: "1"}
+    assert told.startswith("训练/a (process ")
+    forged = {OWNER_HEADER: holder.headers[OWNER_HEADER].partition(";")[0]}
+    forged[wire.TIMEOUT_HEADER] = "1"
     for method, path in (("DELETE", PATH), ("POST", "/infer/"), ("POST", "/get_engine_type/")):
         assert client.request(method, path, headers=forged).status_code == 409, path
     assert client.post(PATH).json() == {"owner": told}
-
-
-def test_names_of_any_alphabet_are_told() -> None:
-    client = TestClient(Deployed(Replica()).app)
-    assert client.post(PATH).json() == {"owner": ""}
-    holder = Leaseholder(SimpleNamespace(sessions=[], base_urls=[]), "训练/a")
-    assert client.post(PATH, headers=holder.headers).json() == {"owner": holder.owner}
-    assert holder.owner.startswith("训练/a (process ")
+    named = {wire.INSTANCE_HEADER: routes.INSTANCE}
+    assert client.post("/get_engine_type/", headers=named).status_code == 200
+    assert admitted == []
+    assert client.post("/get_engine_type/", headers=named | holder.headers).status_code == 200
+    assert admitted == ["one"]
     assert client.delete(PATH, headers=holder.headers).json() == {"owner": ""}

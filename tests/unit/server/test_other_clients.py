@@ -1,11 +1,10 @@
-"""Requests without metadata get names and seeds from the server."""
+"""Each request of a client without the plugin has a name and noise of its own (C1)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import RequestMetadata
@@ -22,12 +21,12 @@ def served(
     deployed: Deployed, requests: list[dict[str, Any]], **config: Any
 ) -> list[RequestMetadata]:
     """Send a call; return the metadata that its requests have at the replicas, in order."""
-    replicas: list[Any] = deployed.processes
-    before = [len(replica.requests) for replica in replicas]
+    for replica in deployed.processes:
+        replica.requests.clear()
     body = {"infer_requests": requests, "request_config": {"temperature": 1.0, **config}}
-    answer = TestClient(deployed.app).post("/infer/", json=body)
+    answer = deployed.client.post("/infer/", json=body)
     assert answer.status_code == 200, answer.text
-    told = [r for n, replica in zip(before, replicas, strict=True) for r in replica.requests[n:]]
+    told = [request for replica in deployed.processes for request in replica.requests]
     found = [wire.read_metadata(each["data_dict"]) for each in told]
     return [metadata for metadata in found if metadata is not None]
 
@@ -52,39 +51,31 @@ def test_no_two_requests_share_a_seed_in_the_life_of_a_server() -> None:
 
 
 def test_a_call_is_a_round_and_its_equal_prompts_are_a_group() -> None:
+    """Tools make another prompt. Other columns of a client are kept. Stops and texts are left to
+    ms-swift."""
     deployed = Deployed(Replica(), Replica())
     for call in range(2):
         told = served(deployed, asked("a", "a", "b", "a"), n=3)
         ids = [metadata.sample_id for metadata in told]
         assert {(i.phase, i.step, i.number, i.turn) for i in ids} == {("train", call, 0, 0)}
         assert [(i.group, i.index) for i in ids] == [(0, 0), (0, 3), (1, 0), (0, 6)]
-        assert {m.count for m in told} == {3}
+        assert {(m.count, m.from_other_client, m.as_arrays) for m in told} == {(3, True, False)}
         assert len({*seeds_of(told)}) == 12
-    # Tools make another prompt; other columns of a client are kept.
-    two = [*asked("a"), *asked("a", data_dict={"solution": "7"})]
-    two[1]["tools"] = [{"type": "function"}]
-    told = served(deployed, two)
+    with_tools = asked("a", data_dict={"solution": "7"}, tools=[{"type": "function"}])
+    told = served(deployed, [*asked("a"), *with_tools])
     assert [(m.sample_id.group, m.sample_id.index) for m in told] == [(0, 0), (1, 0)]
     assert deployed.processes[1].requests[-1]["data_dict"]["solution"] == "7"
 
 
-def test_stops_and_texts_are_left_to_ms_swift() -> None:
-    [told] = served(Deployed(Replica()), asked("a"))
-    assert told.from_other_client
-    assert not told.as_arrays
-
-
-def test_a_clients_own_seed_wins_where_it_asks_once() -> None:
-    deployed = Deployed(Replica(), Replica())
-    assert [m.seed_of(0) for m in served(deployed, asked("a"), seed=5)] == [None]
-    assert all(m.seed_of(0) for m in served(deployed, asked("a")))
-
-
-def test_one_seed_for_many_is_replaced_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clients_own_seed_wins_where_it_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One seed for many requests is replaced, with a warning."""
     said: list[str] = []
     warn = lambda text, **_: said.append(text)  # noqa: E731
     monkeypatch.setattr(other_clients.logger, "warning_once", warn)
     deployed = Deployed(Replica(), Replica())
+    assert [m.seed_of(0) for m in served(deployed, asked("a"), seed=5)] == [None]
+    assert all(m.seed_of(0) for m in served(deployed, asked("a")))
+    assert said == []
     told = [served(deployed, asked("a", "b"), seed=5) for _ in range(2)]
     assert len({seed for call in told for seed in seeds_of(call)}) == 4
     assert "A client gives one seed (5) for 2 requests" in said[0]

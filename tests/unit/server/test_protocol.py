@@ -7,10 +7,8 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 from starlette.routing import Route
 
 from swift_grpo_ext.rollout import conversation, wire
@@ -28,8 +26,7 @@ def test_its_headers_are_all_that_there_are() -> None:
     ours = {value for name, value in vars(wire).items() if name.endswith("_HEADER")}
     told = {name for name in NAMES if name.startswith("X-Swift-Grpo-Ext-")}
     assert told == {*ours, lease.OWNER_HEADER}
-    figures = f"every {lease.HEARTBEAT_SECONDS:g} seconds"
-    assert figures in PROTOCOL
+    assert f"every {lease.HEARTBEAT_SECONDS:g} seconds" in PROTOCOL
     assert f"for {lease.LEASE_SECONDS:g} seconds" in PROTOCOL
 
 
@@ -48,7 +45,7 @@ def test_its_request_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     [text] = re.findall(r"```json\n(.*?)```", PROTOCOL, re.S)
     request = json.loads(text)
     monkeypatch.setattr(routes, "check_media", lambda _: None)  # its picture does not exist
-    answer = TestClient(Deployed(Replica()).app).post("/infer/", json={"infer_requests": [request]})
+    answer = Deployed(Replica()).client.post("/infer/", json={"infer_requests": [request]})
     assert answer.status_code == 200
     written = request["data_dict"][wire.KEY]
     assert {*written} == {"version", *(field.name for field in fields(RequestMetadata))}
@@ -59,7 +56,6 @@ def test_its_request_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_answers_have_these_fields() -> None:
     drawn = Completion(text="", token_ids=[1], logprobs=[0.0], finish_reason=None)
     assert {*wire.write_answer(Answer([drawn], Prompt([1])))} <= NAMES
-    answer: dict[str, Any] = TestClient(Deployed(Replica()).app).post("/get_engine_type/").json()
-    assert {*answer[wire.KEY]} <= NAMES
-    health = TestClient(Deployed(Replica()).app).get("/health/").json()
-    assert {*health} <= NAMES
+    client = Deployed(Replica()).client
+    assert {*client.post("/get_engine_type/").json()[wire.KEY]} <= NAMES
+    assert {*client.get("/health/").json()} <= NAMES

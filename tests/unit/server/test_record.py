@@ -1,4 +1,4 @@
-"""A server's record of its samples, for other clients and for our trainings."""
+"""A server records and watches its samples, for other clients and for our trainings (C3)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
-from swift.infer_engine.protocol import (
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatMessage,
-    RolloutOutput,
-    UsageInfo,
-)
+from swift.infer_engine.protocol import ChatCompletionResponseChoice, ChatMessage, RolloutOutput
 
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
@@ -26,30 +19,36 @@ from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import record as record_module
 from tests.rig.record.rows import read_diversity
-from tests.rig.server.served import Deployed, Replica, request
+from tests.rig.server.served import Deployed, Replica, output_of, request
 
-TOKENS = list(range(40))
+TOKENS = list(range(40))  # two independent samples would not share them
 
 
-def choice(text: str, token_ids: list[int] | None = None) -> ChatCompletionResponseChoice:
-    """Return a choice in ms-swift's form; nobody would generate its tokens twice."""
-    ids = TOKENS if token_ids is None else token_ids
-    content = [{"token": "", "logprob": -1.5} for _ in ids]
+def choice(text: str, token_ids: list[int]) -> ChatCompletionResponseChoice:
+    """Return a choice in ms-swift's form."""
+    content = [{"token": "", "logprob": -1.5} for _ in token_ids]
     message = ChatMessage(role="assistant", content=text)
-    return ChatCompletionResponseChoice(0, message, "stop", {"content": content}, ids)
+    return ChatCompletionResponseChoice(0, message, "stop", {"content": content}, token_ids)
 
 
 class Recording(Deployed):
-    """A server with `--sample_log all`, unless `settings` have another value."""
+    """A server with `--sample_log all` and one replica."""
 
-    def __init__(self, folder: Path, *replicas: Replica, **settings: Any) -> None:
-        own = {"sample_log": "all", "sample_log_gb": 0.0}
-        paths = {"result_path": str(folder), "model_suffix": "tiny", "save_args": lambda _: None}
-        super().__init__(*replicas, **(own | paths | settings))
+    def __init__(self, folder: Path | None, *says: ChatCompletionResponseChoice) -> None:
+        self.replica = Replica()
+        self.replica.says_to_others += says
+        super().__init__(
+            self.replica,
+            sample_log="all",
+            sample_log_gb=0.0,
+            result_path=folder and str(folder),
+            model_suffix="tiny",
+            save_args=lambda _: None,
+        )
 
     def ask(self, *requests: dict[str, Any], **config: Any) -> Any:
         body = {"infer_requests": requests, "request_config": config}
-        answer = TestClient(self.app).post("/infer/", json=body)
+        answer = self.client.post("/infer/", json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -72,13 +71,12 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_call_of_another_client_is_a_round(tmp_path: Path) -> None:
-    replica = Replica()
-    replica.says_to_others = [choice("one"), choice("two", [1, 2])]
-    server = Recording(tmp_path, replica)
+    server = Recording(tmp_path, choice("one", TOKENS), choice("two", [1, 2]))
     image = asked("a", images=["/none/7.png"], data_dict={"solution": "7"})
     server.ask(asked("a"), asked("a"), n=2)
     server.num_updates = 3
     server.ask(image, asked("b"), n=2)
+    assert server.ask() == []  # a call for nothing is none
     rows = server.rows()
     places = [(r.sample_id.step, r.sample_id.group, r.sample_id.index) for r in rows]
     second = [(1, group, index) for group in range(2) for index in range(2)]
@@ -96,34 +94,24 @@ def test_a_call_of_another_client_is_a_round(tmp_path: Path) -> None:
 def test_shared_noise_is_named_for_any_client(tmp_path: Path, warnings: list[str]) -> None:
     """All calls have the same tokens. A greedy call, and one with a client's seed, may repeat
     them."""
-    replica = Replica()
-    replica.says_to_others = [choice("same")]
-    server = Recording(tmp_path, replica)
-    server.ask(asked("a"), temperature=0.0)
-    server.ask(asked("a"), temperature=1.0, seed=7)
-    for _ in range(3):
-        server.ask(asked("a"), temperature=1.0)
+    server = Recording(tmp_path, choice("same", TOKENS))
+    for config in ({"temperature": 0.0}, {"seed": 7}, {}, {}, {}):
+        server.ask(asked("a"), **{"temperature": 1.0, **config})
     assert len(server.rows()) == 5
-    assert [(r.round.step, r.verdict) for r in read_diversity(tmp_path)] == [
-        (2, "healthy"),
-        (3, "broken"),
-        (4, "broken"),
-    ]
+    verdicts = [(r.round.step, r.verdict) for r in read_diversity(tmp_path)]
+    assert verdicts == [(2, "healthy"), (3, "broken"), (4, "broken")]
     [told] = warnings
     assert "train round 3.0" in told
     assert f"swift-grpo-ext view {tmp_path}" in told
 
 
 def test_a_trainings_samples_bear_its_own_names(tmp_path: Path) -> None:
-    server = Recording(tmp_path, Replica(), Replica())
-    answers = server.ask(request(0), request(1, count=2))
-    assert len(answers) == 2
+    server = Recording(tmp_path)
+    assert len(server.ask(request(0), request(1, count=2))) == 2
     rows = server.rows()
-    assert [(r.sample_id.group, r.sample_id.index) for r in rows] == [
-        *((0, index) for index in range(4)),
-        *((1, index) for index in range(2)),
-    ]
-    assert [row.text for row in rows][-2:] == ["1.0", "1.1"]
+    places = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    assert [(r.sample_id.group, r.sample_id.index) for r in rows] == places
+    assert [row.text for row in rows] == [f"{group}.{index}" for group, index in places]
     assert len({row.seed for row in rows}) == 6
     assert {row.replica for row in rows} == {"replica 7"}
     assert read_diversity(tmp_path) == []
@@ -131,7 +119,7 @@ def test_a_trainings_samples_bear_its_own_names(tmp_path: Path) -> None:
 
 def turns(name: SampleId) -> RolloutOutput:
     """Return the output of a server's scheduler for a conversation of two turns."""
-    output = RolloutOutput(response=ChatCompletionResponse("m", [choice("b")], UsageInfo(1, 1, 2)))
+    output = output_of({}, [choice("b", TOKENS)])
     drawn = Completion(text="b", token_ids=[1], logprobs=[-1.0], finish_reason="stop", replica="r")
     parts: dict[str, Any] = {"prompt": Prompt([1]), "completion": drawn, "fingerprint": "f"}
     write_turns(output, [Turn(sample_id=replace(name, turn=turn), **parts) for turn in range(2)])
@@ -145,7 +133,7 @@ def test_a_conversation_has_a_row_for_each_turn(
     """Only our trainer gets the turns with the answer; another client could not read them."""
     name = SampleId(phase="train", step=0, number=0, group=0, index=0)
     monkeypatch.setattr(Replica, "_output", lambda *_: turns(name))
-    server = Recording(tmp_path, Replica())
+    server = Recording(tmp_path)
     own = request(0, count=1, as_arrays=False)
     [answer] = server.ask(own if is_ours else asked("a", data_dict={"solution": "7"}))
     assert (KEY in answer["rollout_infos"]) is is_ours
@@ -154,43 +142,29 @@ def test_a_conversation_has_a_row_for_each_turn(
     assert [row.columns for row in rows] == [None if is_ours else '{"solution": "7"}'] * 2
 
 
-def test_what_cannot_be_written_is_said_once_and_ends_nothing(
+def test_a_record_that_fails_is_named_and_ends_nothing(
     tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = Recording(tmp_path, Replica())
+    """A call is left out if it cannot be written, or comes behind one that a slow disk has yet to
+    take. Later calls are recorded."""
+    monkeypatch.setattr(record_module, "SECONDS_TO_WRITE", 0.05)
+    server, may_write = Recording(tmp_path), threading.Event()
     with monkeypatch.context() as broken:
         broken.setattr(record_module, "rows_of_call", lambda *_: 1 / 0)
         server.ask(request(0))
-        assert server.record is not None
-        server.record._thread.submit(lambda: None).result()
-    server.ask(request(1))
-    assert {row.sample_id.group for row in server.rows()} == {1}
-    assert "samples of a call are not recorded (ZeroDivisionError" in warnings[0]
-
-
-def test_a_call_behind_a_slow_disk_is_left_out(
-    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is named. Later calls are recorded once the disk has caught up."""
-    monkeypatch.setattr(record_module, "SECONDS_TO_WRITE", 0.05)
-    server, may_write = Recording(tmp_path, Replica()), threading.Event()
+        assert server.rows() == []
     assert server.record is not None
     own = server.record._recorder.flush
     monkeypatch.setattr(server.record._recorder, "flush", lambda: may_write.wait(60) and own())
-    for group in range(2):
+    for group in (1, 2):
         server.ask(request(group))
     may_write.set()
-    assert {row.sample_id.group for row in server.rows()} == {0}
-    server.ask(request(2))
-    assert {row.sample_id.group for row in server.rows()} == {0, 2}
-    [told] = warnings
-    assert told.startswith(f"{tmp_path}: train round 0.0 is left out of the record, since the disk")
-
-
-def test_a_call_for_nothing_is_none(tmp_path: Path) -> None:
-    server = Recording(tmp_path, Replica())
-    assert server.ask() == []
-    assert server.rows() == []
+    assert {row.sample_id.group for row in server.rows()} == {1}
+    server.ask(request(3))
+    assert {row.sample_id.group for row in server.rows()} == {1, 3}
+    failed, late = warnings
+    assert "samples of a call are not recorded (ZeroDivisionError" in failed
+    assert late.startswith(f"{tmp_path}: train round 0.0 is left out of the record, since the disk")
 
 
 def test_a_server_without_a_folder_makes_one(
@@ -199,9 +173,8 @@ def test_a_server_without_a_folder_makes_one(
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
     monkeypatch.setattr(record_module.logger, "info", said.append)
-    server = Recording(tmp_path, Replica(), result_path=None)
+    server = Recording(None)
     server.ask(request(0))
     assert len(server.rows()) == 4
-    assert said[0].startswith("Samples are recorded. Look at them meanwhile: swift-grpo-ext view")
-    assert "view output/tiny/rollout-2" in said[0]
+    assert "swift-grpo-ext view output/tiny/rollout-2" in said[0]
     assert Deployed(Replica()).record is None

@@ -1,4 +1,4 @@
-"""Lost replicas of `swift rollout` are restarted (F4)."""
+"""A lost replica of `swift rollout` is started again, and generates once it holds weights (F4)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 from swift.pipelines.infer import rollout
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.server import replicas, routes
 from swift_grpo_ext.server.replicas import Restarts
-from tests.rig.server.served import Deployed, Replica, groups_of, request
+from tests.rig.server.served import Deployed, Replica, groups_of
 
 
 def deploy(*workers: Replica, num_restarts: int) -> Deployed:
@@ -41,7 +40,7 @@ def test_a_replica_that_was_lost_is_started_anew(
     replicas. It generates once it has weights. Three restarts are the budget."""
     ended, healthy = Replica(number=0), Replica(number=1)
     deployed = deploy(ended, healthy, num_restarts=3)
-    started: list[Any] = []
+    client, started = deployed.client, list[Any]()
 
     def process(target: Any, args: Any) -> Any:
         assert target is rollout.llm_worker
@@ -52,7 +51,7 @@ def test_a_replica_that_was_lost_is_started_anew(
         return replica
 
     monkeypatch.setattr(rollout, "Process", process)
-    client = TestClient(deployed.app)
+    connected = {wire.INSTANCE_HEADER: routes.INSTANCE}
 
     def told(**headers: str) -> tuple[int, int]:
         ours = client.post("/get_engine_type/", headers=headers).json()[wire.KEY]
@@ -64,14 +63,12 @@ def test_a_replica_that_was_lost_is_started_anew(
         return answer["replicas"], answer["waiting_for_weights"]
 
     def drew() -> list[int]:
-        asked = [request(group) for group in range(4)]
-        assert groups_of(client.post("/infer/", json={"infer_requests": asked})) == [0, 1, 2, 3]
+        assert groups_of(deployed.draw(4)) == [0, 1, 2, 3]
         counts = [len(replica.groups) for replica in (healthy, *started)]
         for replica in (healthy, *started):
             replica.groups.clear()
         return counts
 
-    connected = {wire.INSTANCE_HEADER: routes.INSTANCE}
     ended.kill()
     assert drew() == [4, 0]
     assert said[-1] == "Restarting replica 0 (1 of 3)."
@@ -112,11 +109,10 @@ def test_a_machine_that_cannot_start_a_replica_goes_on_serving(
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(rollout, "Process", lambda **_: SimpleNamespace(start=start))
-    client = TestClient(deployed.app)
     ended.kill()
-    for number in range(3):
-        assert groups_of(client.post("/infer/", json={"infer_requests": [request(0)]})) == [0]
-        assert deployed.restarts.num_awaited == max(0, 1 - number)
+    for num_awaited in (1, 0, 0):
+        assert groups_of(deployed.draw()) == [0]
+        assert deployed.restarts.num_awaited == num_awaited
         assert not deployed.restarts.starting
     failed = "Replica 0 could not be started ([Errno 12] Cannot allocate memory): try "
     assert [text.partition(failed)[2] for text in said[1:3]] == ["1 of 2.", "2 of 2."]
