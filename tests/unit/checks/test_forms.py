@@ -221,7 +221,7 @@ def loaded(cases: Cases, folder: Path) -> dict[str, list[Row]]:
     for name, (rows, _) in cases.items():
         try:
             files[str(pa.Table.from_pylist(rows).schema)].append(name)
-        except pa.ArrowInvalid:  # rows of several types
+        except pa.ArrowException:  # rows of several types
             files[name].append(name)
     found = {}
     for number, names in enumerate(files.values()):
