@@ -20,17 +20,14 @@ from swift_grpo_ext.tools.check.encoding import (
 )
 from swift_grpo_ext.upstream.patches import PatchPhase, apply
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
+from tests.rig.checks import said
 
-OF_ENGINES = {
-    "vllm_max_model_len": None,
-    "vllm_limit_mm_per_prompt": None,
-    "vllm_engine_kwargs": None,
-}
-OF_TRAININGS = {
-    **{"data_seed": 42, "truncation_strategy": "left", "rollout_mismatch": "stop"},
-    "max_completion_length": 512,
+NO_TEMPLATES: dict[str, Any] = {
+    **{"vllm_max_model_len": None, "vllm_limit_mm_per_prompt": None, "vllm_engine_kwargs": None},
+    **{"data_seed": 42, "rollout_mismatch": "stop", "max_completion_length": 512},
     "training_args": SimpleNamespace(generation_batch_size=64, num_generations=8),
 }
+"""Settings of engines and trainings that a template does not have."""
 
 
 class BothSides:
@@ -62,20 +59,18 @@ class BothSides:
 
     def check(self, rows: list[Row]) -> list[str]:
         found = check_encoding(self.args, self.template, [rows], self.ask)
-        return [f"{f.level}: {f.sentence}".replace("--dataset: ", "") for f in found]
+        return [sentence.replace("--dataset: ", "") for sentence in said(found)]
 
 
 def _start(settings: dict[str, Any]) -> tuple[Any, Any]:
     from swift.arguments import BaseArguments
 
     apply(PatchPhase.TRAINING)
-    others = {**OF_ENGINES, **OF_TRAININGS}
-    template_settings = {n: v for n, v in settings.items() if n not in others}
-    if "truncation_strategy" in settings:
-        template_settings["truncation_strategy"] = settings["truncation_strategy"]
     own = {"load_args": False, "remove_unused_columns": False}  # as trainings have them
-    args = BaseArguments(**{"truncation_strategy": "left", **template_settings, **own})
+    of_template = {n: v for n, v in settings.items() if n not in NO_TEMPLATES}
+    args = BaseArguments(**{"truncation_strategy": "left", **of_template, **own})
     template = args.get_template()
     template.set_mode("train")
-    given = {name: settings.get(name, value) for name, value in others.items()}
-    return SimpleNamespace(model_dir=args.model_dir, **given), template
+    others = {name: settings.get(name, value) for name, value in NO_TEMPLATES.items()}
+    others["truncation_strategy"] = settings.get("truncation_strategy", "left")
+    return SimpleNamespace(model_dir=args.model_dir, **others), template

@@ -25,7 +25,7 @@ def run_ranks(world_size: int, work: Callable[[int, Gather], T]) -> list[T]:
     barrier = threading.Barrier(world_size, timeout=120)
     values: list[Any] = [None] * world_size
 
-    def gather_of(rank: int) -> Gather:
+    def run(rank: int) -> T:
         def gather(value: Any) -> list[Any]:
             values[rank] = value
             barrier.wait()
@@ -33,10 +33,10 @@ def run_ranks(world_size: int, work: Callable[[int, Gather], T]) -> list[T]:
             barrier.wait()
             return gathered
 
-        return gather
+        return work(rank, gather)
 
     with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(lambda rank: work(rank, gather_of(rank)), range(world_size)))
+        return list(pool.map(run, range(world_size)))
 
 
 class ThreadRanks(RankGroup):

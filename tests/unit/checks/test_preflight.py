@@ -1,15 +1,14 @@
-"""Bad input is refused by name before a model is loaded."""
+"""Settings that cannot run are refused by name before a model is loaded, and those that have no
+effect are warned of (R1, R6, T5)."""
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import logging
-import os
 import socket
-import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,18 +19,23 @@ from swift.arguments import RolloutArguments
 from swift.utils import find_free_port
 
 from swift_grpo_ext.checks import preflight, rules
-from swift_grpo_ext.checks.finding import Finding, did_you_mean, enforce, error, note, ok, warning
+from swift_grpo_ext.checks.finding import (
+    SettingsError,
+    did_you_mean,
+    enforce,
+    error,
+    hide_tracebacks,
+    note,
+    ok,
+    warning,
+)
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.upstream.contract import TRIED, tried_packages
-from tests.rig.arguments import command_line_arguments, training_arguments
+from tests.rig.checks import arguments, assert_says
 
 TAKES_ANY_START = Version(tried_packages()["vllm"]) < Version("0.32")
-QUESTION = [{"role": "user", "content": "Which digit?"}]
-GIVEN: dict[str, Any] = {
-    **{"model": "org/name", "tuner_type": "full", "num_generations": 8, "temperature": 1.0},
-    **{"dataset": ["rows.jsonl"], "vllm_enforce_eager": True},
-}
 SERVER = {"port": 0}
+SERVED = {"vllm_mode": "server"}
 LORA = {"tuner_type": "lora", "vllm_enable_lora": True}
 NO_EFFECT = "warning: --vllm_enable_lora true: has no effect without --use_vllm true, --tuner_t"
 ALONE = {"use_vllm": False, "vllm_mode": None}
@@ -40,26 +44,10 @@ ALONE = {"use_vllm": False, "vllm_mode": None}
 TRAINED = ("adalora", "boft", "dummy", "fourierft", "full", "ia3", "lora", "lora_llm", "vera")
 UNMERGED = ("adapter", "llamapro", "reft")
 NO_SCHEDULER = "warning: --tool_timeout: has no effect without --multi_turn_scheduler."
-NO_REPLAY: list[tuple[dict[str, Any], str]] = [
-    ({"torch_compile": True}, "go with --torch_compile true: compiled layers skip"),
-    ({"use_liger_kernel": True}, "go with --use_liger_kernel true: its loss"),
-    ({"teacher_model": "org/teacher"}, "go with --teacher_model: a teacher has other"),
-    ({"sequence_parallel_size": 2}, "go with --sequence_parallel_size: it splits"),
-    ({"use_vllm": False}, "go with --use_vllm false: ms-swift's own rollouts"),
-]
+REPLAY = {"router_replay_mode": "R3"}
+NO_REPLAY = "error: --router_replay_mode R3: does not go with"
 TEACHER = {"teacher_model_server": "http://teacher:8000"}
 NOT_TAKEN = "error: --vllm_enable_lora true: vLLM does not take the adapter"
-
-
-def arguments(**changes: Any) -> Any:
-    """Return arguments of `swift rlhf`, or of `swift rollout` if `changes` has a port. Their model
-    is not on this machine."""
-    if "port" in changes:
-        given = {"model": "org/name", "vllm_enforce_eager": True}
-        return command_line_arguments("rollout", **{**given, **changes})
-    args = command_line_arguments("rlhf", **{**GIVEN, **changes})
-    args.training_args = training_arguments(generation_batch_size=16)
-    return args
 
 
 @pytest.fixture(autouse=True)
@@ -69,42 +57,22 @@ def newest_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "tried_packages", lambda: newest)
 
 
-def said(findings: Iterable[Finding]) -> list[str]:
-    return [f"{finding.level}: {finding.sentence}" for finding in findings]
-
-
-def assert_says(findings: Iterable[Finding], expected: str | None) -> None:
-    """Assert the beginning of the only finding, with `...` for any text between; None expects
-    none."""
-    sentences = said(findings)
-    assert len(sentences) == (expected is not None), sentences
-    if expected is not None:
-        beginning, *parts = expected.split("...")
-        assert sentences[0].startswith(beginning), sentences[0]
-        assert all(part in sentences[0] for part in parts), sentences[0]
-
-
 # --- findings ---
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_mistake_is_printed_alone_and_once(rank: str) -> None:
+def test_a_mistake_is_printed_alone_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank printed a traceback of 25 lines above it. Other errors keep theirs."""
-    lines = (
-        "from swift_grpo_ext.checks.finding import SettingsError, hide_tracebacks",
-        "hide_tracebacks()",
-        "raise {}('--seed -1: expected 0 or more.')",
-    )
-    for kind in ("SettingsError", "ValueError"):
-        script = "\n".join(lines).format(kind)
-        env = {**os.environ, "LOCAL_RANK": rank}
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=env, capture_output=True, text=True
-        )
-        assert done.returncode == 1
-        alone = "error: --seed -1: expected 0 or more.\n" if rank == "0" else ""
-        is_ours = kind == "SettingsError"
-        assert (done.stderr == alone) if is_ours else ("Traceback" in done.stderr), done.stderr
+    mistake, other = SettingsError("--seed -1: expected 0 or more."), ValueError("no mistake")
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, raised, trace: shown.append(raised))
+    monkeypatch.setattr(sys, "__stderr__", printed := io.StringIO())
+    hide_tracebacks()
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        for raised in (mistake, other):
+            sys.excepthook(type(raised), raised, None)
+    assert printed.getvalue() == "error: --seed -1: expected 0 or more.\n"
+    assert shown == [other, other]
 
 
 def test_the_first_error_is_raised_after_the_warnings(
@@ -137,17 +105,14 @@ def test_the_first_error_is_raised_after_the_warnings(
         *(({"tuner_type": name}, None) for name in TRAINED),
         *(({"tuner_type": n}, f"error: --tuner_type {n}: adds parts that ca") for n in UNMERGED),
         *(({"tuner_type": name, **ALONE}, None) for name in UNMERGED),
-        ({"resume_from_checkpoint": "/none"}, "error: --resume_from_checkpoint /none: is no whole"),
         ({"seed": -1}, "error: --seed -1: expected 0 or more"),
         ({"seed": -1, "rollout_seed_mode": "engine"}, None),
-        ({"router_replay_mode": "R3"}, None),
-        *(
-            (
-                {"router_replay_mode": "R3", **one},
-                f"error: --router_replay_mode R3: does not {end}",
-            )
-            for one, end in NO_REPLAY
-        ),
+        (REPLAY, None),
+        ({**REPLAY, "torch_compile": True}, f"{NO_REPLAY} --torch_compile true: compiled layers"),
+        ({**REPLAY, "use_liger_kernel": True}, f"{NO_REPLAY} --use_liger_kernel true: its loss"),
+        ({**REPLAY, "teacher_model": "t"}, f"{NO_REPLAY} --teacher_model: a teacher has other"),
+        ({**REPLAY, "sequence_parallel_size": 2}, f"{NO_REPLAY} --sequence_parallel_size: it spl"),
+        ({**REPLAY, "use_vllm": False}, f"{NO_REPLAY} --use_vllm false: ms-swift's own rollouts"),
         ({"streaming": True}, "error: --streaming true: expected false: a stream cannot repeat"),
         ({"callbacks": ["diversity"]}, None),
         ({"callbacks": ["diversty"]}, "error: --callbacks diversty: ...did you mean diversity?"),
@@ -172,6 +137,27 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
     assert_says(rules.check_arguments(arguments(**changes), ["model", "seed"]), expected)
 
 
+SAME = "warning: --full_determinism true: does not hold for a resumed run with"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"dataloader_num_workers": 4, "use_liger_kernel": True, "bf16": True}, None),
+        ({"rollout_seed_mode": "engine"}, f"{SAME} --rollout_seed_mode engine"),
+        ({"rollout_seed_mode": "engine", "use_vllm": False}, None),
+        ({"async_generate": True}, f"{SAME} --async_generate true"),
+        ({"sync_ref_model": True}, f"{SAME} --sync_ref_model true"),
+        ({"save_only_model": True}, f"{SAME} ...the optimizer's state. Leave that flag out."),
+        ({"save_only_model": True, "full_determinism": False}, None),
+    ],
+)
+def test_settings_that_make_two_runs_differ(changes: dict[str, Any], expected: str | None) -> None:
+    """`--full_determinism true` promises equal ones (R9)."""
+    args = arguments(**{"full_determinism": True, **changes})
+    assert_says(rules.check_arguments(args, ()), expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "given", "expected"),
     [
@@ -185,9 +171,9 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
         ({"callbacks": ["a", "diversity"]}, ["diversity_action"], None),
         ({}, ["vllm_max_lora_rank"], "warning: --vllm_max_lora_rank: has no effect with `swift rl"),
         ({}, ["vllm_max_model_len", "sleep_level"], None),
-        ({"vllm_mode": "server"}, ["sleep_level"], "warning: --sleep_level: has no effect with"),
-        ({"vllm_mode": "server"}, ["vllm_quantization"], "warning: --vllm_quantization: has no ef"),
-        ({"vllm_mode": "server"}, ["vllm_server_port", "vllm_enable_lora"], None),
+        (SERVED, ["sleep_level"], "warning: --sleep_level: has no effect with"),
+        (SERVED, ["vllm_quantization"], "warning: --vllm_quantization: has no ef"),
+        (SERVED, ["vllm_server_port", "vllm_enable_lora"], None),
     ],
 )
 def test_flags_that_nobody_reads(
@@ -196,11 +182,53 @@ def test_flags_that_nobody_reads(
     assert_says(rules.rules_of_ignored_flags(arguments(**changes), given), expected)
 
 
+def test_only_whole_checkpoints_are_resumed_from(tmp_path: Path) -> None:
+    """The last of them is named (S4)."""
+    states = {8: '{"global_step": 8}', 9: '{"global_step": 9}', 10: None, 11: '{"global_st'}
+    folders = {n: tmp_path / f"checkpoint-{n}" for n in (*states, "best", 70, 71)}
+    for number, state in {**states, "best": None, 70: "[]", 71: "{}"}.items():
+        folders[number].mkdir()
+        if state is not None:
+            (folders[number] / "trainer_state.json").write_text(state, encoding="utf-8")
+
+    def check(folder: Path, expected: str | None, **changes: Any) -> None:
+        args = arguments(resume_from_checkpoint=str(folder), **changes)
+        refused = expected and f"error: --resume_from_checkpoint {folder}: is no whole checkpoint"
+        assert_says(rules.check_arguments(args, ()), refused and f"{refused}...{expected}")
+
+    check(folders[9], None)
+    check(folders[10], f"Resume from {folders[9]}, the last whole one.")
+    check(folders[11], f"is missing or cut short. Resume from {folders[9]}")
+    check(folders[10], None, resume_only_model=True)
+    check(tmp_path / "none" / "checkpoint-1", "Start without it.")
+
+
 def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else name)
     missing = "error: The package vllm: is not installed. pip"
-    for changes, expected in (({}, missing), (SERVER, missing), ({"use_vllm": False}, None)):
-        assert_says(rules.check_arguments(arguments(**changes), []), expected)  # type: ignore[arg-type]
+    for changes, expected in (({}, missing), (SERVER, missing), (ALONE, None)):
+        assert_says(rules.check_arguments(arguments(**changes), []), expected)
+
+
+def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:
+    """vLLM has one weight for embedding and head."""
+    config = tmp_path / "config.json"
+    config.write_text('{"tie_word_embeddings": true}')
+    both = {"model": str(tmp_path), "tuner_type": "lora", "modules_to_save": ["merger", "lm_head"]}
+
+    def check(expected: str | None, **changes: Any) -> None:
+        assert_says(rules.check_arguments(arguments(**{**both, **changes}), []), expected)
+
+    check("error: --modules_to_save lm_head: vLLM has one weight for embedding and ...type full")
+    check("error: --modules_to_save all-embedding: ", modules_to_save=["all-embedding"])
+    check(None, modules_to_save=["merger"])
+    check(None, use_vllm=False)
+    check(None, tuner_type="full")
+    config.write_text('{"tie_word_embeddings": false}')
+    check(None)
+
+
+# --- adapters ---
 
 
 @pytest.mark.parametrize(
@@ -254,7 +282,6 @@ def test_an_adapter_that_is_trained_on_keeps_its_settings(tmp_path: Path) -> Non
     args = arguments(**LORA, adapters=[str(tmp_path)], init_weights="olora")
     lora = {"r": 8, "lora_alpha": 8, "target_modules": []}
     for has, expected in (
-        ({"modules_to_save": ["a", "b"]}, "vLLM only supports modules_to_save"),
         ({"use_dora": True, "bias": "none"}, "vLLM does not yet support DoRA"),
         ({"init_lora_weights": "gaussian", "modules_to_save": None}, None),
     ):
@@ -280,24 +307,6 @@ def test_servers_say_whether_they_hold_adapters_apart(tuner: str) -> None:
         assert_says(preflight.check_model(args), expected)
 
 
-def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:
-    """vLLM has one weight for embedding and head."""
-    config = tmp_path / "config.json"
-    config.write_text('{"tie_word_embeddings": true}')
-    both = {"model": str(tmp_path), "tuner_type": "lora", "modules_to_save": ["merger", "lm_head"]}
-
-    def check(expected: str | None, **changes: Any) -> None:
-        assert_says(rules.check_arguments(arguments(**{**both, **changes}), []), expected)
-
-    check("error: --modules_to_save lm_head: vLLM has one weight for embedding and ...type full")
-    check("error: --modules_to_save all-embedding: ", modules_to_save=["all-embedding"])
-    check(None, modules_to_save=["merger"])
-    check(None, use_vllm=False)
-    check(None, tuner_type="full")
-    config.write_text('{"tie_word_embeddings": false}')
-    check(None)
-
-
 # --- the process: other ranks, ports, devices ---
 
 
@@ -314,23 +323,17 @@ def test_a_server_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_says(preflight.check_server_process(0), None)
 
 
-def test_a_port_in_use() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        expected = f"error: --port {port}: is in use on this machine. ...--vllm_server_port"
-        assert_says(preflight.check_server_process(port), expected)
-    assert_says(preflight.check_server_process(port), None)
-
-
-def test_old_connections_do_not_hold_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_refused_and_old_connections_hold_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """ms-swift would take the next port, where no trainer looks for the server."""
     with socket.socket() as server, socket.socket() as client:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
         server.bind(("", 0))
         server.listen()
         port = server.getsockname()[1]
+        expected = f"error: --port {port}: is in use on this machine. ...--vllm_server_port"
+        assert_says(preflight.check_server_process(port), expected)
         client.connect(("127.0.0.1", port))
         server.accept()[0].close()  # the server first
     args = arguments(port=find_free_port(port))
@@ -359,86 +362,13 @@ def test_sharding_and_sleep_need_an_accelerator(monkeypatch: pytest.MonkeyPatch)
     assert_says(rules.check_arguments(arguments(deepspeed="zero3"), []), None)
 
 
-def test_an_engine_that_ranks_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ranks", "mode"), [(7, "colocate"), (8, "colocate"), (7, "server")])
+def test_an_engine_that_ranks_cannot_share(
+    ranks: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ms-swift's trainer would refuse it after it has loaded the model."""
-    args = arguments(vllm_tensor_parallel_size=2)
-    expected = "error: --vllm_tensor_parallel_size 2: does not divide the 7 training ranks"
-    for ranks, mode, refused in (
-        (7, "colocate", expected),
-        (8, "colocate", None),
-        (7, "server", None),
-    ):
-        monkeypatch.setattr(rules, "get_dist_setting", lambda ranks=ranks: (0, 0, ranks, ranks))
-        args.vllm_mode = mode
-        assert_says(rules.check_arguments(args, []), refused)
-
-
-# --- once the model is known, and the data loaded ---
-
-
-def test_speculation_cannot_leave_placeholders_out() -> None:
-    """vLLM would refuse the first request."""
-    config = {"method": "ngram", "num_speculative_tokens": 2}
-    server = arguments(port=8000, vllm_speculative_config=config)
-    refused = "error: --vllm_speculative_config {'method': 'ngram'"
-    for args in (server, arguments(vllm_engine_kwargs={"speculative_config": config})):
-        args.model_meta = SimpleNamespace(is_multimodal=True, model_type="any")
-        assert_says(preflight.check_model(args), refused)
-        args.model_meta = SimpleNamespace(is_multimodal=False, model_type="any")
-        assert_says(preflight.check_model(args), None)
-    for args in (arguments(port=8000), arguments(vllm_speculative_config=config)):
-        assert_says(preflight.check_model(args), None)  # a training does not read the flag
-
-
-def test_only_experts_are_replayed() -> None:
-    args = arguments(router_replay_mode="R3")
-    args.model_meta = SimpleNamespace(is_multimodal=True, model_type="qwen3_vl")
-    args.model_info = SimpleNamespace(is_moe_model=True)
-    assert_says(preflight.check_model(args), None)
-    args.model_info = SimpleNamespace(is_moe_model=False)
-    refused = "error: --router_replay_mode R3: expected a mixture of experts...; qwen3_vl has no"
-    assert_says(preflight.check_model(args), refused)
-
-
-GOOD = [{"messages": QUESTION, "images": ["http://x"]}, {"messages": [], "images": []}]
-BAD = [*GOOD, {"messages": QUESTION, "images": ["/none.png"]}]
-TEXT = [{"messages": QUESTION}, {"messages": []}]
-
-
-@pytest.mark.parametrize(
-    ("rows", "eval_rows", "changes", "expected"),
-    [
-        (GOOD, GOOD, {}, None),
-        (GOOD[:1], None, {}, "error: --dataset rows.jsonl: 1 rows are fewer than the 2 prompts of"),
-        (BAD, GOOD, {}, "error: --dataset: the row"),
-        (GOOD, BAD, {}, "error: --val_dataset: the row"),
-        (BAD, None, {"truncation_strategy": "delete"}, "warning: --dataset: 1 of 3 rows cannot be"),
-        (BAD, None, {"truncation_strategy": "left"}, "error: --dataset: the row"),
-        (TEXT, None, {}, "warning: --dataset: no row holds `images`"),
-        (TEXT, None, {"model_meta": SimpleNamespace(is_multimodal=False)}, None),
-        (GOOD[:1] * 2, None, {}, "warning: --dataset: 1 of 2 rows repeat an"),
-        (GOOD, None, {"reward_funcs": []}, "error: --reward_funcs: is missing"),
-        (GOOD, None, {"reward_funcs": [], "gym_env": "maze"}, None),
-        (GOOD, None, {"reward_funcs": [], "teacher_model": "org/teacher"}, None),
-        (GOOD, None, {"reward_funcs": [], "vllm_mode": "server"}, None),  # with a gym, perhaps
-        ([{**GOOD[0], "teacher_prompt": "?"}, GOOD[1]], None, {"reward_funcs": []}, None),
-    ],
-)
-def test_data_sets(rows: Any, eval_rows: Any, changes: dict[str, Any], expected: str) -> None:
-    assert_says(preflight.check_datasets(arguments(**changes), rows, eval_rows), expected)
-
-
-def test_what_the_template_refuses_is_refused_before_a_model_is_loaded(assets: Path) -> None:
-    """Without the check, placeholders in text end the run in the first training forward."""
-    args = arguments()
-    args.model_dir = str(assets / "tiny_vlm")
-    typed = {"role": "user", "content": "<image><|vision_start|><|image_pad|><|vision_end|>Which?"}
-    rows: Any = [*GOOD, {"messages": [typed], "images": ["http://x"]}]
-    refused = "error: --dataset: the row that asks '<image><|vision_start|>...holds '<|image_pad|>'"
-    assert_says(preflight.check_datasets(args, rows, None), refused)
-
-
-def test_one_rank_of_a_machine_looks_at_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank, expected in (("0", "error: --dataset: the row"), ("1", None)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        assert_says(preflight.check_datasets(arguments(), BAD, None), expected)
+    monkeypatch.setattr(rules, "get_dist_setting", lambda: (0, 0, ranks, ranks))
+    refused = "error: --vllm_tensor_parallel_size 2: does not divide the 7 training ranks"
+    args = arguments(vllm_tensor_parallel_size=2, vllm_mode=mode)
+    is_refused = ranks == 7 and mode == "colocate"
+    assert_says(rules.check_arguments(args, []), refused if is_refused else None)

@@ -1,10 +1,10 @@
 """Reward functions are tried before a model is loaded; those that would end a training are
-refused."""
+refused (R6)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,7 @@ from swift.rewards import ORM, AsyncORM
 
 from swift_grpo_ext.checks import rewards
 from swift_grpo_ext.checks.rewards import check_rewards
+from tests.rig.checks import said
 
 ASKS = [{"role": "user", "content": "Which digit?"}, {"role": "assistant", "content": "7"}]
 ROWS: list[dict[str, Any]] = [
@@ -26,23 +27,26 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-class Takes(ORM):
-    def __call__(self, completions: list[str], answer: list[Any], **kwargs: Any) -> Any:
-        assert completions == [messages[-1]["content"] for messages in kwargs["messages"]]
-        assert (answer, kwargs["level"]) == (["7", None, "7"], [None, 2, None])
-        assert kwargs["trainer_state"].global_step == 0
-        return [1, None, np.float32(0.5)]
-
-
-class Returns(ORM):
-    value: Any = None
-
-    def __call__(self, completions: list[str], **kwargs: Any) -> Any:
-        return self.value
+def calls(function: Callable[..., Any]) -> type[ORM]:
+    """Return a reward of ms-swift's form that calls a function without `self`."""
+    return type("Reward", (ORM,), {"__call__": lambda self, *args, **kw: function(*args, **kw)})
 
 
 def returns(value: Any) -> type[ORM]:
-    return type("Returned", (Returns,), {"value": value})
+    return calls(lambda completions, **_: value)
+
+
+def takes_columns(completions: list[str], answer: list[Any], **kwargs: Any) -> Any:
+    assert completions == [messages[-1]["content"] for messages in kwargs["messages"]]
+    assert (answer, kwargs["level"]) == (["7", None, "7"], [None, 2, None])
+    assert kwargs["trainer_state"].global_step == 0
+    return [1, None, np.float32(0.5)]
+
+
+def waits(completions: list[str], **kwargs: Any) -> Any:
+    while True:
+        with suppress(Exception):
+            time.sleep(60)
 
 
 class Waits(AsyncORM):
@@ -65,12 +69,7 @@ class Served(ORM):
         raise AssertionError
 
 
-class Raises(ORM):
-    def __call__(self, completions: list[str], **kwargs: Any) -> Any:
-        return [{"yes": 1.0}[text] for text in completions]
-
-
-class Loads(ORM):
+class Loads(Closed):
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
         raise RuntimeError("no GPU")
 
@@ -83,28 +82,22 @@ class Plain:
         raise AssertionError
 
 
-class Slow(ORM):
-    def __call__(self, completions: list[str], **kwargs: Any) -> Any:
-        while True:
-            with suppress(Exception):
-                time.sleep(60)
-
-
-def told(name: str, made: Any, monkeypatch: pytest.MonkeyPatch, **how: Any) -> str:
+def told(made: Any, monkeypatch: pytest.MonkeyPatch, **how: Any) -> str:
     monkeypatch.setattr("swift.rewards.orms", {"named": made})
     rows = how.pop("rows", ROWS)
-    found = check_rewards([name], rows, SimpleNamespace(), setting="dataset rows.jsonl", **how)
-    return "\n".join(f"{finding.level}: {finding.sentence}" for finding in found)
+    found = check_rewards(["named"], rows, SimpleNamespace(), setting="dataset rows.jsonl", **how)
+    return "\n".join(said(found))
 
 
 COLUMNS = "--dataset rows.jsonl has the columns messages, images, answer, level."
 MISFIT = "error: --reward_funcs named: does not fit ms-swift's call: "
+RETURNED = "error: --reward_funcs named: returned"
 
 
 @pytest.mark.parametrize(
     ("made", "how", "expected"),
     [
-        (Takes, {}, ""),
+        (calls(takes_columns), {}, ""),
         (Waits, {}, ""),
         (returns(torch.zeros(3)), {}, ""),
         (returns([None, None, None]), {}, ""),
@@ -114,30 +107,26 @@ MISFIT = "error: --reward_funcs named: does not fit ms-swift's call: "
         (Plain, {}, "cannot make it by orms['named'](args=...): TypeError: got an unexp"),
         (lambda completions, **kwargs: [0.0], {}, "TypeError: missing a required argument: 'comp"),
         # Values: one of them would be spread over all samples
-        (
-            returns([1.0]),
-            {},
-            "error: --reward_funcs named: returned values of shape [1] for 3 completions.",
-        ),
-        (returns(0.5), {}, "returned float 0.5 for 3 completions."),
-        (returns(["a", 1, 2]), {}, "returned list ['a', 1, 2] for 3 completions."),
-        (
-            returns([[1.0]] * 3),
-            {},
-            "returned values of shape [3, 1] for 3 completions. Expected a list",
-        ),
+        (returns([1.0]), {}, f"{RETURNED} values of shape [1] for 3 completions."),
+        (returns(0.5), {}, f"{RETURNED} float 0.5 for 3 completions."),
+        (returns(["a", 1, 2]), {}, f"{RETURNED} list ['a', 1, 2] for 3 completions."),
+        (returns([[1.0]] * 3), {}, f"{RETURNED} values of shape [3, 1] for 3 completions. Expecte"),
         (returns([1.0]), {"calls": False}, ""),
         # A user's code may raise or change for good reasons.
-        (Raises, {}, "warning: --reward_funcs named: raised KeyError: 'I do not know.' (test_rew"),
+        (
+            calls(lambda texts, **_: {}[texts[0]]),
+            {},
+            "warning: --reward_funcs named: raised KeyEr",
+        ),
         (Served, {}, ""),
         (Loads, {}, ""),
         (lambda args: Waits(args), {}, ""),
     ],
 )
 def test_a_reward_function(
-    made: Any, how: Mapping[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+    made: Any, how: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = told("named", made, monkeypatch, **how)
+    text = told(made, monkeypatch, **how)
     assert expected in text
     assert (text == "") == (expected == "")
     assert text.count("\n") == 0
@@ -156,12 +145,12 @@ def test_what_rewards_of_ms_swift_need() -> None:
 def test_a_slow_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards, "MAX_SECONDS", 1)
     expected = "skipped: --reward_funcs named: gave no values for 3 made-up completions within 1 s"
-    assert told("named", Slow, monkeypatch).startswith(expected)
+    assert told(calls(waits), monkeypatch).startswith(expected)
 
 
 def test_a_reward_that_speaks_to_other_ranks_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards.inspect, "getsource", lambda _: "torch.distributed.barrier()")
-    assert told("named", returns([1.0]), monkeypatch) == ""
+    assert told(returns([1.0]), monkeypatch) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Micro-batches: counts and positions agree with the rollout, or the run stops; collation."""
+"""Micro-batches have the tokens and positions of the rollout, or the run stops on each rank (M3,
+M6). A group's media are collated once (L6)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tests.rig.training.samples import arguments, batch, prompts, sample
 
 PAD = 90
 
-# --- counts (M6) ---
+# --- counts ---
 
 
 def test_each_sampled_token_has_a_log_probability() -> None:
@@ -56,21 +57,25 @@ def test_a_batch_without_log_probabilities_names_the_count(count: int, is_good: 
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "fault", "message"),
     [
-        ({"logprobs": [(-0.5,)]}, "2 sampled tokens and 1 log-prob"),
-        ({"logprobs": [(-0.5,) * 4], "turns": [(5,) * 4]}, "4 tokens were sampled, and 2 would be"),
+        ({"logprobs": [(-0.5,)]}, "", "2 sampled tokens and 1 log-prob"),
+        ({"logprobs": [(-1.0,) * 4], "turns": [(5,) * 4]}, "", "4 tokens were sampled, and 2"),
+        (None, "another prompt", "another prompt"),
     ],
 )
-def test_what_one_rank_finds_ends_all(change: dict[str, Any], message: str) -> None:
+def test_what_one_rank_finds_ends_all(
+    change: dict[str, Any] | None, fault: str, message: str
+) -> None:
     """Otherwise the others would wait in the next exchange until `--ddp_timeout`."""
 
     def work(ranks: RankGroup) -> str:
-        drawn = [sample(), sample(**(change if ranks.rank == 1 else {}))]
-        batches = [batch(rollout=None if ranks.rank == 1 else ((-0.5, -1.0),)) for _ in drawn]
+        is_other = ranks.rank == 1
+        drawn = [sample(), sample(**(change or {} if is_other else {}))]
+        batches = [batch(rollout=None if is_other else ((-0.5, -1.0),)) for _ in drawn]
         micro_batches = [([one], of, {}) for one, of in zip(drawn, batches, strict=True)]
         with pytest.raises(DisagreementError) as raised:
-            check_batches(micro_batches, arguments(), ranks)
+            check_batches(micro_batches, arguments(), ranks, fault if is_other else "")
         return str(raised.value)
 
     [first, second, third] = run_rank_groups(3, work)
@@ -79,18 +84,11 @@ def test_what_one_rank_finds_ends_all(change: dict[str, Any], message: str) -> N
     check_batches([([sample()], batch(), {})], arguments(), RankGroup())
 
 
-def test_a_prompt_that_differs_on_one_rank_ends_all() -> None:
-    def work(ranks: RankGroup) -> str:
-        with pytest.raises(DisagreementError) as raised:
-            check_batches([], arguments(), ranks, "another prompt" if ranks.rank else "")
-        return str(raised.value)
-
-    assert run_rank_groups(2, work) == ["another prompt"] * 2
-
-
-# --- positions (M3) ---
+# --- positions ---
 
 ROLLOUT = np.array([[0, 1, 1, 2, 9], [0, 1, 2, 3, 9], [0, 1, 1, 1, 9]], dtype=np.int32)
+OTHER = np.array(ROLLOUT)
+OTHER[:, 4] = 4
 
 
 def placed(*rows: Any, padding: int = 0) -> torch.Tensor:
@@ -105,8 +103,6 @@ def placed(*rows: Any, padding: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("how", ["right", "left", "packed", "counted by the model"])
 def test_positions_are_compared(how: str, warnings: list[str]) -> None:
     """In each layout of samples, only positions of the prompt are compared."""
-    other = np.array(ROLLOUT)
-    other[:, 4] = 4
     ids = [1, PAD, PAD, PAD, 2, 5, 6]
     rows = {"encoded": {"input_ids": ids}, "videos": ["a"]}
     positions = (None, ROLLOUT, None)
@@ -128,14 +124,14 @@ def test_positions_are_compared(how: str, warnings: list[str]) -> None:
             del inputs["position_ids"]
         check_positions(samples, inputs, arguments(**changes))
 
-    check(placed(other, ROLLOUT, other, padding=3))
+    check(placed(OTHER, ROLLOUT, OTHER, padding=3))
     if how == "counted by the model":
-        check(placed(ROLLOUT, other, ROLLOUT, padding=3))
+        check(placed(ROLLOUT, OTHER, ROLLOUT, padding=3))
         return
     message = r"sample 1, a row of video: .* from token 4 of 5 on \(\[9, 9, 9\] against \[4, 4, 4\]"
     with pytest.raises(DisagreementError, match=message):
-        check(placed(ROLLOUT, other, ROLLOUT, padding=3))
-    check(placed(ROLLOUT, other, ROLLOUT, padding=3), rollout_mismatch="warn")
+        check(placed(ROLLOUT, OTHER, ROLLOUT, padding=3))
+    check(placed(ROLLOUT, OTHER, ROLLOUT, padding=3), rollout_mismatch="warn")
     assert "different positions, from token 4" in warnings[-1]
 
 
@@ -175,34 +171,50 @@ def test_dropout_is_really_off() -> None:
 class Collating(SimpleNamespace):
     """A template whose collator removes what it concatenates, as ms-swift's do."""
 
+    padding_side, padding_free = "right", False
+    tokenizer = SimpleNamespace(pad_token_id=0)
+
     def data_collator(self, rows: list[dict[str, Any]], **_: Any) -> dict[str, Any]:
         self.calls.append(len(rows))
         pixels = torch.cat([row.pop("pixel_values") for row in rows])
         return {**pad_texts(self, rows), "pixel_values": pixels, "loss_scale": 1}  # type: ignore[arg-type]
 
 
-def encoded_row(prompt: GroupPrompt | None, ids: list[int], own: int) -> EncodedSample:
+SETTINGS: dict[str, Any] = {"device": torch.device("cpu"), "use_logits_to_keep": True}
+
+
+def encoded(prompt: GroupPrompt | None, ids: list[int], own: int, **fields: Any) -> Any:
+    """Return an encoded sample; its last `own` tokens are the response."""
     labels = [-100] * (len(ids) - own) + ids[len(ids) - own :]
     row = EncodedSample(
         input_ids=ids, labels=labels, length=len(ids), pixel_values=torch.ones(2, 4)
     )
     row.prompt = prompt
-    return row
+    logprobs = [[-1.0] * own]
+    return sample(encoded=row, rollout_logprobs=logprobs, is_truncated=False, **fields)
+
+
+def test_all_rows_are_collated_where_nothing_is_packed() -> None:
+    template: Any = Collating(calls=[])
+    shared = GroupPrompt({}, 3, ())
+    samples = [encoded(shared, [1, 2, 3, 5], 1), encoded(shared, [1, 2, 3, 6, 7], 2)]
+    inputs, _ = collate_groups(samples, template, **SETTINGS)
+    assert isinstance(inputs, SharedPromptInputs)
+    assert inputs.plain() is inputs.plain()
+    assert len(inputs.plain()["pixel_values"]) == 4
+    assert template.calls == [1, 2]
+    whole, _ = collate_groups(samples[:1], template, **SETTINGS)
+    assert not isinstance(whole, SharedPromptInputs)
+    assert "labels" in whole
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_a_groups_media_are_collated_once(side: str) -> None:
-    template: Any = Collating(
-        calls=[], padding_side=side, padding_free=False, tokenizer=SimpleNamespace(pad_token_id=0)
-    )
-    shared, alone = GroupPrompt({}, 3, ()), GroupPrompt({}, 2, ())
-    rows = [(shared, [1, 2, 3, 5], 1), (shared, [1, 2, 3, 6, 7], 2), (alone, [1, 2, 8], 1)]
-    samples: list[Any] = [
-        sample(encoded=encoded_row(*row), rollout_logprobs=[[-1.0] * row[2]], is_truncated=False)
-        for row in rows
-    ]
-    settings: dict[str, Any] = {"device": torch.device("cpu"), "use_logits_to_keep": True}
-    inputs, batch = collate_groups(samples, template, **settings)
+    template: Any = Collating(calls=[], padding_side=side)
+    shared = GroupPrompt({}, 3, ())
+    samples = [encoded(shared, [1, 2, 3, 5], 1), encoded(shared, [1, 2, 3, 6, 7], 2)]
+    samples.append(encoded(GroupPrompt({}, 2, ()), [1, 2, 8], 1))
+    inputs, batch = collate_groups(samples, template, **SETTINGS)
     assert isinstance(inputs, SharedPromptInputs)
     assert template.calls == [2]
     assert inputs.heads["input_ids"].tolist()[0] == [1, 2, 3, 6, 7]  # the longest of its group
@@ -210,52 +222,22 @@ def test_a_groups_media_are_collated_once(side: str) -> None:
     assert not {"labels", "loss_scale"} & inputs.heads.keys()
     assert [group.prompt for group in inputs.groups] == [3, 0]
     assert [group.ids for group in inputs.groups] == [[[1, 2, 3, 5], [1, 2, 3, 6, 7]], [[1, 2, 8]]]
-    plain, expected = collate_to_grpo_micro_batch(samples, template, **settings)
+    plain, expected = collate_to_grpo_micro_batch(samples, template, **SETTINGS)
     assert torch.equal(batch.completion_mask, expected.completion_mask)
     assert batch.rollout_per_token_logps is not None
     assert torch.equal(batch.rollout_per_token_logps, expected.rollout_per_token_logps)
     assert torch.equal(inputs["input_ids"], plain["input_ids"])
 
 
-def test_all_rows_are_collated_where_nothing_is_packed() -> None:
-    template: Any = Collating(
-        calls=[], padding_side="right", padding_free=False,
-        tokenizer=SimpleNamespace(pad_token_id=0),
-    )  # fmt: skip
-    shared = GroupPrompt({}, 3, ())
-    rows = [(shared, [1, 2, 3, 5], 1), (shared, [1, 2, 3, 6, 7], 2)]
-    samples: list[Any] = [
-        sample(encoded=encoded_row(*row), rollout_logprobs=[], is_truncated=False) for row in rows
-    ]
-    settings: dict[str, Any] = {"device": torch.device("cpu"), "use_logits_to_keep": True}
-    inputs, _ = collate_groups(samples, template, **settings)
-    assert isinstance(inputs, SharedPromptInputs)
-    assert inputs.plain() is inputs.plain()
-    assert len(inputs.plain()["pixel_values"]) == 4
-    assert template.calls == [1, 2]
-    whole, _ = collate_groups(samples[:1], template, **settings)
-    assert not isinstance(whole, SharedPromptInputs)
-    assert "labels" in whole
-
-
 def test_positions_are_compared_once_a_group() -> None:
     """They are compared in the group's collated row, the longest one."""
-    template: Any = Collating(
-        calls=[], padding_side="right", padding_free=False,
-        tokenizer=SimpleNamespace(pad_token_id=0),
-    )  # fmt: skip
-    shared, samples = GroupPrompt({}, 5, ()), list[Any]()
-    for own in ([6], [6, 7]):
-        row = encoded_row(shared, [1, PAD, PAD, PAD, 2, *own], len(own))
-        samples.append(sample(encoded=row, is_truncated=False, rollout_logprobs=[], images=["a"]))
-        samples[-1].rollout_prompts = prompts([1, PAD, PAD, PAD, 2], positions=ROLLOUT)
-    settings: dict[str, Any] = {"device": torch.device("cpu"), "use_logits_to_keep": True}
-    inputs, _ = collate_groups(samples, template, **settings)
+    shared, head = GroupPrompt({}, 5, ()), [1, PAD, PAD, PAD, 2]
+    seen = {"images": ["a"], "rollout_prompts": prompts(head, positions=ROLLOUT)}
+    samples = [encoded(shared, [*head, *own], len(own), **seen) for own in ([6], [6, 7])]
+    inputs, _ = collate_groups(samples, Collating(calls=[]), **SETTINGS)  # type: ignore[arg-type]
     assert isinstance(inputs, SharedPromptInputs)
     inputs.heads["position_ids"] = placed(ROLLOUT)
     check_positions(samples, inputs, arguments())
-    other = np.array(ROLLOUT)
-    other[:, 4] = 4
-    inputs.heads["position_ids"] = placed(other)
+    inputs.heads["position_ids"] = placed(OTHER)
     with pytest.raises(DisagreementError, match=r"sample 1, a row of image: .* from token 4 of 5"):
         check_positions(samples, inputs, arguments())

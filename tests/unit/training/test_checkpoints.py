@@ -1,4 +1,4 @@
-"""Weights are loaded from a checkpoint, whatever names its files use."""
+"""Weights are loaded from a checkpoint, whatever names its files use (S4)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,12 @@ def test_every_parameter_comes_in_its_own_type(name: str, shard_size: str, tmp_p
     assert {n: p.data_ptr() for n, p in resumed.named_parameters()} == pointers, "an optimizer's"
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
+def test_another_model_is_refused_and_adapters_are_left_to_peft(tmp_path: Path) -> None:
     build("Qwen2").save_pretrained(tmp_path)
     # Its configuration, else the vision tower would be a large one.
     build("Qwen2.5-VL").config.save_pretrained(tmp_path)
     expected = r"does not hold the weights of .*Qwen2_5_VL.* has no .*visual.*--model"
     with pytest.raises(ValueError, match=expected):
         load_whole_model(build("Qwen2.5-VL"), tmp_path)
-
-
-def test_adapters_are_left_to_peft(tmp_path: Path) -> None:
-    add_lora(build("Qwen2.5-VL")).save_pretrained(tmp_path)
-    assert not holds_whole_model(tmp_path)
+    add_lora(build("Qwen2.5-VL")).save_pretrained(adapter := tmp_path / "adapter")
+    assert not holds_whole_model(adapter)

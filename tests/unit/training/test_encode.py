@@ -1,11 +1,12 @@
-"""A group's prompt is encoded once. It is the prompt that the rollout saw, or the run stops."""
+"""Each prompt is encoded once, and is the one that the rollout saw, or the run stops (M3)."""
 
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from swift_grpo_ext.training.encode import (
     encode_whole,
     with_text_of,
 )
-from swift_grpo_ext.training.group import DisagreementError, kind_of_row
+from swift_grpo_ext.training.group import DisagreementError, flatten, kind_of_row
 from tests.rig.training.samples import arguments, prompts, sample
 
 PAD, SOFT = 90, 91
+PLACEHOLDERS = {PAD, SOFT}
 WORDS = {10: "\n", 11: "\n\n", 12: "\n\n\n", 1: "a", 2: "b", 3: "ab"}
 
 
@@ -29,62 +31,60 @@ def decode(ids: list[int]) -> str:
     return "".join(WORDS.get(i, f"<{i}>") for i in ids)
 
 
-def template(max_length: int | None = None) -> Any:
-    return SimpleNamespace(
-        max_length=max_length,
-        truncation_strategy="left",
-        placeholder_tokens=[PAD, SOFT],
-        tokenizer=SimpleNamespace(decode=decode),
-        data_collator=list,
-    )
-
-
 # --- one encode for each group ---
 
 PIXELS = torch.arange(8.0).reshape(2, 4)
 
 
-class Templates(SimpleNamespace):
+class Template(SimpleNamespace):
     """Encodes a prompt of two placeholders and the sample's words, and counts its calls."""
 
+    tokenizer = SimpleNamespace(decode=decode)
+    placeholder_tokens: ClassVar[list[int]] = [PAD, SOFT]
+    max_length: int | None = None
+    truncation_strategy = "left"
+    head, tail = (1, PAD, PAD), ()
     num_encoded = 0
 
-    def encode(self, one: Any, **kwargs: Any) -> dict[str, Any]:
+    def encode(self, one: Any) -> dict[str, Any]:
         self.num_encoded += 1
-        ids = [i for turn in one.response_token_ids for i in turn]
-        mask = [i for turn in one.response_loss_mask for i in turn] or [1] * len(ids)
-        prompt = [1, PAD, PAD, *one.words]
+        prompt, ids = [*self.head, *one.words], [*flatten(one.response_token_ids), *self.tail]
+        mask = [*flatten(one.response_loss_mask)] or [1] * (len(ids) - len(self.tail))
+        kinds = [int(i == PAD) for i in (*prompt, *ids)]
+        trained = [i if own else -100 for i, own in zip(ids, mask, strict=False)]
         return {
             "input_ids": [*prompt, *ids],
-            "labels": [-100] * len(prompt)
-            + [i if own else -100 for i, own in zip(ids, mask, strict=True)],
+            "labels": [-100] * len(prompt) + trained + [-100] * len(self.tail),
             "loss_scale": [0.0] * len(prompt) + [float(own) for own in mask],
-            "mm_token_type_ids": [0, 1, 1] + [0] * (len(one.words) + len(ids)),
-            "token_type_ids": torch.tensor([[0, 1, 1] + [0] * (len(one.words) + len(ids))]),
+            "mm_token_type_ids": kinds,
+            "token_type_ids": torch.tensor([kinds]),
             "pixel_values": PIXELS,
             "length": len(prompt) + len(ids),
             "_extra_kwargs": {},
         }
 
 
-def group_of(*answers: Any, words: Any = (3, 4), **fields: Any) -> list[Any]:
+def group_of(*answers: Any, **fields: Any) -> list[Any]:
     """Return samples of one group, each with its turns and its mask."""
     made = []
     for index, (turns, mask) in enumerate(answers):
         name = SampleId(phase="train", step=3, number=0, group=2, index=index)
-        common = {"words": list(words), "prompt_hash": "h", "sample_id": name}
-        common["rollout_prompts"] = prompts([1, PAD, PAD, *words])
+        common = {"words": [3, 4], "prompt_hash": "h", "sample_id": name}
+        common["rollout_prompts"] = prompts([1, PAD, PAD, 3, 4])
         made.append(sample(turns=turns, mask=mask, **(common | fields)))
     return made
 
 
-def encoder_of(
-    monkeypatch: pytest.MonkeyPatch, max_length: int | None = None, **settings: Any
-) -> tuple[GroupEncoder, Templates]:
-    made = Templates(**vars(template(max_length)))
+@pytest.fixture(autouse=True)
+def _encodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_module, "encode_sample", lambda one, made: made.encode(one))
-    is_conversation = settings.pop("is_conversation", False)
-    encoder = GroupEncoder(made, arguments(**settings), is_conversation=is_conversation)  # type: ignore[arg-type]
+
+
+def encoder_of(
+    max_length: int | None = None, *, is_conversation: bool = False, **settings: Any
+) -> tuple[GroupEncoder, Any]:
+    made: Any = Template(max_length=max_length)
+    encoder = GroupEncoder(made, arguments(**settings), is_conversation=is_conversation)
     made.max_length = None  # as ms-swift, while it encodes
     return encoder, made
 
@@ -92,9 +92,9 @@ def encoder_of(
 ANSWERS = [([(5, 6)], ()), ([(7,)], [(1,)]), ([(8, 9, 6)], [(1, 0, 1)]), ([(6,)], ())]
 
 
-def test_a_group_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_encoded_once() -> None:
     """Each sample equals a whole encode, and has its own containers."""
-    encoder, made = encoder_of(monkeypatch)
+    encoder, made = encoder_of()
     samples = group_of(*ANSWERS)
     found = [encoder.encode(one) for one in samples]
     assert made.num_encoded == 1
@@ -112,24 +112,23 @@ def test_a_group_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert encoder.fault == ""
 
 
+TURNS = {"response_token_ids": [[5], [6]], "response_loss_mask": []}
+
+
 @pytest.mark.parametrize(
     ("changes", "number"),
     [
         ({}, 2),
-        (
-            {"response_token_ids": [], "response_loss_mask": []},
-            4,
-        ),  # from a scheduler that returns none
-        ({"response_token_ids": [[5], [6]], "response_loss_mask": []}, 4),  # two turns
-        ({"response_token_ids": [[5, PAD]], "response_loss_mask": []}, 4),
+        ({"rollout_prompts": []}, 2),  # an unknown prompt
+        ({**TURNS, "response_token_ids": []}, 4),  # from a scheduler that returns none
+        (TURNS, 4),
+        ({**TURNS, "response_token_ids": [[5, PAD]]}, 4),
         ({"prompt_hash": "other"}, 3),  # rows that differ (G3), each encoded once
         ({"rollout_prompts": prompts([1, PAD, PAD, 3, 4, 4])}, 4),
     ],
 )
-def test_what_is_encoded_whole(
-    changes: dict[str, Any], number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder, made = encoder_of(monkeypatch, rollout_mismatch="warn")
+def test_what_is_encoded_whole(changes: dict[str, Any], number: int) -> None:
+    encoder, made = encoder_of(rollout_mismatch="warn")
     first, *others = group_of(*ANSWERS[:2], ANSWERS[1])
     other_group = group_of(ANSWERS[0])
     other_group[0].sample_id = replace(other_group[0].sample_id, group=3)
@@ -140,52 +139,38 @@ def test_what_is_encoded_whole(
     assert made.num_encoded == number
 
 
-def test_rows_that_do_not_end_with_their_response(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_do_not_end_with_their_response() -> None:
     """If a template adds tokens after the response, samples share nothing."""
-    encoder, made = encoder_of(monkeypatch)
-    whole = made.encode
-
-    def with_end(one: Any, **kwargs: Any) -> dict[str, Any]:
-        row = whole(one, **kwargs)
-        return row | {"input_ids": [*row["input_ids"], 99], "labels": [*row["labels"], -100]}
-
-    made.encode = with_end  # type: ignore[method-assign]
+    encoder, made = encoder_of()
+    made.tail = (99,)
     found = [encoder.encode(one) for one in group_of(*ANSWERS[:2])]
     assert made.num_encoded == 2
     assert [row.prompt for row in found] == [None, None]
 
 
-def test_conversations_share_a_prompt_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversations_share_a_prompt_of_text() -> None:
     """Each is encoded whole. With equal token ids, media may still differ, so only text is
     shared."""
-    encoder, made = encoder_of(monkeypatch, is_conversation=True)
+    encoder, made = encoder_of(is_conversation=True)
     talks = group_of(*ANSWERS[:2])
     assert [encoder.encode(one).prompt for one in talks] == [None, None]
     assert made.num_encoded == 2
-
-    def text_alone(one: Any, **_: Any) -> dict[str, Any]:
-        ids = [i for turn in one.response_token_ids for i in turn]
-        return {"input_ids": [1, 2, *ids], "labels": [-100, -100, *ids]}
-
-    made.encode = text_alone  # type: ignore[method-assign]
+    made.head = (1,)
     for one in talks:
-        one.rollout_prompts, one.prompt_hash = prompts([1, 2]), "text"
+        one.words, one.prompt_hash, one.rollout_prompts = [2], "text", prompts([1, 2])
     first, second = (encoder.encode(one).prompt for one in talks)
     assert first is second is not None
     assert first.num_tokens == 2
-    talks[1].response_token_ids, talks[1].prompt_hash = [[5]], "text"
-    made.encode = lambda one, **_: {"input_ids": [1, 3, 5], "labels": [-100, -100, 5]}  # type: ignore[method-assign]
+    talks[1].words = [3]
     assert encoder.encode(talks[1]).prompt is None
 
 
 @pytest.mark.parametrize(
     ("max_length", "is_cut"), [(None, False), (0, False), (3, True), (4, True), (6, False)]
 )
-def test_samples_have_the_text_that_max_length_left(
-    max_length: int | None, is_cut: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_have_the_text_that_max_length_left(max_length: int | None, is_cut: bool) -> None:
     """Only if the limit explains a difference: a system prompt of one side is still named."""
-    encoder, _ = encoder_of(monkeypatch, max_length)
+    encoder, _ = encoder_of(max_length)
     samples = group_of(*ANSWERS[:2], rollout_prompts=prompts([1, PAD, PAD, 4]))
     found = [encoder.encode(one)["input_ids"] for one in samples]
     words = [4] if is_cut else [3, 4]
@@ -193,14 +178,10 @@ def test_samples_have_the_text_that_max_length_left(
     assert ("the rollout saw a prompt of 4 tokens" in encoder.fault) != is_cut
 
 
-def test_a_prompt_that_differs_is_named_or_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
-) -> None:
-    answers = ANSWERS[:2]
-    samples = group_of(*answers, rollout_prompts=prompts([1, PAD, PAD, 2]))
-    stops, _ = encoder_of(monkeypatch)
-    warns, _ = encoder_of(monkeypatch, rollout_mismatch="warn")
-    for one in samples:
+def test_a_prompt_that_differs_is_named_or_warned_of_once(warnings: list[str]) -> None:
+    stops, _ = encoder_of()
+    warns, _ = encoder_of(rollout_mismatch="warn")
+    for one in group_of(*ANSWERS[:2], rollout_prompts=prompts([1, PAD, PAD, 2])):
         stops.encode(one)
         warns.encode(one)
     message = r"group 2, sample 0: .* from token 3 on \(\[2\] against \[3, 4, 5, 6\], 'b' against "
@@ -212,51 +193,40 @@ def test_a_prompt_that_differs_is_named_or_warned_of_once(
     assert "Training goes on (--rollout_mismatch warn)" in warning
 
 
-def test_unknown_prompts_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, made = encoder_of(monkeypatch)
-    for one in group_of(*ANSWERS[:2], rollout_prompts=[]):
-        encoder.encode(one)
-    assert (encoder.fault, made.num_encoded) == ("", 1)
-
-
-def test_a_whole_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_encode() -> None:
     """It labels only sampled tokens, and has the rollout's text."""
-    made, seen = template(), list[bool]()
+    made, seen = Template(), list[bool]()
 
-    def encode(one: Any, template: Any) -> dict[str, Any]:
-        seen.append(hasattr(template, "_add_dynamic_eos"))
+    def encode(one: Any) -> dict[str, Any]:
+        seen.append(hasattr(made, "_add_dynamic_eos"))
         return {"input_ids": [1, 2, 3, 90, 4, 5], "labels": [-100] * 5 + [5], "_extra_kwargs": {}}
 
-    monkeypatch.setattr(encode_module, "encode_sample", encode)
+    made.encode = encode
     found = encode_whole(sample(rollout_prompts=prompts([3, 90, 4])), made, 3)
     assert found == {"input_ids": [3, 90, 4, 5], "labels": [-100] * 3 + [5]}
     assert seen == [True]
     assert not hasattr(made, "_add_dynamic_eos")
 
 
-# --- prompts that differ (M3) ---
+# --- prompts that differ ---
 
 
-@pytest.mark.parametrize(
-    ("rollout", "training"),
-    [
-        ([], [5]),
-        ([1, 2], [1, 2, 5]),
-        ([1, PAD, PAD, 2], [1, PAD, PAD, 2, 5]),
-        ([1, 2, PAD], [1, 2, PAD, 5]),
-        ([1, PAD, PAD, 2], [1, -200, 2, 5]),  # Phi-3-Vision, Ovis2.5
-        ([PAD, PAD, 2, PAD, 2], [-1, 2, -2, 2, 5]),
-        ([1, SOFT, SOFT, 2], [1, PAD, PAD, 2, 5]),  # frames of InternVL
-    ],
-)
-def test_notation_is_no_difference(rollout: list[int], training: list[int]) -> None:
-    drawn = sample(rollout_prompts=prompts(rollout), encoded={"input_ids": training})
-    check_rollout_prompts(drawn, drawn.encoded, template(), {PAD, SOFT})
+def compare(of_turns: list[list[int]], training: list[int], agrees: bool, message: str) -> None:
+    drawn = sample(rollout_prompts=prompts(*of_turns), encoded={"input_ids": training})
+    with nullcontext() if agrees else pytest.raises(DisagreementError, match=message):
+        check_rollout_prompts(drawn, drawn.encoded, Template(), PLACEHOLDERS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("rollout", "training", "first"),
     [
+        ([], [5], None),
+        ([1, 2], [1, 2, 5], None),
+        ([1, PAD, PAD, 2], [1, PAD, PAD, 2, 5], None),
+        ([1, 2, PAD], [1, 2, PAD, 5], None),
+        ([1, PAD, PAD, 2], [1, -200, 2, 5], None),  # Phi-3-Vision, Ovis2.5
+        ([PAD, PAD, 2, PAD, 2], [-1, 2, -2, 2, 5], None),
+        ([1, SOFT, SOFT, 2], [1, PAD, PAD, 2, 5], None),  # frames of InternVL
         ([1, 2, 3], [1, 2, 9, 5], 2),
         ([3, 4], [1, 2, 3, 4, 5], 0),  # it was cut
         ([1, 2], [1], 1),
@@ -270,11 +240,12 @@ def test_notation_is_no_difference(rollout: list[int], training: list[int]) -> N
         ([1, 2, PAD, 3], [1, PAD, 3, 5], 1),
     ],
 )
-def test_other_prompts_are_named(rollout: list[int], training: list[int], first: int) -> None:
-    drawn = sample(rollout_prompts=prompts(rollout), encoded={"input_ids": training})
+def test_prompts_that_differ_are_named(
+    rollout: list[int], training: list[int], first: int | None
+) -> None:
+    """Another notation of the same medium is no difference."""
     message = rf"group 2, sample 1: .* of {len(rollout)} tokens .* from token {first} on.* Give"
-    with pytest.raises(DisagreementError, match=message):
-        check_rollout_prompts(drawn, drawn.encoded, template(), {PAD, SOFT})
+    compare([rollout], training, first is None, message)
 
 
 @pytest.mark.parametrize(
@@ -293,23 +264,18 @@ def test_each_turn_of_a_conversation(
     rollout: list[int], training: list[int], first: int | None, turn: int
 ) -> None:
     """Training has all tokens that the engine saw; line breaks beside media may differ."""
-    others = [training[:1]] * 2
-    of_turns = prompts(*others[: turn - 1], rollout, *others[turn - 1 :])
-    talk = sample(rollout_prompts=of_turns, encoded={"input_ids": training})
-    if first is None:
-        check_rollout_prompts(talk, talk.encoded, template(), {PAD, SOFT})
-        return
+    of_turns = [training[:1]] * 2
+    of_turns.insert(turn - 1, rollout)
     message = rf"sample 1 in turn {turn}: .* from token {first} on.*`rollout_infos\['images'\]`"
-    with pytest.raises(DisagreementError, match=message):
-        check_rollout_prompts(talk, talk.encoded, template(), {PAD, SOFT})
+    compare(of_turns, training, first is None, message)
 
 
-# --- prompts that are made equal (M3) ---
+# --- prompts that are made equal ---
 
 
 def encoded(prompt: list[int]) -> dict[str, Any]:
     ids = [*prompt, 5, 6]
-    kinds = [int(i < 0 or i in (PAD, SOFT)) for i in ids]
+    kinds = [int(i < 0 or i in PLACEHOLDERS) for i in ids]
     return {
         "input_ids": ids,
         "labels": [*[-100] * len(prompt), 5, 6],
@@ -331,54 +297,51 @@ def encoded(prompt: list[int]) -> dict[str, Any]:
         ([1, PAD, PAD, 2, 11], [1, -200, 10, 2, 10], [1, -200, 2, 11], False),  # Ovis2.5
         ([3, 4], [1, 2, 3, 4], [3, 4], True),
         ([PAD, PAD, 3, 4], [1, PAD, PAD, 2, 3, 4], [PAD, PAD, 3, 4], True),
-        ([PAD, PAD, 2, SOFT, 4], [1, PAD, PAD, 2, SOFT, 4], [PAD, PAD, 2, SOFT, 4], True),
         ([PAD, PAD, 4], [1, -200, 3, 4], [-200, 4], True),
         ([1, PAD, 2], [1, PAD, 10, 2], [1, PAD, 2], True),  # long, and not cut
+        # What cannot be made equal stays
+        ([1, PAD, 2], [1, PAD, 2], None, True),
+        ([1, 10, 2], [1, 2], None, False),  # no media: no template writes that
+        ([1, PAD, 3], [1, PAD, 10, 1], None, False),  # words
+        ([1, PAD, PAD], [1, PAD, 10], None, False),  # other pixel limits
+        ([1, PAD, 2, PAD], [1, PAD, 10, 2], None, False),
+        ([3, 4], [1, 2, 3, 4], None, False),  # no limit explains it
+        ([1, 2], [1, 2, 3], None, True),  # cut on the right
+        ([2, 4], [1, 2, 3, 4], None, True),  # in the middle
+        ([3, PAD, 4], [1, PAD, PAD, 3, 4], None, True),  # a medium, or a part of one
+        ([PAD, SOFT, 4], [1, PAD, 2, SOFT, 4], None, True),  # side by side, they count as one
+        ([0, 1, 2, 3], [1, 2, 3], None, True),  # the rollout saw more
     ],
 )
 def test_training_gets_the_text_of_the_rollout(
-    rollout: list[int], training: list[int], expected: list[int], was_cut: bool
+    rollout: list[int], training: list[int], expected: list[int] | None, was_cut: bool
 ) -> None:
     whole = encoded(training)
-    changed = with_text_of(rollout, whole, {PAD, SOFT}, decode, was_cut=was_cut)
+    changed = with_text_of(rollout, whole, PLACEHOLDERS, decode, was_cut=was_cut)
+    if expected is None:
+        assert changed == {}
+        return
     wanted = encoded(expected)
     assert torch.equal(changed.pop("mm_token_type_ids"), wanted.pop("mm_token_type_ids"))
     del wanted["pixel_values"], wanted["loss_scale"]
     assert changed == wanted
 
 
-UNKNOWN = {"position_ids": [0, 1, 2, 3, 4, 5]}  # not known for a shorter text
-
-
 @pytest.mark.parametrize(
-    ("rollout", "training", "more", "was_cut"),
+    "entry",
     [
-        ([1, PAD, 2], [1, PAD, 2], {}, True),
-        ([1, 10, 2], [1, 2], {}, False),  # no media: no template writes that
-        ([1, PAD, 3], [1, PAD, 10, 1], {}, False),  # words
-        ([1, PAD, PAD], [1, PAD, 10], {}, False),  # other pixel limits
-        ([1, PAD, 2, PAD], [1, PAD, 10, 2], {}, False),
-        ([3, 4], [1, 2, 3, 4], {}, False),  # no limit explains it
-        ([1, 2], [1, 2, 3], {}, True),  # cut on the right
-        ([2, 4], [1, 2, 3, 4], {}, True),  # in the middle
-        ([3, PAD, 4], [1, PAD, PAD, 3, 4], {}, True),  # a medium, or a part of one
-        ([PAD, SOFT, 4], [1, PAD, 2, SOFT, 4], {}, True),  # side by side, they count as one
-        ([0, 1, 2, 3], [1, 2, 3], {}, True),  # the rollout saw more
-        ([1, PAD, 2], [1, PAD, 10, 2], UNKNOWN, False),
-        ([1, PAD, 2], [1, PAD, 10, 2], {"labels": None}, False),
-        ([1, PAD, 2], [1, PAD, 10, 2], {"input_ids": torch.tensor([1, PAD, 10, 2, 5])}, False),
+        {"position_ids": [0, 1, 2, 3, 4, 5]},  # not known for a shorter text
+        {"labels": None},
+        {"input_ids": torch.tensor([1, PAD, 10, 2, 5])},
     ],
 )
-def test_what_cannot_be_made_equal_stays(
-    rollout: list[int], training: list[int], more: dict[str, Any], was_cut: bool
-) -> None:
-    whole = encoded(training) | more
-    assert with_text_of(rollout, whole, {PAD, SOFT}, decode, was_cut=was_cut) == {}
+def test_entries_that_cannot_be_aligned_stay(entry: dict[str, Any]) -> None:
+    whole = encoded([1, PAD, 10, 2]) | entry
+    assert with_text_of([1, PAD, 2], whole, PLACEHOLDERS, decode, was_cut=False) == {}
 
 
 # --- kinds of rows ---
 
-ASKED = {"type": "text", "text": "What is it?"}
 SEEN = {"type": "image_url", "image_url": {"url": "1.png"}}
 HEARD = {"type": "audio", "audio": "1.wav"}
 TAGGED = f"<img>{__file__}</img>"
@@ -386,41 +349,17 @@ TAGGED = f"<img>{__file__}</img>"
 
 
 @pytest.mark.parametrize(
-    ("media", "kind"),
+    ("content", "columns", "kind"),
     [
-        ({}, "text"),
-        ({"images": None, "videos": []}, "text"),
-        ({"images": ["a"]}, "image"),
-        ({"images": ["a", "b"], "audios": ["c"]}, "images+audio"),
-        ({"videos": ["a", "b"], "images": ["c"]}, "image+videos"),
-        ({"images": "a"}, "image"),  # one, as it is
-        ({"images": [], "messages": [{"role": "user", "content": [SEEN, ASKED]}]}, "image"),
-        ({"messages": [{"role": "user", "content": [SEEN, HEARD, SEEN]}]}, "images+audio"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [ASKED, SEEN]},
-                    {"role": "assistant", "content": "a cat"},
-                    {"role": "user", "content": [{"type": "video", "video": ["1.png", "2.png"]}]},
-                ]
-            },
-            "image+video",
-        ),
-        (
-            {"messages": [{"role": "user", "content": f"{TAGGED} or {TAGGED}?"}]},
-            "images",
-        ),
-        # Parts without a value stand for the column; tags alone are text.
-        (
-            {
-                "images": ["a"],
-                "messages": [{"role": "user", "content": [{"type": "image"}, ASKED]}],
-            },
-            "image",
-        ),
-        ({"messages": [{"role": "user", "content": "Is <video> a tag?"}]}, "text"),
-        ({"messages": [{"role": "assistant", "content": [5, 6]}], "audios": ["a"]}, "audio"),
+        ("Is <video> a tag?", {"images": None, "videos": []}, "text"),
+        ("?", {"images": ["a", "b"], "audios": ["c"]}, "images+audio"),
+        ("?", {"videos": ["a", "b"], "images": "c"}, "image+videos"),
+        ([SEEN, HEARD, SEEN], {"images": []}, "images+audio"),
+        ([{"type": "video", "video": ["1.png", "2.png"]}], {}, "video"),
+        (f"{TAGGED} or {TAGGED}?", {}, "images"),
+        ([{"type": "image"}], {"images": ["a"]}, "image"),  # it stands for the column
     ],
 )
-def test_kinds_of_rows(media: dict[str, Any], kind: str) -> None:
-    assert kind_of_row(sample(**media)) == kind
+def test_kinds_of_rows(content: Any, columns: dict[str, Any], kind: str) -> None:
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": [5, 6]}]
+    assert kind_of_row(sample(messages=messages, **columns)) == kind

@@ -1,4 +1,5 @@
-"""The pass of the old policy is left out where the loss's own pass has its weights."""
+"""Training leaves out the pass of the old policy where the loss's own pass has its weights; its
+first rounds have a pass that measures rounding (M7)."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ LOGPS = torch.tensor([[-1.0, -2.0]], requires_grad=True)
 class Host(RolloutGRPOTrainer):
     """The attributes of ms-swift's trainer that the passes read."""
 
-    def __init__(self, *, steps: int = 2, per_round: int = 2, sp: int = 1, **own: Any) -> None:
-        self.args = arguments(gradient_accumulation_steps=steps, steps_per_generation=per_round)
+    def __init__(self, *, steps: int = 2, sp: int = 1, training: bool = True, **own: Any) -> None:
+        self.args = arguments(gradient_accumulation_steps=steps, steps_per_generation=2)
         self.template = SimpleNamespace(sequence_parallel_size=sp)
-        self.model = SimpleNamespace(training=own.pop("training", True))
+        self.model = SimpleNamespace(training=training)
         self._has_teacher_explicit = lambda: own.get("teacher", False)
         self.kl_in_reward, self.beta = own.get("kl_in_reward", False), own.get("beta", 0.0)
-        self.use_liger_loss, self.ref_model = own.get("liger", False), own.get("ref_model")
+        self.use_liger_loss, self.ref_model = own.get("liger", False), None
         self.dynamic_num_samples = own.get("dynamic", False)
 
 
@@ -78,21 +79,23 @@ def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", compute)
     host = Host()
+
+    def pass_of(model: str, batch: Any) -> Any:
+        return host._get_per_token_logps_and_entropies(model, {}, batch)[0]
+
     batches = [SimpleNamespace(old_per_token_logps=None) for _ in range(2)]
     host._skips_old_pass = True
     for batch in batches:
-        assert host._get_per_token_logps_and_entropies("policy", {}, batch)[0] is None
-        assert host._get_per_token_logps_and_entropies("reference", {}, batch)[0] is LOGPS
+        assert pass_of("policy", batch) is None
+        assert pass_of("reference", batch) is LOGPS
         assert batch.old_per_token_logps is None
     assert made == ["reference"] * 2
     host._skips_old_pass = False
-    for _ in range(2):
-        assert host._get_per_token_logps_and_entropies("policy", {}, batches[0])[0] is LOGPS
-        old = batches[0].old_per_token_logps
-        assert torch.equal(old, LOGPS)
-        assert not old.requires_grad
+    assert pass_of("policy", batches[0]) is LOGPS
+    assert torch.equal(batches[0].old_per_token_logps, LOGPS)
+    assert not batches[0].old_per_token_logps.requires_grad
     kept = SimpleNamespace(old_per_token_logps=-LOGPS)
-    host._get_per_token_logps_and_entropies("policy", {}, kept)
+    pass_of("policy", kept)
     assert torch.equal(kept.old_per_token_logps, -LOGPS)
 
 
@@ -116,9 +119,7 @@ def test_early_rounds_have_a_pass_with_other_rounding(
     host = Host(training=changes.get("training", True))
     host.least_bits = changes.get("bits", 16)
     host._gap_check = SimpleNamespace(is_early=changes.get("is_early", True))
-    host.args = arguments()
-    for name in ("top_p", "torch_compile", "use_vllm"):
-        setattr(host.args, name, changes.get(name, getattr(host.args, name)))
+    host.args = arguments(**{n: v for n, v in changes.items() if hasattr(host.args, n)})
     monkeypatch.setattr(trainer, "has_accelerator", lambda: changes.get("gpu", False))
     monkeypatch.setattr(trainer, "base_model", lambda model: model)
     monkeypatch.setattr(trainer, "named_layers", lambda _: changes.get("layers", [1]))

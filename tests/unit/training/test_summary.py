@@ -22,17 +22,13 @@ ARGS: dict[str, Any] = {
 LOG = {"step": 1, "rollout_gap/mean": 1e-4, "rollout_gap/max": 2e-3, "reward": 0.5}
 
 
-def trainer_of(
-    *, shares: bool = True, leaves_out: bool = False, rank: int = 0, logs: Any = (), **changes: Any
-) -> Any:
+def trainer_of(*, shares: bool = True, needs_old: bool = True, **changes: Any) -> Any:
     return SimpleNamespace(
         args=SimpleNamespace(**{**ARGS, **changes}),
         completion_logps=SimpleNamespace(shares_prompts=shares),
-        needs_old_logps=lambda: not leaves_out,
+        needs_old_logps=lambda: needs_old,
         gap_limit=0.01,
         score_listeners=[],
-        ranks=SimpleNamespace(rank=rank),
-        state=SimpleNamespace(log_history=logs),
     )
 
 
@@ -45,13 +41,12 @@ def test_active_features() -> None:
         "a seed for each sample; training reads prompts once a group where that saves time; the "
         "rollout gap is held to a limit; diversity is watched; samples are recorded"
     )
-    assert "saves time; the loss's pass serves as the old policy's; " in on(leaves_out=True)
-    rest = {"use_vllm": False, "callbacks": [], "sample_log": "none"}
-    assert on(shares=False, async_generate=True, **rest) == (
-        "ms-swift's own seeds and requests; training reads prompts for each sample; the rollout "
-        "gap is measured; diversity is not watched (--callbacks diversity); no record"
+    rest = {"callbacks": [], "sample_log": "none", "async_generate": True, "needs_old": False}
+    assert on(shares=False, use_vllm=False, dropouts=3, **rest) == (
+        "ms-swift's own seeds and requests; training reads prompts for each sample; the loss's "
+        "pass serves as the old policy's; 3 dropouts are off (--lora_dropout is ignored); the "
+        "rollout gap is measured; diversity is not watched (--callbacks diversity); no record"
     )
-    assert "; 3 dropouts are off (--lora_dropout is ignored); " in on(dropouts=3)
     assert on(rollout_seed_mode="engine").startswith("ms-swift's own seeds and requests")
 
 
@@ -61,7 +56,8 @@ def told(
     """Return the lines of a training that scores two rounds and a batch of an evaluation."""
     lines: list[str] = []
     monkeypatch.setattr(summary.logger, "info", lines.append)
-    trainer = trainer_of(rank=rank, logs=logs, **changes)
+    trainer = trainer_of(**changes)
+    trainer.ranks, trainer.state = SimpleNamespace(rank=rank), SimpleNamespace(log_history=logs)
     run = RunSummary(trainer, num_dropouts=0)
     run.begin()
     run.end()  # before any round: nothing was seen
@@ -74,20 +70,15 @@ def told(
 
 def test_the_first_and_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     begin, end = told(monkeypatch, [LOG, {"step": 1, "train_loss": 0.0}])
-    assert begin == (
-        f"swift-grpo-ext {__version__}: {on()}. Look at it meanwhile: "
-        "swift-grpo-ext view '/runs/my run'"
-    )
+    view = "Look at it meanwhile: swift-grpo-ext view '/runs/my run'"
+    assert begin == f"swift-grpo-ext {__version__}: {on()}. {view}"
     assert end == (
         "Seen by swift-grpo-ext: 2 rounds of training, 1 of evaluation; a rollout gap of 0.0001 "
         "nats (rounding explains 0.01), 0.002 at most; no alarm of diversity."
     )
     assert told(monkeypatch, [LOG], rank=1) == []
-
-
-def test_alarms_are_in_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     logs = [{"step": s, "diversity/broken": 0.0, "diversity/collapse": s / 2} for s in range(3)]
     [end] = told(monkeypatch, logs)[1:]
     assert end.endswith("; alarms of diversity at 2 steps, from step 1 on.")
-    [line] = told(monkeypatch, [], callbacks=[])[1:]
-    assert line.endswith("1 of evaluation.")
+    [end] = told(monkeypatch, [], callbacks=[])[1:]
+    assert end.endswith("1 of evaluation.")

@@ -1,4 +1,4 @@
-"""Tensors in the layout of checkpoints."""
+"""The trainer sends tensors in the layout of checkpoints, which vLLM loads (M4)."""
 
 from __future__ import annotations
 
@@ -11,30 +11,36 @@ from peft import AdaLoraConfig, LoraConfig, VeraConfig, get_peft_model
 
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout
 
-TEXT = {
-    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
-    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2},
-    **{"num_experts_per_tok": 1, "moe_intermediate_size": 8},
-    "rope_scaling": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+SMALL = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "head_dim": 8}
+MOE = {
+    **{"num_experts_per_tok": 1, "moe_intermediate_size": 8, "num_key_value_heads": 1},
+    **{"intermediate_size": 16},
 }
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 VISION = {
     **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
     **{"out_hidden_size": 16, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
 }
+LORA = LoraConfig(target_modules=["q_proj", "lm_head"])
 
-QWEN = transformers.Qwen2Config(
-    vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
-)
+
+def qwen() -> Any:
+    config = transformers.Qwen2Config(**SMALL, num_hidden_layers=1, tie_word_embeddings=False)
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def qwen_moe() -> Any:
+    """Here twice the experts' width is the hidden size, so shapes alone would not decide."""
+    text = {**SMALL, **MOE, "num_hidden_layers": 1, "num_experts": 2, "rope_scaling": ROPE}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=VISION)
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_experts_are_transposed_and_nothing_else(lora: bool) -> None:
-    """Here twice the experts' width is the hidden size, so shapes alone would not decide."""
-    config = transformers.Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION)
-    model = transformers.Qwen3VLMoeForConditionalGeneration(config)
+    model = qwen_moe()
     runtime = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if lora else model
-    sent = checkpoint_layout(wrapped, runtime)
+    sent = checkpoint_layout(get_peft_model(model, LORA) if lora else model, runtime)
     experts = [name for name in runtime if ".experts." in name]
     assert len(experts) == 2
     for name, tensor in runtime.items():
@@ -45,8 +51,7 @@ def test_experts_are_transposed_and_nothing_else(lora: bool) -> None:
 
 def test_the_models_own_conversions_count() -> None:
     """`from_pretrained` has read the model's files by them."""
-    config = transformers.Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION)
-    model = transformers.Qwen3VLMoeForConditionalGeneration(config)
+    model = qwen_moe()
     model._weight_conversions = []
     sent = checkpoint_layout(model, runtime := dict(model.state_dict()))
     assert all(sent[name].shape == tensor.shape for name, tensor in runtime.items())
@@ -54,9 +59,8 @@ def test_the_models_own_conversions_count() -> None:
 
 def test_adaloras_numbers_of_ranks_are_no_weights() -> None:
     """vLLM has no parameter for them. ms-swift leaves out only names with an adapter's prefix."""
-    names = dict(transformers.Qwen2ForCausalLM(QWEN).named_parameters()).keys()
-    config = AdaLoraConfig(target_modules=["q_proj"], total_step=10)
-    model: Any = get_peft_model(transformers.Qwen2ForCausalLM(QWEN), config)
+    names = dict(qwen().named_parameters()).keys()
+    model: Any = get_peft_model(qwen(), AdaLoraConfig(target_modules=["q_proj"], total_step=10))
     sent = {
         name.removeprefix("base_model.model.").replace(".base_layer", ""): tensor
         for name, tensor in model.named_parameters()
@@ -65,37 +69,28 @@ def test_adaloras_numbers_of_ranks_are_no_weights() -> None:
     assert checkpoint_layout(model, sent).keys() == names
 
 
-def test_a_quantized_models_buffers_are_none_that_change() -> None:
-    model: Any = transformers.Qwen2ForCausalLM(QWEN)
-    model.register_buffer("qweight", torch.zeros(2))
-    assert checkpoint_buffers(model).keys() == {"qweight"}
-    model.is_quantized = True  # as `from_pretrained` marks it
-    assert checkpoint_buffers(get_peft_model(model, LoraConfig(target_modules=["q_proj"]))) == {}
-
-
 @pytest.mark.parametrize("lora", [False, True])
-def test_buffers_of_a_checkpoint(lora: bool) -> None:
-    """A router's bias is one, since vLLM has it as a parameter; frequencies are in no file."""
-    config = transformers.Glm4MoeConfig(
-        **{"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
-        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
-        **{"intermediate_size": 16, "num_key_value_heads": 1, "head_dim": 8},
-    )
+def test_a_routers_bias_is_sent(lora: bool) -> None:
+    """vLLM has it as a parameter; frequencies are in no file."""
+    config = transformers.Glm4MoeConfig(**SMALL, **MOE, n_routed_experts=4, num_hidden_layers=2)
     model = transformers.Glm4MoeForCausalLM(config)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     bias = model.state_dict()[name]
-    targets = ["q_proj", "k_proj", "lm_head"]
-    wrapped = get_peft_model(model, LoraConfig(target_modules=targets)) if lora else model
+    wrapped = get_peft_model(model, LORA) if lora else model
     [(found, buffer)] = checkpoint_buffers(wrapped).items()
     assert found == name
     assert buffer.data_ptr() == bias.data_ptr()
 
 
-def test_other_models_are_left_as_they_are_and_an_adapters_buffers_are_its_own() -> None:
-    model = transformers.Qwen2ForCausalLM(QWEN)
-    state_dict = model.state_dict()
-    assert checkpoint_layout(model, state_dict) == state_dict
+def test_buffers_that_training_does_not_change_are_not_sent() -> None:
+    """These are the packed layers of a quantized model, and an adapter's own."""
+    model = qwen()
+    assert checkpoint_layout(model, state_dict := model.state_dict()) == state_dict
     assert checkpoint_buffers(model) == {}
-    wrapped = get_peft_model(model, VeraConfig(target_modules=["q_proj"]))
+    wrapped = get_peft_model(qwen(), VeraConfig(target_modules=["q_proj"]))
     assert any("vera_A" in name for name, _ in wrapped.get_base_model().named_buffers())
     assert checkpoint_buffers(wrapped) == {}
+    model.register_buffer("qweight", torch.zeros(2))
+    assert checkpoint_buffers(model).keys() == {"qweight"}
+    model.is_quantized = True  # as `from_pretrained` marks it
+    assert checkpoint_buffers(get_peft_model(model, LORA)) == {}

@@ -1,9 +1,10 @@
-"""Weight updates: comparisons with the engines' reports, and failures that end every rank."""
+"""A weight update is compared with each engine's report; a failure ends every rank, and names the
+engine and its tensors (M4)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,15 +18,50 @@ from swift_grpo_ext.rollout.wire import WeightReport
 from swift_grpo_ext.weights import sync
 from swift_grpo_ext.weights.layout import StateDict
 from swift_grpo_ext.weights.sync import WeightSync
-from swift_grpo_ext.weights.update import WeightUpdateError, shapes_of
+from swift_grpo_ext.weights.update import WeightUpdateError, compare, shapes_of
 from tests.rig.ranks import ThreadRanks, run_rank_groups
 
 WEIGHTS = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+MISSHAPEN = {**WEIGHTS, "b": torch.tensor([3.0, 4.0])}
 CONFIG = LoraConfig(r=3)
 
+# --- comparisons ---
 
-def misshapen() -> StateDict:
-    return {**WEIGHTS, "b": torch.tensor([3.0, 4.0])}
+
+def test_tensors_are_named_with_type_and_shape() -> None:
+    weight = torch.zeros(2, 3, dtype=torch.bfloat16)
+    named = ["a.base_layer.weight", "a.base_layer.lora_A.weight"]
+    assert shapes_of((name, weight) for name in named) == {
+        "a.weight": "bfloat16 (2, 3)",
+        "a.base_layer.lora_A.weight": "bfloat16 (2, 3)",
+    }
+
+
+SENT = {f"layer.{i}": "float32 (2,)" for i in range(9)}
+WRONG = {**SENT, "layer.3": "float32 (3,)"}
+del WRONG["layer.7"]
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        (WeightReport(dict(reversed(SENT.items()))), None),
+        (
+            WeightReport(WRONG),
+            r"^replica 0 does not hold .* 9 tensors: 1 did not arrive \(layer\.",
+        ),
+        (WeightReport(WRONG), r"; 1 have another type or shape \(layer\.3\)"),
+        (WeightReport(), r"9 did not arrive \(layer\.0, .*4, \.\.\.\)"),
+        (WeightReport(adapter_fault="why"), r"^replica 0 does not generate with .*\. why$"),
+        (WeightReport(SENT, ["a", "b"]), r"2 of its parameters were left as .* \(a, b\)\."),
+    ],
+)
+def test_a_difference_is_named(report: WeightReport, message: str | None) -> None:
+    with pytest.raises(WeightUpdateError, match=message) if message else nullcontext():
+        compare(SENT, report, "replica 0")
+
+
+# --- servers ---
 
 
 class Servers:
@@ -36,10 +72,7 @@ class Servers:
         self.loaded: list[StateDict] = [{}, {}]
         self.calls: list[str] = []
         self._second, self.failures = second, failures
-        self.fault: dict[str, Any] = {}
-        """Fields of the workers' reports."""
-
-        self.is_bounded = False
+        self.fault: dict[str, Any] = {}  # fields of the workers' reports
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -47,18 +80,12 @@ class Servers:
             raise self.failures[name.split()[0]]
 
     def load(self, state_dict: StateDict) -> None:
-        assert self.is_bounded
         self._call(f"load {' '.join(state_dict)}")
         self.loaded[0] |= state_dict
         self.loaded[1] |= {n: (self._second or state_dict)[n] for n in state_dict}
 
-    @contextmanager
-    def bounded(self) -> Iterator[None]:
-        self.is_bounded = True
-        try:
-            yield
-        finally:
-            self.is_bounded = False
+    def bounded(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reconnect(self, *, again: bool = False) -> bool:
         self._call("reconnect again" if again else "reconnect")
@@ -83,10 +110,14 @@ class Servers:
         self.load(tensors)
 
 
-def update(
-    servers: Servers | None, move: Callable[[WeightSync, int, bool], None], size: int = 1
-) -> list[str]:
-    """Return the error of the update on each rank; rank 0 has the servers."""
+def send_parts(weights: WeightSync, rank: int, servers: Servers) -> None:
+    """Send two parts, as ms-swift's update does; other ranks take part."""
+    for name, tensor in WEIGHTS.items():
+        weights.send({name: tensor}, servers.load if rank == 0 else lambda _: None)
+
+
+def update(servers: Servers, move: Callable[[WeightSync, int, bool], None]) -> list[str]:
+    """Return the error of the update on each of two ranks; rank 0 has the servers."""
 
     def work(ranks: ThreadRanks) -> str:
         weights = WeightSync(ranks, servers if ranks.rank == 0 else None)
@@ -96,17 +127,7 @@ def update(
             return f"{type(e).__name__}: {e}"
         return ""
 
-    return run_rank_groups(size, work)
-
-
-def sends(servers: Servers) -> Callable[[WeightSync, int, bool], None]:
-    """Return ms-swift's update, which sends two parts; other ranks take part."""
-
-    def move(weights: WeightSync, rank: int, group_recreated: bool) -> None:
-        for name, tensor in WEIGHTS.items():
-            weights.send({name: tensor}, servers.load if rank == 0 else lambda _: None)
-
-    return move
+    return run_rank_groups(2, work)
 
 
 def test_an_update_is_sent_and_compared_on_every_worker() -> None:
@@ -114,58 +135,55 @@ def test_an_update_is_sent_and_compared_on_every_worker() -> None:
     servers = Servers()
     weights = WeightSync(RankGroup(), servers)
     for _ in range(2):
-        weights.update(lambda _: sends(servers)(weights, 0, False))
+        weights.update(lambda _: send_parts(weights, 0, servers))
     assert servers.calls == ["reconnect", "load a", "load b", "reports"] * 2
     weights.update(lambda _: weights.send({"a": WEIGHTS["a"]}, servers.load))  # `b` is not missed
     weights.update(lambda _: None)
     assert servers.calls[-3:] == ["load a", "reports", "reconnect"]
 
 
+WHOLE = ["reconnect", "load a", "load b", "reports"]
+
+
 @pytest.mark.parametrize(
-    ("servers", "error", "calls"),
+    ("servers", "raises", "failing", "error", "calls"),
     [
-        (
-            Servers(second=misshapen()),
-            r"WeightUpdateError: worker 1 does not hold .* 1 have another type or shape \(b\)",
-            ["reconnect", "load a", "load b", "reports"],
-        ),
+        (Servers(second=MISSHAPEN), {}, 0, "WeightUpdateError: worker 1 does not hold ", WHOLE),
         # Ranks agree before the first of them gathers weights, where others would wait for it.
-        (Servers(reconnect=ConnectionError("gone")), "ConnectionError: gone", ["reconnect"]),
+        (Servers(reconnect=OSError("gone")), {}, 0, "OSError: gone", ["reconnect"]),
         (
-            Servers(load=ConnectionError("reset")),  # is tried twice; the rest is gathered only
-            "ConnectionError: reset",
+            Servers(load=OSError("reset")),  # is tried twice; the rest is gathered only
+            *({}, 0, "OSError: reset"),
             ["reconnect", "load a", "reconnect again", "load a"],
         ),
+        (Servers(), {0: WeightUpdateError("no")}, 0, "WeightUpdateError: no", WHOLE[:3]),
+        (Servers(), {1: MemoryError("small")}, 1, "MemoryError: small", WHOLE),
     ],
 )
-def test_a_failure_at_the_servers_ends_every_rank(
-    servers: Servers, error: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_failure_on_one_rank_ends_all(
+    servers: Servers,
+    raises: dict[int, Exception],
+    failing: int,
+    error: str,
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The failing rank keeps its own exception; the others name it. Only what the servers did not
+    get is tried again."""
     logged: list[str] = []
     monkeypatch.setattr(sync.logger, "error", logged.append)
-    first, second = update(servers, sends(servers), size=2)
-    with pytest.raises(AssertionError, match=f"^{error}"):
-        raise AssertionError(first)
-    assert second == f"RolloutError: The rollout failed on rank 0: {first}"
-    assert set(logged) == {f"The weight update failed on rank 0: {first}"}
-    assert servers.calls == calls
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_on_one_rank_ends_all_and_is_not_tried_again(failing: int) -> None:
-    """The failing rank keeps its own exception; the others name it."""
-    servers = Servers()
 
     def move(weights: WeightSync, rank: int, group_recreated: bool) -> None:
-        sends(servers)(weights, rank, group_recreated)
-        if rank == failing:
-            raise MemoryError("too small") if failing else WeightUpdateError("refused")
+        send_parts(weights, rank, servers)
+        if rank in raises:
+            raise raises[rank]
 
-    own = "MemoryError: too small" if failing else "WeightUpdateError: refused"
-    expected = [f"RolloutError: The rollout failed on rank {failing}: {own}"] * 2
-    expected[failing] = own
-    assert update(servers, move, size=2) == expected
-    assert servers.calls.count("load a") == 1
+    errors = update(servers, move)
+    own = errors.pop(failing)
+    assert own.startswith(error)
+    assert errors == [f"RolloutError: The rollout failed on rank {failing}: {own}"]
+    assert set(logged) == {f"The weight update failed on rank {failing}: {own}"}
+    assert servers.calls == calls
 
 
 def test_an_update_that_was_not_sent_is_made_once_more() -> None:
@@ -178,11 +196,11 @@ def test_an_update_that_was_not_sent_is_made_once_more() -> None:
         moves.append((rank, group_recreated))
         if rank > 0:
             weights.send(WEIGHTS, lambda _: took_part.append(rank))
-        sends(servers)(weights, rank, group_recreated)
+        send_parts(weights, rank, servers)
         if rank == 0:
             servers.failures.clear()
 
-    assert update(servers, move, size=2) == ["", ""]
+    assert update(servers, move) == ["", ""]
     assert sorted(moves) == [(0, False), (0, True), (1, False), (1, True)]
     assert servers.calls[:3] == ["reconnect", "load a", "reconnect again"]
     assert servers.calls[-1] == "reports"
@@ -201,9 +219,31 @@ def test_what_a_watch_finds_fails_the_update(
     weights = WeightSync(RankGroup(), servers, mismatch)
     said = r"worker 0: the weight update has failed\. b is all zeros\. "
     with pytest.raises(WeightUpdateError, match=said) if mismatch == "stop" else nullcontext():
-        weights.update(lambda _: sends(servers)(weights, 0, False))
-    assert servers.calls == ["reconnect", "load a", "load b", "reports"]
+        weights.update(lambda _: send_parts(weights, 0, servers))
+    assert servers.calls == WHOLE
     assert len(warned) == (2 if mismatch == "warn" else 0)
+
+
+@pytest.mark.parametrize("flattens", [True, False])
+def test_an_adapter_is_sent_and_compared(flattens: bool) -> None:
+    client: Any = Servers()
+    weights = WeightSync(RankGroup(), client)
+
+    def send() -> None:
+        """The end of ms-swift's `_move_adapter_to_vllm`."""
+        if flattens:
+            bucket = FlattenedTensorBucket(named_tensors=list(WEIGHTS.items()))
+            parts = bucket.get_metadata(), bucket.get_flattened_tensor()
+            client.update_adapter_flattened_param(CONFIG, *parts)
+        else:
+            client.update_adapter_param(CONFIG, WEIGHTS)
+
+    weights.update(lambda _: weights.send_adapter(client, send))
+    assert client.calls == ["reconnect", "load a b", "reports"]
+    assert not [name for name in vars(client) if name.startswith("update_")]
+    client.fault = {"loaded": {"a": "float32 (2,)"}}
+    with pytest.raises(WeightUpdateError, match=r"worker 0 .*1 did not arrive \(b\)"):
+        weights.update(lambda _: weights.send_adapter(client, send))
 
 
 # --- colocated ---
@@ -231,16 +271,13 @@ class Engine:
     [
         (WEIGHTS, None, None),  # an engine that does not say what it filled
         (WEIGHTS, {"ab", "c"}, None),
-        (misshapen(), None, r"The colocated engine of rank 0 .* another type or shape \(b\)"),
-        ({"a": WEIGHTS["a"]}, None, r"1 did not arrive \(b\)"),
+        (MISSHAPEN, None, r"The colocated engine of rank 0 .* another type or shape \(b\)"),
         (WEIGHTS, {"ab"}, r"1 of its parameters were left as they were \(c\)"),
         (WEIGHTS, set(), r"2 did not arrive \(a, b\)"),
     ],
 )
 def test_what_a_colocated_engine_takes_is_compared(
-    taken: StateDict,
-    filled: set[str] | None,
-    message: str | None,
+    taken: StateDict, filled: set[str] | None, message: str | None
 ) -> None:
     engine: Any = Engine(taken, filled)
     weights = WeightSync(RankGroup(), None)
@@ -251,40 +288,6 @@ def test_what_a_colocated_engine_takes_is_compared(
     for _ in range(2):
         with pytest.raises(WeightUpdateError, match=message) if message else nullcontext():
             weights.update(lambda _: weights.load_colocated(WEIGHTS, engine, load))
-
-
-# --- adapters ---
-
-
-@pytest.mark.parametrize("flattens", [True, False])
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ({}, None),
-        ({"loaded": {"a": "float32 (2,)"}}, r"worker 0 .*1 did not arrive \(b\)"),
-        ({"adapter_fault": "why"}, r"worker 0 does not generate with the trainer's adapter\. why"),
-    ],
-)
-def test_an_adapter_is_sent_and_compared(
-    flattens: bool, fault: dict[str, Any], message: str | None
-) -> None:
-    client: Any = Servers()
-    client.fault = fault
-    weights = WeightSync(RankGroup(), client)
-
-    def send() -> None:
-        """The end of ms-swift's `_move_adapter_to_vllm`."""
-        if flattens:
-            bucket = FlattenedTensorBucket(named_tensors=list(WEIGHTS.items()))
-            parts = bucket.get_metadata(), bucket.get_flattened_tensor()
-            client.update_adapter_flattened_param(CONFIG, *parts)
-        else:
-            client.update_adapter_param(CONFIG, WEIGHTS)
-
-    with pytest.raises(WeightUpdateError, match=message) if message else nullcontext():
-        weights.update(lambda _: weights.send_adapter(client, send))
-    assert client.calls == ["reconnect", "load a b", "reports"]
-    assert not [name for name in vars(client) if name.startswith("update_")]
 
 
 def test_a_colocated_engine_has_to_use_the_adapter_that_it_is_given() -> None:

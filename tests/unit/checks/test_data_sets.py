@@ -1,0 +1,176 @@
+"""Data sets that a training cannot use as it is asked to, and settings that a model does not allow,
+are named once they are known (M1, R6)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+from swift_grpo_ext.checks import preflight
+from swift_grpo_ext.checks.rules import rules_of_data, rules_of_model
+from tests.rig.checks import arguments, assert_says
+
+# --- numbers of rows ---
+
+STEPS, EPOCH = {"eval_strategy": "steps"}, {"eval_strategy": "epoch"}
+ONE = {"num_generations_eval": 1}
+FILE = {"val_dataset": ["v.jsonl"]}
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_eval", "training", "changes", "expected"),
+    [
+        (16, 8, STEPS, {}, None),
+        (17, None, {}, {}, None),
+        (7, None, {}, {}, "error: --dataset rows.jsonl: 7 rows are fewer than the 8"),
+        (16, 5, STEPS, {}, "warning: --split_dataset_ratio: 1 of 5 rows are left out of each eval"),
+        (16, 5, STEPS, FILE, "warning: --val_dataset: 1 of 5 rows are left out"),
+        (16, 6, STEPS, ONE, "error: "),
+        (16, 8, STEPS, ONE, None),
+        (16, 3, EPOCH, {}, "error: --split_dataset_ratio: 3 rows make no batch"),
+        (16, 5, {}, {}, None),
+        (16, 5, {}, FILE, "warning: --val_dataset v.jsonl: is never evaluated"),
+    ],
+)
+def test_rows_that_fill_no_batch(
+    num_rows: int,
+    num_eval: int | None,
+    training: dict[str, Any],
+    changes: dict[str, Any],
+    expected: str | None,
+) -> None:
+    """A batch has 8 prompts, and 4 in an evaluation."""
+    training = {"per_device_eval_batch_size": 8, "eval_strategy": "no", **training}
+    args = arguments(training, **{"num_generations": 2, **changes})
+    rows = None if num_eval is None else range(num_eval)
+    assert_says(rules_of_data(args, range(num_rows), rows), expected)
+
+
+@pytest.mark.parametrize(
+    ("training", "updates"),
+    [
+        ({}, 0),
+        ({"num_iterations": 2}, 2),
+        ({"num_iterations": 2, "save_steps": 4}, 0),
+        ({"num_iterations": 2, "save_strategy": "epoch"}, 0),
+        ({"num_iterations": 2, "save_steps": 0.5}, 0),
+        ({"steps_per_generation": 6}, 3),
+        ({"steps_per_generation": 1}, 0),
+    ],
+)
+def test_checkpoints_in_the_middle_of_a_round(training: dict[str, Any], updates: int) -> None:
+    """The gradients of two batches make an update. Such a checkpoint breaks R9."""
+    args = arguments(
+        {"steps_per_generation": 2, "save_steps": 1, **training}, full_determinism=True
+    )
+    expected = (
+        f"warning: --full_determinism true: ...one rollout serves {updates} updates, and "
+        f"--save_steps 1 saves between them...a multiple of {updates}."
+    )
+    assert_says(rules_of_data(args, range(9), None), expected if updates else None)
+    args.full_determinism = False
+    assert_says(rules_of_data(args, range(9), None), None)
+
+
+# --- rows and columns ---
+
+QUESTION = [{"role": "user", "content": "Which digit?"}]
+GOOD = [{"messages": QUESTION, "images": ["http://x"]}, {"messages": [], "images": []}]
+BAD = [*GOOD, {"messages": QUESTION, "images": ["/none.png"]}]
+TEXT: list[dict[str, Any]] = [{"messages": QUESTION}, {"messages": [], "videos": []}]
+ANSWERED = {**GOOD[0], "messages": [*QUESTION, {"role": "assistant", "content": "7"}]}
+UNREWARDED: dict[str, Any] = {"reward_funcs": []}
+
+
+@pytest.mark.parametrize(
+    ("rows", "eval_rows", "changes", "expected"),
+    [
+        (GOOD, GOOD, {}, None),
+        (GOOD[:1], None, {}, "error: --dataset rows.jsonl: 1 rows are fewer than the 2 prompts of"),
+        (BAD, GOOD, {}, "error: --dataset: the row"),
+        (GOOD, BAD, {}, "error: --val_dataset: the row"),
+        (BAD, None, {"truncation_strategy": "delete"}, "warning: --dataset: 1 of 3 rows cannot be"),
+        (TEXT, None, {}, "warning: --dataset: no row holds `images`"),
+        ([*TEXT, {"audios": ["http://x"]}], None, {}, None),  # one row is enough
+        (TEXT, None, {"model_meta": SimpleNamespace(is_multimodal=False)}, None),
+        ([GOOD[0], ANSWERED], None, {}, "warning: --dataset: 1 of 2 rows repeat an"),
+        (GOOD, None, UNREWARDED, "error: --reward_funcs: is missing"),
+        (GOOD, None, {**UNREWARDED, "gym_env": "maze"}, None),
+        (GOOD, None, {**UNREWARDED, "teacher_model": "org/teacher"}, None),
+        (GOOD, None, {**UNREWARDED, "vllm_mode": "server"}, None),  # with a gym, perhaps
+        ([{**GOOD[0], "teacher_prompt": "?"}, GOOD[1]], None, UNREWARDED, None),
+    ],
+)
+def test_data_sets(rows: Any, eval_rows: Any, changes: dict[str, Any], expected: str) -> None:
+    assert_says(preflight.check_datasets(arguments(**changes), rows, eval_rows), expected)
+
+
+def test_one_rank_of_a_machine_looks_at_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, expected in (("0", "error: --dataset: the row"), ("1", None)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert_says(preflight.check_datasets(arguments(), BAD, None), expected)
+
+
+def test_placeholders_in_text_are_refused(assets: Path) -> None:
+    """Without the check they end the run in the first training forward."""
+    args = arguments()
+    args.model_dir = str(assets / "tiny_vlm")
+    typed = {"role": "user", "content": "<image><|vision_start|><|image_pad|><|vision_end|>Which?"}
+    rows: Any = [*GOOD, {"messages": [typed], "images": ["http://x"]}]
+    refused = "error: --dataset: the row that asks '<image><|vision_start|>...holds '<|image_pad|>'"
+    assert_says(preflight.check_datasets(args, rows, None), refused)
+
+
+# --- models ---
+
+
+def test_speculation_cannot_leave_placeholders_out() -> None:
+    """vLLM would refuse the first request."""
+    config = {"method": "ngram", "num_speculative_tokens": 2}
+    server = arguments(port=8000, vllm_speculative_config=config)
+    refused = "error: --vllm_speculative_config {'method': 'ngram'"
+    for args in (server, arguments(vllm_engine_kwargs={"speculative_config": config})):
+        for is_multimodal, expected in ((True, refused), (False, None)):
+            args.model_meta = SimpleNamespace(is_multimodal=is_multimodal, model_type="any")
+            assert_says(rules_of_model(args), expected)
+    for args in (arguments(port=8000), arguments(vllm_speculative_config=config)):
+        assert_says(rules_of_model(args), None)  # a training does not read the flag
+
+
+def test_only_experts_are_replayed() -> None:
+    args = arguments(router_replay_mode="R3")
+    args.model_meta = SimpleNamespace(is_multimodal=True, model_type="qwen3_vl")
+    refused = "error: --router_replay_mode R3: expected a mixture of experts...; qwen3_vl has no"
+    for is_moe_model, expected in ((True, None), (False, refused)):
+        args.model_info = SimpleNamespace(is_moe_model=is_moe_model)
+        assert_says(rules_of_model(args), expected)
+
+
+def test_new_tokens_need_free_rows_of_the_model_on_disk(tmp_path: Path) -> None:
+    """It has 40 rows, and its tokenizer 31 tokens."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(30)}, unk_token="w0"))
+    # Qwen2's tokenizer of transformers 5 would add this one of its own.
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
+    tokenizer.save_pretrained(tmp_path)
+    Qwen2Config(vocab_size=40).save_pretrained(tmp_path)
+
+    def check(expected: str | None, *tokens: str, **changes: Any) -> None:
+        args = arguments(new_special_tokens=[*tokens], **{"model_dir": str(tmp_path), **changes})
+        assert_says(rules_of_model(args), expected)
+
+    new = [f"<|new-{i}|>" for i in range(10)]
+    check(None, *new[:9], "<|endoftext|>")
+    check(None, *new, use_vllm=False)
+    check(None, model_dir="nothing is read")
+    refused = (
+        "error: --new_special_tokens <|new-0|> ...: 10 new tokens do not fit ..."
+        "(40 rows, 31 taken, 9 free)...Save a model that has them"
+    )
+    check(refused, *new)
+    check(refused, *new, port=0)
