@@ -71,8 +71,9 @@ def test_the_result_as_lines_and_as_json(
     assert (printed["weights"], printed["weight_version"]) == ("models/tiny", 0)
     assert [sample["logprob_gap"] for sample in printed["samples"]] == [0.5, 0.0]
     draws[1] = [1, 2]
-    assert main([*command, "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["notes"] == [note]
+    assert main([*command, "--json", "--set", "model=other"]) == 0
+    printed = json.loads(capfd.readouterr().out)
+    assert (printed["notes"], printed["weights"]) == ([note], "other")
 
 
 # --- runs and weights ---

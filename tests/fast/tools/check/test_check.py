@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from swift_grpo_ext.checks.finding import Finding
-from swift_grpo_ext.tools.check import machine
+from swift_grpo_ext.checks.finding import Finding, error, ok
+from swift_grpo_ext.tools.check import command, machine
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.share import PRESETS
 
@@ -86,7 +86,39 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
         main(["check", "run.yaml", "--temperature", "0.7"])
     expected = "arguments: --temperature 0.7. Arguments of swift rlhf go after --\n"
     assert capfd.readouterr().err.endswith(expected)
-    main(["check"])
-    first, *_, last = capfd.readouterr().out.splitlines()
-    assert re.match(r"(ok|note): Versions: ", first)
-    assert last.startswith(("Ready", "Not ready"))
+
+
+def test_the_machine_comes_before_the_start_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs: list[dict[str, Any]] = []
+    known = {machine.__name__: ok("Versions", "vllm 1."), command.MODULE: error("seed -1", "no.")}
+
+    def findings_of(module: str, job: dict[str, Any], _: object) -> Iterable[Finding]:
+        jobs.append(job)
+        return [known[module]]
+
+    monkeypatch.setattr(command, "findings_of", findings_of)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
+    argv = ["check", "--model", "Org/m", "--dataset", str(rows), "--gpus", "0,1", "--ranks", "2"]
+    lines = [
+        "ok: Versions: vllm 1.",
+        "error: --seed -1: no.",
+        "Not ready (errors: 1, warnings: 0).",
+    ]
+    for flag, shown in (([], lines), (["--quiet"], lines[1:2])):
+        assert main([*argv, *flag, "--", "--seed", "-1"]) == 1
+        assert capsys.readouterr().out.splitlines() == shown
+        asked, start = jobs[-2:]
+        assert (asked, start["ranks"]) == ({"gpus": ["0", "1"]}, 2)
+        given = start["sources"]["training"].given
+        expected = {"model": ["Org/m"], "dataset": [str(rows)], "seed": ["-1"]}
+        assert expected.items() <= given.items()
+    main(["check", str(PRESETS / "server_2x6_lora"), "--dataset", str(rows)])
+    asked, start = jobs[-2:]
+    assert (asked, start["ranks"]) == ({"gpus": [*"234567", *"01"]}, None)
+    assert [*start["sources"]] == ["training", "rollout"]
+    assert main(["check"]) == 0  # the machine alone
+    assert jobs[4:] == [asked, start, {"gpus": []}]
