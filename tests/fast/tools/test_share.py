@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -63,16 +62,6 @@ def test_presets_are_what_their_templates_make() -> None:
     """`python scripts/dev/presets.py` writes them again."""
     files = share.PRESETS.iterdir()
     assert {file.name: file.read_text(encoding="utf-8") for file in files} == rendered()
-
-
-def test_the_reward_to_start_from() -> None:
-    spec = importlib.util.spec_from_file_location("my_reward", ROOT / "plugins/my_reward.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    completions = ["<think>2 + 1</think> <answer> 3\n</answer>", "<answer>4</answer>", "3"]
-    assert module.orms["my_reward"]()(completions, solution=["3"] * 3) == [1.0, 0.0, 0.0]
 
 
 def test_init_lists_presets(capsys: pytest.CaptureFixture[str]) -> None:
