@@ -13,18 +13,6 @@ from starlette.testclient import TestClient
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.tools.diff import differing_settings
 from swift_grpo_ext.tools.view import overview
-from swift_grpo_ext.tools.view.overview import (
-    alarm_streaks,
-    draw,
-    evenly_spaced,
-    make_panels,
-    mean_of_last,
-    overall_verdict,
-    overview_values,
-    runs_values,
-    ticks,
-    worst_groups,
-)
 from swift_grpo_ext.tools.view.pages import render, write_page
 from swift_grpo_ext.tools.view.runs import Run
 from swift_grpo_ext.tools.view.server import make_app
@@ -43,7 +31,7 @@ def test_what_was_logged(tmp_path: Path) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write('{"loss": 1.0, "global\n')
     add_logs(tmp_path, 8.0, 2.0)
-    panels = make_panels(Run(tmp_path).facts)
+    panels = overview.make_panels(Run(tmp_path).facts)
     seconds = panels.pop("seconds")
     assert panels == {
         "reward": {
@@ -63,15 +51,15 @@ def test_what_was_logged(tmp_path: Path) -> None:
 
 
 def test_the_mean_of_the_last_steps() -> None:
-    assert mean_of_last([(step, float(step)) for step in range(1, 41)]) == 30.5
-    assert mean_of_last([]) is None
+    assert overview.mean_of_last([(step, float(step)) for step in range(1, 41)]) == 30.5
+    assert overview.mean_of_last([]) is None
 
 
 def test_long_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert evenly_spaced(list(range(101)), 5) == [0, 25, 50, 75, 100]
-    assert evenly_spaced([1, 2], 5) == [1, 2]
+    assert overview.evenly_spaced(list(range(101)), 5) == [0, 25, 50, 75, 100]
+    assert overview.evenly_spaced([1, 2], 5) == [1, 2]
     monkeypatch.setattr(overview, "MAX_POINTS", 3)
-    [chart] = draw({"loss": {"loss": [(step, 0.5) for step in range(9)]}})
+    [chart] = overview.draw({"loss": {"loss": [(step, 0.5) for step in range(9)]}})
     [curve] = chart["curves"]
     assert len(curve["line"].split()) == 3
 
@@ -87,14 +75,14 @@ def test_long_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_ticks_are_round(low: float, high: float, least: float, expected: list[float]) -> None:
-    assert ticks(low, high, least) == pytest.approx(expected)
+    assert overview.ticks(low, high, least) == pytest.approx(expected)
 
 
 def test_a_chart() -> None:
     """Curves of unequal lengths share an axis; an alarm is shaded, and a single point is a dot."""
     curves = {"reward": [(1, 0.0), (9, 1.0)], "eval_reward": [(5, 0.5)]}
     alarm = MagicMock(verdict="broken", steps_done=9)
-    [chart, short] = draw({"reward": curves, "loss": {"loss": [(9, 0.0)]}}, [[alarm]])
+    [chart, short] = overview.draw({"reward": curves, "loss": {"loss": [(9, 0.0)]}}, [[alarm]])
     reward, evaluated = chart["curves"]
     assert (reward["name"], reward["last"]) == ("reward", 1.0)
     assert reward["line"] == "68.2,172.2 391.8,15.8"
@@ -103,7 +91,7 @@ def test_a_chart() -> None:
     assert chart["step_ticks"] == short["step_ticks"] == [(5.0, 230.0)]
     assert chart["bands"] == short["bands"] == [("broken", 371.6, 412)]
     for value in (0.0, -2.0, 1e-9, 1e12):  # a level curve stands in the middle
-        [chart] = draw({"loss": {"loss": [(3, value), (4, value)]}})
+        [chart] = overview.draw({"loss": {"loss": [(3, value), (4, value)]}})
         assert chart["curves"][0]["line"] == "139.0,94.0 321.0,94.0"
 
 
@@ -113,12 +101,12 @@ def test_a_chart() -> None:
 def test_frozen_noise(tmp_path: Path) -> None:
     records = make_watched_run(tmp_path, frozen_rounds())
     run = open_run(tmp_path)
-    panels = make_panels(run.facts)
+    panels = overview.make_panels(run.facts)
     expected = [(step + 1, records[step].metrics["vendi"]) for step in range(3)]
     assert panels["diversity/vendi"] == {"diversity/vendi": expected}
     assert panels["diversity/log10_p"]["diversity/log10_p"][2] == (3, records[2].log10_p)
     assert all(name.startswith("diversity/") for name in panels)
-    assert [chart["title"] for chart in overview_values(run)["charts"]] == [*panels]
+    assert [chart["title"] for chart in overview.overview_values(run)["charts"]] == [*panels]
     text = write_page([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
     assert 'class="verdict broken"' in text
     shown = text.partition('id="overview"')[2].partition("</main>")[0]
@@ -142,7 +130,7 @@ def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
     records = make_watched_run(tmp_path, rounds)
     shown = [
         (rounds[0].round.phase, rounds[0].verdict, [record.steps_done for record in rounds])
-        for rounds in alarm_streaks(records)
+        for rounds in overview.alarm_streaks(records)
     ]
     assert shown == [
         ("train", "collapse", [3, 4]), ("train", "broken", [7, 8]), ("eval", "broken", [0])
@@ -156,7 +144,7 @@ def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
         *("set --rollout_seed_mode sample", "the first 60 tokens", "eval 0: "),
     ):
         assert part in text
-    verdicts = [overall_verdict(records[:end]) for end in (0, 1, 3, 8)]
+    verdicts = [overview.overall_verdict(records[:end]) for end in (0, 1, 3, 8)]
     assert verdicts == ["none", "healthy", "collapse", "broken"]  # one odd round is no alarm
 
 
@@ -167,12 +155,12 @@ def test_the_worst_groups_of_alarms(tmp_path: Path) -> None:
     rounds.append(group_of([5], *[[1, 2, 3]] * 79, step=4, bits=0.01))
     make_watched_run(tmp_path, rounds)
     add_tokenizer(tmp_path)
-    [group] = worst_groups(open_run(tmp_path))  # other groups caused no alarm
+    [group] = overview.worst_groups(open_run(tmp_path))  # other groups caused no alarm
     assert group["first"]["round"] == "train.4.0"
     assert [turns[0]["index"] for turns in group["samples"]] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert all(turns[0]["spans"][0].is_shared for turns in group["samples"])
     shutil.rmtree(tmp_path / "samples")  # the bound on the record's size removes the oldest rounds
-    assert worst_groups(open_run(tmp_path)) == []
+    assert overview.worst_groups(open_run(tmp_path)) == []
 
 
 # --- several runs ---
@@ -189,11 +177,11 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
         (folder / "args.json").write_text(json.dumps(settings))
         add_logs(folder, *[1.0] * num_steps)
         runs.append(open_run(folder))
-    values = runs_values(runs)
+    values = overview.runs_values(runs)
     assert [row[0].facts.step for row in values["rows"]] == [3, 2]
     assert [row[1] for row in values["rows"]] == [0.5, 0.375]
     assert values["settings"] == {"seed": (0, 1)}
-    [chart] = runs_values([Run(tmp_path), *runs])["charts"]  # one has no rewards yet
+    [chart] = overview.runs_values([Run(tmp_path), *runs])["charts"]  # one has no rewards yet
     assert [curve["name"] for curve in chart["curves"]] == [str(run.run_dir) for run in runs]
     with TestClient(make_app(runs, "T0ken"), base_url="http://127.0.0.1/T0ken/") as client:
         start = client.get("")
