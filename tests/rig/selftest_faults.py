@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import asdict
@@ -28,6 +28,18 @@ from tests.stack import test_sight
 
 SAMPLES = 64
 """Samples of the collision test; users get more."""
+
+STOP = "</digit>"
+
+
+def unequal_rows(assets: Path, folder: Path) -> list[dict[str, Any]]:
+    """Return rows of all kinds with prompts of unequal lengths, and one that the template refuses
+    because its images are missing."""
+    rows = test_sight.rows(assets, folder)[:8]
+    for number, row in enumerate(rows):
+        row["messages"][0]["content"] += " Look twice." * number
+    rows[4]["images"] = [str(assets / "digits/none.png")]
+    return rows
 
 
 def shared_seeds(rig: Any) -> AbstractContextManager[Any]:
@@ -59,29 +71,32 @@ def ignored_update(rig: Any) -> Iterator[None]:
         yield
 
 
-def forgotten_stop(rig: Any) -> AbstractContextManager[Any]:
-    """Stop strings are lost on the way to the engine."""
+def changed_requests(rig: Any, change: Callable[[Any, Any], None]) -> AbstractContextManager[Any]:
+    """The engine gets other requests than the trainer sends."""
     upstream = rig.trainer._engine_infer
 
     def infer(requests: Any, config: Any, **kwargs: Any) -> Any:
         config = copy(config)
-        config.stop = []
+        change(requests, config)
         return upstream(requests, config, **kwargs)
 
     return patch.object(rig.trainer, "_engine_infer", infer)
+
+
+def forgotten_stop(rig: Any) -> AbstractContextManager[Any]:
+    """Stop strings are lost on the way to the engine."""
+    return changed_requests(rig, lambda _, config: setattr(config, "stop", []))
 
 
 def other_prompt(rig: Any) -> AbstractContextManager[Any]:
     """The engine gets other prompts, as with another template."""
-    upstream = rig.trainer._engine_infer
 
-    def infer(requests: Any, config: Any, **kwargs: Any) -> Any:
+    def change(requests: Any, _: Any) -> None:
         for request in requests:
             last = request.messages[-1]
             request.messages[-1] = {**last, "content": f"{last['content']} Please."}
-        return upstream(requests, config, **kwargs)
 
-    return patch.object(rig.trainer, "_engine_infer", infer)
+    return changed_requests(rig, change)
 
 
 def other_tokens(_: Any) -> AbstractContextManager[Any]:
@@ -112,7 +127,7 @@ FAULTS = {
 
 
 def main(output: Path, argv: list[str]) -> None:
-    from tests.stack import sight  # before the engine is made
+    from tests.rig import sight  # before the engine is made
 
     def use(trainer: Any) -> None:
         from swift_grpo_ext.tools.selftest import checks

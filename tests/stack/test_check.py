@@ -1,30 +1,31 @@
-"""`check` makes the real start, and refuses exactly what a training or a server refuses."""
+"""`check` makes the real start, and refuses exactly what a training or a server refuses (R6)."""
 
 from __future__ import annotations
 
-import json
 import re
+import shlex
 import socket
-import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import swift as ms_swift
+import yaml
 
 from swift_grpo_ext.checks.finding import Finding
-from swift_grpo_ext.tools.check.command import MODULE
-from swift_grpo_ext.tools.check.glance import check_sources
-from swift_grpo_ext.tools.sources import Source, read_sources, sources_of
-from tests.rig.processes import COMMAND, PLUGIN, started
+from swift_grpo_ext.tools.sources import Side, Source, read_sources, sources_of, to_argv
+from tests.rig.processes import COMMAND, PLUGIN, ROOT, started, swift
 from tests.rig.rounds import PRESET, server_argv, write_lines
 from tests.rig.starts import begun
 
-LORA = ("--tuner_type", "lora", "--vllm_enable_lora", "true")
-ADAPTER = "--vllm_enable_lora true: vLLM does not take the adapter"
-URL = "http://me:secret@127.0.0.1:8000"
-SERVED = ("--vllm_mode", "server", "--vllm_server_host", "127.0.0.1", "--vllm_server_port", "8000")
+PRESETS = sorted((ROOT / "examples/presets").glob("*.yaml"))
+ADAPTER = "--vllm_enable_lora true: vLLM does not take the adapter: "
+LORA = "--tuner_type lora --vllm_enable_lora true"
+ENDS = "`swift rlhf`: ends with"
+ELSEWHERE = ("--sleep_level", "--reward_funcs")
+"""Settings of presets that fail here: engines sleep on GPUs alone, and rewards want other rows."""
+
 REWARDS = """
 from swift.rewards import ORM, orms
 
@@ -43,83 +44,67 @@ class Odd(ORM):
 orms.update(one=One, narrow=Narrow, odd=Odd)
 """
 
-TRAININGS: dict[str, tuple[str, ...]] = {
-    # Ranges and what does not go together
-    "--rollout_timeout 0.5: expected": ("--rollout_timeout", "0.5"),
-    "--tool_timeout 0.0: expected": ("--tool_timeout", "0"),
-    "--sample_log_gb -1.0: expected": ("--sample_log_gb", "-1"),
-    "--seed -1: expected": ("--seed", "-1"),
-    "--streaming true: expected": ("--streaming", "true", "--max_steps", "9"),
-    "--sleep_level 1: needs accelerators": ("--sleep_level", "1"),
-    "--deepspeed zero3: needs accelerators": ("--deepspeed", "zero3"),
-    "--fsdp fsdp2: needs accelerators": ("--fsdp", "fsdp2"),
-    "--tuner_type adapter: adds parts": ("--tuner_type", "adapter"),
-    f"{ADAPTER}: vLLM does not yet support DoRA": (*LORA, "--use_dora", "true"),
-    f"{ADAPTER}: vLLM only supports modules_to_save": (*LORA, "--modules_to_save", "merger"),
-    "--resume_from_checkpoint {folder}: is no whole": ("--resume_from_checkpoint", "{folder}"),
-    "--router_replay_mode R3: does not go with --torch_compile": (
-        *("--router_replay_mode", "R3", "--torch_compile", "true"),
-    ),
-    "--router_replay_mode R3: expected a mixture": ("--router_replay_mode", "R3"),
-    "`swift rlhf`: --vllm_server_base_url holds a password": (
-        *("--vllm_mode", "server", "--vllm_server_base_url", URL),
-    ),
-    # Names
-    "--callbacks diversty: is registered": ("--callbacks", "diversty"),
-    "--multi_turn_scheduler gym: is registered": ("--multi_turn_scheduler", "gym"),
-    "--reward_model_plugin zzz: is registered": ("--reward_model_plugin", "zzz"),
-    "--reward_funcs acuracy: is registered": ("--reward_funcs", "acuracy"),
-    "--template qwen2_5_v: is registered": ("--template", "qwen2_5_v"),
-    "--model_type qwen9: is registered": ("--model_type", "qwen9"),
-    # Rounds
-    "--dataset {rows}: 512 rows are fewer": ("--gradient_accumulation_steps", "1000"),
-    "--val_dataset: 512 rows make no batch": (
-        *("--val_dataset", "{rows}", "--eval_strategy", "steps"),
-        *("--per_device_eval_batch_size", "8000"),
-    ),
-    # Stops, tokens and the model
-    "--stop_words holds an empty string": ("--stop_words", ""),
-    "--stop_token_ids 151936: 151936 is no token": ("--stop_token_ids", "151936"),
-    "--new_special_tokens": ("--new_special_tokens", *(f"<new{i}>" for i in range(500))),
-    "--vllm_speculative_config": ("--vllm_engine_kwargs", '{{"speculative_config": {{"a": 1}}}}'),
+TRAININGS: dict[str, list[str]] = {
+    # Arguments alone
+    "--rollout_timeout 0.5 --tool_timeout 0 --sample_log_gb -1 --seed -1 --sleep_level 1 "
+    "--deepspeed zero3 --streaming true --max_steps 9 --tuner_type adapter "
+    "--resume_from_checkpoint FOLDER --router_replay_mode R3 --torch_compile true "
+    "--callbacks diversty --multi_turn_scheduler gym --reward_model_plugin zzz "
+    "--reward_funcs acuracy --template qwen2_5_v --model_type qwen9": [
+        *("--rollout_timeout", "--tool_timeout", "--sample_log_gb", "--seed", "--sleep_level"),
+        *("--deepspeed", "--streaming", "--tuner_type", "--resume_from_checkpoint"),
+        *("--router_replay_mode R3: does not go with", "--callbacks", "--multi_turn_scheduler"),
+        *("--reward_model_plugin", "--reward_funcs", "--template", "--model_type"),
+    ],
+    "--fsdp fsdp2": ["--fsdp fsdp2: needs accelerators"],
+    "--vllm_mode server --vllm_server_base_url http://me:secret@127.0.0.1:8000": [
+        "`swift rlhf`: --vllm_server_base_url holds a password"
+    ],
+    # The model, and stops
+    f"{LORA} --use_dora true --router_replay_mode R3 --new_special_tokens MANY "
+    '--vllm_engine_kwargs \'{"speculative_config": {"a": 1}}\'': [
+        f"{ADAPTER}vLLM does not yet support DoRA",
+        "--router_replay_mode R3: expected a mixture",
+        *("--new_special_tokens", "--vllm_speculative_config"),
+    ],
+    f"{LORA} --modules_to_save merger": [f"{ADAPTER}vLLM only supports modules_to_save"],
+    "--stop_words ''": ["--stop_words holds an empty string"],
+    "--stop_token_ids 151936": ["--stop_token_ids 151936: 151936 is no token"],
     # Rows and rewards
-    "--dataset: row 1 of {folder}/missing.jsonl": ("--dataset", "{folder}/missing.jsonl"),
-    "Data set {folder}/boxes.jsonl: no row is left": ("--dataset", "{folder}/boxes.jsonl"),
-    "--reward_funcs digit_accuracy: does not fit ms-swift's call: missing a required": (
-        *("--dataset", "{folder}/renamed.jsonl"),
-    ),
-    "--reward_funcs: is missing": ("-reward_funcs",),  # a minus leaves the setting out
-    "--reward_funcs accuracy: ms-swift cannot make it": ("--reward_funcs", "accuracy"),
-    "--reward_funcs one: returned": ("--reward_funcs", "one"),
-    "--reward_funcs narrow: does not fit ms-swift's call: got": ("--reward_funcs", "narrow"),
-    "--reward_funcs odd: ms-swift cannot make it": ("--reward_funcs", "odd"),
+    "--gradient_accumulation_steps 1000 --val_dataset FOLDER/rows.jsonl --eval_strategy steps "
+    "--per_device_eval_batch_size 8000 --reward_funcs accuracy one narrow odd "
+    "--reward_weights 1 1 1 1": [
+        "--dataset FOLDER/rows.jsonl: 64 rows are fewer",
+        "--val_dataset: 64 rows make no batch",
+        "--reward_funcs accuracy: ms-swift cannot make it",
+        "--reward_funcs one: returned",
+        "--reward_funcs narrow: does not fit ms-swift's call: got",
+        "--reward_funcs odd: ms-swift cannot make it",
+    ],
+    "--dataset FOLDER/missing.jsonl": ["--dataset: row 1 of FOLDER/missing.jsonl"],
+    "--dataset FOLDER/boxes.jsonl": ["Data set FOLDER/boxes.jsonl: no row is left"],
+    "--dataset FOLDER/renamed.jsonl": ["--reward_funcs digit_accuracy: does not fit ms-swift's"],
+    "-reward_funcs": ["--reward_funcs: is missing"],  # a minus leaves the setting out
     # ms-swift's own
-    "`swift rlhf`: ends with ValueError: generation_batch_size (": ("--num_generations", "7"),
-    "`swift rlhf`: ends with ValueError: num_generations must be": ("--num_generations", "1"),
-    "`swift rlhf`: ends with ValueError: GRPO requires": ("--truncation_strategy", "split"),
-    "`swift rlhf`: ends with AssertionError: async generate": ("--async_generate", "true"),
-    "`swift rlhf`: ends with ModuleNotFoundError: No module named 'no_such'": (
-        *("--external_plugins", PLUGIN, "{folder}/broken.py"),
-    ),
-    "Unknown argument --logit_shim": ("--logit_shim", "off"),
-    "Settings: argument --learning_rate": ("--learning_rate", "fast"),
-    "Settings: argument --reward_funcs": ("--reward_funcs",),
+    "--num_generations 7": [f"{ENDS} ValueError: generation_batch_size ("],
+    "--num_generations 1": [f"{ENDS} ValueError: num_generations must be"],
+    "--truncation_strategy split": [f"{ENDS} ValueError: GRPO requires"],
+    "--async_generate true": [f"{ENDS} AssertionError: async generate"],
+    f"--external_plugins {PLUGIN} FOLDER/broken.py": [f"{ENDS} ModuleNotFoundError: No module"],
+    "--logit_shim off": ["Unknown argument --logit_shim"],
+    "--learning_rate fast": ["Settings: argument --learning_rate"],
+    "--reward_funcs": ["Settings: argument --reward_funcs"],
 }
-"""The beginning of each refusal, and the arguments that cause it."""
+"""Arguments, and the beginnings of the errors that they cause."""
 
-SERVERS: dict[str, tuple[str, ...]] = {
-    "--port {taken}: is in use": ("--port", "{taken}"),
-    "--rollout_timeout 0.5: expected": ("--rollout_timeout", "0.5"),
-    "--seed -1: expected": ("--seed", "-1"),
-    "`swift rollout`: --api_key is in the command line": ("--api_key", "secret"),
-    "--multi_turn_scheduler gym: is registered": (
-        *("--multi_turn_scheduler", "gym", "--vllm_use_async_engine", "true"),
-    ),
-    "--template qwen2_5_v: is registered": ("--template", "qwen2_5_v"),
-    "--vllm_speculative_config": ("--vllm_speculative_config", '{{"a": 1}}'),
-    "`swift rollout`: ends with ValueError: RolloutArguments does not support": (
-        *("--vllm_pipeline_parallel_size", "2"),
-    ),
+SERVERS: dict[str, list[str]] = {
+    "--port TAKEN --rollout_timeout 0.5 --seed -1 --template qwen2_5_v "
+    "--multi_turn_scheduler gym --vllm_use_async_engine true": [
+        *("--port", "--rollout_timeout", "--seed", "--template", "--multi_turn_scheduler")
+    ],
+    "--api_key secret": ["`swift rollout`: --api_key is in the command line"],
+    "--vllm_speculative_config '{\"a\": 1}'": ["--vllm_speculative_config"],
+    "--vllm_pipeline_parallel_size 2": ["`swift rollout`: ends with ValueError: RolloutArguments"],
 }
 
 
@@ -133,7 +118,7 @@ def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     boxes = {"ref": ["digit"], "bbox": [1, 2, 3, 4]}
     write_lines(folder / "boxes.jsonl", [{**row, "objects": boxes}] * 8)
     rows = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()
-    text = "\n".join(rows)
+    text = "\n".join(rows[:64])
     (folder / "rows.jsonl").write_text(text)
     (folder / "renamed.jsonl").write_text(text.replace('"solution"', '"answer"'))
     (folder / "broken.py").write_text("import no_such")
@@ -141,118 +126,175 @@ def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def training(assets: Path, folder: Path, *argv: str) -> Source:
+def training(assets: Path, folder: Path, words: str) -> Source:
     own = ["--model", str(assets / "tiny_vlm"), "--dataset", str(folder / "rows.jsonl")]
     own += ["--external_plugins", PLUGIN, "examples/digits/rewards.py", str(folder / "rewards.py")]
     own += ["--output_dir", str(folder / "run")]
-    more = [word for word in argv if not re.match(r"-\w+_", word)]
+    given = shlex.split(words.replace("MANY", " ".join(f"<new{i}>" for i in range(500))))
+    more = [word for word in given if not re.match(r"-\w+_", word)]
     source = read_sources(PRESET, overrides=[*own, *more])["training"]
-    for name in (word.removeprefix("-") for word in argv if word not in more):
+    for name in (word.removeprefix("-") for word in given if word not in more):
         start = source.argv.index(f"--{name}")
         del source.argv[start : start + 1 + len(source.given[name])]
     return source
 
 
-@contextmanager
-def taken_port() -> Iterator[int]:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        yield int(taken.getsockname()[1])
+def here(preset: Path, assets: Path, folder: Path) -> Source:
+    """Return a preset with the tiny model and the digits in place of its own."""
+    settings = yaml.safe_load(preset.read_text(encoding="utf-8"))
+    if deepspeed := settings.pop("deepspeed", None):
+        # DeepSpeed needs accelerators, so assert only that ms-swift has the named file.
+        assert (Path(ms_swift.__file__).parent / f"config/{deepspeed}.json").is_file()
+    argv = ["--model", str(assets / "tiny_vlm"), "--torch_dtype", "float32"]
+    if "model_type" not in settings:  # the presets' own models are known by their names
+        argv += ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
+    side: Side = "rollout" if preset.name.endswith(".rollout.yaml") else "training"
+    if side == "rollout":
+        argv += ["--port", "0"]
+    else:
+        argv += ["--dataset", str(assets / "digits/train.jsonl"), "--check_model", "false"]
+        argv += ["--output_dir", str(folder / "run")]
+    env = {name: str(value) for name, value in (settings.get("ENV") or {}).items()}
+    return Source(side, [*to_argv(settings), *argv], env)
 
 
-def test_each_refusal(assets: Path, folder: Path) -> None:
-    """The first error of a case is the expected one."""
-    with taken_port() as port:
-        names = {"folder": str(folder), "rows": str(folder / "rows.jsonl"), "taken": port}
-        cases = {"training ": training(assets, folder)}
-        for expected, argv in TRAININGS.items():
-            words = [word.format(**names) for word in argv]
-            cases[f"training {expected.format(**names)}"] = training(assets, folder, *words)
-        for expected, argv in SERVERS.items():
-            words = server_argv(assets, "--port", "0", *(word.format(**names) for word in argv))
-            cases[f"server {expected.format(**names)}"] = Source("rollout", words, {})
-        found = begun(cases, folder)
-    # A training that starts
-    assert [finding.level for finding in found.pop("training ")] == ["note", "ok"]
+@pytest.fixture(scope="module")
+def found(assets: Path, folder: Path) -> dict[str, list[Finding]]:
+    """The findings of each start by its case; all are forked from one process."""
+    cases = {preset.name: here(preset, assets, folder) for preset in PRESETS}
+    cases["healthy"] = training(assets, folder, "--stop_words </answer>")
+    for case, rest in (
+        ("model alone", []),
+        ("model with names", ["--template", "qwen2_5_vl", "--model_type", "qwen2_5_vl"]),
+    ):
+        given = {"model": str(assets / "tiny_vlm"), "dataset": [str(folder / "rows.jsonl")]}
+        cases[case] = sources_of(Namespace(config=None, **given, rest=rest))["training"]
+    cases["model of a hub"] = training(assets, folder, "--model No-Such/Model")
+    cases["rows of a hub"] = training(assets, folder, "--dataset Org/rows")
+    for words in TRAININGS:
+        cases[words] = training(assets, folder, words.replace("FOLDER", str(folder)))
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for words in SERVERS:
+            argv = server_argv(assets, "--port", "0", *shlex.split(words.replace("TAKEN", port)))
+            cases[words] = Source("rollout", argv, {})
+        return begun(cases, folder)
+
+
+def lines_of(findings: list[Finding]) -> list[str]:
+    return [f"{finding.level}: {finding.sentence}" for finding in findings]
+
+
+def errors_of(findings: list[Finding]) -> list[str]:
+    return [finding.sentence for finding in findings if finding.level == "error"]
+
+
+def test_each_refusal(found: dict[str, list[Finding]], folder: Path) -> None:
+    """Each fault of a start is named. Errors that follow from it come later."""
     unsaid = {}
-    for case, findings in found.items():
-        errors = [finding.sentence for finding in findings if finding.level == "error"]
-        if not (errors and errors[0].startswith(case.partition(" ")[2])):
-            unsaid[case] = [f"{finding.level}: {finding.sentence}" for finding in findings]
+    for words, expected in {**TRAININGS, **SERVERS}.items():
+        beginnings = [text.replace("FOLDER", str(folder)) for text in expected]
+        errors = errors_of(found[words])
+        are_named = all(any(e.startswith(b) for e in errors) for b in beginnings)
+        first = errors[: len(beginnings)]
+        if not (are_named and all(e.startswith(tuple(beginnings)) for e in first)):
+            unsaid[words] = lines_of(found[words])
     assert unsaid == {}
     assert not (folder / "run").exists()
 
 
-def test_a_run_that_starts(assets: Path, folder: Path, tmp_path: Path) -> None:
-    argv = [*training(assets, folder, "--stop_words", "</answer>").argv]
-    command = [*COMMAND, "check", "--ranks", "2", "--", *argv]
-    with started(command, tmp_path / "log", out=tmp_path / "out") as running:
-        finished = running.wait(900)
-    output = (tmp_path / "out").read_text(encoding="utf-8")
-    assert finished.returncode == 0, output
-    assert "warning: " not in output
-    for line in (
-        "ok: Versions: ",
-        "a round is 128 samples (2 ranks x per_device_train_batch_size 64 x 1",
-        "ok: --template: qwen2_5_vl: a turn ends with <|im_end|>; stop words: '</answer>'.",
-        "ok: --dataset: 32 rows with 32 media are equal in rollout and training, in tokens and pos",
-    ):
-        assert line in output
-    assert output.endswith(
-        "Ready (warnings: 0). Not looked at: weights, and the memory that they need.\n"
-    )
+def test_presets_start(found: dict[str, list[Finding]], assets: Path, folder: Path) -> None:
+    """They pass the real start up to template and data. No network and no GPU is needed."""
+    for preset in PRESETS:
+        name, source = preset.name, here(preset, assets, folder)
+        assert [e for e in errors_of(found[name]) if not e.startswith(ELSEWHERE)] == [], name
+        if source.side == "training":
+            texts = {finding.setting: finding.text for finding in found[name]}
+            assert texts["template"].startswith("qwen2_5_vl: a turn ends with"), name
+            given = source.given
+            ranks = int(source.env.get("NPROC_PER_NODE", 1)) * int(source.env.get("NNODES", 1))
+            steps = given.get("steps_per_generation") or given["gradient_accumulation_steps"]
+            size = ranks * int(given["per_device_train_batch_size"][0]) * int(steps[0])
+            expected = f"a round is {size} samples ({ranks} ranks x"
+            assert texts["num_generations"].startswith(expected), name
 
 
-def text_of(folder: Path, *sources: Source) -> str:
-    """Return the findings of a run's start, one a line."""
-    job = {"sources": {source.side: source for source in sources}}
-    command = [sys.executable, "-m", MODULE, json.dumps(job)]
-    (folder / "out").unlink(missing_ok=True)
-    with started(command, folder / "log", out=folder / "out") as running:
-        finished = running.wait(900)
-    assert finished.returncode == 0, finished.cause
-    lines = (folder / "out").read_text(encoding="utf-8").splitlines()
-    found = [Finding(**json.loads(line)) for line in lines]
-    return "\n".join(f"{finding.level}: {finding.sentence}" for finding in found)
-
-
-def test_both_sides(assets: Path, folder: Path, tmp_path: Path) -> None:
-    """One start finds several errors. Each side encodes rows with its own settings."""
-    trains = training(assets, folder, *SERVED, "--callbacks", "diversty", "--tool_timeout", "0")
-    served = Source("rollout", server_argv(assets, "--seed", "-1", "--max_pixels", "784"), {})
-    text = text_of(tmp_path, trains, served)
-    for line in (
-        "error: --callbacks diversty: is registered by neither",
-        "error: --tool_timeout 0.0: expected",
-        "error: --seed -1: expected 0 or more",
-    ):
-        assert line in text
-    assert re.search(r"error: --dataset: row \d+ of .*: the rollout saw a prompt of", text), text
-
-
-def test_what_is_not_here_is_not_looked_at(assets: Path, folder: Path) -> None:
-    hubs = {"--model": "No-Such/Model", "--dataset": "Org/rows"}
-    found = begun({flag: training(assets, folder, flag, hub) for flag, hub in hubs.items()}, folder)
-    texts = {flag: [f"{f.level}: {f.sentence}" for f in found[flag]] for flag in hubs}
-    assert not any(line.startswith("error: ") for lines in texts.values() for line in lines)
-    [only] = texts["--model"]
+def test_a_start_without_a_file_and_with_names_of_hubs(found: dict[str, list[Finding]]) -> None:
+    """What is not on this machine is not looked at."""
+    [error] = errors_of(found["model alone"])
+    assert error.startswith(f"{ENDS} ValueError: Failed to automatically match")
+    for case in ("model with names", "model of a hub", "rows of a hub"):
+        assert errors_of(found[case]) == [], case
+    [only] = lines_of(found["model of a hub"])
     assert only.startswith("skipped: --model No-Such/Model: is not on this machine")
-    first, *_, last = texts["--dataset"]
+    first, *_, last = lines_of(found["rows of a hub"])
     assert first.startswith("skipped: --dataset Org/rows: is on a hub")
     assert last.startswith("ok: --template: qwen2_5_vl")
 
 
-def test_a_model_and_rows_alone(assets: Path, folder: Path, tmp_path: Path) -> None:
-    named = ["--template", "qwen2_5_vl", "--model_type", "qwen2_5_vl"]
-    rows = [str(folder / "rows.jsonl")]
-    for rest, expected in (
-        ([], "error: `swift rlhf`: ends with ValueError: Failed to automatically match"),
-        (named, "32 rows with 32 media are equal in rollout and training"),
+def test_a_run_that_starts(found: dict[str, list[Finding]]) -> None:
+    rounds, stops, rows, lengths = lines_of(found["healthy"])
+    assert rounds.startswith("note: --num_generations: a round is 64 samples (1 ranks x")
+    expected = "ok: --template: qwen2_5_vl: a turn ends with <|im_end|>; stop words: '</answer>'."
+    assert stops == expected
+    equal = "32 rows with 32 media are equal in rollout and training, in tokens and positions."
+    assert rows == f"ok: --dataset: {equal}"
+    assert lengths.startswith("note: --dataset: prompts have ")
+
+
+def test_the_command_with_both_sides(assets: Path, folder: Path) -> None:
+    """It names the errors of both sides. Each side encodes rows with its own settings."""
+    (folder / "run.train.yaml").write_bytes(PRESET.read_bytes())
+    rollout = dict(pairwise(server_argv(assets, "--seed", "-1", "--max_pixels", "784")))
+    settings = {name[2:]: value for name, value in rollout.items() if name.startswith("--")}
+    (folder / "run.rollout.yaml").write_text(yaml.safe_dump(settings))
+    words = "--vllm_mode server --vllm_server_host 127.0.0.1 --vllm_server_port 8000"
+    argv = [*("--model", settings.pop("model"), "--ranks", "2", "--", *words.split())]
+    argv += ["--dataset", str(folder / "rows.jsonl"), "--output_dir", str(folder / "run")]
+    command = [*COMMAND, "check", str(folder / "run"), *argv]
+    with started(command, folder / "log", out=folder / "out") as running:
+        finished = running.wait(900)
+    output = (folder / "out").read_text(encoding="utf-8")
+    assert finished.returncode == 1, output
+    for line in (
+        r"(ok|note): Versions: ",
+        r"note: --num_generations: a round is 128 samples \(2 ranks x",
+        r"error: --seed -1: expected 0 or more",
+        r"error: --dataset: row \d+ of .*: the rollout saw a prompt of",
+        r"Not ready \(errors: \d+, warnings: \d+\)\.$",
     ):
-        options = Namespace(config=None, model=str(assets / "tiny_vlm"), dataset=rows, rest=rest)
-        sources = sources_of(options)
-        assert [*check_sources(sources, looks_at_files=True)] == []
-        text = text_of(tmp_path, *sources.values())
-        assert expected in text
-        assert ("error: " in text) == expected.startswith("error: ")
+        assert re.search(f"^{line}", output, re.MULTILINE), output
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--dataset FOLDER/missing.jsonl",
+            r"--dataset: row 1 of .*missing\.jsonl \(which asks '<image>Which digit is this\?'\): "
+            r"images\[0\]: '.*none\.png' does not exist\. Correct",
+        ),
+        (
+            "--dataset FOLDER/boxes.jsonl",
+            r"Data set .*boxes\.jsonl: no row is left of 8; the first is row 1 of .*boxes\.jsonl "
+            r"\(which asks '<image>Which .*'\): .* \(objects: .*\[1, 2, 3, 4\].*; expected \{",
+        ),
+        ("--logit_shim off", r"Unknown argument --logit_shim .*did you mean --logits_shim\?"),
+        ("--port TAKEN", r"--port \d+: is in use.*--vllm_server_port"),
+    ],
+)
+def test_swift_prints_a_refusal_alone(
+    words: str, expected: str, assets: Path, folder: Path, tmp_path: Path
+) -> None:
+    """A real `swift` prints no traceback, at each place of a start: flags, loading of rows, checks.
+    It has loaded no weights."""
+    with socket.create_server(("", 0)) as taken:
+        argv = ["rollout", *server_argv(assets, "--port", str(taken.getsockname()[1]))]
+        if "TAKEN" not in words:
+            argv = ["rlhf", *training(assets, folder, words.replace("FOLDER", str(folder))).argv]
+        finished = swift(*argv, log=tmp_path / "log")
+    assert finished.returncode == 1
+    assert re.search(f"^error: {expected}", finished.output, re.MULTILINE), finished.cause
+    # At the beginning of a line: ms-swift logs tracebacks of rows that it leaves out.
+    assert not re.search(r"^(\[rank0\]: )?Traceback", finished.output, re.MULTILINE)
+    assert "Loading weights" not in finished.output

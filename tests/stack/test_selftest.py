@@ -10,24 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.rig.processes import COMMAND, rollout_server, started
-from tests.rig.rounds import HOT, PRESET, server_argv, write_lines
-from tests.rig.selftest_faults import FAULTS, SIGHT
+from tests.rig.processes import started
+from tests.rig.rounds import HOT, PRESET, write_lines
+from tests.rig.selftest_faults import FAULTS, SIGHT, STOP, unequal_rows
 from tests.stack import test_sight
-
-STOP = "</digit>"
-
-
-def unequal_rows(assets: Path, folder: Path) -> list[dict[str, Any]]:
-    """Return rows of all kinds with prompts of unequal lengths, and one that the template refuses
-    because its images are missing."""
-    rows = test_sight.rows(assets, folder)[:8]
-    for number, row in enumerate(rows):
-        row["messages"][0]["content"] += " Look twice." * number
-    rows[4]["images"] = [str(assets / "digits/none.png")]
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -83,27 +70,3 @@ def test_an_engine_that_sees_images_wrongly_is_found(name: str, found: dict[str,
     kinds = set(re.findall(r"rows of (\S+) lie", result["reason"]))
     assert kinds
     assert kinds <= test_sight.FAULTS[name]
-
-
-@pytest.mark.extra
-def test_the_command_with_a_server(assets: Path, tmp_path: Path) -> None:
-    rows = write_lines(tmp_path / "rows.jsonl", unequal_rows(assets, tmp_path))
-    settings = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
-    settings |= {"model": str(assets / "tiny_vlm"), "dataset": str(rows), "temperature": 2.0}
-    settings |= {"num_generations": 4, "stop_words": [STOP], "vllm_mode": "server"}
-    settings |= {"truncation_strategy": "delete"}
-    output, train = tmp_path / "out", tmp_path / "train.yaml"
-    with rollout_server(*server_argv(assets), log=tmp_path / "server.log") as port:
-        settings |= {"vllm_server_host": ["127.0.0.1"], "vllm_server_port": [port]}
-        train.write_text(yaml.safe_dump(settings), encoding="utf-8")
-        argv = [str(train), "--output", str(output)]
-        with started([*COMMAND, "selftest", *argv], tmp_path / "log") as running:
-            finished = running.wait(1500)
-    assert finished.returncode == 0, finished.cause
-    report = json.loads((output / "selftest.json").read_text(encoding="utf-8"))
-    assert {r["status"] for r in report["results"] if r["topology"] == "server"} == {"holds"}
-    same = {r["topology"]: r["status"] for r in report["results"] if r["check"] == "same tokens"}
-    assert same.pop("colocate, ranks: 1, tensor parallel: 1") == "holds"  # as the server's
-    if len(os.sched_getaffinity(0)) > 1:
-        assert same["colocate, ranks: 2, tensor parallel: 1"] == "holds"
-        assert same["colocate, ranks: 2, tensor parallel: 2"] == "holds"

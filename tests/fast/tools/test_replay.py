@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.tools import replay as tool
-from swift_grpo_ext.tools.cli import main, round_name, setting
+from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.replay import check_seeds, find_checkpoint, find_prompt, read_settings
 from tests.rig.record.rows import ROW, sample_id, write_session
 from tests.rig.view.runs import add_tokenizer
@@ -35,73 +35,45 @@ def seeded(name: SampleId = ROW.sample_id, **changes: Any) -> SampleRow:
 # --- the command ---
 
 
-@dataclass
-class Replay:
-    """The command with a stand-in engine, which generates the recorded tokens, or `draws`."""
+def test_the_result_as_lines_and_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One sample is equal, the other one differs from its second token on. Later turns are left
+    out."""
+    ids = [sample_id(index=0), sample_id(index=1), sample_id(index=1, turn=1)]
+    write_session(tmp_path, [seeded(name, token_ids=[1, 2], logprobs=[-0.5, -1.0]) for name in ids])
+    (tmp_path / "args.json").write_text(json.dumps(SETTINGS))
+    add_tokenizer(tmp_path)
+    draws = [[1, 2], [1, 4]]
 
-    folder: Path
-    draws: list[list[int]] = field(default_factory=list)
-    generated: Sequence[SampleRow] = ()
-    """The turns that the command generated again."""
+    def generate(_: Any, __: Any, rows: Sequence[SampleRow], ___: str) -> Any:
+        assert [row.sample_id for row in rows] == ids[:2]
+        logprobs = [-0.5, -1.5]
+        pairs = zip(rows, draws, strict=True)
+        return [replace(row, token_ids=drawn, logprobs=logprobs) for row, drawn in pairs], []
 
-    def record(self, *rows: SampleRow) -> None:
-        self.folder.mkdir()
-        (self.folder / "args.json").write_text(json.dumps(SETTINGS))
-        add_tokenizer(self.folder)
-        write_session(self.folder, rows)
-
-    def run(self, *flags: str) -> int:
-        return main(["replay", str(self.folder), "--round", "0.0", "--group", "0", *flags])
-
-    def generate(
-        self, _: Any, __: Any, rows: Sequence[SampleRow], ___: str
-    ) -> tuple[list[SampleRow], list[str]]:
-        self.generated = rows
-        ids = self.draws or [row.token_ids for row in rows]
-        again = [
-            replace(row, token_ids=i, logprobs=[-0.5, -1.5][: len(i)])
-            for row, i in zip(rows, ids, strict=True)
-        ]
-        return again, []
-
-
-@pytest.fixture
-def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Replay:
-    made = Replay(tmp_path / "run")
-    monkeypatch.setattr(tool, "generate_again", made.generate)
-    return made
-
-
-def test_the_result_as_lines_and_as_json(replay: Replay, capfd: pytest.CaptureFixture[str]) -> None:
-    """One sample is equal, the other one differs from its second token on."""
-    ids = [sample_id(index=index) for index in range(2)]
-    replay.record(*[seeded(name, token_ids=[1, 2], logprobs=[-0.5, -1.0]) for name in ids])
-    replay.draws = [[1, 2], [1, 4]]
-    assert replay.run() == 1
-    assert capfd.readouterr().out.splitlines()[:4] == [
+    monkeypatch.setattr(tool, "generate_again", generate)
+    command = ["replay", str(tmp_path), "--round", "0.0", "--group", "0"]
+    assert main(command) == 1
+    note = "Later turns of conversations are not generated again."
+    assert capfd.readouterr().out.splitlines() == [
         "Generated again with models/tiny:",
         "  train-0.0-0-0: 2 tokens, log-probabilities within 5.0e-01 nats; equal",
         "  train-0.0-0-1: 2 tokens, log-probabilities within 0.0e+00 nats; first difference, train "
         'round 0.0, group 0, sample 1: token 1 is id 2 ("w2", log-probability -1.000) in '
         'the record and id 4 ("w4", log-probability -1.500) now',
         "1 of 2 samples have equal tokens.",
+        f"Note: {tool.DIFFERENT}",
+        f"Note: {note}",
     ]
-    assert replay.run("--json") == 1
+    assert main([*command, "--json"]) == 1
     printed = json.loads(capfd.readouterr().out)
     assert (printed["weights"], printed["weight_version"]) == ("models/tiny", 0)
     assert [sample["logprob_gap"] for sample in printed["samples"]] == [0.5, 0.0]
-    replay.draws = [[1, 2]] * 2
-    assert replay.run() == 0
-
-
-def test_arguments_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [round_name(text) for text in ("12", "3.7")] == [(12, 0), (3, 7)]
-    assert setting('dataset=["a=b.jsonl"]') == ("dataset", ["a=b.jsonl"])  # a value is JSON or text
-    assert setting("model=models/tiny") == ("model", "models/tiny")
-    for argv in (["--round", "x"], ["--round", "1", "--set", "seed"]):
-        with pytest.raises(SystemExit):
-            main(["replay", "run", "--group", "0", *argv])
-        assert " value: '" in capsys.readouterr().err
+    draws[1] = [1, 2]
+    assert main([*command, "--json", "--set", "model=other"]) == 0
+    printed = json.loads(capfd.readouterr().out)
+    assert (printed["notes"], printed["weights"]) == ([note], "other")
 
 
 # --- runs and weights ---
@@ -119,20 +91,18 @@ def test_settings_of_a_run(tmp_path: Path) -> None:
         read_settings(tmp_path, {"sed": 7})
 
 
-def make_checkpoints(folder: Path, *steps: int) -> list[Path]:
-    checkpoints = [folder / f"checkpoint-{step}" for step in steps]
-    for checkpoint in checkpoints:
-        checkpoint.mkdir(parents=True)
-    return checkpoints
-
-
 def test_weights(tmp_path: Path) -> None:
-    _, fourth = make_checkpoints(tmp_path, 10, 4)
+    for name in ("checkpoint-10", "checkpoint-4", "before/checkpoint-2"):
+        (tmp_path / name).mkdir(parents=True)
+    fourth, before = tmp_path / "checkpoint-4", tmp_path / "before/checkpoint-2"
+    resumed = {**SETTINGS, "resume_from_checkpoint": str(before)}
+    weights_alone = {**resumed, "resume_only_model": True}
     assert find_checkpoint(tmp_path, SETTINGS, 0) is None
     assert find_checkpoint(tmp_path, SETTINGS, 4) == fourth
-    named = (
-        r"checkpoint-6 is not there \(.* has checkpoint-10, checkpoint-4\).*--save_steps 1.* of 6"
-    )
+    assert find_checkpoint(tmp_path, resumed, 2) == before
+    assert find_checkpoint(tmp_path, resumed, 0) is None
+    assert find_checkpoint(tmp_path, weights_alone, 0) == before
+    named = r"checkpoint-6 is not there .* has checkpoint-10, checkpoint-4\).*--save_steps 1.* of 6"
     with pytest.raises(ValueError, match=named):
         find_checkpoint(tmp_path, SETTINGS, 6)
     moved = {**SETTINGS, "model": "/gone/model"}
@@ -140,45 +110,16 @@ def test_weights(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, moved, 4)
 
 
-def test_weights_of_a_resumed_run(tmp_path: Path) -> None:
-    [before] = make_checkpoints(tmp_path / "before", 2)
-    run = tmp_path / "run"
-    settings = {**SETTINGS, "resume_from_checkpoint": str(before)}
-    assert find_checkpoint(run, settings, 2) == before
-    assert find_checkpoint(run, settings, 0) is None
-    assert find_checkpoint(run, {**settings, "resume_only_model": True}, 0) == before
-
-
-# --- samples ---
-
-
-@pytest.mark.parametrize(
-    ("changes", "settings", "named"),
-    [
-        ({"seed": None}, {}, r"sample 0 has no seed: .*--rollout_seed_mode engine"),
-        ({}, {"seed": 7}, r"has the seed \d+, and --seed 7 .*--set seed=N"),
-    ],
-)
-def test_samples_that_cannot_be_generated_again(
-    changes: dict[str, Any], settings: dict[str, Any], named: str
-) -> None:
+def test_samples_that_cannot_be_generated_again() -> None:
     row = seeded()
     check_seeds([row], SETTINGS)
-    with pytest.raises(ValueError, match=named):
-        check_seeds([replace(row, **changes), row], {**SETTINGS, **settings})
+    with pytest.raises(ValueError, match=r"sample 0 has no seed: .*--rollout_seed_mode engine"):
+        check_seeds([row, replace(row, seed=None)], SETTINGS)
+    with pytest.raises(ValueError, match=r"has the seed \d+, and --seed 7 .*--set seed=N"):
+        check_seeds([row], {**SETTINGS, "seed": 7})
 
 
-# --- prompts ---
-
-
-def test_later_turns_are_left_out(replay: Replay, capfd: pytest.CaptureFixture[str]) -> None:
-    later = sample_id(index=3, turn=1)
-    tokens: dict[str, Any] = {"token_ids": [1, 2], "logprobs": [-0.5, -1.0]}
-    replay.record(seeded(sample_id(index=3), **tokens), seeded(later, **tokens))
-    assert replay.run("--json") == 0
-    assert [row.sample_id.turn for row in replay.generated] == [0]
-    [note] = json.loads(capfd.readouterr().out)["notes"]
-    assert note == "Later turns of conversations are not generated again."
+# --- samples and prompts ---
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>哪个?"}]

@@ -1,4 +1,4 @@
-"""Runs for tests of the viewer: scored groups of two samples, with images."""
+"""Runs for tests of the tools: scored groups of two samples, with images and conversations."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.tables import REWARDS, RewardRow, SampleRow
 from swift_grpo_ext.tools.runs import LOGS
+from swift_grpo_ext.tools.view.runs import Run
 from tests.rig.record.rows import ROW, sample_id
 
 HOSTILE = "<img src=x onerror='window.stolen=1'><script>window.stolen=1</script>‮\u202e"
@@ -106,25 +107,42 @@ class Writer:
     def score(self, rows: Sequence[SampleRow], **changes: Any) -> None:
         self.append_scores([replace(score(row), **changes) for row in rows])
 
-    def finish(self) -> None:
-        self._log.finish()
-
     def append_scores(self, rows: Sequence[RewardRow]) -> None:
         self._log.append(rows, REWARDS)
         self._log.flush()
 
 
-def make_run(run_dir: Path, num_rounds: int = 3) -> Path:
-    """Write rounds, with images in the run's folder; return the folder."""
+def make_run(run_dir: Path) -> Path:
+    """Write a run with everything that pages of samples show; return its folder.
+
+    Rounds 0 to 2 have two groups of two samples. In round 1 the length limit ended one sample; in
+    round 2 one has a hostile text and no score. Round 3 has conversations.
+    """
     folder = run_dir / "images"
     folder.mkdir(parents=True)
     for group in range(2):
         Image.new("RGB", (56, 28), (200, 30 * group, 0)).save(folder / f"{group}.png")
     writer = Writer(run_dir)
-    for step in range(num_rounds):
-        rows = make_rows(step)
-        writer.write([replace(r, media=[str(run_dir / r.media[0])]) for r in rows])
+    for step in range(4):
+        rows = make_rows(step) if step < 3 else make_conversations(step)
+        for number, row in enumerate(rows):
+            local = [str(run_dir / m) if m.startswith("images") else m for m in row.media]
+            rows[number] = replace(row, media=local)
+        if step == 1:
+            rows[0] = replace(rows[0], finish_reason="length", stop_reason=None)
+        if step == 2:
+            rows[3] = replace(rows[3], text=f"(七) a.c {HOSTILE}")
+        writer.write(rows, scored=False)
+        scored = [row for row in rows if not row.sample_id.turn]
+        gaps = {"gaps": [(0, 0.5), (4, 0.25)]} if step == 3 else {}
+        writer.score(scored[:3] if step == 2 else scored, **gaps)
     return run_dir
+
+
+def open_run(run_dir: Path) -> Run:
+    run = Run(run_dir)
+    run.refresh()
+    return run
 
 
 def add_logs(run_dir: Path, *seconds: float) -> Path:

@@ -15,9 +15,9 @@ from tests.rig.view.runs import Writer, make_rows
 VERSIONS = [f"v{number}-20261127-0930{number:02d}" for number in (0, 9, 10)]
 
 
-def write(folder: Path, seed: int = 42) -> Path:
+def write(folder: Path) -> Path:
     Writer(folder).write([*make_rows(0)])
-    (folder / "args.json").write_text(json.dumps({"seed": seed, "tuner_type": "full"}))
+    (folder / "args.json").write_text(json.dumps({"seed": 42, "tuner_type": "full"}))
     (folder / "checkpoint-1").mkdir()
     (folder / "checkpoint-1/args.json").touch()
     return folder
@@ -35,41 +35,31 @@ def test_output_dir_names_its_newest_version(
     assert [find_run(run) for run in others] == others
     assert run_name(newest) == f"my-run/{newest.name}"
     assert capsys.readouterr().err == ""
-
-
-def test_ms_swift_names_versions_so(tmp_path: Path) -> None:
-    for number in range(2):
-        version = write(Path(add_version_to_work_dir(str(tmp_path))))
+    for mark in ("args.json", "logging.jsonl"):  # a run that has just begun
+        begun = tmp_path / mark.partition(".")[0]
+        begun.mkdir()
+        (begun / mark).touch()
+        assert (find_run(begun), run_name(begun)) == (begun, begun.name)
+    for number in range(2):  # as ms-swift names them
+        version = write(Path(add_version_to_work_dir(str(tmp_path / "other"))))
         assert version.name.startswith(f"v{number}-")
-        assert find_run(tmp_path) == version
+        assert find_run(tmp_path / "other") == version
 
 
-@pytest.mark.parametrize("mark", ["args.json", "logging.jsonl"])
-def test_a_run_that_has_just_begun_is_one(tmp_path: Path, mark: str) -> None:
-    (tmp_path / mark).touch()
-    assert (find_run(tmp_path), run_name(tmp_path)) == (tmp_path, tmp_path.name)
-
-
-def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_or_with_several(tmp_path: Path) -> None:
     one, other = write(tmp_path / "a"), write(tmp_path / "b" / VERSIONS[0])
-    (tmp_path / "data").mkdir()
-    assert find_runs(tmp_path) == [one, other]
-    with pytest.raises(
-        ValueError, match=rf"holds 2 runs, expected one: give one of {one}, {other}"
-    ):
-        find_run(tmp_path)
-    assert [find_run(tmp_path / name) for name in ("a", "b")] == [one, other]
-
-
-def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    run = write(tmp_path / "run")
     for number in range(140):
         (tmp_path / f"data/{number:03d}").mkdir(parents=True)
+    assert find_runs(tmp_path) == [one, other]
+    assert [find_run(tmp_path / name) for name in ("a", "b")] == [one, other]
+    several = rf"holds 2 runs, expected one: give one of {one}, {other}"
+    with pytest.raises(ValueError, match=several):
+        find_run(tmp_path)
     for path, message in {
         tmp_path / "data": r"data holds no run .* has 000, .*, \d+, \.\.\.\. Give the --output",
-        tmp_path / "rum": rf"rum holds no run .*{tmp_path} has data, run\.",
-        run / "args.json": "args.json holds no run .* has args.json, checkpoint-1, rewards",
-        run / "checkpoint-1": "checkpoint-1 holds no run .* has args.json",
+        tmp_path / "c": rf"c holds no run .*{tmp_path} has a, b, data\.",
+        one / "args.json": "args.json holds no run .* has args.json, checkpoint-1, rewards",
+        one / "checkpoint-1": "checkpoint-1 holds no run .* has args.json",
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
             find_runs(path)
@@ -90,15 +80,15 @@ def test_every_command_finds_a_default_run(
         (["view", one, "--output", "page.html"], 0, "page.html\n"),
         (["diff", one, other], 0, f"A: {one}/{VERSIONS[1]}\nB: {other}/{VERSIONS[0]}\nEqual to"),
         (["compare", "--baseline", one, "--candidate", other], 0, "1 pair(s) of runs, 2 prompts"),
+        (["replay", one, "--round", "7", "--group", "0", "--phase", "eval"], 2, ""),
     ]
     for command, status, expected in commands:
         assert main(command) == status
         printed = capsys.readouterr()
         assert printed.out.startswith(expected)
         assert printed.err.startswith(f"loading ...\n{taken}")
+    assert f"{one}/{VERSIONS[1]} holds no group 0 of eval round 7.0" in printed.err
     assert "<title>my-run/v9-20261127-093009 – " in Path("page.html").read_text(encoding="utf-8")
-    assert main(["replay", one, "--round", "7", "--group", "0"]) == 2
-    assert f"{one}/{VERSIONS[1]} holds no group 0 of train round 7.0" in capsys.readouterr().err
     for several in (["diff", "output", one], ["replay", "output", "--round", "0", "--group", "0"]):
         assert main(several) == 2
         assert "output holds 2 runs, expected one: give one of output/my-run" in (

@@ -1,10 +1,12 @@
-"""Pages in headless Chromium: filters, curves, a run that goes on, hostile text, small screens."""
+"""Pages in headless Chromium: filters, curves, a run that goes on, hostile text, small screens
+(V2)."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,6 +36,7 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run to which tests append."""
     made = make_run(tmp_path_factory.mktemp("runs") / "one")
     add_logs(made, 1.0, 1.0, 1.0)
     return made
@@ -41,13 +44,14 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(run_dir: Path) -> Iterator[str]:
-    """Serve the run; return the address."""
+    """Serve the run until Ctrl-C; return the address."""
     command = [sys.executable, "-c", VIEW, str(run_dir), "--port", "0"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
-        process.terminate()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
 
 
 @pytest.fixture
@@ -55,22 +59,22 @@ def page(chrome: Chrome, url: str) -> Iterator[Chrome]:
     chrome.call("Page.navigate", url="about:blank")
     chrome.problems.clear()
     chrome.open(f"{url}0/samples")
-    chrome.until(f"document.querySelectorAll('{ROWS}').length >= 12")
+    chrome.until(f"document.querySelectorAll('{ROWS}').length >= 20")
     yield chrome
     assert chrome.problems == []
 
 
-def test_filters_and_groups(page: Chrome) -> None:
-    page.fill("input[name=text]", "i1 s2")
+def test_filters_groups_and_curves(page: Chrome) -> None:
+    page.fill("input[name=text]", "i1 s1")
     page.click("form button")
     page.until("document.querySelector('#count').innerText.startsWith('2 /')")
-    assert all("i1 s2" in text for text in page.texts(ROWS))
+    assert all("i1 s1" in text for text in page.texts(ROWS))
     page.click("summary")
     page.fill("select[name=phase]", "train")
     page.click("form button")
     page.until("location.search.includes('phase=train')")
     page.until("document.querySelector('details').open")
-    assert {"reward ↓", "stop (12)"} <= {*page.texts("option")}
+    assert {"reward ↓", "stop (17)"} <= {*page.texts("option")}
     page.click("#language")
     assert page.texts("nav a") == ["概览", "样本", "组"]
     page.click("#language")
@@ -87,9 +91,6 @@ def test_filters_and_groups(page: Chrome) -> None:
     page.click("h2 a[href$='group=0']")
     page.until("document.querySelector('h2').innerText.includes('Group 0')")
     assert "Question 0?" in page.texts(".messages")[0]
-
-
-def test_curves(page: Chrome) -> None:
     page.click("nav a[href^=overview]")
     page.until("document.querySelector('[data-panel=grad_norm] polyline')")
     assert page.texts("[data-panel=grad_norm] figcaption") == ["Gradient norm\n0.375"]
@@ -100,9 +101,9 @@ def test_curves(page: Chrome) -> None:
 
 
 def test_a_run_that_goes_on_and_hostile_text(page: Chrome, run_dir: Path) -> None:
-    rows = [replace(row, text=HOSTILE) for row in make_rows(3)]
-    Writer(run_dir, session=1, start_step=3).write(rows)
-    page.until("document.querySelector('#count').innerText === '16 / 16'")
+    rows = [replace(row, text=HOSTILE) for row in make_rows(4)]
+    Writer(run_dir, session=1, start_step=4).write(rows)
+    page.until("document.querySelector('#count').innerText === '24 / 24'")
     assert "onerror" in page.texts(f"{ROWS} .text")[0]
     page.click(ROWS)
     page.until("document.querySelector('article')")
@@ -121,9 +122,9 @@ OVERFLOWING = """[...document.querySelectorAll("header, main, header *, main *")
 """JavaScript: the elements that are narrower than their content, or stick out of their parent."""
 
 
-@pytest.mark.parametrize("width", [400, 1920])
-def test_nothing_runs_over_its_box(width: int, page: Chrome, run_dir: Path, tmp_path: Path) -> None:
-    """Long texts in English, in Chinese and without a space fit into lists and saved pages."""
+def test_nothing_runs_over_its_box(page: Chrome, run_dir: Path, tmp_path: Path) -> None:
+    """Long texts in English, in Chinese and without a space fit into lists and saved pages, on a
+    telephone and on a wide screen."""
     Image.new("RGB", (2400, 60)).save(run_dir / "images/wide.png")
     texts = "All work and no play. " * 30, "这是一个很长的回答，里面没有空格。" * 20, "x" * 600
     rows = [
@@ -136,14 +137,13 @@ def test_nothing_runs_over_its_box(width: int, page: Chrome, run_dir: Path, tmp_
             replica="server 12 " + "replica" * 20,
             fingerprint=f"long {row.sample_id.group}",
         )
-        for row in make_rows(4, num_groups=9)
+        for row in make_rows(5, num_groups=9)
     ]
     functions = ["share_of_" + "answers_that_agree_" * 6, "回答与参考答案一致的比例" * 5]
-    writer = Writer(run_dir, session=2, start_step=4)
+    writer = Writer(run_dir, session=2, start_step=5)
     writer.write(rows, scored=False)
     writer.score(rows, reward=-1234.5678, rewards=[(name, 0.333333) for name in functions])
-    page.until(f"document.querySelectorAll('{ROWS}').length >= 30")
-    page.resize(width)
+    page.until(f"document.querySelectorAll('{ROWS}').length >= 38")
     live = page.run("location.href").split("?")[0]
     saved = write_page([run_dir], tmp_path / "page.html", num_groups=20).as_uri()
     other = make_run(tmp_path / ("another_run_" * 9))
@@ -152,17 +152,19 @@ def test_nothing_runs_over_its_box(width: int, page: Chrome, run_dir: Path, tmp_
         live: ROWS,
         live.replace("samples", "groups"): ".groups a",
         f"{saved}#overview": "main:target .panels figure",
-        f"{saved}#group-train.4.0-1": "main:target article",
+        f"{saved}#group-train.5.0-1": "main:target article",
         f"{both}#runs": "main:target table",
     }
-    for url, found in pages.items():
-        page.open(url)
-        page.until(f"document.querySelector('{found}')")
-        for language in ("en", "zh"):
-            assert page.run("document.documentElement.lang") == language
-            assert page.run("document.documentElement.scrollWidth") <= width, (url, language)
-            assert page.run(OVERFLOWING) == [], (url, language)
-            page.click("#language")
+    for width in (400, 1920):
+        page.resize(width)
+        for url, found in pages.items():
+            page.open(url)
+            page.until(f"document.querySelector('{found}')")
+            for language in ("en", "zh"):
+                assert page.run("document.documentElement.lang") == language
+                assert page.run("document.documentElement.scrollWidth") <= width, (url, language)
+                assert page.run(OVERFLOWING) == [], (url, width, language)
+                page.click("#language")
     page.resize(1280)
 
 
@@ -171,7 +173,7 @@ def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     add_logs(run_dir, 1.0, 1.0)
     add_tokenizer(run_dir)
-    page = write_page([run_dir], tmp_path / "page.html", num_groups=6)
+    page = write_page([run_dir], tmp_path / "page.html", num_groups=8)
     shutil.rmtree(run_dir)
     chrome.problems.clear()
     chrome.open(page.as_uri())

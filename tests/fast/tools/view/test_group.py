@@ -1,10 +1,11 @@
-"""Tokens of a group, and its images."""
+"""A group's page: its tokens, its conversations turn by turn, and its images (V2)."""
 
 from __future__ import annotations
 
 import io
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,19 @@ from PIL import Image
 from PIL.ExifTags import Base
 
 from swift_grpo_ext.sampling.seeding import RoundId
-from swift_grpo_ext.tools.view.group import image_bytes, read_group, shared_lengths, spans_of
+from swift_grpo_ext.tools.view.group import (
+    image_bytes,
+    read_group,
+    read_image,
+    shared_lengths,
+    spans_of,
+)
+from swift_grpo_ext.tools.view.pages import render
 from swift_grpo_ext.tools.view.runs import NotFoundError, Run
-from tests.rig.view.runs import make_run
+from tests.rig.view.runs import Writer, make_conversations, open_run
 
 TURN = {"token_ids": [1, 2], "logprobs": None, "mask": None, "gaps": {}, "num_shared": 0}
+CONVERSATIONS = RoundId("train", 3, 0)
 
 
 def test_shared_beginnings() -> None:
@@ -44,45 +53,93 @@ def test_spans_hold_whole_characters() -> None:
     ]
 
 
-def test_unknown_and_infinite_log_probabilities_are_none() -> None:
-    for logprobs in (None, [-math.inf, math.nan]):
-        parts = spans_of({**TURN, "logprobs": logprobs}, lambda ids: "x" * len(ids))
-        assert [part.logprob for part in parts] == [None] * 2
+def test_spans_of_odd_tokens() -> None:
+    """Unknown and infinite log-probabilities are None; a first token keeps its space."""
 
-
-def test_a_first_token_keeps_its_space() -> None:
     def decode(ids: list[int]) -> str:  # like sentencepiece, without the first space
         return "".join(f" w{i}" for i in ids)[1:]
 
-    assert [part.text for part in spans_of(TURN, decode)] == ["w1", " w2"]
+    for logprobs in (None, [-math.inf, math.nan]):
+        spans = spans_of({**TURN, "logprobs": logprobs}, decode)
+        assert [(span.text, span.logprob) for span in spans] == [("w1", None), (" w2", None)]
 
 
-def test_a_group(tmp_path: Path) -> None:
-    run = Run(make_run(tmp_path / "a run"))
-    run.refresh()
+def test_a_group(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"round": "train.1.0", "group": "1"}
+    text = render([run], 0, "group", place)
+    assert '<i class="shared" style="--p:0.10" title="-0.500">w7</i>' in text
+    assert '<i style="--p:0.20" title="-1.000"> w1</i>' in text
+    assert '<i class="shared" style="--p:0.05;--g:0.25" title="-0.250 ± 0.250"> w1</i>' in text
+    page = text.partition("<main")[2].partition("</main>")[0]
+    assert not any(word in page for word in ("Turn", "seconds", "masked"))
+    monkeypatch.setattr(run, "decode", None)
     group = read_group(run, RoundId("train", 1, 0), 1)
     assert group["first"]["messages"] == [("user", "<image>Question 1?")]
-    assert group["first"]["media"] == [str(tmp_path / "a run/images/1.png")]
-    assert group["replay"] == f"swift-grpo-ext replay '{tmp_path}/a run' --round 1.0 --group 1"
+    assert group["first"]["media"] == [str(run.run_dir / "images/1.png")]
+    assert group["replay"] == f"swift-grpo-ext replay '{run.run_dir}' --round 1.0 --group 1"
     # Without a tokenizer, texts are compared in place of tokens.
     shown = [[span.text for span in turns[0]["spans"]] for turns in group["samples"]]
     assert shown == [["g1 i", "0 s1"], ["g1 i", "1 s1"]]
 
 
-def test_images_in_two_sizes(tmp_path: Path) -> None:
-    Image.new("RGBA", (4096, 2048), "red").save(tmp_path / "a.tiff")
-    for size, expected in (("full", (2048, 1024)), ("small", (112, 56))):
-        with Image.open(io.BytesIO(image_bytes(str(tmp_path / "a.tiff"), size))) as image:
-            assert (image.format, image.size) == ("PNG", expected)
-            assert image.getpixel((9, 9)) == (255, 0, 0)
+def test_a_conversation_turn_by_turn(run: Run) -> None:
+    group = read_group(run, CONVERSATIONS, 1)
+    assert group["has_one_prompt"]
+    assert [len(turns) for turns in group["samples"]] == [1, 3]
+    first, second, third = group["samples"][1]
+    assert second["messages"] == [("tool", "<image>看这里 \\ud83d")]
+    assert [span.is_masked for span in second["spans"]] == [False, True]
+    # Position 4 of the sample is the second token of its second turn.
+    gaps = [[span.gap for span in turn["spans"]] for turn in (first, second, third)]
+    assert gaps == [[0.5, 0, 0], [0, 0.25], []]
+    assert third["messages"] == [("tool", '{"tool_calls": [{"f": "找"}]}')]
+    assert third["spans"] == []
+    whole = render([run], 0, "group", {"round": "train.3.0", "group": "1"})
+    text = whole[whole.index('id="sample-train.3.0-1-1"') :]
+    places = [text.index(part) for part in (
+        "</span> 1</h4>", "</span> 2</h4>", "index=1&amp;turn=1&amp;number=0", "看这里", "找",
+    )]  # fmt: skip
+    assert places == sorted(places)
+    assert "<i>tool_seconds</i> 3" in text
+    assert 'class=" masked"' in text
+    assert "Struck out" in whole
 
 
-def test_a_photograph_is_shown_upright(tmp_path: Path) -> None:
+def test_each_conversation_has_its_own_question_where_they_differ(tmp_path: Path) -> None:
+    rows = make_conversations(0)
+    rows = [replace(r, fingerprint=f"own {r.sample_id.index}.{r.sample_id.turn}") for r in rows]
+    Writer(tmp_path).write(rows, scored=False)
+    page = render([open_run(tmp_path)], 0, "group", {"round": "train.0.0", "group": "0"})
+    assert page.count("Question 0?") == 2
+
+
+# --- images ---
+
+
+def test_images_of_the_record(run: Run) -> None:
+    """A turn has the media that it names. The record holds the picture that a tool made."""
+    place = {"round": "train.3.0", "group": "1", "index": "1", "turn": "1", "number": "0"}
+    with Image.open(io.BytesIO(read_image(run, place))) as crop:
+        assert (crop.format, crop.size) == ("PNG", (8, 4))
+    with Image.open(io.BytesIO(read_image(run, {**place, "turn": "0"}))) as shown:
+        assert (shown.size, shown.getpixel((0, 0))) == ((56, 28), (200, 30, 0))
+    for wrong in ({"turn": "2"}, {"number": "1"}, {"group": "7"}):
+        with pytest.raises(NotFoundError, match="has no such medium"):
+            read_image(run, {**place, **wrong})
+
+
+def test_images_are_shown_upright_in_two_sizes(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[Base.Orientation] = 6
-    Image.new("RGB", (30, 10)).save(tmp_path / "a.jpg", exif=exif)
-    with Image.open(io.BytesIO(image_bytes(str(tmp_path / "a.jpg"), "full"))) as image:
-        assert image.size == (10, 30)
+    Image.new("RGB", (30, 10), "red").save(tmp_path / "a.jpg", exif=exif)
+    Image.new("RGBA", (4096, 2048), "red").save(tmp_path / "a.tiff")
+    for name, side, expected in (
+        ("a.jpg", "full", (10, 30)),
+        ("a.tiff", "full", (2048, 1024)),
+        ("a.tiff", "small", (112, 56)),
+    ):
+        with Image.open(io.BytesIO(image_bytes(str(tmp_path / name), side))) as image:
+            assert (image.format, image.mode, image.size) == ("PNG", "RGB", expected)
 
 
 def test_what_is_no_local_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

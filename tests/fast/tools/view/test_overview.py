@@ -1,44 +1,27 @@
-"""The overview of a run: curves, verdict, alarms, worst groups."""
+"""The overview shows curves, verdict, alarms and worst groups (D5), of one run or several."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+from starlette.testclient import TestClient
 
 from swift_grpo_ext.record.tables import SampleRow
-from swift_grpo_ext.tools.view.overview import (
-    alarm_streaks,
-    make_panels,
-    mean_of_last,
-    overall_verdict,
-    overview_values,
-    worst_groups,
-)
-from swift_grpo_ext.tools.view.pages import render
+from swift_grpo_ext.tools.diff import differing_settings
+from swift_grpo_ext.tools.view import overview
+from swift_grpo_ext.tools.view.pages import render, write_page
 from swift_grpo_ext.tools.view.runs import Run
+from swift_grpo_ext.tools.view.server import make_app
 from tests.rig.diversity.runs import frozen_rounds
 from tests.rig.diversity.runs import make_run as make_watched_run
 from tests.rig.diversity.samples import group_of
-from tests.rig.view.runs import add_logs, add_tokenizer
+from tests.rig.view.runs import Writer, add_logs, add_tokenizer, make_rows, open_run
 
-
-def test_panels_of_the_monitor(tmp_path: Path) -> None:
-    records = make_watched_run(tmp_path, frozen_rounds())
-    run = Run(tmp_path)
-    run.refresh()
-    panels = make_panels(run.facts)
-    expected = [(step + 1, records[step].metrics["vendi"]) for step in range(3)]
-    assert panels["diversity/vendi"] == {"diversity/vendi": expected}
-    assert panels["diversity/log10_p"]["diversity/log10_p"][2] == (3, records[2].log10_p)
-    assert all(name.startswith("diversity/") for name in panels)
-    assert [chart["title"] for chart in overview_values(run)["charts"]] == [*panels]
-
-
-def test_the_mean_of_the_last_steps() -> None:
-    assert mean_of_last([(step, float(step)) for step in range(1, 41)]) == 30.5
-    assert mean_of_last([]) is None
+# --- curves ---
 
 
 def test_what_was_logged(tmp_path: Path) -> None:
@@ -48,7 +31,7 @@ def test_what_was_logged(tmp_path: Path) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write('{"loss": 1.0, "global\n')
     add_logs(tmp_path, 8.0, 2.0)
-    panels = make_panels(Run(tmp_path).facts)
+    panels = overview.make_panels(Run(tmp_path).facts)
     seconds = panels.pop("seconds")
     assert panels == {
         "reward": {
@@ -67,6 +50,71 @@ def test_what_was_logged(tmp_path: Path) -> None:
     assert seconds["time/generate"] == [(2, pytest.approx(0.6))]
 
 
+def test_the_mean_of_the_last_steps() -> None:
+    assert overview.mean_of_last([(step, float(step)) for step in range(1, 41)]) == 30.5
+    assert overview.mean_of_last([]) is None
+
+
+def test_long_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert overview.evenly_spaced(list(range(101)), 5) == [0, 25, 50, 75, 100]
+    assert overview.evenly_spaced([1, 2], 5) == [1, 2]
+    monkeypatch.setattr(overview, "MAX_POINTS", 3)
+    [chart] = overview.draw({"loss": {"loss": [(step, 0.5) for step in range(9)]}})
+    [curve] = chart["curves"]
+    assert len(curve["line"].split()) == 3
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "least", "expected"),
+    [
+        (0.0, 1.0, 0.0, [0, 0.5, 1]),
+        (0.5, 12.5, 1.0, [5, 10]),
+        (0.5, 2.5, 1.0, [1, 2]),
+        (-3e-6, 5e-6, 0.0, [-2e-6, 0, 2e-6, 4e-6]),
+        (1e5, 9e5, 0.0, [2e5, 4e5, 6e5, 8e5]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, least: float, expected: list[float]) -> None:
+    assert overview.ticks(low, high, least) == pytest.approx(expected)
+
+
+def test_a_chart() -> None:
+    """Curves of unequal lengths share an axis; an alarm is shaded, and a single point is a dot."""
+    curves = {"reward": [(1, 0.0), (9, 1.0)], "eval_reward": [(5, 0.5)]}
+    alarm = MagicMock(verdict="broken", steps_done=9)
+    [chart, short] = overview.draw({"reward": curves, "loss": {"loss": [(9, 0.0)]}}, [[alarm]])
+    reward, evaluated = chart["curves"]
+    assert (reward["name"], reward["last"]) == ("reward", 1.0)
+    assert reward["line"] == "68.2,172.2 391.8,15.8"
+    assert evaluated["line"] == "230.0,94.0 230.0,94.0"
+    assert chart["value_ticks"] == [(0.0, 172.2), (0.5, 94.0), (1.0, 15.8)]
+    assert chart["step_ticks"] == short["step_ticks"] == [(5.0, 230.0)]
+    assert chart["bands"] == short["bands"] == [("broken", 371.6, 412)]
+    for value in (0.0, -2.0, 1e-9, 1e12):  # a level curve stands in the middle
+        [chart] = overview.draw({"loss": {"loss": [(3, value), (4, value)]}})
+        assert chart["curves"][0]["line"] == "139.0,94.0 321.0,94.0"
+
+
+# --- the monitor ---
+
+
+def test_frozen_noise(tmp_path: Path) -> None:
+    records = make_watched_run(tmp_path, frozen_rounds())
+    run = open_run(tmp_path)
+    panels = overview.make_panels(run.facts)
+    expected = [(step + 1, records[step].metrics["vendi"]) for step in range(3)]
+    assert panels["diversity/vendi"] == {"diversity/vendi": expected}
+    assert panels["diversity/log10_p"]["diversity/log10_p"][2] == (3, records[2].log10_p)
+    assert all(name.startswith("diversity/") for name in panels)
+    assert [chart["title"] for chart in overview.overview_values(run)["charts"]] == [*panels]
+    text = write_page([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert 'class="verdict broken"' in text
+    shown = text.partition('id="overview"')[2].partition("</main>")[0]
+    assert shown.count('<rect class="broken" x="290.7" width="121.3"') == shown.count("<svg")
+    assert shown.count("<article") == 4
+    assert 'id="group-train.2.0-0"' in text
+
+
 def collapsed(step: int) -> list[SampleRow]:
     """Return a round with four equal samples whose surprisal makes that likely."""
     return group_of(*[[1, step]] * 4, step=step, bits=0.01)
@@ -82,7 +130,7 @@ def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
     records = make_watched_run(tmp_path, rounds)
     shown = [
         (rounds[0].round.phase, rounds[0].verdict, [record.steps_done for record in rounds])
-        for rounds in alarm_streaks(records)
+        for rounds in overview.alarm_streaks(records)
     ]
     assert shown == [
         ("train", "collapse", [3, 4]), ("train", "broken", [7, 8]), ("eval", "broken", [0])
@@ -90,15 +138,13 @@ def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
     records = [record for record in records if record.round.phase == "train"]
     logged = [record.steps_done for record in records if record.scalars()["diversity/collapse"]]
     assert logged == [3, 4]
-    run = Run(tmp_path)
-    run.refresh()
-    text = render([run], 0, "overview", {})
+    text = render([open_run(tmp_path)], 0, "overview", {})
     for part in (
         *("train 3–4: ", "repeat another of their group", "train 7–8: ", "样本共用了随机噪声"),
         *("set --rollout_seed_mode sample", "the first 60 tokens", "eval 0: "),
     ):
         assert part in text
-    verdicts = [overall_verdict(records[:end]) for end in (0, 1, 3, 8)]
+    verdicts = [overview.overall_verdict(records[:end]) for end in (0, 1, 3, 8)]
     assert verdicts == ["none", "healthy", "collapse", "broken"]  # one odd round is no alarm
 
 
@@ -109,13 +155,47 @@ def test_the_worst_groups_of_alarms(tmp_path: Path) -> None:
     rounds.append(group_of([5], *[[1, 2, 3]] * 79, step=4, bits=0.01))
     make_watched_run(tmp_path, rounds)
     add_tokenizer(tmp_path)
-    run = Run(tmp_path)
-    run.refresh()
-    [group] = worst_groups(run)  # other groups caused no alarm
+    [group] = overview.worst_groups(open_run(tmp_path))  # other groups caused no alarm
     assert group["first"]["round"] == "train.4.0"
     assert [turns[0]["index"] for turns in group["samples"]] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert all(turns[0]["spans"][0].is_shared for turns in group["samples"])
     shutil.rmtree(tmp_path / "samples")  # the bound on the record's size removes the oldest rounds
-    lost = Run(tmp_path)
-    lost.refresh()
-    assert worst_groups(lost) == []
+    assert overview.worst_groups(open_run(tmp_path)) == []
+
+
+# --- several runs ---
+
+
+def test_several_runs_side_by_side(tmp_path: Path) -> None:
+    runs = []
+    for number, num_steps in enumerate((3, 2)):
+        folder = tmp_path / f"run-{number}"
+        writer = Writer(folder)
+        for step in range(num_steps):
+            writer.write(make_rows(step))
+        settings = {"seed": number, "output_dir": str(folder)}
+        (folder / "args.json").write_text(json.dumps(settings))
+        add_logs(folder, *[1.0] * num_steps)
+        runs.append(open_run(folder))
+    values = overview.runs_values(runs)
+    assert [row[0].facts.step for row in values["rows"]] == [3, 2]
+    assert [row[1] for row in values["rows"]] == [0.5, 0.375]
+    assert values["settings"] == {"seed": (0, 1)}
+    [chart] = overview.runs_values([Run(tmp_path), *runs])["charts"]  # one has no rewards yet
+    assert [curve["name"] for curve in chart["curves"]] == [str(run.run_dir) for run in runs]
+    with TestClient(make_app(runs, "T0ken"), base_url="http://127.0.0.1/T0ken/") as client:
+        start = client.get("")
+        assert start.url == client.get("runs").url
+        assert f"swift-grpo-ext diff {runs[0].run_dir} {runs[1].run_dir}<" in start.text
+        assert 'href="1/overview"' in start.text
+        assert 'href="../runs"' in client.get("1/overview").text
+        assert client.get("2/overview").status_code == 404
+        assert client.get("state").text == " ".join(client.get(f"{n}/state").text for n in (0, 1))
+    text = write_page([run.run_dir for run in runs], tmp_path / "page.html").read_text()
+    assert str(runs[1].run_dir) in text.partition('id="runs"')[2]
+    assert 'href="' not in text.partition("<main")[2]
+
+
+def test_settings_that_a_run_lacks_differ() -> None:
+    assert differing_settings({"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}) == {"b": (2, None, 2)}
+    assert differing_settings({"a": 1}, {}) == {}

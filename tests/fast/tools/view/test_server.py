@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
-import io
-import logging
 import re
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-import requests
 import uvicorn
-from PIL import Image
 from starlette.testclient import TestClient
 
 from swift_grpo_ext.tools.view import pages, server
 from swift_grpo_ext.tools.view.runs import Run
 from swift_grpo_ext.tools.view.server import make_app
-from tests.rig.view.runs import Writer, add_logs, make_rows, make_run
+from tests.rig.view.runs import Writer, add_logs, make_rows, make_run, open_run
 
 SECRET = "not for the page"
 
@@ -38,12 +30,15 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     (folder / "secret.txt").write_text(SECRET, encoding="utf-8")
     (folder / "link.png").symlink_to(folder / "secret.txt")
     link = str(folder / "link.png")
-    rows = [replace(row, media=[link], fingerprint="new") for row in make_rows(3)]
-    Writer(run_dir, session=1, start_step=3).write(rows)
-    run = Run(run_dir)
-    run.refresh()
-    with TestClient(make_app([run], "T0ken"), base_url="http://127.0.0.1/T0ken/0/") as client:
+    rows = [replace(row, media=[link], fingerprint="new") for row in make_rows(4)]
+    Writer(run_dir, session=1, start_step=4).write(rows)
+    app = make_app([open_run(run_dir)], "T0ken")
+    with TestClient(app, base_url="http://127.0.0.1/T0ken/0/") as client:
         yield client
+
+
+def image(round_: str = "train.2.0", group: int = 1, number: object = 0) -> str:
+    return f"image?round={round_}&group={group}&index=0&turn=0&number={number}&size=full"
 
 
 def test_nothing_without_the_token(client: TestClient) -> None:
@@ -53,16 +48,12 @@ def test_nothing_without_the_token(client: TestClient) -> None:
 
 
 def test_the_page_may_run_its_own_script_only(client: TestClient) -> None:
+    """A browser refuses the script if the hash is wrong (`test_browser.py`)."""
     assert client.get("..").url == client.get("overview").url
     page = client.get("overview").text
-    scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
-    assert len(digests) == 1
     [policy] = re.findall(r'Content-Security-Policy" content="(.*?)">', page)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    assert html.unescape(policy).startswith(
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
-    )
+    allowed = r"default-src 'none'; script-src 'sha256-[^' ]+'; style-src 'unsafe-inline'; "
+    assert re.match(allowed, html.unescape(policy))
     for path in ("..", "samples", "state", image()):
         headers = client.get(path).headers
         assert headers["content-security-policy"] == "frame-ancestors 'none'"
@@ -70,38 +61,20 @@ def test_the_page_may_run_its_own_script_only(client: TestClient) -> None:
         assert headers["referrer-policy"] == "no-referrer"
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("samples?sort=-reward&min_reward=0.5", "4/16"),
-        ("groups", "train.3.0·Group0"),
-        ("groups?round=train.1.0", "Spreadofrewards0.5"),
-        ("group?round=train.2.0&group=1", "g1i1s2"),
-        ("overview", "Nomonitor"),
-    ],
-)
-def test_pages(client: TestClient, path: str, expected: str) -> None:
-    """A page has this English text; spaces do not count."""
-    answer = client.get(path)
-    assert answer.status_code == 200
-    main = answer.text.partition("<main")[2].partition("</main>")[0]
-    assert ("data-state" in main.split(">")[0]) == ("round=" not in path)
-    assert expected in re.sub(r'<span lang="zh">.*?</span>|<[^>]*>|\s+', "", main)
-
-
 def test_one_page_of_many_samples(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "PAGE_ROWS", 6)
     links = []
-    for offset in (0, 6, 12):
+    for offset in (0, 6, 12, 18):
         page = client.get(f"samples?min_step=0&offset={offset}").text
         links += re.findall(r'href="(group\?[^"]*)"', page)
-        assert ('id="next"' in page) == (offset < 12)
-    assert len(set(links)) == 16
+        assert ('id="next"' in page) == (offset < 18)
+    assert len(links) == 24
 
 
 def test_the_state_tells_when_something_is_new(client: TestClient, tmp_path: Path) -> None:
     state = client.get("state").text
     assert f'data-state="{state}"' in client.get("samples").text
+    assert "data-state" not in client.get("groups?round=train.1.0").text.partition("</main>")[0]
     # Times of a step are logged after its samples are on disk.
     run = Run(make_run(tmp_path / "run"))
     states = [pages.state_of([run])]
@@ -112,34 +85,13 @@ def test_the_state_tells_when_something_is_new(client: TestClient, tmp_path: Pat
     assert states[0].endswith("…")  # nothing is read yet
 
 
-def test_a_page_reads_what_is_new(tmp_path: Path) -> None:
-    with TestClient(make_app([Run(tmp_path)], "T"), base_url="http://127.0.0.1/T/0/") as client:
-        assert "No samples yet" in client.get("samples").text
-        Writer(tmp_path).write(make_rows(0))
-        assert ">4 / 4<" in client.get("samples").text
-
-
-def image(round_: str = "train.2.0", group: int = 1, number: object = 0) -> str:
-    return f"image?round={round_}&group={group}&index=0&turn=0&number={number}&size=full"
-
-
-def test_images_of_the_record(client: TestClient) -> None:
-    answer = client.get(image())
-    assert answer.headers["content-type"] == "image/png"
-    with Image.open(io.BytesIO(answer.content)) as shown:
-        assert (shown.size, shown.getpixel((0, 0))) == ((56, 28), (200, 30, 0))
-
-
 @pytest.mark.parametrize(
     "path",
     [
-        "nothing",
-        "groups?round=train.9.0",
-        "group",
-        "group?round=train.1.0&group=7",
-        "group?round=x&group=0",
-        "samples?min_reward=x",
-        image("train.3.0"),  # a symlink to a text
+        *("nothing", "group", "group?round=train.1.0&group=7", "group?round=x&group=0"),
+        *("groups?round=train.9.0", "samples?min_reward=x", "samples?offset=a"),
+        "samples?sort=text",
+        image("train.4.0"),  # a symlink to a text
         image(number=1),
         image(number=-1),
         image("..%2F..%2Fsecret.txt"),
@@ -154,77 +106,52 @@ def test_wrong_questions_and_other_files(client: TestClient, path: str) -> None:
     assert SECRET not in answer.text
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
-def test_the_command_serves_until_it_is_ended(
-    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("host", "listens_at", "name", "remote"),
+    [
+        ("localhost", "127.0.0.1", "127.0.0.1", " run: ssh -N -L 80:127.0.0.1:80 ann@gpu-7"),
+        ("::1", "::1", "[::1]", "On another machine, run: ssh -N -L 80:[::1]:80 ann@gpu-7"),
+        ("0.0.0.0", "0.0.0.0", "gpu-7", "Nothing is encrypted: "),
+        ("::", "::", "gpu-7", "Nothing is encrypted: "),
+    ],
+)
+def test_the_address_that_is_printed(
+    host: str,
+    listens_at: str,
+    name: str,
+    remote: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It prints an address with the token, and how to reach it from another machine, or that it is
-    not encrypted. A port in use is an error."""
+    """It has the token, and the way to reach it from another machine, or that it is not encrypted.
+    A stand-in listens: this machine may have no such address."""
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-7")
     monkeypatch.setenv("USER", "ann")
-    run_dir, servers = make_run(tmp_path / "run"), []
+    listener, served = MagicMock(), []
+    listener.getsockname.return_value = (listens_at, 80, 0, 0)
+    listens = {(host, 0): listener}
+    monkeypatch.setattr(socket, "create_server", lambda address, family: listens[address])
 
-    class Server(uvicorn.Server):
-        def __init__(self, config: uvicorn.Config) -> None:
-            super().__init__(config)
-            servers.append(self)
+    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        served.append((server.config.app, sockets))
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(uvicorn, "Server", Server)
-    thread = threading.Thread(target=server.serve, args=([run_dir], 0, host), daemon=True)
-    thread.start()
-    try:
-        printed, deadline = "", time.monotonic() + 60
-        while not (printed and servers and servers[0].started):
-            assert time.monotonic() < deadline
-            printed += capsys.readouterr().out
-            time.sleep(0.05)
-        address, words, *remote = printed.splitlines()
-        assert words == "Only people with this address can open the pages. Ctrl-C stops the server."
-        shown = {"0.0.0.0": "gpu-7", "localhost": "127.0.0.1"}.get(host, host)
-        assert address.startswith(f"http://{shown}:")
-        port = int(address.rpartition(":")[2].partition("/")[0])
-        if host == "0.0.0.0":
-            address = address.replace("gpu-7", "127.0.0.1")
-            assert remote[0].startswith("Nothing is encrypted: ")
-        else:
-            command = f"ssh -N -L {port}:{shown}:{port} ann@gpu-7"
-            assert remote[0] == f"On another machine, run: {command}"
-        assert "<main" in requests.get(address, timeout=60).text
-        monkeypatch.setitem(pages.VALUES, "groups", lambda *_: [].pop())
-        errors: list[logging.LogRecord] = []
-        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handle", errors.append)
-        assert requests.get(f"{address}0/groups", timeout=60).status_code == 500
-        assert [record.exc_info[0] for record in errors if record.exc_info] == [IndexError]
-        root, _, token = address.rstrip("/").rpartition("/")
-        assert len(token) > 16
-        assert requests.get(f"{root}/samples", timeout=60).status_code == 404
-        with pytest.raises(OSError, match=rf"--port {port}: cannot listen there \(.+\)"):
-            server.serve([run_dir], port, host)
-        with pytest.raises(
-            OSError, match=r"^--host 192.0.2.1 --port 0: cannot listen there \(.+\)"
-        ):
-            server.serve([run_dir], 0, "192.0.2.1")
-    finally:
-        for one in servers:
-            one.should_exit = True
-    thread.join(60)
-    assert not thread.is_alive()
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    server.serve([tmp_path], 0, host)
+    address, words, shown, *_ = capsys.readouterr().out.splitlines()
+    assert words == "Only people with this address can open the pages. Ctrl-C stops the server."
+    assert remote in shown
+    token = address.removeprefix(f"http://{name}:80/").rstrip("/")
+    assert re.fullmatch(r"[\w-]{20,}", token)
+    [(app, sockets)] = served
+    assert sockets == [listener]
+    with TestClient(app) as client:
+        assert "<main" in client.get(f"/{token}/").text
 
 
-@pytest.mark.parametrize(
-    ("host", "name", "remote"),
-    [("::1", "[::1]", " -L 80:[::1]:80 "), ("::", socket.gethostname(), "Nothing is encrypted")],
-)
-def test_addresses_of_version_6_stand_in_brackets(
-    host: str, name: str, remote: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """A stand-in listens: this machine may have no such address."""
-    listener = MagicMock()
-    listener.getsockname.return_value = (host, 80, 0, 0)
-    monkeypatch.setattr(socket, "create_server", lambda address, family: listener)
-    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: None)
-    server.serve([Path("run")], 80, host)
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"http://{name}:80/")
-    assert remote in printed
+def test_where_it_cannot_listen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for host, port in (taken.getsockname(), ("192.0.2.1", 0)):
+            with pytest.raises(OSError, match=rf"--host {host} --port {port}: cannot listen"):
+                server.serve([Path("run")], port, host)
