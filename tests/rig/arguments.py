@@ -64,34 +64,24 @@ def _parsed(command: str) -> Any:
     """Parse once for all of pytest's workers, in another process: ms-swift sets environment
     variables and makes a process group."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
-    found = f"{tempfile.gettempdir()}/swift-grpo-ext-arguments-{run}"
-    file = Path(f"{found}-{command}")
-    if not file.is_file():
+    found = Path(tempfile.gettempdir()) / f"swift-grpo-ext-arguments-{run}-{command}"
+    if not found.is_file():
         own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
         env = {name: value for name, value in os.environ.items() if name not in own}
         # Any free port: another run of the tests may parse at the same time.
         env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "MASTER_PORT": "0"}
-        argv = [sys.executable, "-m", "tests.rig.arguments", found]
+        argv = [sys.executable, "-m", "tests.rig.arguments", command, str(found)]
         finished = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True)
-        assert file.is_file(), finished.stderr
-    return pickle.loads(file.read_bytes())
+        assert found.is_file(), finished.stderr
+    return pickle.loads(found.read_bytes())
 
 
-def _parse_all(found: str) -> None:
-    """Parse each command in a child of this process: most of the time goes into imports."""
+def _parse(command: str, found: Path) -> None:
+    """Parse in this process, and write the result to a file."""
     from swift.pipelines.infer.rollout import SwiftRolloutDeploy
     from swift.pipelines.train.rlhf import SwiftRLHF
 
-    for command in (*TYPES, "rollout"):
-        if os.fork() == 0:
-            pipeline = SwiftRLHF if command in TYPES else SwiftRolloutDeploy
-            _parse(pipeline, command, Path(f"{found}-{command}"))
-            os._exit(0)
-        os.wait()
-
-
-def _parse(pipeline: Any, command: str, found: Path) -> None:
-    """Parse in this process, and write the result to a file."""
+    pipeline: Any = SwiftRLHF if command in TYPES else SwiftRolloutDeploy
 
     class Parser:
         args_class = pipeline.args_class
@@ -104,8 +94,14 @@ def _parse(pipeline: Any, command: str, found: Path) -> None:
             data = Path(folder) / "rows.jsonl"
             rows = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()
             data.write_text("\n".join(rows[:16]), encoding="utf-8")
-            argv += [*TYPES[command], *TRAINING, "--dataset", str(data)]
-            argv += ["--output_dir", f"{folder}/output"]
+            argv += [
+                *TYPES[command],
+                *TRAINING,
+                "--dataset",
+                str(data),
+                "--output_dir",
+                f"{folder}/output",
+            ]
         parsed = pickle.dumps(Parser().parse(argv))
     unfinished = found.with_suffix(f".{os.getpid()}")
     unfinished.write_bytes(parsed)
@@ -113,4 +109,4 @@ def _parse(pipeline: Any, command: str, found: Path) -> None:
 
 
 if __name__ == "__main__":
-    _parse_all(sys.argv[1])
+    _parse(sys.argv[1], Path(sys.argv[2]))
