@@ -17,7 +17,7 @@ from swift_grpo_ext.checks.finding import Finding
 from swift_grpo_ext.tools.sources import Side, Source, read_sources, sources_of, to_argv
 from tests.rig.processes import COMMAND, PLUGIN, ROOT, started, swift
 from tests.rig.rounds import PRESET, server_argv, write_lines
-from tests.rig.starts import begun
+from tests.rig.starts import HEALTHY, begun
 
 PRESETS = sorted((ROOT / "examples/presets").glob("*.yaml"))
 ADAPTER = "--vllm_enable_lora true: vLLM does not take the adapter: "
@@ -162,7 +162,7 @@ def here(preset: Path, assets: Path, folder: Path) -> Source:
 def found(assets: Path, folder: Path) -> dict[str, list[Finding]]:
     """The findings of each start by its case; all are forked from one process."""
     cases = {preset.name: here(preset, assets, folder) for preset in PRESETS}
-    cases["healthy"] = training(assets, folder, "--stop_words </answer>")
+    cases[HEALTHY] = training(assets, folder, "--stop_words </answer>")
     for case, rest in (
         ("model alone", []),
         ("model with names", ["--template", "qwen2_5_vl", "--model_type", "qwen2_5_vl"]),
@@ -233,7 +233,7 @@ def test_a_start_without_a_file_and_with_names_of_hubs(found: dict[str, list[Fin
 
 
 def test_a_run_that_starts(found: dict[str, list[Finding]]) -> None:
-    rounds, stops, rows, lengths = lines_of(found["healthy"])
+    rounds, stops, rows, lengths = lines_of(found[HEALTHY])
     assert rounds.startswith("note: --num_generations: a round is 64 samples (1 ranks x")
     expected = "ok: --template: qwen2_5_vl: a turn ends with <|im_end|>; stop words: '</answer>'."
     assert stops == expected
