@@ -17,6 +17,7 @@ from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.generate import begin_turn
 from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
@@ -142,12 +143,14 @@ def lead(
         return run_alone(scheduler.async_infer([*asked], config(), use_tqdm=False))
 
     def rollout(requests: list[RolloutInferRequest], _: RequestConfig) -> list[RolloutOutput]:
+        for later in requests:
+            begin_turn(later, "one")
         outputs: list[RolloutOutput] = infer(engine, requests)
         return outputs
 
     return run_multi_turn(
         requests=[*asked],
-        first_turn_outputs=rollout([*asked], config()),
+        first_turn_outputs=infer(engine, [*asked]),
         scheduler=multi_turns["one"](None, max_turns, tokenizer=engine.template.tokenizer),
         rollout_fn=rollout,
         request_config=config(),

@@ -42,7 +42,7 @@ OTHERS = {"as_arrays": False, "stop_token_ids": None}  # a server's for clients 
 def test_a_group_is_one_request_with_its_seed_and_stops(make: Any) -> None:
     """Stops of a single token need no text (T6)."""
     vllm = RecordingVllm(["a.", "b.", "c."])
-    metadata = metadata_of(7, count=3, stop_token_ids=(65, EOS))
+    metadata = metadata_of(7, count=3, stop_token_ids=(*ids_of("X"), EOS))
     response = ask(make(vllm), metadata).response
     [params] = vllm.params
     seed = sample_seed(RUN_SEED, metadata.sample_id)
@@ -50,7 +50,8 @@ def test_a_group_is_one_request_with_its_seed_and_stops(make: Any) -> None:
     assert params.output_kind == RequestOutputKind.FINAL_ONLY
     assert params.logit_bias == BIAS
     assert (params.logprobs, params.flat_logprobs) == (0, True)
-    assert (sorted(params.stop_token_ids), params.stop) == ([65, END_OF_TEXT, EOS], [])
+    assert sorted(params.stop_token_ids) == [*ids_of("X"), END_OF_TEXT, EOS]
+    assert params.stop == []
     assert not params.detokenize
     completions, prompt = response.answer
     assert [

@@ -53,8 +53,8 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @settings(max_examples=30)
-@given(turns)
-@example([(["<video>", "<image>"], [1477]), (["<image>", "<image>"], [432, END_OF_TURN])])
+@given(turns=turns)
+@example(turns=[(["<video>", "<image>"], [1477]), (["<image>", "<image>"], [432, END_OF_TURN])])
 def test_training_sees_the_prompts_of_the_rollout(
     turns: list[Turn], both: BothSides, media: dict[str, list[str]]
 ) -> None:
