@@ -1,4 +1,4 @@
-"""The memory of a step's parts, read from a GPU."""
+"""The memory of a step's parts is read from a GPU [V5]."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swift_grpo_ext.timing import MEMORY_PARTS
-from tests.gpu.conftest import DEVICE
+from tests.rig.logits.compare import DEVICE
 from tests.unit.timing.test_step_clock import Trainer, begin, logged, step
 
 GIB = 2**30
