@@ -1,4 +1,4 @@
-"""The memory of a step's parts, read from a GPU."""
+"""The memory of a step's parts is read from a GPU [V5]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swift_grpo_ext.timing import MEMORY_PARTS
-from tests.gpu.conftest import DEVICE
+from tests.rig.logits.compare import DEVICE
 from tests.rig.timed import WORK, Trainer
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""Stands for the package `flash_attn` without a GPU: its two functions, by the same rules.
+"""Stands for the package `flash_attn` without a GPU: its functions, by the same rules.
 
 Transformers' own code around them runs: it removes padding, and passes their arguments on.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import modeling_flash_attention_utils as flash
 
 
@@ -23,36 +24,25 @@ def flash_attn_varlen_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
     softmax_scale: float | None = None,
-    causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    **_: Any,
 ) -> Tensor:
     """Return [queries, heads, width] of concatenated sequences. The last query of a sequence sees
     its last key; causality and windows are counted from there."""
-    assert causal
-    assert q.ndim == k.ndim == 3
-    assert cu_seqlens_q[-1] == len(q)
-    assert cu_seqlens_k[-1] == len(k)
+    q_sizes, k_sizes = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert (max(q_sizes), max(k_sizes)) == (max_seqlen_q, max_seqlen_k)
     outputs = []
-    bounds = zip(cu_seqlens_q.tolist(), cu_seqlens_q[1:].tolist(), cu_seqlens_k.tolist(),
-                 cu_seqlens_k[1:].tolist(), strict=False)  # fmt: skip
-    for q0, q1, k0, k1 in bounds:
-        assert q1 - q0 <= max_seqlen_q
-        assert k1 - k0 <= max_seqlen_k
-        groups = q.shape[1] // k.shape[1]
-        query, key, value = (x.transpose(0, 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-        key, value = (x.repeat_interleave(groups, 0) for x in (key, value))
-        scores = query @ key.transpose(1, 2) * (softmax_scale or q.shape[-1] ** -0.5)
-        if softcap:
-            scores = softcap * (scores / softcap).tanh()
-        ahead = torch.arange(k1 - k0) - torch.arange(q1 - q0)[:, None] - (k1 - k0 - (q1 - q0))
-        hidden = ahead > 0
+    parts = zip(q.split(q_sizes), k.split(k_sizes), v.split(k_sizes), strict=True)
+    for query, key, value in parts:
+        last = len(key) - len(query)
+        ahead = torch.arange(len(key)) - torch.arange(len(query))[:, None] - last
+        seen = ahead <= 0
         if window_size[0] >= 0:
-            hidden |= ahead < -window_size[0]
-        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        outputs.append((probs @ value).transpose(0, 1))
+            seen &= ahead >= -window_size[0]
+        heads = (x.transpose(0, 1) for x in (query, key, value))
+        options = {"attn_mask": seen, "scale": softmax_scale, "enable_gqa": True}
+        outputs.append(scaled_dot_product_attention(*heads, **options).transpose(0, 1))
     return torch.cat(outputs)
 
 

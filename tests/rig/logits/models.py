@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -55,28 +54,6 @@ def qwen2_5_vl() -> Any:
     text = {**TEXT, "rope_scaling": MROPE}
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **IDS)
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
-
-
-def internvl() -> Any:
-    config = transformers.InternVLConfig(
-        text_config={"model_type": "qwen2", **TEXT},
-        vision_config={**SIGLIP, "image_size": [56, 56], "patch_size": [14, 14]},
-        image_token_id=IMAGE,
-    )
-    return transformers.InternVLForConditionalGeneration(config)
-
-
-def video_llama_3() -> Any:
-    config_class = getattr(transformers, "VideoLlama3Config", None)
-    if config_class is None:
-        pytest.skip(f"transformers {transformers.__version__} has no VideoLlama3")
-    config = config_class(
-        text_config={"model_type": "qwen2", **TEXT},
-        vision_config={**SIGLIP, "patch_size": 14},
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-    )
-    return transformers.VideoLlama3ForConditionalGeneration(config)
 
 
 def mistral() -> Any:
@@ -154,13 +131,21 @@ def qwen3_next() -> Any:
     return transformers.Qwen3NextForCausalLM(config)
 
 
+def qwen3_moe() -> Any:
+    """A mixture of experts with a second layer that is dense."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes = {**TEXT, **experts, "num_hidden_layers": 3, "head_dim": 16}
+    model = transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**sizes, norm_topk_prob=True, mlp_only_layers=[1])
+    )
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.3)
+    return model
+
+
 def soft_capped() -> Any:
     config = transformers.Gemma2Config(**TEXT, head_dim=16, final_logit_softcapping=2.0)
     return transformers.Gemma2ForCausalLM(config)
-
-
-def scaled_up() -> Any:
-    return transformers.CohereForCausalLM(transformers.CohereConfig(**TEXT, logit_scale=1.5))
 
 
 class RemoteCode(PreTrainedModel):
@@ -178,8 +163,13 @@ class RemoteCode(PreTrainedModel):
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> CausalLMOutputWithPast:
+        return self.output(input_ids, attention_mask, 0)
+
+    def output(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, num_kept: int
+    ) -> CausalLMOutputWithPast:
         hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False)[0]
-        return CausalLMOutputWithPast(logits=self.logits_of(hidden))
+        return CausalLMOutputWithPast(logits=self.logits_of(hidden[:, -num_kept:]))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden).float()
@@ -199,14 +189,22 @@ class TwiceCallingHead(RemoteCode):
         return (self.lm_head(hidden) + self.lm_head(-hidden)) / 2
 
 
-class PassingHeadBy(RemoteCode):
-    """Uses the head's weight, not the head."""
+class Promising(RemoteCode):
+    """Uses the head's weight, not the head. Has a keyword, but ignores it."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> CausalLMOutputWithPast:
+        return self.output(input_ids, attention_mask, 0)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden, self.lm_head.weight, self.lm_head.bias)
 
 
-class KeepingByKeyword(PassingHeadBy):
+class KeepingByKeyword(Promising):
     """Has the keyword of transformers 4.49 and later."""
 
     def forward(
@@ -215,11 +213,10 @@ class KeepingByKeyword(PassingHeadBy):
         attention_mask: Tensor | None = None,
         logits_to_keep: int = 0,
     ) -> CausalLMOutputWithPast:
-        hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False)[0]
-        return CausalLMOutputWithPast(logits=self.logits_of(hidden[:, -logits_to_keep:]))
+        return self.output(input_ids, attention_mask, logits_to_keep)
 
 
-class OldSpelling(KeepingByKeyword):
+class OldSpelling(Promising):
     """Has the keyword of transformers 4.45 to 4.48."""
 
     def forward(
@@ -228,28 +225,16 @@ class OldSpelling(KeepingByKeyword):
         attention_mask: Tensor | None = None,
         num_logits_to_keep: int = 0,
     ) -> CausalLMOutputWithPast:
-        return super().forward(input_ids, attention_mask, num_logits_to_keep)
-
-
-class Promising(KeepingByKeyword):
-    """Has the keyword, but ignores it."""
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        logits_to_keep: int = 0,
-    ) -> CausalLMOutputWithPast:
-        return super().forward(input_ids, attention_mask)
+        return self.output(input_ids, attention_mask, num_logits_to_keep)
 
 
 class FixedLength(RemoteCode):
     """Fails without logits of every position."""
 
-    def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    def output(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, num_kept: int
     ) -> CausalLMOutputWithPast:
-        output = super().forward(input_ids, attention_mask)
+        output = super().output(input_ids, attention_mask, num_kept)
         output.logits = output.logits.view(*input_ids.shape, -1)
         return output
 
@@ -262,15 +247,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "Qwen2": qwen2,
     "Qwen2, tied": lambda: qwen2(tie_word_embeddings=True),
     "Qwen2.5-VL": qwen2_5_vl,
-    "InternVL": internvl,
-    "VideoLlama3": video_llama_3,
     "soft-capped (Gemma2)": soft_capped,
-    "scaled (Cohere)": scaled_up,
-    "remote code": remote(RemoteCode),
-    "remote code, squashed": remote(SquashingRemoteCode),
-}
-
-ATTENTIONS: dict[str, Callable[[], Any]] = {
     "Mistral": mistral,
     "Qwen2, some windows": some_windows,
     "Gemma3": gemma3,
@@ -278,39 +255,37 @@ ATTENTIONS: dict[str, Callable[[], Any]] = {
     "Gemma4": gemma4,
     "Qwen3.5": qwen3_5,
     "Qwen3-Next": qwen3_next,
-}
-"""Models with layers that do not see all earlier positions."""
-
-BY_KEYWORD: dict[str, Callable[[], Any]] = {
+    "Qwen3-MoE": qwen3_moe,
+    "remote code": remote(RemoteCode),
+    "remote code, squashed": remote(SquashingRemoteCode),
     "new spelling": remote(KeepingByKeyword),
     "old spelling": remote(OldSpelling),
+    "calls its head twice": remote(TwiceCallingHead),
+    "names the keyword only": remote(Promising),
+    "insists on all positions": remote(FixedLength),
 }
-"""Models that do not call their head, but have a keyword that works."""
 
-HOPELESS: dict[str, tuple[Callable[[], Any], str]] = {
-    "calls its head twice": (remote(TwiceCallingHead), "2 times"),
-    "names the keyword only": (remote(Promising), "0 times"),
-    "insists on all positions": (remote(FixedLength), "RuntimeError"),
+IMAGES: dict[str, Callable[[], dict[str, Tensor]]] = {
+    "qwen2_5_vl": lambda: {
+        "pixel_values": torch.randn(16, 1176),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    },
+    "gemma3": lambda: {"pixel_values": torch.randn(1, 3, 56, 56)},
+    "gemma4": lambda: {
+        "pixel_values": torch.randn(1, 36, 768),
+        "image_position_ids": torch.cartesian_prod(*[torch.arange(6)] * 2)[None],
+    },
+    "qwen3_5": lambda: {
+        "pixel_values": torch.randn(16, 1536),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    },
 }
-"""Models that need slices of all logits, with a part of the reported reason."""
+"""By type of model: the inputs of an image, which takes the tokens `PLACEHOLDERS`."""
 
-IMAGES: dict[str, Callable[[int], dict[str, Tensor]]] = {
-    "Qwen2.5-VL": lambda rows: {
-        "pixel_values": torch.randn(16 * rows, 1176),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
-    },
-    "InternVL": lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56)},
-    "Gemma3": lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56)},
-    "Gemma4": lambda rows: {
-        "pixel_values": torch.randn(rows, 36, 768),
-        "image_position_ids": torch.cartesian_prod(*[torch.arange(6)] * 2).repeat(rows, 1, 1),
-    },
-    "Qwen3.5": lambda rows: {
-        "pixel_values": torch.randn(16 * rows, 1536),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
-    },
-}
-"""By model: the pixels of so many rows, each with an image of `PLACEHOLDERS`."""
+TYPES = {"gemma3": "token_type_ids"} | dict.fromkeys(
+    ("gemma4", "qwen2_5_vl", "qwen3_5"), "mm_token_type_ids"
+)
+"""By type of model: the input that marks the tokens of images."""
 
 PLACEHOLDERS = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
 
@@ -318,8 +293,8 @@ PLACEHOLDERS = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
 def build(name: str, *, lora: bool = False) -> Any:
     """Return the model in training mode; its weights depend on its name alone."""
     torch.manual_seed(0)
-    models = MODELS | ATTENTIONS | BY_KEYWORD | {name: make for name, (make, _) in HOPELESS.items()}
-    model = models[name]().train()
+    model = MODELS[name]().train()
+    model.config.get_text_config().use_cache = False  # as in a training
     return add_lora(model) if lora else model
 
 
@@ -330,21 +305,3 @@ def add_lora(model: Any, **more: Any) -> Any:
     targets = {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ".*vision_tower.*"} | more
     config = LoraConfig(r=4, lora_dropout=0.0, init_lora_weights=False, **targets)
     return get_peft_model(model, config)
-
-
-def inputs_of(name: str, lengths: tuple[int, ...] = (17, 11)) -> dict[str, Any]:
-    """Return a batch with rows of these lengths; if the model sees, each starts with an image."""
-    torch.manual_seed(1)
-    total = max(lengths)
-    input_ids = torch.randint(3, 150, (len(lengths), total))
-    mask = torch.zeros_like(input_ids)
-    for row, length in enumerate(lengths):
-        mask[row, :length] = 1
-    input_ids[mask == 0] = 0
-    inputs = {"input_ids": input_ids, "attention_mask": mask}
-    if name in IMAGES:
-        input_ids[:, : len(PLACEHOLDERS)] = PLACEHOLDERS
-        inputs |= IMAGES[name](len(lengths))
-    if "image_grid_thw" in inputs:
-        inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
-    return inputs

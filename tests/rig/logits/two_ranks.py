@@ -1,19 +1,18 @@
-"""Two ranks on CPU (gloo) with their own rows: our passes of replicated or sharded models, and
-passes with full logits of unsharded copies.
+"""Two ranks on CPU (gloo) with their own rows: passes of our trainer with replicated or sharded
+models, and transformers' own passes of unsharded copies.
 
     python -m tests.rig.logits.two_ranks FOLDER [zero3]
 
-Writes the results of `compare` and `share_prompts` to `FOLDER/rankR.pt`, by case; with `zero3`
-those of `ZERO3` alone, since DeepSpeed makes its own process group. If a rank calls a sharded
-module more often than the other one, it fails after `WAIT`.
+Writes the results of `train` to `FOLDER/rankR.pt`, by case; with `zero3` those of ZeRO-3 alone,
+since DeepSpeed makes its own process group. If a rank calls a sharded module more often than the
+other one, it fails after `WAIT`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from copy import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -24,24 +23,24 @@ from swift.utils import get_logger
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from swift_grpo_ext.logits import proof
 from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
 from tests.rig.logits import models
-from tests.rig.logits.groups import ROWS, Group, make_pass, positions_of, sharing
-from tests.rig.logits.models import RemoteCode
+from tests.rig.logits.batch import ROWS, Batch, Rows, plain
+from tests.rig.logits.compare import Run
+from tests.rig.logits.trainers import Ours, loss_pass, seen_positions
 from tests.rig.ranks import start_processes
-from tests.unit.logits.test_logps import Upstream, config_of
 
-STEPS = 2
-LENGTHS = (12, 9)
-"""Positions of rank 0's two rows; rank 1's second has one more."""
-
+Steps = Sequence[Sequence[Rows]]
 WAIT = timedelta(seconds=120)
 """Bound on a collective that only one rank enters; long enough for a busy machine."""
 
 
 class Case(NamedTuple):
+    """Two steps of training without shared prompts."""
+
     kind: str
     """DDP, FSDP1, FSDP2 or ZeRO-3."""
 
@@ -52,6 +51,31 @@ class Case(NamedTuple):
     """Completion tokens of each rank."""
 
     chunk_size: int = 2
+
+    @property
+    def steps(self) -> Steps:
+        """The rows of each rank, by step."""
+        rows = [
+            ((8, count - count // 2), (6 + rank, count // 2))
+            for rank, count in enumerate(self.counts)
+        ]
+        return [rows] * 2
+
+
+APART = ((9, 4), (12, 3))
+"""Rows of two prompts, with nothing to pack."""
+
+
+class Shared(NamedTuple):
+    """Three steps in which the ranks' batches can be packed at different times."""
+
+    kind: str
+    name: str
+    num_before: tuple[int, int] = (1, 1)
+    """Passes of each rank before the loss, as for old log-probabilities."""
+
+    chunk_size: int = 1024
+    steps: Steps = ((ROWS, APART), (ROWS, ROWS), (APART, ROWS))
 
 
 CASES = [
@@ -69,8 +93,6 @@ CASES = [
     Case("DDP", "LoRA", (3, 0)),
     Case("DDP", "capped", (3, 0)),
     Case("DDP, find unused", "untied", (7, 2)),
-]
-ZERO3 = [
     Case("ZeRO-3", "untied", (7, 2)),
     Case("ZeRO-3", "untied", (0, 0)),
     Case("ZeRO-3", "tied", (0, 7)),
@@ -78,23 +100,22 @@ ZERO3 = [
     Case("ZeRO-3", "capped", (2, 7)),
 ]
 
-SHARED_PROMPTS = [
-    "DDP, a pass more on rank 0",
-    "DDP, the loss alone",
-    "FSDP2",
-    "FSDP2, gated delta nets, recomputed",
+SHARED = [
+    Shared("DDP", "untied", (2, 1)),
+    Shared("DDP", "untied", (0, 0)),
+    Shared("FSDP2", "untied"),
+    Shared("FSDP2", "delta nets, recomputed"),
+    Shared("ZeRO-3", "untied"),
+    Shared("ZeRO-3", "delta nets, recomputed, reentrant"),
 ]
-SHARED_PROMPTS_ZERO3 = ["ZeRO-3", "ZeRO-3, gated delta nets, recomputed"]
 
 
-class RefusingOnRank0(RemoteCode):
-    """Fails on rank 0 if it computes fewer positions than it gets."""
+class RefusingOnRank0(models.FixedLength):
+    """Fails on rank 0 without logits of every position."""
 
-    def logits_of(self, hidden: Tensor) -> Tensor:
-        logits = self.lm_head(hidden)
-        if dist.get_rank() == 0 and logits.shape[1] < max(LENGTHS):
-            raise RuntimeError(f"{logits.shape[1]} positions")
-        return logits
+    def output(self, *args: Any) -> CausalLMOutputWithPast:
+        kind = models.RemoteCode if dist.get_rank() else models.FixedLength
+        return kind.output(self, *args)
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -103,12 +124,16 @@ MODELS: dict[str, Callable[[], Any]] = {
     "LoRA": lambda: models.build("Qwen2", lora=True),
     "capped": lambda: models.build("soft-capped (Gemma2)"),
     "refuses on rank 0": models.remote(RefusingOnRank0),
+    "delta nets, recomputed": lambda: recomputed_delta_nets(use_reentrant=False),
+    "delta nets, recomputed, reentrant": lambda: recomputed_delta_nets(use_reentrant=True),
 }
 
 
-def built(case: Case) -> Any:
-    torch.manual_seed(0)
-    return MODELS[case.name]().train()
+def recomputed_delta_nets(*, use_reentrant: bool) -> Any:
+    model = models.build("Qwen3-Next")
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    return model
 
 
 # --- training ---
@@ -126,78 +151,41 @@ class Trained:
     finish: Callable[[], None] = lambda: None
     """Ends a step."""
 
-    def step(self, values_of: Callable[[Any], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the values and gradients of a step, after a pass as for old log-probabilities."""
+    def step(self, values_of: Callable[[Any], Tensor], num_before: int) -> Run:
+        """Return the values and gradients of a step, after passes as for old log-probabilities."""
         # First: after a pass, FSDP2's root has whole weights, which have no such gradients.
         self.model.zero_grad()
+        # As in ms-swift, passes without gradients see the model without DDP.
+        is_ddp = isinstance(self.model, DistributedDataParallel)
         with torch.no_grad():
-            without = values_of(self.model)
+            before = [
+                values_of(self.model.module if is_ddp else self.model) for _ in range(num_before)
+            ]
         values = values_of(self.model)
-        torch.testing.assert_close(values.detach(), without)
+        for each in before:
+            torch.testing.assert_close(values.detach(), each)
         self.backward(values.sum())
-        parameters = base_model(self.model).named_parameters()
-        named = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in parameters}
-        gradients = {n: self.gradient(p) for n, p in named.items() if p.requires_grad}
+        dist.all_reduce(torch.zeros(1))  # must pair with the other rank's, as at a round's end
+        gradients = {}
+        for name, parameter in base_model(self.model).named_parameters():
+            gradient = self.gradient(parameter) if parameter.requires_grad else None
+            if gradient is not None:
+                gradients[name.replace("_fsdp_wrapped_module.", "")] = gradient.detach().clone()
         self.finish()
-        return values.detach(), {
-            n: g.detach().clone() for n, g in gradients.items() if g is not None
-        }
+        return values.detach(), gradients
 
 
-def compare(rank: int, case: Case) -> dict[str, Any]:
-    """Return values and gradients of our training (`found`) and of an unsharded one with full
-    logits (`expected`), each rank's number of calls of the head (`calls`), and warnings
-    (`warned`)."""
-    batches = [batch(r, count) for r, count in enumerate(case.counts)]
-    plain = [Trained(built(case)).step(lambda model, b=b: plain_logps(model, *b)) for b in batches]
-    mean = {n: torch.stack([gradients[n] for _, gradients in plain]).mean(0) for n in plain[0][1]}
-    trained, calls, warned = wrap(built(case), case), [0], dict[str, str]()
-    head = output_embedding(base_model(trained.model))
-    head.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
-    get_logger().warning_once = lambda text, hash_id: warned.setdefault(hash_id, text)
-    shim = LogitsShim(trained.model)
-    shim.chunk_size = case.chunk_size
-    for _ in range(STEPS):
-        found = trained.step(lambda model: shim.logps(model, *batches[rank]).logps_N)
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-    dist.all_gather(counts, torch.tensor(calls))
-    return {
-        "found": found,
-        "expected": (plain[rank][0], mean),
-        "calls": [int(count) for count in counts],
-        "warned": [*warned.values()],
-    }
-
-
-def batch(rank: int, count: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Make inputs, the mask of `count` positions scattered over both rows, and the tokens there."""
-    torch.manual_seed(rank)
-    longest, shorter = LENGTHS
-    attention_mask = torch.ones(2, longest, dtype=torch.int64)
-    attention_mask[1, shorter + rank :] = 0
-    input_ids = torch.randint(3, 150, (2, longest)) * attention_mask
-    mask = torch.zeros(2 * longest, dtype=torch.bool)
-    mask[3 * torch.arange(count) + 2] = True
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    return inputs, mask.view(2, longest), input_ids.flatten()[mask]
-
-
-def plain_logps(model: Any, inputs: dict[str, Tensor], mask: Tensor, targets: Tensor) -> Tensor:
-    log_p = model(**inputs).logits[mask].log_softmax(-1)
-    return log_p.gather(-1, targets[:, None])[:, 0]
-
-
-def wrap(model: Any, case: Case) -> Trained:
-    if case.kind.startswith("DDP"):
-        find_unused = case.kind.endswith("unused")
+def wrapped(model: Any, kind: str) -> Trained:
+    if kind.startswith("DDP"):
+        find_unused = kind.endswith("unused")
         return Trained(DistributedDataParallel(model, find_unused_parameters=find_unused))
-    if case.kind == "FSDP1":
+    if kind == "FSDP1":
         return fsdp1(model)
-    if case.kind == "ZeRO-3":
+    if kind == "ZeRO-3":
         return zero3(model)
     base = base_model(model)
     is_tied = base.lm_head.weight is base.model.embed_tokens.weight
-    if case.kind.endswith("head with norm"):
+    if kind.endswith("head with norm"):
         fully_shard([base.model.norm, base.lm_head])
     elif not is_tied:
         fully_shard(base.lm_head)
@@ -237,86 +225,53 @@ def zero3(model: Any) -> Trained:
     return Trained(engine, engine.backward, safe_get_full_grad, engine.step)
 
 
-# --- shared prompts ---
+def unsharded(make: Callable[[], Any], batches: Sequence[Batch]) -> list[Run]:
+    """Return each rank's values, with the mean of all ranks' gradients."""
+    values, gradients = [], []
+    for batch in batches:
+        model = make()
+        values.append(plain(model, batch))
+        values[-1].sum().backward()
+        named = base_model(model).named_parameters()
+        gradients.append({name: p.grad for name, p in named if p.grad is not None})
+    mean = {name: torch.stack([g[name] for g in gradients]).mean(0) for name in gradients[0]}
+    return [(each.detach(), mean) for each in values]
 
 
-APART = ((9, 4, 0, 0), (12, 3, 0, 0))
-"""Rows of two prompts, with nothing to pack."""
+def train(rank: int, case: Case | Shared) -> dict[str, Any]:
+    """Return values and gradients of the steps of our training (`found`) and of an unsharded one
+    (`expected`), the calls of the head (`calls`) and the positions in each pass of the decoder
+    (`positions`) on this rank, and warnings (`warned`)."""
 
-BATCHES = ((ROWS, APART), (ROWS, ROWS), (APART, ROWS))
-"""The rows of each rank, by step."""
+    def make() -> Any:
+        torch.manual_seed(0)
+        return MODELS[case.name]().train()
 
-
-def share_prompts(rank: int, case: str) -> dict[str, Any]:
-    """Return the results of steps in which the ranks' batches can be packed at different times
-    (`found`), those of ms-swift's passes of whole models (`expected`), and the number of positions
-    in each of this rank's passes of the decoder (`positions`)."""
-    name = "Qwen3-Next" if "delta nets" in case else "Qwen2"
-    model = models.build(name)
-    if case.endswith("recomputed"):
-        model.gradient_checkpointing_enable({"use_reentrant": "ZeRO-3" in case})
-        model.enable_input_require_grads()
-    seen = positions_of(model)
-    if case.startswith("ZeRO-3"):
-        trained = zero3(model)
-    elif case.startswith("FSDP2"):
-        for unit in (*model.model.layers, model.lm_head, model):
-            fully_shard(unit)
-        trained = Trained(model, gradient=lambda p: None if p.grad is None else whole(p.grad))
-    else:
-        trained = Trained(DistributedDataParallel(model))
-    proof.WORTH = 0.0
-    ours, found, expected = sharing(), [], []
-    for batches in BATCHES:
-        batch = Group(batches[rank]).shared()
-        trained.model.zero_grad()  # first: after a pass, FSDP2's root holds whole weights
-        # As in ms-swift, passes without gradients see the model without DDP.
-        plain = model if case.startswith("DDP") else trained.model
-        for _ in range(1 + (case.endswith("rank 0") and rank == 0)):
-            if not case.endswith("alone"):
-                make_pass(ours, plain, batch)
-        num_before = len(seen)
-        values = loss_pass(ours, trained.model, batch)
-        trained.backward(values.sum())
-        if case.endswith("recomputed"):
-            del seen[num_before + len(seen[num_before:]) // 2 :]
-        dist.all_reduce(torch.zeros(1))  # must pair with the other rank's, as at a round's end
-        gradients = {n: trained.gradient(p) for n, p in model.named_parameters()}
-        found.append(
-            (values.detach(), {n: g.clone() for n, g in gradients.items() if g is not None})
+    LogitsShim.chunk_size, proof.WORTH = case.chunk_size, 0.0
+    warned = dict[str, str]()
+    get_logger().warning_once = lambda text, hash_id: warned.setdefault(hash_id, text)
+    ours = Ours(logits_shim="auto")
+    trained = wrapped(make(), case.kind)
+    seen, calls = seen_positions(trained.model), [0]
+    head = output_embedding(base_model(trained.model))
+    head.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    num_before = case.num_before[rank] if isinstance(case, Shared) else 1
+    found, expected = [], []
+    for rows in case.steps:
+        batch = Batch(rows[rank]).shared()
+        step = trained.step(
+            lambda model, batch=batch: loss_pass(ours, model, batch, entropy=True), num_before
         )
-        trained.finish()
-    upstream = Upstream(config_of(), keys={"logits_to_keep"}, padding_free=False)
-    for batches in BATCHES:
-        values_of, gradients_of = [], []
-        for rows in batches:
-            unsharded = models.build(name)
-            values = loss_pass(upstream, unsharded, Group(rows))
-            values.sum().backward()
-            values_of.append(values.detach())
-            gradients_of.append({n: p.grad for n, p in unsharded.named_parameters()})
-        mean = {
-            n: torch.stack([gradients[n] for gradients in gradients_of]).mean(0)
-            for n, g in gradients_of[0].items()
-            if g is not None
-        }
-        expected.append((values_of[rank], mean))
-    return {"found": found, "expected": expected, "positions": seen}
-
-
-def loss_pass(trainer: Any, model: Any, batch: Group) -> Tensor:
-    """Return log-probabilities of completion tokens."""
-    grpo_batch = batch.grpo_batch()
-    logps_BK, _ = trainer._get_per_token_logps_and_entropies_single(
-        model, copy(batch.inputs), grpo_batch
-    )
-    values: Tensor = logps_BK[grpo_batch.completion_mask]
-    return values
-
-
-def whole(gradient: Any) -> Tensor:
-    full: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    return full.clone()
+        found.append(step)
+    for rows in case.steps:
+        expected.append(unsharded(make, [Batch(each) for each in rows])[rank])
+    return {
+        "found": found,
+        "expected": expected,
+        "calls": calls[0],
+        "positions": seen,
+        "warned": [*warned.values()],
+    }
 
 
 # --- the processes ---
@@ -328,13 +283,14 @@ def run(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=WAIT)
     torch.set_num_threads(1)
-    shared = SHARED_PROMPTS_ZERO3 if is_zero3 else SHARED_PROMPTS
-    results: dict[Any, Any] = {case: share_prompts(rank, case) for case in shared}
-    for case in ZERO3 if is_zero3 else CASES:
+    results: dict[Any, Any] = {}
+    for case in [*SHARED, *CASES]:
+        if (case.kind == "ZeRO-3") != is_zero3:
+            continue
         try:
-            results[tuple(case)] = compare(rank, case)
+            results[str(case)] = train(rank, case)
         except RuntimeError as e:  # the group is lost: each further case would wait
-            results[tuple(case)] = {"error": f"{type(e).__name__}: {e}"}
+            results[str(case)] = {"error": f"{type(e).__name__}: {e}"}
             break
     torch.save(results, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()

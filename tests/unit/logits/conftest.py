@@ -14,6 +14,13 @@ def packs_what_saves_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    told: list[str] = []
-    monkeypatch.setattr(proof.logger, "warning", told.append)
-    return told
+    lines: list[str] = []
+    monkeypatch.setattr(proof.logger, "warning", lines.append)
+    return lines
+
+
+@pytest.fixture
+def informed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(proof.logger, "info", lines.append)
+    return lines

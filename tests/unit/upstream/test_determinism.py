@@ -1,4 +1,5 @@
-"""Deterministic mode is on for the passes alone, and its environment slows nothing."""
+"""Deterministic mode is on for the passes alone, and its environment slows nothing [R9].
+`tests/stack/test_resume.py` compares whole runs."""
 
 from __future__ import annotations
 
@@ -10,19 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from swift.rlhf_trainers.utils import patch_lora_merge, patch_lora_unmerge
-from torch import nn
 from torch.backends import cudnn
 from transformers import trainer
 
 from swift_grpo_ext.upstream import determinism
-from swift_grpo_ext.upstream.determinism import (
-    CUBLAS,
-    deterministic,
-    exact_unmerging,
-    prepare_process,
-)
+from swift_grpo_ext.upstream.determinism import CUBLAS, deterministic, prepare_process
 from tests.conftest import ROOT
 
 
@@ -43,7 +36,9 @@ def has_no_fixed_order() -> None:
     torch.zeros(2).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
 
 
-def test_the_passes_are_deterministic_and_an_engine_is_not() -> None:
+def test_the_passes_are_deterministic_and_an_engine_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The function that transformers' trainer calls switches the mode on."""
     prepare_process()
     trainer.enable_full_determinism(42)
@@ -59,11 +54,7 @@ def test_the_passes_are_deterministic_and_an_engine_is_not() -> None:
     assert cudnn.deterministic
     trainer.enable_full_determinism(42)
     assert torch.equal(torch.rand(3), numbers)
-
-
-def test_the_environment_slows_nothing_and_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare_process()
-    trainer.enable_full_determinism(42)
+    # The environment slows nothing, and the user's own value stays.
     assert os.environ[CUBLAS] == ":4096:8"
     assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
     assert "CUDA_LAUNCH_BLOCKING" not in os.environ
@@ -97,32 +88,6 @@ def test_where_arrival_decides(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert determinism.batches_follow_arrival(is_async=is_async) is expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_leave_base_weights_as_they_were(dtype: torch.dtype) -> None:
-    """An engine gets merged weights. Without us PEFT's unmerging loses bits of small weights."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(dtype)
-    config = LoraConfig(target_modules=["0", "2"], r=4, init_lora_weights=False)
-    model = get_peft_model(layers, config)
-    base = {name: w.clone() for name, w in model.named_parameters() if "base_layer" in name}
-
-    def left() -> dict[str, torch.Tensor]:
-        return {name: w.detach() for name, w in model.named_parameters() if name in base}
-
-    for _ in range(3):
-        with exact_unmerging(model):
-            with patch_lora_merge(model):
-                model.merge_adapter()
-            merged = {name: w.clone() for name, w in left().items()}
-            with patch_lora_unmerge(model):
-                model.unmerge_adapter()
-        assert all(torch.equal(w, base[name]) for name, w in left().items())
-    model.merge_adapter()
-    assert all(torch.equal(w, merged[name]) for name, w in left().items())
-    model.unmerge_adapter()
-    assert not all(torch.equal(w, base[name]) for name, w in left().items())
 
 
 def test_three_ranks_round_gradients_alike_from_the_first_pass_on(tmp_path: Path) -> None:

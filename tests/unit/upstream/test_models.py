@@ -1,4 +1,5 @@
-"""Repairs of transformers' models, and of ms-swift's forwards of them."""
+"""Media have vLLM's positions in training [M3]. `tests/extra/test_families.py` has other repairs of
+models."""
 
 from __future__ import annotations
 
@@ -8,67 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
 
 from swift_grpo_ext.upstream import models
 from swift_grpo_ext.upstream.patches import make
 
-TOKENS = {"image": 60, "video": 61}
 SIDES = st.integers(1, 4).map(lambda half: 2 * half)
 TEXT = st.tuples(st.just("text"), st.integers(1, 5))
 IMAGE = st.tuples(st.just("image"), st.tuples(st.just(1), SIDES, SIDES))
 VIDEO = st.tuples(st.just("video"), st.tuples(st.integers(1, 9), SIDES, SIDES))
 ROW = st.lists(st.tuples(TEXT, st.one_of(IMAGE, VIDEO)), max_size=4)
-
-
-@pytest.fixture(params=[None, "vision"])
-def gemma4(request: pytest.FixtureRequest) -> Any:
-    """A model with ms-swift's patch and our repair."""
-    transformers = pytest.importorskip("transformers", minversion="5.19")
-    from swift.model.models import gemma
-
-    make(models.repair_gemma4)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    config = transformers.Gemma4Config(
-        text_config={
-            **{"vocab_size": 64, "hidden_size_per_layer_input": 0, **sizes},
-            "layer_types": ["sliding_attention", "full_attention"],
-            "use_bidirectional_attention": request.param,
-        },
-        vision_config={"patch_size": 2, "position_embedding_size": 8, **sizes},
-        image_token_id=TOKENS["image"],
-        video_token_id=TOKENS["video"],
-        audio_token_id=62,
-    )
-    torch.manual_seed(0)
-    model = transformers.Gemma4Model(config).eval()
-    gemma._patch_gemma4_forward(model, None)
-    return model
-
-
-@pytest.mark.parametrize("kind", TOKENS)
-def test_gemma4_sees_two_media(gemma4: Any, kind: str) -> None:
-    """Media of three by three and of three by six patches, padded, take one and two tokens of the
-    text. Their tokens see each other if transformers allows it."""
-    places = torch.full((2, 18, 2), -1)
-    places[0, :9] = torch.cartesian_prod(torch.arange(3), torch.arange(3))
-    places[1] = torch.cartesian_prod(torch.arange(3), torch.arange(6))
-    patches = torch.rand(2, 18, 12)
-    values = "pixel_values" if kind == "image" else "pixel_values_videos"
-    inputs = {values: patches, f"{kind}_position_ids": places}
-    more = {} if kind == "image" else {"num_frames_per_video": torch.tensor([1, 1])}
-    get_features = getattr(type(gemma4), f"get_{kind}_features")
-    token = TOKENS[kind]
-    ids = torch.tensor([[1, token, 2, token, token, 3]])
-    text = {"input_ids": ids, "mm_token_type_ids": (ids == token).long()}
-    with torch.no_grad():
-        ours = gemma4(**text, **inputs).last_hidden_state
-        features = get_features(gemma4, patches, places, **more, return_dict=True)
-        expected = gemma4.origin_forward(**text, mm_encoder_outputs={kind: features})
-    assert len(features.pooler_output) == 2
-    torch.testing.assert_close(ours, expected.last_hidden_state)
 
 
 def vllm_positions(model_class: Any, config: Any, row: Any, seconds: float) -> Any:
@@ -95,9 +48,6 @@ def vllm_positions(model_class: Any, config: Any, row: Any, seconds: float) -> A
 @given(data=st.data())
 def test_positions_are_those_of_vllm(name: str, data: st.DataObject) -> None:
     """For any two rows in a batch, with videos of any length and rate."""
-    import transformers
-    from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
-
     make(models.place_what_follows_videos)
     config = getattr(transformers, f"{name}Config")()
     modeling = getattr(transformers, f"{name}Model")
