@@ -37,11 +37,11 @@ from swift_grpo_ext.training.group import DisagreementError
 from swift_grpo_ext.training.prompts import named_rows
 from swift_grpo_ext.training.rollouts import Round
 from tests.rig.arguments import distillation_arguments
+from tests.rig.logits.batch import UNEQUAL, Batch
 from tests.rig.logits.compare import assert_close, counted_positions, values_and_gradients
 from tests.rig.logits.models import build
 from tests.rig.ranks import ThreadRanks, run_rank_groups
 from tests.rig.training import samples
-from tests.unit.logits.test_logps import UNEQUAL, Batch
 
 TOP = 5
 

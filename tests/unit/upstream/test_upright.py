@@ -1,4 +1,4 @@
-"""Photographs are upright in rollouts and in training [M3]. `tests/stack/test_mixed_rows.py` trains
+"""Photographs are upright in rollouts and in training [M3]. `tests/stack/test_rows.py` trains
 with rows that name them in each form."""
 
 from __future__ import annotations
