@@ -113,7 +113,7 @@ def test_common_mode(modes: tuple[int, ...], expected: float) -> None:
     assert round_metrics(groups_of(*[[[1], [2]]] * 4))["common_mode"] == 0.0
 
 
-# --- bounds on the cost: a rule that anyone can follow, not chance ---
+# --- bounds on the cost (D6), which `scripts/bench/diversity.py --cost-only` measures ---
 
 
 def test_long_completions_are_compared_by_their_beginnings() -> None:

@@ -1,4 +1,5 @@
-"""Each promise of docs/promises.md is named by a test that proves it."""
+"""Each promise of docs/promises.md is named by a test that proves it. Each run of the suite proves
+that it passes on the run's machine (I3)."""
 
 from __future__ import annotations
 
