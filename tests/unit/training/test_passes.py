@@ -1,5 +1,5 @@
 """Training leaves out the pass of the old policy where the loss's own pass has its weights; its
-first rounds have a pass that measures rounding (M7)."""
+first rounds have a pass that measures rounding, which is off on GPUs (M7, R8)."""
 
 from __future__ import annotations
 
