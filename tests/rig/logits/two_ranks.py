@@ -52,6 +52,9 @@ class Case(NamedTuple):
 
     chunk_size: int = 2
 
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.name}, {self.counts} in chunks of {self.chunk_size}"
+
     @property
     def steps(self) -> Steps:
         """The rows of each rank, by step."""
@@ -76,6 +79,9 @@ class Shared(NamedTuple):
 
     chunk_size: int = 1024
     steps: Steps = ((ROWS, APART), (ROWS, ROWS), (APART, ROWS))
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.name}, after {self.num_before} passes"
 
 
 CASES = [
@@ -167,7 +173,8 @@ class Trained:
         self.backward(values.sum())
         dist.all_reduce(torch.zeros(1))  # must pair with the other rank's, as at a round's end
         gradients = {}
-        for name, parameter in base_model(self.model).named_parameters():
+        # A list: FSDP1 changes its modules to get a whole gradient.
+        for name, parameter in [*base_model(self.model).named_parameters()]:
             gradient = self.gradient(parameter) if parameter.requires_grad else None
             if gradient is not None:
                 gradients[name.replace("_fsdp_wrapped_module.", "")] = gradient.detach().clone()
@@ -252,7 +259,7 @@ def train(rank: int, case: Case | Shared) -> dict[str, Any]:
     get_logger().warning_once = lambda text, hash_id: warned.setdefault(hash_id, text)
     ours = Ours(logits_shim="auto")
     trained = wrapped(make(), case.kind)
-    seen, calls = seen_positions(trained.model), [0]
+    seen, calls = seen_positions(trained.model) if isinstance(case, Shared) else [], [0]
     head = output_embedding(base_model(trained.model))
     head.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
     num_before = case.num_before[rank] if isinstance(case, Shared) else 1
@@ -290,7 +297,7 @@ def run(rank: int, folder: str) -> None:
         try:
             results[str(case)] = train(rank, case)
         except RuntimeError as e:  # the group is lost: each further case would wait
-            results[str(case)] = {"error": f"{type(e).__name__}: {e}"}
+            results["error"] = f"{case}: {type(e).__name__}: {e}"
             break
     torch.save(results, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()

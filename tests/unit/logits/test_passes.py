@@ -103,6 +103,10 @@ class Case:
     side: str = "right"
     with_images: bool = False
 
+    def __str__(self) -> str:
+        parts = (self.name, self.attention, self.dtype, self.addition, self.mode, self.side)
+        return ", ".join(filter(None, parts))
+
 
 TEXTS = (
     "Qwen2", "Mistral", "Qwen2, some windows", "Gemma3", "Gemma4",
