@@ -115,6 +115,11 @@ def test_no_sample_is_lost_or_doubled_whichever_workers_fail(
     assert max(lost.values(), default=0) <= 2
 
 
+def test_a_worker_that_answers_with_too_few_samples_is_an_error() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        dispatch([1.0, 1.0], lambda: {"a": 1.0}, lambda *_: ["one"], print)
+
+
 PARTS = [
     {"type": "text", "text": "词" * 400},
     {"type": "image_url", "image_url": {"url": "a.png"}},

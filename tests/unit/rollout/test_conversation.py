@@ -104,6 +104,9 @@ def test_a_sample_has_what_its_conversations_end_says() -> None:
     assert [prompt.token_ids for prompt in sample.rollout_prompts] == [[1, 2]]
     own = {"seed": 7, "replica": "rank 0", "stop_reason": None}
     assert sample.rollout_infos == {"num_turns": 2, **own}
+    single = RolloutSample(messages=[], rollout_infos={"seed": 1})
+    attach_turns(single, conversation.turns[:1], is_conversation=False)
+    assert single.rollout_infos == {"seed": 1}
 
 
 def test_turns_come_from_a_server_as_they_were() -> None:
@@ -112,7 +115,10 @@ def test_turns_come_from_a_server_as_they_were() -> None:
     note(conversation, "<image>?", "3", "<image>no", images=["七.png", CROP])
     output = to_rollout_output(Answer([COMPLETION], PROMPT))
     plain = dict(output.rollout_infos)
+    message = conversation.turns[1].messages[0]
+    message["found"] = {7}  # a scheduler may put any object into a message
     write_turns(output, conversation.turns)
+    message["found"] = "{7}"
     output.rollout_infos = json.loads(json.dumps(output.rollout_infos))  # as HTTP carries them
     name_server(output, "server 1 (http://a)")
     for came, was in zip(read_turns(output, run_seed=42), conversation.turns, strict=True):
