@@ -31,7 +31,7 @@ from tiny_vlm.families import FAMILIES, Family
 # --- options ---
 
 PRESET = ROOT / "examples/digits/grpo.yaml"
-NO_TRAININGS = ("check", "refusals", "preset_arguments", "distribution", "launch")
+NO_TRAININGS = ("check", "distribution", "launch")
 """Stack tests that train nothing with their flags, or give all flags at once."""
 
 PREFLIGHT = "tests/unit/checks/test_preflight.py"

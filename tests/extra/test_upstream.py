@@ -1,4 +1,4 @@
-"""With `--rollout_seed_mode engine` a run has ms-swift's own losses and gradient norms (R7), with
+"""A run with `--rollout_seed_mode engine` has ms-swift's own losses and gradient norms (R7), with
 each kind of loss."""
 
 from __future__ import annotations

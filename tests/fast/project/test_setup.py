@@ -41,7 +41,7 @@ def test_uv_gets_the_indexes_that_pip_install_would_take() -> None:
 
 
 def test_uvs_own_variables_win() -> None:
-    """What the script prints is what the shell reads."""
+    """The shell reads what the script prints."""
     env = os.environ | {"PIP_CONFIG_FILE": os.devnull, "UV_FIND_LINKS": "/mine"}
     env |= {"PIP_INDEX_URL": "https://mirror/simple", "PIP_FIND_LINKS": "/wheels"}
     command = [sys.executable, str(ROOT / "scripts/uv_settings.py")]

@@ -109,7 +109,7 @@ class Batch:
         return [(prompt, len([*same])) for prompt, same in groups]
 
     def grpo_batch(self) -> GRPOBatch:
-        """As `collate_to_grpo_micro_batch` makes it."""
+        """Return the batch as `collate_to_grpo_micro_batch` makes it."""
         first = self.labels.ne(-100).int().argmax(-1)
         num_kept = int((self.labels.shape[-1] - first).max())
         mask, lengths, _ = build_completion_mask_and_seq_lengths(

@@ -280,12 +280,12 @@ IMAGES: dict[str, Callable[[], dict[str, Tensor]]] = {
         "image_grid_thw": torch.tensor([[1, 4, 4]]),
     },
 }
-"""By type of model: the inputs of an image, which takes the tokens `PLACEHOLDERS`."""
+"""An image has these inputs by type of model, and takes the tokens `PLACEHOLDERS`."""
 
 TYPES = {"gemma3": "token_type_ids"} | dict.fromkeys(
     ("gemma4", "qwen2_5_vl", "qwen3_5"), "mm_token_type_ids"
 )
-"""By type of model: the input that marks the tokens of images."""
+"""This input marks the tokens of images, by type of model."""
 
 PLACEHOLDERS = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
 
