@@ -14,19 +14,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
 from swift.model import get_processor
 from swift.rlhf_trainers.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, TensorLoRARequest
 from swift.template import get_template
-from tiny_vlm.families import Family
 
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from tests.rig.processes import started
 from tests.rig.releases import IS_BEFORE_0_28
+
+if TYPE_CHECKING:
+    from tiny_vlm.families import Family
 
 Weights = dict[str, torch.Tensor]
 Change = Callable[[torch.Tensor], torch.Tensor] | str | None
