@@ -5,10 +5,13 @@ The zygote imports this module once, before it forks.
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import logging
 import os
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import context, forkserver, popen_forkserver, resource_tracker, spawn
 from typing import Any
@@ -18,9 +21,20 @@ import numpy as np
 MODULES = (
     "swift.pipelines.train.rlhf",
     "swift.rlhf_trainers.grpo_trainer",
+    "swift.rlhf_trainers.gkd_trainer",
+    "swift.infer_engine.grpo_vllm_engine",
+    "vllm.engine.llm_engine",
+    "vllm.model_executor.models.qwen2_5_vl",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.async_llm",
     "vllm.v1.worker.cpu_worker",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
     "transformers.tokenization_mistral_common",
+    "torch.distributed.tensor.experimental",
     "deepspeed",
+    *("rapidfuzz.process", "sacrebleu", "scipy.io", "sympy.combinatorics"),
 )
 """With their imports, all modules that take longer than 0.05 s. `swift.pipelines.infer.rollout` is
 missing: a process is a server if it has loaded this module."""
@@ -66,5 +80,28 @@ def _prepare_with_environment(data: dict[str, Any]) -> None:
 spawn.get_preparation_data, spawn.prepare = _with_environment, _prepare_with_environment
 forkserver.ForkServer.ensure_running = lambda self: resource_tracker.ensure_running()
 context.SpawnProcess._Popen = staticmethod(popen_forkserver.Popen)
+
+# --- each process compiles no file again, and copies no vocabulary ---
+
+sys.dont_write_bytecode = False  # PYTHONDONTWRITEBYTECODE made every process compile the plugin
+
+
+def _without_vocabularies(deepcopy_one: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM and transformers copy a tokenizer some ten times a start, which took a third of a short
+    training. Nobody changes the 150,000 words in it."""
+
+    def copied(values: Any, *args: Any) -> Any:
+        if len(values) > 10_000:
+            first = next(iter(values.values() if isinstance(values, dict) else values))
+            if isinstance(first, (int, str, tuple)):
+                return values.copy()
+        return deepcopy_one(values, *args)
+
+    return copied
+
+
+for _type in (dict, list):
+    _table: Any = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    _table[_type] = _without_vocabularies(_table[_type])
 gc.collect()
 gc.freeze()  # pages stay shared

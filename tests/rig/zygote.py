@@ -2,10 +2,11 @@
 fork server imports torch, transformers, vLLM and ms-swift once (`preloaded.py`), and forks.
 
 A forked command line has its own session, environment, working directory, output and exit status.
-Processes that it spawns are forked from a process without plugins. Five things differ from the real
+Processes that it spawns are forked from a process without plugins. Six things differ from the real
 one: `/proc/PID/environ` and `/proc/PID/cmdline` are the zygote's; hash seeds are the same in all
-processes; imports do not read the environment; no destructor runs at the end; and with
-`NPROC_PER_NODE` this module ends ranks by torchrun's rule. `test_launch.py` starts real processes.
+processes; imports do not read the environment; no destructor runs at the end; nothing is compiled
+without `--torch_compile`; and with `NPROC_PER_NODE` this module ends ranks by torchrun's rule.
+`test_launch.py` starts real processes.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Forked:
 
 def become(argv: list[str], env: Mapping[str, str], out: str, err: str) -> None:
     """Run a command line in this forked process: as `swift` or torchrun, then as each rank."""
+    import torch._dynamo.config
+
     from tests.rig import preloaded
 
     os.setsid()
@@ -75,6 +78,8 @@ def become(argv: list[str], env: Mapping[str, str], out: str, err: str) -> None:
         source = os.open(file, os.O_APPEND | (os.O_WRONLY if target else os.O_RDONLY))
         os.dup2(source, target)
         os.close(source)
+    # vLLM compiles a function of two lines; finding it in the cache takes a second and a half.
+    torch._dynamo.config.disable = "--torch_compile" not in argv
     _fork_for_spawned()
     if Path(argv[0]).name == "swift":
         argv = _command_of_swift(argv)
