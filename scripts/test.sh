@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types and tests.
 #   bash scripts/test.sh                   unit tests, and a few real trainings and servers
-#   bash scripts/test.sh --core            unit tests, and each promise on real processes (CI)
-#   bash scripts/test.sh --all             all tests; with --extra-shard 2 a sixth of tests/extra
+#   bash scripts/test.sh --core            unit tests, each promise on real processes, and a sixth of
+#                                          tests/extra, by the number of commits (CI)
+#   bash scripts/test.sh --all             all tests
 #   bash scripts/test.sh tests/fast        other arguments go to pytest
 #   bash scripts/test.sh --all --durations 20    prints the 20 slowest tests at the end
 #   bash scripts/test.sh --stack 4.6.0-0.23.0    tests another ms-swift and vLLM (compatibility.py)
@@ -26,7 +27,8 @@ case "${1:-}" in
     'tests/stack/test_training.py::test_engine_samples_with_the_trained_weights[learned_full]' \
     tests/stack/test_determinism.py \
     tests/stack/test_tool_call.py ;;
-  --core) set -- "${units[@]}" tests/stack "${@:2}" ;;
+  --core) set -- "${units[@]}" tests/stack tests/extra \
+    --extra-shard "$(git rev-list --count HEAD 2>/dev/null || echo 0)" "${@:2}" ;;
   --all) set -- "${units[@]}" tests/stack tests/extra "${@:2}" ;;
 esac
 exec python -m pytest -n "${WORKERS:-3}" --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \

@@ -1,10 +1,15 @@
-"""Real launches: two replicas and six ranks with the example of tool calls, and Ctrl-C."""
+"""`scripts/launch_2x6.sh` starts and ends all processes of real servers and a real training, and so
+does Ctrl-C. Most other tests fork their processes from the zygote."""
 
 from __future__ import annotations
 
 import os
+import re
+import socket
 import sys
 from pathlib import Path
+
+import pytest
 
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import to_rows
@@ -28,6 +33,15 @@ def test_two_deploy_and_six_train_on_conversations(assets: Path, tmp_path: Path)
     with reserved(more), started(command, tmp_path / "log", env) as running:
         finished = running.wait(15 * 60)
         assert finished.returncode == 0, finished.output[-3000:]
+        assert running.survivors(SECONDS_TO_END) == []
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError), socket.socket() as client:
+            client.connect(("127.0.0.1", int(port)))
+    assert "is healthy after" in finished.output
+    assert re.search(r"^\[server0\] .*POST /infer/", finished.output, re.MULTILINE)
+    assert re.search(r"^\[train\] .*'global_step/max_steps': '2/2'", finished.output, re.MULTILINE)
+    assert (tmp_path / "logs/server0.log").stat().st_size > 1000
+    assert (tmp_path / "logs/ended").read_text() == "0 (node 0)\n"
     rows = to_rows(read_samples(tmp_path / "run"))
     turns = {(row.sample_id.step, row.sample_id.turn) for row in rows}
     assert turns == {(0, 0), (0, 1), (1, 0), (1, 1)}

@@ -6,7 +6,7 @@ Processes that it spawns are forked from a process without plugins. Six things d
 one: `/proc/PID/environ` and `/proc/PID/cmdline` are the zygote's; hash seeds are the same in all
 processes; imports do not read the environment; no destructor runs at the end; nothing is compiled
 without `--torch_compile`; and with `NPROC_PER_NODE` this module ends ranks by torchrun's rule.
-`test_launch.py` starts real processes.
+`tests/extra/test_launch.py` and the demo start real processes.
 """
 
 from __future__ import annotations

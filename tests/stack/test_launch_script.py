@@ -1,7 +1,7 @@
 """`scripts/launch.sh` ends all that it started, and shows no key (F7), with a stand-in for `swift`.
 
 The stand-in also starts a stray process in another session, as torchrun and vLLM do.
-`tests/stack/test_launch.py` launches the real `swift`.
+`tests/extra/test_launch.py` launches the real `swift`.
 """
 
 from __future__ import annotations

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.timing.step_clock import PARTS, ROLLOUT_PARTS
 from tests.rig import policy
 from tests.rig.fixtures import LEARNED_STEPS
-from tests.rig.rounds import LEARNING, assert_same, logged_steps, read_lines, recorded, train
+from tests.rig.rounds import logged_steps, read_lines
 
 
 @pytest.mark.parametrize("run", ["learned_full", "learned_lora"])
@@ -53,14 +52,3 @@ def assert_timed(folder: Path, ranks: int) -> None:
         assert ("time/wait" in log) == (ranks > 1)
         assert 0 <= log.get("time/wait", 0) < parts["generate"]
     assert steps[0]["time/send"] > 0  # before later ones, the evaluation has sent the weights
-
-
-def test_tensor_parallel(
-    assets: Path, learning_rows: Path, tmp_path: Path, learned_full: Path
-) -> None:
-    """Two ranks share an engine. At equal weights it has the tokens of one rank's engine."""
-    argv = (*LEARNING, "--vllm_tensor_parallel_size", "2")
-    samples = train(assets, learning_rows, tmp_path, *argv, ranks=2, steps=2)
-    policy.assert_sampled_with_trained_weights(tmp_path, assets / "tiny_vlm", 2)
-    first = {name: s for name, s in samples.items() if SampleId.parse(name).step == 0}
-    assert_same(first, recorded(learned_full), steps=range(1))
