@@ -203,7 +203,7 @@ class RolloutEngine(GRPOVllmEngine):
             if isinstance(e, REFUSALS) and not isinstance(e, MaxLengthError):
                 await self.engine.renderer.clear_mm_cache_async()  # as in `_add_request`
             if state.overflows(e):
-                return self._overflow_response(state, request.uuid or "")
+                return self._overflow_response(state, column_of(request, "uuid") or "")
             if not is_encoded or isinstance(e, REFUSALS):
                 self._refuse(request, e)
             raise
