@@ -80,14 +80,12 @@ class Replica:
         self.name = f"replica {number}"
         self.faults, self.number_bits = {"infer": fault} | faults, number_bits
         self.groups: list[int] = []
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        """The methods that the server called, with arguments; without reports and `infer`."""
-
         self.requests: list[dict[str, Any]] = []
+        # The other methods that the server called, with arguments; without reports.
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.says_to_others: list[Any] = []
+        # The reports of its workers; `weight_faults` has the findings of their watches.
         self.reports = [WeightReport({"w": "float32 (1,)"})]
-        """The reports of its workers; `weight_faults` has the findings of their watches."""
-
         self.weight_faults: list[str] | None = []
         self.exitcode = -9
         self.goes_on = threading.Event()
@@ -117,7 +115,14 @@ class Replica:
     def _reply(self, method: str, kwargs: dict[str, Any], fault: str) -> Any:
         if method in ("infer", "async_infer"):
             assert kwargs["use_tqdm"] is False
-            return self._outputs(kwargs["infer_requests"], fault)
+            outputs = self._outputs(kwargs["infer_requests"])
+            failures = {
+                "raises": {FAILURE: "OSError: the disk is gone", REQUEST_FAULT: False},
+                "cannot encode": {FAILURE: "ValueError: no such image", REQUEST_FAULT: True},
+                "answers nothing": None,
+                "answers half": outputs[:-1],
+            }
+            return failures.get(fault, outputs)
         if method == "read_weight_report" and fault != "raises":
             return [asdict(replace(r, faults=self.weight_faults)) for r in self.reports]
         if method == "read_number_bits":
@@ -125,33 +130,22 @@ class Replica:
         self.calls.append((method, kwargs.get("args", ())))
         if fault == "raises":
             return None
-        if method == "get_state_keys":
-            return [["model.w"]]
         return [None] if method == "process_weights_after_loading" else True
 
-    def _outputs(self, requests: list[dict[str, Any]], fault: str) -> Any:
-        metadatas = [wire.read_metadata(r.get("data_dict")) for r in requests]
-        # Requests of another client have names from the server.
-        metadatas = [m if m and not m.from_other_client else None for m in metadatas]
-        groups = [-1 if metadata is None else metadata.sample_id.group for metadata in metadatas]
-        self.groups += groups
+    def _outputs(self, requests: list[dict[str, Any]]) -> list[RolloutOutput]:
         self.requests += requests
-        if fault == "raises":
-            return {FAILURE: "OSError: the disk is gone", REQUEST_FAULT: False}
-        if fault == "cannot encode":
-            return {FAILURE: "ValueError: no such image", REQUEST_FAULT: True}
-        if fault == "answers nothing":
-            return None
-        answers = [self._output(group, m) for group, m in zip(groups, metadatas, strict=True)]
-        return answers[:-1] if fault == "answers half" else answers
+        outputs = []
+        for asked in requests:
+            metadata = wire.read_metadata(asked.get("data_dict"))
+            # Requests of another client have names from the server.
+            is_ours = metadata is not None and not metadata.from_other_client
+            self.groups.append(metadata.sample_id.group if metadata and is_ours else -1)
+            outputs.append(self._output(self.groups[-1], metadata if is_ours else None))
+        return outputs
 
     def _output(self, group: int, metadata: RequestMetadata | None) -> RolloutOutput:
         drawn = {wire.KEY: drawn_by(metadata, self.name)} if metadata else {}
         return output_of({"group": group, **drawn}, self.says_to_others)
-
-    def says(self, status: dict[str, str]) -> None:
-        """Send the status of a start: ready, or why not."""
-        self._child.send((None, status))
 
     # The interface of its process:
 
