@@ -37,9 +37,6 @@ def over_http(message: Any) -> Any:
     return json.loads(json.dumps(message))
 
 
-# --- metadata ---
-
-
 def test_metadata_are_read_as_they_were_written() -> None:
     """The engine gets the seed of each sample's place."""
     place = SampleId(phase="eval", step=12, number=3, group=5, index=1, turn=2)
@@ -95,9 +92,6 @@ def test_malformed_metadata_are_refused(changes: dict[str, Any]) -> None:
         read_metadata({wire.KEY: {**WIRE, **changes}})
 
 
-# --- answers ---
-
-
 def test_numbers_are_little_endian_on_every_machine() -> None:
     assert to_base64([1, 258], "<i4") == "AQAAAAIBAAA="
     assert to_base64([-0.5], "<f4") == "AAAAvw=="
@@ -150,12 +144,10 @@ def test_an_answer_is_read_as_it_was_written(has_logprobs: bool) -> None:
         ({"finish_reasons": ["stop"] * 3}, r"\[2, 3\] samples"),
         ({"stop_reasons": [None]}, r"\[1, 2\] samples"),
         ({"routed_experts": [None]}, r"\[1, 2\] samples"),
-        ({"lengths": [2, 2]}, r"\[2\] samples of \[2, 2\] tokens, 5 token ids and 5 log"),
         ({"token_ids": to_base64([7], "<i4")}, r"of \[2, 3\] tokens, 1 token ids and 5 log-prob"),
         ({"logprobs": to_base64([-0.5] * 4, "<f4")}, r"5 token ids and 4 log-probabilities in all"),
         ({"lengths": [6, -1]}, r"\[2\] samples of \[6, -1\] tokens"),
         ({"token_ids": "!!"}, r"with nonsense: Error"),
-        ({"token_ids": "AAA="}, r"with nonsense: ValueError"),
         ({"lengths": None}, r"with nonsense: TypeError"),
         ({"prompt_positions": to_base64([1, 2], "<i4")}, r"with nonsense: ValueError"),
     ],

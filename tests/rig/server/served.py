@@ -130,7 +130,8 @@ class Replica:
         self.calls.append((method, kwargs.get("args", ())))
         if fault == "raises":
             return None
-        return [None] if method == "process_weights_after_loading" else True
+        replies = {"process_weights_after_loading": [None], "get_state_keys": [["model.w"]]}
+        return replies.get(method, True)
 
     def _outputs(self, requests: list[dict[str, Any]]) -> list[RolloutOutput]:
         self.requests += requests
@@ -146,6 +147,10 @@ class Replica:
     def _output(self, group: int, metadata: RequestMetadata | None) -> RolloutOutput:
         drawn = {wire.KEY: drawn_by(metadata, self.name)} if metadata else {}
         return output_of({"group": group, **drawn}, self.says_to_others)
+
+    def says(self, status: dict[str, str]) -> None:
+        """Send the status of a start: ready, or why not."""
+        self._child.send((None, status))
 
     # The interface of its process:
 

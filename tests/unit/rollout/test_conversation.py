@@ -40,6 +40,7 @@ COMPLETION = Completion(
     replica="rank 0",
 )
 PROMPT = Prompt([1, 2], np.arange(6, dtype=np.int32).reshape(3, 2))
+SEVEN, PICTURE = Picture("七.png"), picture_of(CROP)
 
 
 def note(
@@ -54,17 +55,13 @@ def note(
     asked = RolloutInferRequest(messages=[{"role": role, "content": c} for role, c in pairs])
     asked.images = [*images]
     number = len(conversation.turns)
-    sample_id = replace(FIRST, turn=number)
-    turn = Turn(sample_id, PROMPT, completion, f"print {number}")
+    turn = Turn(replace(FIRST, turn=number), PROMPT, completion, f"print {number}")
     conversation.record(asked, replace(turn, engine_seconds=1.0, tool_seconds=2.0))
 
 
 def shown(conversation: Conversation) -> list[tuple[list[Any], list[Picture]]]:
     """Return the contents and the media that each turn added."""
     return [([m["content"] for m in turn.messages], turn.media) for turn in conversation.turns]
-
-
-SEVEN, PICTURE = Picture("七.png"), picture_of(CROP)
 
 
 def test_each_turn_shows_what_was_added_for_it() -> None:
@@ -82,16 +79,11 @@ def test_each_turn_shows_what_was_added_for_it() -> None:
         (["<image>!"], [PICTURE]),
     ]
     assert PICTURE.webp is not None
-
-
-def test_media_in_parts_are_media() -> None:
-    """The record does not have their content as text."""
-    conversation = Conversation()
-    first = [{"type": "image", "image": "七.png"}, {"type": "text", "text": "?"}]
+    # Media in parts are media: the record does not have their content as text.
+    note(in_parts := Conversation(), first := [{"type": "image", "image": "七.png"}])
     later = [{"type": "text", "text": "Look: "}, {"type": "image", "image": CROP}]
-    note(conversation, first)
-    note(conversation, first, "3", later)
-    assert shown(conversation) == [(["<image>?"], [SEVEN]), (["Look: <image>"], [PICTURE])]
+    note(in_parts, first, "3", later)
+    assert shown(in_parts) == [(["<image>"], [SEVEN]), (["Look: <image>"], [PICTURE])]
 
 
 def test_a_sample_has_what_its_conversations_end_says() -> None:
@@ -99,17 +91,18 @@ def test_a_sample_has_what_its_conversations_end_says() -> None:
     note(conversation := Conversation(), "?")
     no_room = replace(COMPLETION, token_ids=[], stop_reason=None, seed=8)
     note(conversation, "?", "3", "no", completion=no_room)
-    sample = RolloutSample(messages=[], rollout_infos={"num_turns": 2})
-    attach_turns(sample, conversation.turns, is_conversation=True)
-    assert [prompt.token_ids for prompt in sample.rollout_prompts] == [[1, 2]]
-    own = {"seed": 7, "replica": "rank 0", "stop_reason": None}
-    assert sample.rollout_infos == {"num_turns": 2, **own}
-    single = RolloutSample(messages=[], rollout_infos={"seed": 1})
-    attach_turns(single, conversation.turns[:1], is_conversation=False)
-    assert single.rollout_infos == {"seed": 1}
+    for is_conversation, infos in (
+        (True, {"num_turns": 2, "seed": 7, "replica": "rank 0", "stop_reason": None}),
+        (False, {"num_turns": 2}),
+    ):
+        sample = RolloutSample(messages=[], rollout_infos={"num_turns": 2})
+        attach_turns(sample, conversation.turns, is_conversation=is_conversation)
+        assert [prompt.token_ids for prompt in sample.rollout_prompts] == [[1, 2]]
+        assert sample.rollout_infos == infos
 
 
 def test_turns_come_from_a_server_as_they_were() -> None:
+    """Turns of another version are refused."""
     conversation = Conversation()
     note(conversation, "<image>?", images=["七.png"])
     note(conversation, "<image>?", "3", "<image>no", images=["七.png", CROP])
@@ -121,6 +114,7 @@ def test_turns_come_from_a_server_as_they_were() -> None:
     message["found"] = "{7}"
     output.rollout_infos = json.loads(json.dumps(output.rollout_infos))  # as HTTP carries them
     name_server(output, "server 1 (http://a)")
+    other = deepcopy(output)
     for came, was in zip(read_turns(output, run_seed=42), conversation.turns, strict=True):
         assert list(came.completion.token_ids) == [5]
         assert came.completion.seed == sample_seed(42, was.sample_id)
@@ -130,19 +124,13 @@ def test_turns_come_from_a_server_as_they_were() -> None:
         assert replace(came, completion=COMPLETION, prompt=PROMPT) == was
     assert output.rollout_infos == plain
     assert read_turns(output, run_seed=42) == []  # a server without us
-
-
-def test_turns_of_another_version_are_refused() -> None:
-    note(conversation := Conversation(), "?")
-    write_turns(output := to_rollout_output(Answer([COMPLETION], PROMPT)), conversation.turns)
-    output.rollout_infos["swift_grpo_ext.turns"] |= {"version": 1, "server": "server 1"}
-    with pytest.raises(WireError, match="server 1 speaks version 1 of swift-grpo-ext's"):
-        read_turns(output, run_seed=42)
+    other.rollout_infos["swift_grpo_ext.turns"]["version"] = 1
+    with pytest.raises(WireError, match=r"server 1 .* speaks version 1 of swift-grpo-ext's"):
+        read_turns(other, run_seed=42)
 
 
 ROW = {
     "messages": [{"role": "user", "content": "Which digit?"}],
-    "images": ["7.png"],
     **{"sample_id": 12, "prompt_hash": "a", "rollout_prompts": ["b"]},
 }
 
@@ -151,7 +139,6 @@ def test_columns_stay_columns_whatever_they_are_called() -> None:
     [sample] = RolloutGRPOTrainer.to_samples(RolloutGRPOTrainer, [ROW])
     assert type(sample) is RolloutSample
     assert sample.to_reward_row() == GRPOSample.from_row(ROW).to_reward_row()
-    assert sample.to_reward_row()["sample_id"] == 12
     assert not hasattr(sample, "sample_id")
     assert not sample.rollout_prompts
     sample.sample_id = FIRST

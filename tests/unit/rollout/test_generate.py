@@ -10,15 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from swift.infer_engine.protocol import (
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatMessage,
-    RolloutInferRequest,
-    RolloutOutput,
-    UsageInfo,
-    serialize_ndarray,
-)
+from swift.infer_engine.protocol import RolloutInferRequest, UsageInfo, serialize_ndarray
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.answers import answer_of, to_rollout_output
@@ -56,12 +48,8 @@ def test_every_sample_is_asked_for_once_by_its_group() -> None:
     assert [(request.first, request.owners) for request in requests] == [
         (sample_id(0, 0), [(0, 0), (1, 0), (1, 1)]),
         (sample_id(1, 0), [(1, 2), (3, 0), (3, 1)]),
-        (sample_id(2, 0), [(3, 2)]),
-        (sample_id(2, 1), [(3, 3)]),
-        (sample_id(2, 2), [(3, 4)]),
-        (sample_id(3, 0), [(4, 0)]),
-        (sample_id(3, 1), [(4, 1)]),
-        (sample_id(3, 2), [(4, 2)]),
+        *((sample_id(2, index), [(3, 2 + index)]) for index in range(3)),
+        *((sample_id(3, index), [(4, index)]) for index in range(3)),
     ]
     assert uneven == [sample_id(2, 0), sample_id(3, 0)]
 
@@ -71,43 +59,32 @@ def test_every_sample_is_asked_for_once_by_its_group() -> None:
 Sample = tuple[int, int, str]  # group, index in the group, and the row's one letter
 
 
-class Engine:
-    """Answers with the prompt's letter and the sample's seed as text; keeps the requests."""
+class Round:
+    """A round over ranks, whose engine answers with the prompt's letter and the sample's seed as
+    text. Rank `refusing` cannot make its rows; the engine may fail, or leave out samples."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(
+        self,
+        *samples_of_ranks: Sequence[Sample],
+        refusing: int | None = None,
+        error: Exception | None = None,
+        left_out: int = 0,
+    ) -> None:
         self.requests: list[tuple[str, SampleId, int]] = []
-        self.error = error
+        self.made: list[tuple[int, int]] = []  # rank and position of each row that was made
+        self._of_ranks, self._refusing = samples_of_ranks, refusing
+        self._error, self._left_out = error, left_out
 
-    def __call__(
-        self, requests: list[RolloutInferRequest], metadatas: list[RequestMetadata]
-    ) -> list[Answer]:
-        if self.error:
-            raise self.error
-        answers = []
-        for request, metadata in zip(requests, metadatas, strict=True):
-            assert wire.read_metadata(request.data_dict) == metadata
-            row = request.messages[0]["content"]
-            self.requests.append((row, metadata.sample_id, metadata.count))
-            texts = [f"{row}{metadata.seed_of(k)}" for k in range(metadata.count)]
-            samples = [replace(COMPLETION, text=text) for text in texts]
-            answers.append(Answer(samples, Prompt([1, 2])))
-        return answers
+    def outcomes(self) -> list[Any]:
+        """Return each rank's texts and uneven groups, or its error."""
+        return run_rank_groups(len(self._of_ranks), self._work)
 
-
-def run_round(
-    samples_of_ranks: Sequence[Sequence[Sample]], call_engine: Any, refusing: int | None = None
-) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Return each rank's texts and uneven groups, or its error; and the rank and position of each
-    row that was made. Rank `refusing` cannot make its rows."""
-    made: list[tuple[int, int]] = []
-    run = RolloutSettings(training_arguments())
-
-    def work(ranks: ThreadRanks) -> Any:
-        samples = samples_of_ranks[ranks.rank]
+    def _work(self, ranks: ThreadRanks) -> Any:
+        samples = self._of_ranks[ranks.rank]
 
         def request(position: int) -> RolloutInferRequest:
-            made.append((ranks.rank, position))
-            if ranks.rank == refusing:
+            self.made.append((ranks.rank, position))
+            if ranks.rank == self._refusing:
                 raise OSError("no such image")
             row = samples[position][2]
             return RolloutInferRequest(messages=[{"role": "user", "content": row}])
@@ -117,15 +94,28 @@ def run_round(
                 [sample_id(group, index) for group, index, _ in samples],
                 [row for _, _, row in samples],
                 make_request=request,
-                make_metadata=run.metadata,
+                make_metadata=RolloutSettings(training_arguments()).metadata,
                 engine_ranks=ranks,
-                call_engine=call_engine,
+                call_engine=self._call_engine,
             )
         except Exception as e:
             return f"{type(e).__name__}: {e}"
         return [output.response.choices[0].message.content for output in outputs], uneven
 
-    return run_rank_groups(len(samples_of_ranks), work), sorted(made)
+    def _call_engine(
+        self, requests: list[RolloutInferRequest], metadatas: list[RequestMetadata]
+    ) -> list[Answer]:
+        if self._error:
+            raise self._error
+        answers = []
+        for request, metadata in zip(requests, metadatas, strict=True):
+            assert wire.read_metadata(request.data_dict) == metadata
+            row = request.messages[0]["content"]
+            self.requests.append((row, metadata.sample_id, metadata.count))
+            seeds = [metadata.seed_of(k) for k in range(metadata.count - self._left_out)]
+            samples = [replace(COMPLETION, text=f"{row}{seed}") for seed in seeds]
+            answers.append(Answer(samples, Prompt([1, 2])))
+        return answers
 
 
 def test_a_group_over_two_ranks_is_one_request_of_rank_0() -> None:
@@ -135,41 +125,35 @@ def test_a_group_over_two_ranks_is_one_request_of_rank_0() -> None:
         [(0, 2, "a"), (1, 0, "b")],
         [(1, 1, "b"), (1, 2, "x")],
     ]
-    outputs, made = run_round(samples_of_ranks, engine := Engine())
-    assert engine.requests == [
-        ("a", sample_id(0, 0), 3),
-        *((row, sample_id(1, index), 1) for index, row in enumerate("bbx")),
-    ]
-    assert made == [(0, 0), (1, 1), (2, 0), (2, 1)]
+    one = Round(*samples_of_ranks)
     expected = [
         [f"{row}{sample_seed(RUN_SEED, sample_id(group, index))}" for group, index, row in samples]
         for samples in samples_of_ranks
     ]
-    assert outputs == [(texts, [sample_id(1, 0)]) for texts in expected]
+    assert one.outcomes() == [(texts, [sample_id(1, 0)]) for texts in expected]
+    assert one.requests == [
+        ("a", sample_id(0, 0), 3),
+        *((row, sample_id(1, index), 1) for index, row in enumerate("bbx")),
+    ]
+    assert sorted(one.made) == [(0, 0), (1, 1), (2, 0), (2, 1)]
+
+
+FEW = "train round 3.1, group 0, sample 0: the request was for 2 samples, and 1 came back."
 
 
 @pytest.mark.parametrize(
-    ("refusing", "error", "expected"),
+    ("faults", "expected"),
     [
-        (1, None, ["RolloutError: Requests could not be made. rank 1: OSError: no such image"] * 2),
-        (None, ConnectionError("gone"), ["ConnectionError: gone", "RolloutError: gone"]),
+        (
+            {"refusing": 1},
+            ["RolloutError: Requests could not be made. rank 1: OSError: no such image"] * 2,
+        ),
+        ({"error": ConnectionError("gone")}, ["ConnectionError: gone", "RolloutError: gone"]),
+        ({"left_out": 1}, [f"ValueError: {FEW}", f"RolloutError: {FEW}"]),
     ],
 )
-def test_a_failure_ends_the_round_on_every_rank(
-    refusing: int | None, error: Exception | None, expected: list[str]
-) -> None:
-    outputs, _ = run_round([[(0, 0, "a")], [(1, 0, "a")]], engine := Engine(error), refusing)
-    assert outputs == expected
-    assert engine.requests == []
-
-
-def test_an_engine_that_answers_with_too_few_samples_is_an_error() -> None:
-    def answer(*_: Any) -> list[Answer]:
-        return [Answer([COMPLETION], Prompt([1]))]
-
-    [[error], _] = run_round([[(0, 0, "a"), (0, 1, "a")]], answer)
-    assert error.startswith("ValueError: train round 3.1, group 0, sample 0: ")
-    assert error.endswith(" 2 samples, and 1 came back.")
+def test_a_failure_ends_the_round_on_every_rank(faults: Any, expected: list[str]) -> None:
+    assert Round([(0, 0, "a"), (0, 1, "a")], [(1, 0, "a")], **faults).outcomes() == expected
 
 
 # --- settings and turns ---
@@ -194,22 +178,17 @@ def test_settings_of_a_run(changes: dict[str, Any], run_seed: int | None) -> Non
 
 
 def test_a_first_turn_is_the_sample_and_a_later_one_counts_on() -> None:
-    """The request of turn 3 comes with the metadata of turn 2."""
+    """The request of turn 3 comes with the metadata of turn 2; one without is refused."""
     first: Any = SimpleNamespace(sample_id=sample_id(0, 0))
     assert begin_turn(first, None) == sample_id(0, 0)
     request = RolloutInferRequest(messages=[])
+    with pytest.raises(ValueError, match=r"--multi_turn_scheduler mine: its `step` returned "):
+        begin_turn(request, "mine")
     metadata = RolloutSettings(training_arguments()).metadata(sample_id(0, 0))
     wire.write_metadata(request.data_dict, metadata)
     turns = [begin_turn(request, None) for _ in range(3)]
     assert turns == [replace(sample_id(0, 0), turn=turn) for turn in (1, 2, 3)]
-    last = wire.read_metadata(request.data_dict)
-    assert last == replace(metadata, sample_id=turns[-1])
-
-
-def test_a_scheduler_that_makes_its_own_request_is_refused() -> None:
-    message = r"--multi_turn_scheduler mine: its `step` returned .* the same `data_dict`"
-    with pytest.raises(ValueError, match=message):
-        begin_turn(RolloutInferRequest(messages=[]), "mine")
+    assert wire.read_metadata(request.data_dict) == replace(metadata, sample_id=turns[-1])
 
 
 # --- outputs in ms-swift's form ---
@@ -235,21 +214,3 @@ def test_a_completion_becomes_what_the_trainer_reads() -> None:
     output = to_rollout_output(Answer([bare], prompt))
     assert output.rollout_logprobs == []
     assert np.array_equal(output.response.choices[0].routed_experts, experts)
-
-
-def test_an_upstream_response_has_a_completion_for_each_choice() -> None:
-    """As a server answers another client; log-probabilities of other tokens are none."""
-    content = {"content": [{"logprob": -0.5}]}
-    choices = [
-        ChatCompletionResponseChoice(1, ChatMessage("assistant", "a"), "stop", content, [5]),
-        ChatCompletionResponseChoice(0, ChatMessage("assistant", "b"), "length", content, [5, 6]),
-    ]
-    response = ChatCompletionResponse("m", choices, UsageInfo(1, 2, 3), prompt_token_ids=[1])
-    infos = {"seed": 9, "replica": "replica 1", "stop_reason": "o"}
-    answer = answer_of(RolloutOutput(response=response, rollout_infos=infos))
-    assert answer.prompt == Prompt([1])
-    first, second = answer.completions
-    assert first == replace(COMPLETION, text="a", token_ids=[5], logprobs=[-0.5], seed=10)
-    assert (second.seed, second.logprobs, second.finish_reason) == (9, None, "length")
-    [unseeded, _] = answer_of(RolloutOutput(response=response)).completions
-    assert (unseeded.seed, unseeded.replica, unseeded.stop_reason) == (None, "", None)

@@ -38,9 +38,6 @@ def test_the_key_in_a_header(authorization: str) -> None:
     assert is_authorized(authorization, KEY) == (authorization in ACCEPTED)
 
 
-# --- arguments and environment ---
-
-
 def arguments(key: str | None = None) -> Any:
     return SimpleNamespace(api_key=key, rollout_timeout=60.0, host="127.0.0.1")
 
@@ -70,15 +67,15 @@ def test_a_key_that_is_printed_is_refused(key: str) -> None:
 
 
 def test_a_key_in_a_url_is_refused() -> None:
-    api_key.check_urls(SimpleNamespace(vllm_server_base_url=None))
-    api_key.check_urls(SimpleNamespace(vllm_server_base_url=["http://node7:8000"]))
+    for sound in (None, ["http://node7:8000"]):
+        api_key.check_urls(SimpleNamespace(vllm_server_base_url=sound))
     urls = SimpleNamespace(vllm_server_base_url=["http://a:1", f"http://swift:{KEY[0]}@node7:8000"])
     with pytest.raises(ValueError, match=r"holds a password for node7.*~/\.netrc") as refused:
         api_key.check_urls(urls)
     assert "@" not in str(refused.value)
 
 
-# --- the routes ---
+WRONG = {"Authorization": basic("swift:key")}
 
 
 def test_every_route_but_health_asks_for_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +85,10 @@ def test_every_route_but_health_asks_for_the_key(monkeypatch: pytest.MonkeyPatch
     for path, method in paths:
         status = client.request(method, path, content=b"no JSON").status_code
         assert (status == 401) == (path.rstrip("/") != "/health"), path
-    refused = client.post("/infer/")
-    assert "401 Unauthorized: the API key is missing" in refused.json()["detail"]
-    assert "~/.netrc" in refused.json()["detail"]
-    assert refused.headers["WWW-Authenticate"] == "Bearer"
-    wrong = client.post("/infer/", headers={"Authorization": basic("swift:key")})
-    assert "401 Unauthorized: the API key is not this server's" in wrong.json()["detail"]
+    assert client.post("/infer/").headers["WWW-Authenticate"] == "Bearer"
+    for headers, fault in (({}, "missing"), (WRONG, "not this server's")):
+        refused = client.post("/infer/", headers=headers).json()["detail"]
+        assert f"401 Unauthorized: the API key is {fault}. Give a training the key by" in refused
     # starlette up to 1.0.0 built `request.url` from the client's `Host`.
     for host in ("a/health?", "a/health", "/health/?x="):
         assert client.post("/infer/", headers={"Host": host}).status_code == 401

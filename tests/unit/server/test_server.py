@@ -280,6 +280,7 @@ def test_the_async_engine_has_all_replicas_in_one_worker(monkeypatch: pytest.Mon
     assert engine.client.get("/get_world_size/").json() == {"world_size": 6}
     ours = engine.client.post("/get_engine_type/").json()[wire.KEY]
     assert (ours["replicas"], ours["batches_follow_arrival"]) == (3, True)
+    assert engine.client.get("/get_model_state_keys/").json() == {"keys": ["model.w"]}
 
 
 def test_a_replica_that_refused_an_adapter_draws_no_more() -> None:
