@@ -14,7 +14,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,30 +74,24 @@ class Fault:
 # --- a replica's process ---
 
 
-class Model(torch.nn.Module):
-    _swift_moe_weight_loader_patched = True  # otherwise ms-swift imports vLLM's models
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        held = dict(weights)
-        self.load_state_dict(held, strict=False)
-        return set(held)
-
-
 class Worker(CPUWeightSyncWorkerExtension):
-    """The real weight extension over a small model."""
+    """The real weight extension over two tensors."""
 
     device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.model_runner: Any = self
-        cache, model = SimpleNamespace(cache_dtype="auto"), SimpleNamespace(quantization=None)
-        self.model, self.model_config = Model(), model
-        self.vllm_config: Any = SimpleNamespace(cache_config=cache, model_config=model)
-        model.dtype = torch.float32
+        self.model: Any = torch.nn.ParameterDict({name: torch.zeros(3) for name in "ab"})
+        self.model._swift_moe_weight_loader_patched = True  # or ms-swift imports vLLM's models
+        self.model.load_weights = self._load_weights
+        self.model_config = SimpleNamespace(quantization=None, dtype=torch.float32)
+        cache = SimpleNamespace(cache_dtype="auto")
+        self.vllm_config: Any = SimpleNamespace(cache_config=cache, model_config=self.model_config)
+
+    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        held = dict(weights)
+        self.model.load_state_dict(held, strict=False)
+        return set(held)
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.model.load_weights(weights_iterator)
@@ -288,42 +282,6 @@ def undisturbed() -> Outcome:
     ]
 
 
-def train(
-    urls: list[str], timeout: float, between: Callable[[int], None]
-) -> tuple[Outcome, set[int]]:
-    """Make the rounds as rank 0 of a trainer, and call `between` after each. Return the outcome,
-    and the process ids of the replicas that generated the last round."""
-    client: Any = None
-    tokens, drew = [], set[int]()
-    args: Any = SimpleNamespace(rollout_timeout=timeout, output_dir="run")
-    args.new_special_tokens, args.full_determinism = [], False
-    row = RolloutInferRequest(messages=[{"role": "user", "content": "?"}])
-    try:
-        ports = [free_port() for _ in urls]
-        client = VLLMClient(urls, group_ports=ports, connection_timeout=5.0)
-        apply(PatchPhase.TRAINER)
-        with bounded_rendezvous(vllm_client, timeout):  # ms-swift would wait 300 s
-            client.init_communicator(device="cpu")
-        servers = connect_servers(client, args)
-        updates = WeightSync(RankGroup(), servers)
-        for step, phase in ROUNDS:
-            if phase == "train":
-                updates.update(partial(_move, client, updates, step))
-            metadatas = metadatas_of(step, phase)
-            answers = servers.infer([row] * GROUPS, metadatas, RequestConfig(max_tokens=8))
-            drawn = [completion for completions, _ in answers for completion in completions]
-            tokens += [list(completion.token_ids) for completion in drawn]
-            drew = {int(completion.replica.split()[-1]) for completion in drawn}
-            between(step)
-    except Exception as e:
-        return f"{type(e).__name__}: {e}", drew
-    finally:
-        if client is not None:
-            atexit.unregister(client.close_communicator)
-            client.pynccl_comms = []
-    return tokens, drew
-
-
 def _move(client: Any, updates: WeightSync, step: int, _: bool) -> None:
     """Do as ms-swift's `_move_full_model_to_vllm` and `_reset_vllm_cache`, in two parts."""
 
@@ -343,12 +301,15 @@ def _move(client: Any, updates: WeightSync, step: int, _: bool) -> None:
 TIMEOUT = 5.0
 OF_ONE_THAT_STOPS = 1.5
 BOUND = 10  # timeouts: a trainer waits three for each failed call
-REPLICA_PHASES = {
-    # phase: the method, and the number of its call with the fault
-    "connecting": ("join_group", 1),
+# The method of a replica, or the route of a connection, and the number of its call with the fault.
+UPDATES = {
     "weight update": ("update_flattened_params", 3),
     "loading": ("process_weights_after_loading", 2),
     "reset of caches": ("reset_prefix_cache", 2),
+}
+REPLICA_PHASES = {
+    "connecting": ("join_group", 1),
+    **UPDATES,
     "round": ("infer train", 2),
     "evaluation": ("infer eval", 1),
     "idle": ("idle", 1),
@@ -356,9 +317,7 @@ REPLICA_PHASES = {
 CONNECTION_PHASES = {
     "connecting": ("init_communicator", 1),
     "naming itself": ("get_engine_type", 2),
-    "weight update": ("update_flattened_params", 3),
-    "loading": ("process_weights_after_loading", 2),
-    "reset of caches": ("reset_prefix_cache", 2),
+    **UPDATES,
     "round": ("infer", 2),
     "evaluation": ("infer", 3),
 }
@@ -414,20 +373,44 @@ def cells(*, in_pairs: bool) -> Iterator[Cell]:
 def run(
     replicas: tuple[int, ...], fault: Fault | None, timeout: float = TIMEOUT, restarts: int = 0
 ) -> tuple[Outcome, list[EchoServer], set[int]]:
-    """Return the outcome, the servers, and the process ids of the last round's replicas."""
+    """Make the rounds as rank 0 of a trainer. Return the outcome, the servers, and the process ids
+    of the replicas that generated the last round."""
+    trainer: Any = None
+    tokens, drew = [], set[int]()
+    args: Any = SimpleNamespace(rollout_timeout=timeout, output_dir="run")
+    args.new_special_tokens, args.full_determinism = [], False
+    row = RolloutInferRequest(messages=[{"role": "user", "content": "?"}])
     with deployed(replicas, timeout, fault, restarts) as (running, urls):
-
-        def between(step: int) -> None:
-            if fault and fault.method == "idle" and step == 0:
-                process = running[fault.server].processes[fault.replica]
-                os.kill(process.pid, SIGNALS[fault.action])
-            deadline = time.monotonic() + timeout
-            for starting in (c for one in running for c in one.restarts.starting):
-                while not starting.poll() and time.monotonic() < deadline:
-                    time.sleep(0.01)
-
-        outcome, drew = train(urls, timeout, between)
-        return outcome, running, drew
+        try:
+            ports = [free_port() for _ in urls]
+            trainer = VLLMClient(urls, group_ports=ports, connection_timeout=5.0)
+            apply(PatchPhase.TRAINER)
+            with bounded_rendezvous(vllm_client, timeout):  # ms-swift would wait 300 s
+                trainer.init_communicator(device="cpu")
+            servers = connect_servers(trainer, args)
+            updates = WeightSync(RankGroup(), servers)
+            for step, phase in ROUNDS:
+                if phase == "train":
+                    updates.update(partial(_move, trainer, updates, step))
+                metadatas = metadatas_of(step, phase)
+                answers = servers.infer([row] * GROUPS, metadatas, RequestConfig(max_tokens=8))
+                drawn = [completion for completions, _ in answers for completion in completions]
+                tokens += [list(completion.token_ids) for completion in drawn]
+                drew = {int(completion.replica.split()[-1]) for completion in drawn}
+                if fault and fault.method == "idle" and step == 0:
+                    process = running[fault.server].processes[fault.replica]
+                    os.kill(process.pid, SIGNALS[fault.action])
+                deadline = time.monotonic() + timeout
+                for starting in (c for one in running for c in one.restarts.starting):
+                    while not starting.poll() and time.monotonic() < deadline:
+                        time.sleep(0.01)
+            return tokens, running, drew
+        except Exception as e:
+            return f"{type(e).__name__}: {e}", running, drew
+        finally:
+            if trainer is not None:
+                atexit.unregister(trainer.close_communicator)
+                trainer.pynccl_comms = []
 
 
 def check(cell: Cell) -> None:
