@@ -37,9 +37,6 @@ def sample_id(group: int, index: int) -> SampleId:
     return SampleId(phase="train", step=3, number=1, group=group, index=index)
 
 
-# --- samples to requests ---
-
-
 def test_every_sample_is_asked_for_once_by_its_group() -> None:
     """If rows of a group differ, each sample is a request: vLLM counts a request's seeds up."""
     rows = ["a", "aab", "", "bbccb", "cdd"]
@@ -156,27 +153,6 @@ def test_a_failure_ends_the_round_on_every_rank(faults: Any, expected: list[str]
     assert Round([(0, 0, "a"), (0, 1, "a")], [(1, 0, "a")], **faults).outcomes() == expected
 
 
-# --- settings and turns ---
-
-
-@pytest.mark.parametrize(
-    ("changes", "run_seed"),
-    [({}, 42), ({"rollout_seed_mode": "engine"}, None), ({"use_vllm": False}, None)],
-)
-def test_settings_of_a_run(changes: dict[str, Any], run_seed: int | None) -> None:
-    stops = {"stop_token_ids": [7, 8], "include_stop_str_in_output": False}
-    found = RolloutSettings(training_arguments(**stops, **changes))
-    assert found.generates == (run_seed is not None)
-    assert found.metadata(sample_id(0, 1), 3, as_arrays=True) == RequestMetadata(
-        sample_id=sample_id(0, 1),
-        count=3,
-        run_seed=run_seed,
-        as_arrays=True,
-        stop_token_ids=(7, 8),
-        include_stop_str_in_output=False,
-    )
-
-
 def test_a_first_turn_is_the_sample_and_a_later_one_counts_on() -> None:
     """The request of turn 3 comes with the metadata of turn 2; one without is refused."""
     first: Any = SimpleNamespace(sample_id=sample_id(0, 0))
@@ -189,9 +165,6 @@ def test_a_first_turn_is_the_sample_and_a_later_one_counts_on() -> None:
     turns = [begin_turn(request, None) for _ in range(3)]
     assert turns == [replace(sample_id(0, 0), turn=turn) for turn in (1, 2, 3)]
     assert wire.read_metadata(request.data_dict) == replace(metadata, sample_id=turns[-1])
-
-
-# --- outputs in ms-swift's form ---
 
 
 def test_a_completion_becomes_what_the_trainer_reads() -> None:

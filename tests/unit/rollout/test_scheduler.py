@@ -208,20 +208,17 @@ def test_a_check_may_use_signals_in_the_training(conversations: Lead) -> None:
 
 
 @on_a_server
-@pytest.mark.parametrize("hook", ["step", "on_turn_end"])
-def test_tools_of_a_servers_conversations_work_side_by_side(hook: str, conversations: Lead) -> None:
+def test_tools_of_a_servers_conversations_work_side_by_side(conversations: Lead) -> None:
     """Also tools that block within a coroutine."""
     at_work = threading.Barrier(8, timeout=60)  # broken, unless all eight wait at once
 
     class Slow(Crop):
         def step(self, *call: Any) -> Step:
-            if hook == "step":
-                at_work.wait()
+            at_work.wait()
             return super().step(*call)
 
         async def on_turn_end(self, *call: Any) -> dict[str, Any]:
-            if hook == "on_turn_end":
-                at_work.wait()
+            at_work.wait()
             return await super().on_turn_end(*call)
 
     outputs = conversations(Slow, "a" * 16, num=8, max_turns=2)

@@ -245,29 +245,24 @@ def test_a_server_that_was_started_anew_takes_no_work() -> None:
     assert closed.json() == {"message": "The group is closed."}
 
 
-@pytest.mark.parametrize(
-    ("host", "address", "headers", "opens_at"),
-    [
-        ("0.0.0.0", "10.0.0.5", {}, "10.0.0.5"),
-        ("", "[::1]", {}, "0.0.0.0"),
-        ("10.0.0.7", "10.0.0.5", {"X-Forwarded-For": "10.0.0.9"}, "10.0.0.7"),
-    ],
-)
-def test_replicas_join_where_the_training_came_in(
-    host: str, address: str, headers: dict[str, str], opens_at: str
-) -> None:
+def test_replicas_join_where_the_training_came_in() -> None:
     """They join under their numbers. The weights' store asks for no key, so it does not open at
     every address of the machine. Behind a proxy the address of the trainer is not known."""
     two = [Replica(), Replica()]
     deployed = Deployed(*two, timeout=9.0)
-    deployed.args.host = host
-    client = TestClient(deployed.app, base_url=f"http://{address}")
     asked = {"host": "0.0.0.0", "port": 7, "world_size": 5}
-    connecting = client.post("/init_communicator/", json=asked, headers=headers)
-    assert connecting.json() == {"message": "The replicas are connecting."}
-    wait_until(lambda: all(replica.calls for replica in two))
-    for number, replica in enumerate(two):
-        assert replica.calls == [("join_group", (opens_at, 7, 5, number, 4.5, True))]
+    for host, address, headers, opens_at in (
+        ("0.0.0.0", "10.0.0.5", {}, "10.0.0.5"),
+        ("", "[::1]", {}, "0.0.0.0"),
+        ("10.0.0.7", "10.0.0.5", {"X-Forwarded-For": "10.0.0.9"}, "10.0.0.7"),
+    ):
+        deployed.args.host = host
+        client = TestClient(deployed.app, base_url=f"http://{address}")
+        client.post("/init_communicator/", json=asked, headers=headers)
+        for number, replica in enumerate(two):
+            wait_until(lambda replica=replica: bool(replica.calls))  # type: ignore[misc]
+            args = (opens_at, 7, 5, number, 4.5, True)
+            assert replica.calls.pop() == ("join_group", args)
 
 
 def test_the_async_engine_has_all_replicas_in_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
