@@ -167,14 +167,6 @@ class Replica:
         pass
 
 
-SETTINGS: dict[str, Any] = {
-    "new_special_tokens": [],
-    "rollout_seed_mode": "sample",
-    "sample_log": "none",
-    "vllm_max_model_len": 512,
-}
-
-
 class Deployed(SwiftRolloutDeploy):
     """ms-swift's server with its routes and these replicas."""
 
@@ -187,6 +179,8 @@ class Deployed(SwiftRolloutDeploy):
         **settings: Any,
     ) -> None:
         apply(PatchPhase.SERVER)
+        own: dict[str, Any] = {"new_special_tokens": [], "rollout_seed_mode": "sample"}
+        own |= {"sample_log": "none", "vllm_max_model_len": 512}
         self.args = SimpleNamespace(
             api_key=key,
             rollout_timeout=timeout,
@@ -197,7 +191,7 @@ class Deployed(SwiftRolloutDeploy):
             vllm_data_parallel_size=3,
             vllm_enable_lora=False,
             multi_turn_scheduler=None,
-            **(SETTINGS | settings),
+            **(own | settings),
         )
         self.app = FastAPI()
         self.use_async_engine, self.use_gym_env = use_async, False
@@ -212,19 +206,15 @@ class Deployed(SwiftRolloutDeploy):
         refused = self.client.post(path, **request)
         assert (refused.status_code, words in refused.text) == (status, True), refused.text
 
-    def draw(self, groups: int = 1, client: Any = None, **fields: Any) -> Any:
+    def draw(self, groups: int = 1, **fields: Any) -> Any:
         """Send a request for each group; return the response."""
         asked = [request(group, **fields) for group in range(groups)]
-        return (client or self.client).post("/infer/", json={"infer_requests": asked})
+        return self.client.post("/infer/", json={"infer_requests": asked})
 
 
 @contextmanager
 def listening(deployed: SwiftRolloutDeploy, **settings: Any) -> Iterator[str]:
-    """Run the server at a free port; yield its URL.
-
-    Args:
-        settings: further settings of uvicorn.
-    """
+    """Run the server at a free port, with settings of uvicorn; yield its URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(deployed.app, log_level="error", lifespan="off", **settings)

@@ -1,23 +1,39 @@
 """A group is one request, whichever ranks have its samples, and each rank gets its own samples (G1,
-G2, G3, S2, S6)."""
+G2, G3, S2, S6). Samples have every column of the data set, and the turns of their conversations
+(R1, V1)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from swift.infer_engine.protocol import RolloutInferRequest, UsageInfo, serialize_ndarray
+from swift.rl_core.data import GRPOSample
 
+from swift_grpo_ext.media.pictures import Picture, picture_of
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.answers import answer_of, to_rollout_output
+from swift_grpo_ext.rollout.conversation import (
+    Conversation,
+    Turn,
+    attach_turns,
+    name_server,
+    read_turns,
+    write_turns,
+)
 from swift_grpo_ext.rollout.generate import RolloutSettings, begin_turn, generate, plan_requests
-from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
+from swift_grpo_ext.rollout.sample import RolloutSample
+from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata, WireError
 from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId, sample_seed
+from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 from tests.rig.arguments import training_arguments
 from tests.rig.ranks import ThreadRanks, run_rank_groups
 
@@ -31,6 +47,7 @@ COMPLETION = Completion(
     seed=9,
     replica="replica 1",
 )
+PROMPT = Prompt([1, 2], np.arange(6, dtype=np.int32).reshape(3, 2))
 
 
 def sample_id(group: int, index: int) -> SampleId:
@@ -168,9 +185,8 @@ def test_a_first_turn_is_the_sample_and_a_later_one_counts_on() -> None:
 
 
 def test_a_completion_becomes_what_the_trainer_reads() -> None:
-    prompt = Prompt([1, 2], np.zeros((3, 2), dtype=np.int32))
     arrays = {"token_ids": np.array([5, 6, 7]), "logprobs": np.array([-0.5, -1.0, -0.25])}
-    answer = Answer([replace(COMPLETION, **arrays)], prompt)
+    answer = Answer([replace(COMPLETION, **arrays)], PROMPT)
     output = to_rollout_output(answer)
     [choice] = output.response.choices
     assert {type(i) for i in choice.token_ids} == {int}  # rank 0 hands a server's arrays on
@@ -184,6 +200,114 @@ def test_a_completion_becomes_what_the_trainer_reads() -> None:
     assert answer_of(output) is answer
     experts = np.arange(6).reshape(3, 2)
     bare = replace(COMPLETION, logprobs=None, routed_experts=serialize_ndarray(experts))
-    output = to_rollout_output(Answer([bare], prompt))
+    output = to_rollout_output(Answer([bare], PROMPT))
     assert output.rollout_logprobs == []
     assert np.array_equal(output.response.choices[0].routed_experts, experts)
+
+
+# --- turns ---
+
+CROP = Image.effect_noise((40, 30), 60).convert("RGB")
+SEVEN, PICTURE = Picture("七.png"), picture_of(CROP)
+
+
+def note(
+    conversation: Conversation,
+    *contents: Any,
+    images: Any = (),
+    completion: Completion = COMPLETION,
+) -> None:
+    """Record a turn that is asked with these messages."""
+    roles = ("user", "assistant", "user", "assistant", "assistant")
+    pairs = zip(roles, contents, strict=False)
+    asked = RolloutInferRequest(messages=[{"role": role, "content": c} for role, c in pairs])
+    asked.images = [*images]
+    number = len(conversation.turns)
+    turn = Turn(replace(sample_id(2, 0), turn=number), PROMPT, completion, f"print {number}")
+    conversation.record(asked, replace(turn, engine_seconds=1.0, tool_seconds=2.0))
+
+
+def shown(conversation: Conversation) -> list[tuple[list[Any], list[Picture]]]:
+    """Return the contents and the media that each turn added."""
+    return [([m["content"] for m in turn.messages], turn.media) for turn in conversation.turns]
+
+
+def test_each_turn_shows_what_was_added_for_it() -> None:
+    conversation = Conversation()
+    note(conversation, "<image>?", images=["七.png"])
+    note(conversation, "<image>?", "3", "<image>no", images=["七.png", CROP])
+    # ms-swift leaves an empty answer for a template to go on from.
+    note(conversation, "<image>?", "3", "<image>no", "4, but", "", images=["七.png", CROP])
+    # A scheduler that starts over with fewer messages.
+    note(conversation, "<image>!", images=[CROP])
+    assert shown(conversation) == [
+        (["<image>?"], [SEVEN]),
+        (["<image>no"], [PICTURE]),
+        ([], []),
+        (["<image>!"], [PICTURE]),
+    ]
+    assert PICTURE.webp is not None
+    # Media in parts are media: the record does not have their content as text.
+    note(in_parts := Conversation(), first := [{"type": "image", "image": "七.png"}])
+    later = [{"type": "text", "text": "Look: "}, {"type": "image", "image": CROP}]
+    note(in_parts, first, "3", later)
+    assert shown(in_parts) == [(["<image>"], [SEVEN]), (["Look: <image>"], [PICTURE])]
+
+
+def test_a_sample_has_what_its_conversations_end_says() -> None:
+    """Seed and replica are the last answer's. A turn without room has none, and no stop."""
+    note(conversation := Conversation(), "?")
+    no_room = replace(COMPLETION, token_ids=[], stop_reason=None, seed=8)
+    note(conversation, "?", "3", "no", completion=no_room)
+    for is_conversation, infos in (
+        (True, {"num_turns": 2, "seed": 9, "replica": "replica 1", "stop_reason": None}),
+        (False, {"num_turns": 2}),
+    ):
+        sample = RolloutSample(messages=[], rollout_infos={"num_turns": 2})
+        attach_turns(sample, conversation.turns, is_conversation=is_conversation)
+        assert [prompt.token_ids for prompt in sample.rollout_prompts] == [[1, 2]]
+        assert sample.rollout_infos == infos
+
+
+def test_turns_come_from_a_server_as_they_were() -> None:
+    """Turns of another version are refused."""
+    conversation = Conversation()
+    note(conversation, "<image>?", images=["七.png"])
+    note(conversation, "<image>?", "3", "<image>no", images=["七.png", CROP])
+    output = to_rollout_output(Answer([COMPLETION], PROMPT))
+    plain = dict(output.rollout_infos)
+    message = conversation.turns[1].messages[0]
+    message["found"] = {7}  # a scheduler may put any object into a message
+    write_turns(output, conversation.turns)
+    message["found"] = "{7}"
+    output.rollout_infos = json.loads(json.dumps(output.rollout_infos))  # as HTTP carries them
+    name_server(output, "server 1 (http://a)")
+    other = deepcopy(output)
+    for came, was in zip(read_turns(output, run_seed=42), conversation.turns, strict=True):
+        assert list(came.completion.token_ids) == [5, 6, 7]
+        assert came.completion.seed == sample_seed(42, was.sample_id)
+        assert came.completion.replica == "server 1 (http://a) replica 1"
+        assert came.prompt.token_ids == PROMPT.token_ids
+        assert np.array_equal(came.prompt.positions, PROMPT.positions)
+        assert replace(came, completion=COMPLETION, prompt=PROMPT) == was
+    assert output.rollout_infos == plain
+    assert read_turns(output, run_seed=42) == []  # a server without us
+    other.rollout_infos["swift_grpo_ext.turns"]["version"] = 1
+    with pytest.raises(WireError, match=r"server 1 .* speaks version 1 of swift-grpo-ext's"):
+        read_turns(other, run_seed=42)
+
+
+ROW = {
+    "messages": [{"role": "user", "content": "Which digit?"}],
+    **{"sample_id": 12, "prompt_hash": "a", "rollout_prompts": ["b"]},
+}
+
+
+def test_columns_stay_columns_whatever_they_are_called() -> None:
+    [sample] = RolloutGRPOTrainer.to_samples(RolloutGRPOTrainer, [ROW])
+    assert type(sample) is RolloutSample
+    assert sample.to_reward_row() == GRPOSample.from_row(ROW).to_reward_row()
+    assert not hasattr(sample, "sample_id")
+    assert not sample.rollout_prompts
+    sample.sample_id = sample_id(2, 0)
+    assert vars(deepcopy(sample)) == vars(sample)

@@ -47,14 +47,9 @@ def test_experts_are_transposed_and_nothing_else(lora: bool) -> None:
         expected = tensor.transpose(1, 2) if name in experts else tensor
         assert torch.equal(sent[name], expected)
         assert sent[name].data_ptr() == tensor.data_ptr()  # copies of 30B weights take 57 GB
-
-
-def test_the_models_own_conversions_count() -> None:
-    """`from_pretrained` has read the model's files by them."""
-    model = qwen_moe()
+    # `from_pretrained` may have read the model's files by other conversions.
     model._weight_conversions = []
-    sent = checkpoint_layout(model, runtime := dict(model.state_dict()))
-    assert all(sent[name].shape == tensor.shape for name, tensor in runtime.items())
+    assert checkpoint_layout(model, runtime) == runtime
 
 
 def test_adaloras_numbers_of_ranks_are_no_weights() -> None:
