@@ -31,35 +31,23 @@ def _limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "MAX_BYTES", 2**20)
 
 
-@pytest.mark.parametrize("has_length", [True, False])
-def test_a_body_that_is_too_large_is_refused(has_length: bool) -> None:
-    """Every route refuses it by size and limit. The client reads this although it is still
-    sending."""
-    large = body_of(["A" * 20_000_000])
-    with listening(Deployed(Replica())) as url:
-        for path in ("/infer/", "/init_communicator/"):
-            data: Any = large if has_length else in_parts(large)
-            refused = requests.post(url + path, data=data, headers=AS_JSON, timeout=60)
-            assert refused.status_code == 413, path
-            expected = f"a body of {len(large):,} bytes; expected at most 1,048,576, an eighth of"
-            assert refused.json()["detail"].startswith(expected)
-        small = body_of(["A" * 2**19])
-        assert requests.post(f"{url}/infer/", data=small, headers=AS_JSON, timeout=60).ok
-
-
 def test_bodies_are_bounded_together() -> None:
-    """Waiting bodies count, since they are in memory. Once they are answered or have failed,
-    another one is accepted."""
-    replica, body = Replica("is late"), body_of(["A" * 600_000])
+    """A body that is too large is refused by size and limit. The client reads this although it is
+    still sending. Waiting bodies count, since they are in memory. Once they are answered or have
+    failed, another one is accepted."""
+    replica, body, large = Replica("is late"), body_of(["A" * 600_000]), body_of(["A" * 4_000_000])
     with listening(Deployed(replica)) as url, ThreadPoolExecutor(1) as pool:
 
-        def post(data: Any) -> requests.Response:
-            return requests.post(f"{url}/infer/", data=data, headers=AS_JSON, timeout=60)
+        def post(data: Any, path: str = "infer") -> requests.Response:
+            return requests.post(f"{url}/{path}/", data=data, headers=AS_JSON, timeout=60)
 
         slow = pool.submit(post, body)
         while not replica.groups:
             time.sleep(0.01)
-        assert post(body_of(["A" * 2_000_000])).status_code == 413
+        for refused in (post(large), post(in_parts(large)), post(large, "init_communicator")):
+            assert refused.status_code == 413
+            expected = f"a body of {len(large):,} bytes; expected at most 1,048,576, an eighth of"
+            assert refused.json()["detail"].startswith(expected)
         for data in (body, in_parts(body)):
             refused = post(data)
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")

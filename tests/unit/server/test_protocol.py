@@ -22,16 +22,21 @@ PROTOCOL = PAGE.read_text(encoding="utf-8").split("\n## The protocol\n")[1].spli
 NAMES = {*re.findall(r"`([^`\n]+)`", PROTOCOL)}
 
 
-def test_it_has_all_headers_and_routes_of_a_server() -> None:
+def test_it_has_all_headers_routes_and_fields_of_answers() -> None:
     ours = {value for name, value in vars(wire).items() if name.endswith("_HEADER")}
     assert {n for n in NAMES if n.startswith("X-")} == {*ours, lease.OWNER_HEADER}
     assert f"every {lease.HEARTBEAT_SECONDS:g} seconds" in PROTOCOL
     assert f"for {lease.LEASE_SECONDS:g} seconds" in PROTOCOL
-    found = {each.path for each in Deployed(Replica()).app.routes if isinstance(each, Route)}
+    server = Deployed(Replica())
+    found = {each.path for each in server.app.routes if isinstance(each, Route)}
     # `/health` is the same without a slash, and all trainers send adapters in buckets.
     found -= {"/health", "/update_adapter_param/"}
     assert found == {name for name in NAMES if re.fullmatch(r"/[a-z_/]+/", name)}
-    assert {routes.REPORTS_PATH, wire.KEY, conversation.KEY} <= NAMES
+    drawn = Completion(text="", token_ids=[1], logprobs=[0.0], finish_reason=None)
+    told = wire.write_answer(Answer([drawn], Prompt([1]))) | server.client.get("/health/").json()
+    told |= server.client.post("/get_engine_type/").json()[wire.KEY]
+    reported = {field.name for field in fields(WeightReport)}
+    assert {*told, *reported, routes.REPORTS_PATH, wire.KEY, conversation.KEY} <= NAMES
 
 
 def test_its_request_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,11 +49,3 @@ def test_its_request_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {*written} == {"version", *(field.name for field in fields(RequestMetadata))}
     assert {*written["sample_id"]} == {field.name for field in fields(SampleId)}
     assert f"(version {wire.VERSION})" in PROTOCOL
-
-
-def test_its_answers_have_these_fields() -> None:
-    drawn = Completion(text="", token_ids=[1], logprobs=[0.0], finish_reason=None)
-    client = Deployed(Replica()).client
-    told = wire.write_answer(Answer([drawn], Prompt([1])))
-    told |= client.post("/get_engine_type/").json()[wire.KEY] | client.get("/health/").json()
-    assert {*told, *(field.name for field in fields(WeightReport))} <= NAMES

@@ -21,7 +21,7 @@ from fastapi.testclient import TestClient
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import WeightReport
 from swift_grpo_ext.server import replicas, routes
-from swift_grpo_ext.server.lease import OWNER_HEADER, PATH
+from swift_grpo_ext.server.lease import OWNER_HEADER
 from tests.rig.server.served import Deployed, Replica, groups_of, listening, request
 
 BODY = {"infer_requests": [request(0)]}
@@ -117,23 +117,17 @@ def test_replicas_that_are_gone_or_wait_for_weights_draw_nothing(as_arrays: bool
 
 @pytest.mark.parametrize("method", ["reset_mm_cache", "read_number_bits"])
 def test_every_call_is_bounded(method: str) -> None:
-    """The bound is the owner's if that is shorter than the server's."""
+    """The bound is the owner's if that is shorter than the server's. A stranger's bound ends no
+    busy replica."""
     path = "/get_engine_type/" if method == "read_number_bits" else f"/{method}/"
-    deployed = Deployed(Replica(**{method: "hangs"}))
-    deployed.refuse(path, 503, "has not answered for 1 s", headers=OWNED | SHORT)
-    assert deployed.connections == []
-
-
-def test_the_bound_of_a_stranger_ends_no_replica() -> None:
-    """A busy replica is not ended by the stranger's bound, and answers later."""
-    slow = Replica(read_weight_report="is late")
-    deployed = Deployed(slow)
-    threading.Timer(1.5, slow.goes_on.set).start()
-    assert deployed.client.get(routes.REPORTS_PATH, headers=SHORT).status_code == 200
-    assert slow.is_alive()
-    assert deployed.client.post(PATH, headers=OWNED).json() == {"owner": "runs/a"}
-    told = deployed.client.post("/get_engine_type/", headers=SHORT)
-    assert (told.status_code, deployed.timeout) == (200, 60.0)
+    for headers, status in ((SHORT, 200), (OWNED | SHORT, 503)):
+        busy = Replica(**{method: "is late"})
+        deployed = Deployed(busy)
+        threading.Timer(1.5, busy.goes_on.set).start()
+        answer = deployed.client.post(path, headers=headers)
+        assert answer.status_code == status
+        assert busy.is_alive() == bool(deployed.connections) == (status == 200)
+    assert "a replica has not answered for 1 s" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(
@@ -143,9 +137,8 @@ def test_a_bound_lies_between_a_second_and_the_servers_own(bound: str, expected:
     """What is no number is refused, for any client."""
     deployed = Deployed(Replica(), timeout=60.0)
     for owner in ({}, OWNED):
-        headers = owner | {wire.TIMEOUT_HEADER: "1,2"}
         cause = f"{wire.TIMEOUT_HEADER}: could not convert string to float: '1,2'; expected"
-        deployed.refuse("/infer/", 400, cause, headers=headers)
+        deployed.refuse("/infer/", 400, cause, headers=owner | {wire.TIMEOUT_HEADER: "1,2"})
     headers = OWNED | {wire.TIMEOUT_HEADER: bound}
     assert deployed.client.get("/get_world_size/", headers=headers).status_code == 200
     assert deployed.timeout == expected
