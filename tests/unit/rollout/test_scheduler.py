@@ -9,7 +9,7 @@ import copy
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,9 @@ from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
 from swift_grpo_ext.rollout import scheduler
-from swift_grpo_ext.rollout import served as served_module
 from swift_grpo_ext.rollout.conversation import read_turns
 from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, RequestError
-from swift_grpo_ext.rollout.scheduler import warn_context_overflow, watch
+from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.sampling.seeding import sample_seed
 from tests.rig.recording_vllm import (
     ID,
@@ -109,11 +108,9 @@ def test_a_conversation_is_led_as_without_us(conversations: Lead) -> None:
         assert watched.rollout_infos[name] == plain.rollout_infos[name]
 
 
-def test_a_conversation_without_room_ends_with_its_last_answer(
-    conversations: Lead, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_without_room_ends_with_its_last_answer(conversations: Lead) -> None:
     """It ends as "length" with the messages and media of the answer before, whatever the scheduler
-    returns. One warning counts such conversations."""
+    returns."""
 
     class Endless(Crop):
         def check_finished(self, *_: Any) -> bool:
@@ -132,13 +129,6 @@ def test_a_conversation_without_room_ends_with_its_last_answer(
     assert [m["role"] for m in ended.messages] == ["user", "assistant", "tool", "assistant"]
     assert len(ended.rollout_infos["images"]) == 2
     assert ended.rollout_infos["num_turns"] == 3
-    warnings: list[str] = []
-    monkeypatch.setattr(scheduler.logger, "warning_once", lambda text, **_: warnings.append(text))
-    [sound] = conversations(Crop, "a", max_turns=1)
-    warn_context_overflow([sound], 256, 512)
-    assert warnings == []
-    warn_context_overflow([sound, ended], 256, 512)
-    assert "1 of 2 conversations" in warnings[0]
 
 
 def test_a_second_training_of_a_process_watches_once() -> None:
@@ -314,40 +304,3 @@ def test_a_conversation_that_fails_is_named(engine: Any, vllm: Any, is_engines: 
     where = "RuntimeError: train round 0.0, group 0, sample 0 in turn 2: the server's --multi_turn"
     assert reply[FAILURE].startswith("ZeroDivisionError" if is_engines else where)
     assert not reply[REQUEST_FAULT]
-
-
-def test_conversations_that_are_given_up_end(engine: Any, vllm: Any) -> None:
-    """A conversation whose tool works makes no more requests; one in the engine is aborted."""
-    at_work, is_over, refused = threading.Event(), threading.Event(), list[str]()
-
-    class Waits(MultiTurnScheduler):
-        async def run(self, infer_request: Any, request_config: Any, **_: Any) -> Any:
-            if infer_request.data_dict["tool"]:
-                at_work.set()
-                is_over.wait(20)
-            try:
-                await self.infer_engine.infer_async(infer_request, request_config)
-            except BaseException as e:
-                refused.append(type(e).__name__)
-                raise
-
-    async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        at_work.wait(20)
-        assert not served_module.go_on(time.monotonic() + 1)  # the engine is silent
-        served_module.give_up()
-        await asyncio.sleep(20)
-        yield
-
-    vllm.generate = generate
-    asked = [of_scheduler(), of_scheduler()]
-    for number, one in enumerate(asked):
-        one.data_dict["tool"] = number == 1
-    reply = lead(engine, Waits, *asked)
-    assert reply[FAILURE] == "the training that asked for the conversations has left"
-    assert reply[REQUEST_FAULT]
-    is_over.set()
-    deadline = time.monotonic() + 20
-    while len(refused) < 2 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert refused == ["CancelledError", "RequestError"]
-    assert not served_module.go_on(0.0)

@@ -284,30 +284,6 @@ def test_a_group_that_cannot_be_made_is_tried_thrice(
     assert said[1] == f"{failed} It is tried again."
 
 
-def test_a_lost_server_leaves_the_other_its_own_group_and_name(
-    connected: MakeClient, made: list[tuple[Any, ...]]
-) -> None:
-    """A server is lost between rounds: weights and requests go to the other one. When it answers
-    again, the next weight update takes it back, with a group of its own."""
-    lost, healthy = Server(ours=ours_of(3)), Server(ours=ours_of(2, "second"))
-    client = connected(lost, healthy)
-    servers = RolloutServers(client, TIMEOUT)
-    lost.ours = ours_of(0)
-    for fault in (None, requests.ConnectionError("refused")):
-        lost.fault = fault
-        assert not servers.reconnect()
-        assert (client.base_urls, client.num_servers) == (["http://host1"], 1)
-        assert (client.hosts, client.group_ports) == (["host1"], [1])
-        assert client.pynccl_comms == ["group 1"]
-        assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "second"
-        assert counts_of(servers) == [2]
-    lost.fault, lost.ours = None, ours_of(1)
-    assert servers.reconnect()
-    assert client.base_urls == ["http://host0", "http://host1"]
-    assert client.pynccl_comms == ["new", "group 1"]
-    assert counts_of(servers) == [1, 2]
-
-
 REFUSED = NewConnectionError(None, "refused")  # type: ignore[arg-type]
 LATE = ReadTimeoutError(None, "", "late")  # type: ignore[arg-type]
 CUT = ProtocolError("Connection aborted.")

@@ -162,16 +162,6 @@ def test_what_comes_behind_an_answered_update_tells_of_it(call: str) -> None:
     server.play("adapter join reset")  # the training has ended before anybody looked
 
 
-def test_weights_that_a_replica_cannot_load_are_named_until_others_come() -> None:
-    server = Updated()
-    server.one.faults["process_weights_after_loading"] = "raises"
-    server.play("update")
-    detail = server.play("load", 500, "could not load its weights")
-    assert server.weights() == server.play("draw", 409) == detail
-    del server.one.faults["process_weights_after_loading"]
-    server.play("update load draw")
-
-
 def test_health_says_where_nothing_looked() -> None:
     """The watch of one of two replicas has ended, or that replica cannot report."""
     server = Updated()
@@ -185,6 +175,8 @@ def test_health_says_where_nothing_looked() -> None:
     server.two.faults["read_weight_report"] = "raises"
     server.play("update load")
     assert server.weights() == "not looked at"
+    server.one.faults["process_weights_after_loading"] = "raises"
+    assert server.play("load", 500, "could not load its weights") == server.weights()
 
 
 def test_an_update_is_judged_when_it_has_ended(said: list[str]) -> None:
