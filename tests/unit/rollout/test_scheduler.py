@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -195,24 +194,6 @@ def test_a_check_may_use_signals_in_the_training(conversations: Lead) -> None:
 
     [output] = conversations(type("Checks", (Crop,), {"check_finished": check}), "a")
     assert output.response_token_ids == [ids_of("a")]
-
-
-@on_a_server
-def test_tools_of_a_servers_conversations_work_side_by_side(conversations: Lead) -> None:
-    """Also tools that block within a coroutine."""
-    at_work = threading.Barrier(8, timeout=60)  # broken, unless all eight wait at once
-
-    class Slow(Crop):
-        def step(self, *call: Any) -> Step:
-            at_work.wait()
-            return super().step(*call)
-
-        async def on_turn_end(self, *call: Any) -> dict[str, Any]:
-            at_work.wait()
-            return await super().on_turn_end(*call)
-
-    outputs = conversations(Slow, "a" * 16, num=8, max_turns=2)
-    assert [output.response_token_ids for output in outputs] == [[ids_of("a")] * 2] * 8
 
 
 # --- a server's conversations ---

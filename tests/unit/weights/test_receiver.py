@@ -1,20 +1,17 @@
 """A worker reports the weights and adapters that it loaded, and an adapter's refusal, until the
-next update (M4). In `tests/stack/test_fault_matrix.py` the workers are those of servers."""
+next update (M4). In `tests/stack/test_fault_matrix.py` workers join groups under their numbers."""
 
 from __future__ import annotations
 
-import os
 import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from swift.pipelines.infer import rollout
-from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 
 from swift_grpo_ext.rollout.wire import WeightReport
-from swift_grpo_ext.weights.receiver import REPLICA_NUMBER, VerifiedWeightSyncWorkerExtension
+from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 from swift_grpo_ext.weights.update import MERGED, EngineWeights, WeightUpdateError, shapes_of
 
 TENSORS = {"a.base_layer.weight": torch.arange(3.0), "b": torch.ones(2, dtype=torch.bfloat16)}
@@ -151,36 +148,6 @@ def test_a_watch_that_has_ended_finds_nothing_sound() -> None:
     worker.weights._watch = SimpleNamespace()  # type: ignore[assignment]
     for _ in range(2):
         assert worker.load() == WeightReport(BASE, faults=None)
-
-
-# --- what a server's worker adds ---
-
-
-def test_a_worker_joins_under_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined: list[Any] = []
-
-    class StatelessProcessGroup(SimpleNamespace):
-        @staticmethod
-        def create(**kwargs: Any) -> Any:
-            return StatelessProcessGroup(kwargs=kwargs, rank=0, barrier=dict)
-
-    def init_communicator(self: Any, *where: Any) -> None:
-        group = rollout.StatelessProcessGroup.create(host="host")
-        bounds = (group.kwargs, group.barrier(), group.timeout)
-        joined.append((*where, os.environ.get(REPLICA_NUMBER), *bounds))
-
-    monkeypatch.setattr(rollout, "StatelessProcessGroup", StatelessProcessGroup)
-    monkeypatch.setattr(WeightSyncWorkerExtension, "init_communicator", init_communicator)
-    monkeypatch.setenv(REPLICA_NUMBER, "5")
-    worker = VerifiedWeightSyncWorkerExtension()
-    worker.join_group("host", 7, 3, None, 4.0, watches=False)
-    worker.join_group("host", 7, 3, 0, 9.5, watches=False)
-    assert os.environ[REPLICA_NUMBER] == "5"
-    assert joined == [
-        ("host", 7, 3, "5", {"host": "host", "store_timeout": 4}, {"timeout": 4.0}, 4.0),
-        ("host", 7, 3, "0", {"host": "host", "store_timeout": 9}, {"timeout": 9.5}, 9.5),
-    ]
-    assert rollout.StatelessProcessGroup is StatelessProcessGroup
 
 
 @pytest.mark.parametrize(
