@@ -66,19 +66,13 @@ class Replica:
     request with its group, or has a fault: `faults`, by method."""
 
     def __init__(
-        self,
-        fault: str = "",
-        *,
-        number: int = 7,
-        number_bits: int = 32,
-        child: Any = None,
-        **faults: str,
+        self, fault: str = "", *, number: int = 7, child: Any = None, **faults: str
     ) -> None:
         if child is None:
             parent, child = Pipe()
             self.connection = ReplicaConnection(parent, self, number)
         self.name = f"replica {number}"
-        self.faults, self.number_bits = {"infer": fault} | faults, number_bits
+        self.faults = {"infer": fault} | faults
         self.groups: list[int] = []
         self.requests: list[dict[str, Any]] = []
         # The other methods that the server called, with arguments; without reports.
@@ -126,7 +120,7 @@ class Replica:
         if method == "read_weight_report" and fault != "raises":
             return [asdict(replace(r, faults=self.weight_faults)) for r in self.reports]
         if method == "read_number_bits":
-            return [self.number_bits]
+            return [32]
         self.calls.append((method, kwargs.get("args", ())))
         if fault == "raises":
             return None

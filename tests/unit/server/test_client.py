@@ -19,16 +19,15 @@ import torch
 from requests.adapters import HTTPAdapter
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.rlhf_trainers import vllm_client
-from swift.rlhf_trainers.vllm_client import VLLMInferClient
 from urllib3.exceptions import MaxRetryError, NewConnectionError, ProtocolError, ReadTimeoutError
 
 from swift_grpo_ext.ranks import RolloutError
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.wire import Prompt, WeightReport, WireError
+from swift_grpo_ext.rollout.wire import WireError
 from swift_grpo_ext.server import client as servers_module
 from swift_grpo_ext.server.client import RolloutServers, connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
-from tests.rig.server.served import Deployed, Replica, drawn_by, listening, request
+from tests.rig.server.served import drawn_by, request
 
 TIMEOUT = 60.0  # seconds
 MakeClient = Callable[..., Any]
@@ -138,35 +137,19 @@ def ask(servers: RolloutServers, num_groups: int) -> list[Any]:
     return answers
 
 
-def test_samples_come_back_to_their_requests_with_their_replicas() -> None:
-    """Two real servers have one replica and two. The shortest engine bounds prompts."""
-    ends = [[Replica(number=0)], [Replica(number=0, number_bits=16), Replica(number=1)]]
-    one, two = (
-        Deployed(*end, new_special_tokens=["<a>", "<b>"], vllm_max_model_len=length)
-        for end, length in zip(ends, (512, 256), strict=True)
-    )
-    with listening(one) as first, listening(two) as second:
-        client = VLLMInferClient(base_urls=[first, second])
-        servers = RolloutServers(client, TIMEOUT, new_special_tokens=["<a>", "<b>"])
-        assert counts_of(servers) == [1, 2]
-        assert (servers.max_model_len, servers.number_bits) == (256, 16)
-        assert not servers.reconnect()
-        answers = ask(servers, 9)
-        [_, *reports] = servers.weight_reports()
-        names = [f"server {number} ({url})" for number, url in enumerate((first, second))]
-        own = WeightReport({"w": "float32 (1,)"}, faults=[])
-        assert reports == [(f"worker {number} of {names[1]}", own) for number in range(2)]
-    drew = {
-        f"{name} {replica.name}": replica.groups
-        for name, end in zip(names, ends, strict=True)
-        for replica in end
-    }
-    assert [len(groups) for groups in drew.values()] == [3] * 3
-    for group, (completions, prompt) in enumerate(answers):
-        assert prompt == Prompt([1, 2])
+def test_samples_come_back_to_their_requests(connected: MakeClient) -> None:
+    """Two servers have one replica and two. The shortest engine bounds prompts, and the coarsest
+    numbers bound the gap."""
+    one, two = Server(), Server(ours=ours_of(2))
+    for server, length, bits in ((one, 512, 16), (two, 256, 32)):
+        server.ours |= {"max_model_len": length, "number_bits": bits}
+        server.ours["new_special_tokens"] = ["<a>", "<b>"]
+    servers = RolloutServers(connected(one, two), TIMEOUT, new_special_tokens=["<a>", "<b>"])
+    assert (servers.max_model_len, servers.number_bits) == (256, 16)
+    for completions, _ in ask(servers, 9):
         seeds = [completion.seed for completion in completions]
         assert seeds == list(range(seeds[0], seeds[0] + 4))
-        assert all(group in drew[completion.replica] for completion in completions)
+    assert (len(one.asked), len(two.asked)) == (3, 6)
 
 
 TOKENS = ours_of() | {"new_special_tokens": ["<b>"]}

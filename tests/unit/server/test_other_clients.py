@@ -19,10 +19,9 @@ from tests.rig.server.served import Deployed, Replica, listening, request
 
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The warnings and errors of the server's log."""
+    """The errors of the server's log."""
     lines: list[str] = []
-    for name in ("error", "warning_once"):
-        monkeypatch.setattr(other_clients.logger, name, lambda text, **_: lines.append(text))
+    monkeypatch.setattr(other_clients.logger, "error", lines.append)
     return lines
 
 
@@ -52,7 +51,8 @@ def seeds_of(metadatas: list[RequestMetadata]) -> list[int]:
 
 
 def test_no_two_requests_share_a_seed_in_the_life_of_a_server() -> None:
-    """Seeds of two servers differ too. Within a call, their low 32 bits differ."""
+    """Seeds of two servers differ too. Within a call, their low 32 bits differ. In engine mode the
+    engine chooses; `tests/stack/test_seeds.py` has clients with seeds of their own."""
     seeds: list[int] = []
     for deployed in (Deployed(Replica(), Replica()), Deployed(Replica())):
         for _ in range(3):
@@ -62,6 +62,9 @@ def test_no_two_requests_share_a_seed_in_the_life_of_a_server() -> None:
     assert len({*seeds}) == len(seeds) == 30
     assert min(seeds) > 0
     assert max(seeds) < 2**63
+    engine = Deployed(Replica(), rollout_seed_mode="engine")
+    for config in ({}, {"seed": 5}):
+        assert [m.seed_of(0) for m in served(engine, asked("a", "b"), **config)] == [None, None]
 
 
 def test_a_call_is_a_round_and_its_equal_prompts_are_a_group() -> None:
@@ -79,19 +82,6 @@ def test_a_call_is_a_round_and_its_equal_prompts_are_a_group() -> None:
     told = served(deployed, [*asked("a"), *with_tools])
     assert [(m.sample_id.group, m.sample_id.index) for m in told] == [(0, 0), (1, 0)]
     assert deployed.processes[1].requests[-1]["data_dict"]["solution"] == "7"
-
-
-def test_a_clients_own_seed_wins_where_it_asks_once(said: list[str]) -> None:
-    """One seed for many requests is replaced, with a warning. In engine mode seeds stay."""
-    deployed = Deployed(Replica(), Replica())
-    assert [m.seed_of(0) for m in served(deployed, asked("a"), seed=5)] == [None]
-    assert said == []
-    told = [served(deployed, asked("a", "b"), seed=5) for _ in range(2)]
-    assert len({seed for call in told for seed in seeds_of(call)}) == 4
-    assert "A client gives one seed (5) for 2 requests" in said[0]
-    engine = Deployed(Replica(), rollout_seed_mode="engine")
-    for config in ({}, {"seed": 5}):
-        assert [m.seed_of(0) for m in served(engine, asked("a", "b"), **config)] == [None, None]
 
 
 # --- weight updates ---
