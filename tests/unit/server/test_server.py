@@ -27,6 +27,7 @@ from tests.rig.server.served import Deployed, Replica, groups_of, listening, req
 BODY = {"infer_requests": [request(0)]}
 OWNED = {OWNER_HEADER: "runs/a"}
 SHORT = {wire.TIMEOUT_HEADER: "1"}
+RESETS = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -115,7 +116,7 @@ def test_replicas_that_are_gone_or_wait_for_weights_draw_nothing(as_arrays: bool
 # --- time ---
 
 
-@pytest.mark.parametrize("method", ["reset_mm_cache", "read_number_bits"])
+@pytest.mark.parametrize("method", [*RESETS, "read_number_bits"])
 def test_every_call_is_bounded(method: str) -> None:
     """The bound is the owner's if that is shorter than the server's. A stranger's bound ends no
     busy replica."""
