@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rig.server.matrix import Cell, cells, check
+from tests.rig.server.forked import Cell, cells, check
 
 
 @pytest.mark.parametrize("cell", cells(in_pairs=False), ids=str)

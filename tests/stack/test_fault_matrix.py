@@ -6,8 +6,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rig.server.forked import Fault, undisturbed
-from tests.rig.server.matrix import REPLICA_PHASES, Cell, cells, check, run
+from tests.rig.server.forked import (
+    REPLICA_PHASES,
+    Cell,
+    Fault,
+    cells,
+    check,
+    run,
+    undisturbed,
+)
 
 
 @pytest.mark.parametrize("cell", cells(in_pairs=True), ids=str)

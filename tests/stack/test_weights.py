@@ -3,18 +3,22 @@ the trainer learns from its samples (M4, C2). Engines use adapters, or refuse th
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import requests
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
 from tiny_vlm.families import FAMILIES
 
 from tests.rig import policy
-from tests.rig.plain_client import SPOILED
-from tests.rig.processes import free_port, rollout_server, started
+from tests.rig.megatron_client import MegatronClient
+from tests.rig.processes import free_port, rollout_server
 from tests.rig.releases import IS_BEFORE_0_28
 from tests.rig.rounds import (
     LEARNING,
@@ -38,24 +42,42 @@ def test_each_fault_is_named_at_once(assets: Path, tmp_path: Path) -> None:
     assert_each_fault_is_named(FAMILIES["qwen2_5_vl"], assets / "tiny_vlm", tmp_path, num_faults)
 
 
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as e:  # as a trainer would end
+        return str(e)
+    return ""
+
+
 def test_a_client_without_the_plugin_is_told(assets: Path, tmp_path: Path) -> None:
-    output, log = tmp_path / "found.json", tmp_path / "server.log"
+    """It sends a sound update, one with a random layer, a sound one, and one with a layer of
+    another size, as from a trainer of another model (ms-swift issue 9401)."""
+    log, spoiled = tmp_path / "server.log", "layers.1.self_attn.o_proj"
+    weights = load_file(assets / "tiny_vlm/model.safetensors")
+    question = {"messages": [{"role": "user", "content": "Which digit?"}]}
+    told = []
     with rollout_server(*server_argv(assets), log=log) as port:
-        arguments = [str(port), str(free_port()), str(assets / "tiny_vlm"), str(output)]
-        command = [sys.executable, "-m", "tests.rig.plain_client", *arguments]
-        with started(command, tmp_path / "client.log") as running:
-            finished = running.wait(600)
-    assert finished.returncode == 0, finished.cause
-    sound, spoiled, recovered, misshapen = json.loads(output.read_text(encoding="utf-8"))
-    assert sound == recovered
-    assert sound == {"update": "", "reset": "", "infer": "", "health": "sound", "status": 200}
-    named = f"{SPOILED.removeprefix('model.').removesuffix('.weight')} moved by 1"
-    for answer in ("update", "infer", "health"):
-        assert named in spoiled[answer], answer
-        # As from a trainer of another model (ms-swift issue 9401): workers cannot load it.
-        assert "could not load its weights" in misshapen[answer], answer
-    assert spoiled["status"] == 200
-    assert named in log.read_text(encoding="utf-8")
+        client = MegatronClient(port, free_port())
+        for seed, kind in enumerate(("sound", "random", "sound", "misshapen")):
+            torch.manual_seed(seed)
+            sent = {name: t + 1e-4 * torch.randn_like(t) for name, t in weights.items()}
+            layer = sent[f"model.{spoiled}.weight"]
+            others = {"random": torch.randn_like(layer) * layer.std(), "misshapen": layer[:-8]}
+            sent[f"model.{spoiled}.weight"] = others.get(kind, layer)
+            update = error_of(partial(client.send, sent, None, LoraConfig()))
+            health = requests.get(f"http://127.0.0.1:{port}/health/", timeout=60)
+            assert health.status_code == 200
+            told.append(
+                (update, error_of(lambda: client.draw([question])), health.json()["weights"])
+            )
+        client.close()
+    assert told[0] == told[2] == ("", "", "sound")
+    for text in told[1]:
+        assert f"{spoiled} moved by 1" in text
+    for text in told[3]:
+        assert "could not load its weights" in text
+    assert f"{spoiled} moved by 1" in log.read_text(encoding="utf-8")
 
 
 # --- adapters beside the weights ---

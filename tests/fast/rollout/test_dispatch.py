@@ -37,6 +37,8 @@ def test_shares_by_example(
     workers = dict(zip("ab", capacities, strict=True))
     answers = dispatch(costs, lambda: workers, lambda worker, share: worker * len(share), print)
     assert answers == ["a" if i in shares[0] else "b" for i in range(len(costs))]
+    with pytest.raises(ValueError, match="shorter"):  # a worker that leaves out an answer
+        dispatch(costs, lambda: workers, lambda _, share: share[1:], print)
 
 
 @given(
@@ -98,26 +100,18 @@ def test_no_sample_is_lost_or_doubled_whichever_workers_fail(
         error = e
     causes = "; ".join(f"{worker} failed" for worker in failed)
     suspects = [str(i) for i in sorted(lost) if lost[i] > 1]  # were with two lost workers
+    assert isinstance(error, RequestError) == bool(refused or suspects)
     if refused:
-        assert isinstance(error, RequestError)
         assert str(error) in refused
     elif suspects:
-        assert isinstance(error, RequestError)
         assert str(error).startswith(f"requests {', '.join(suspects)} of the batch were with 2 ")
         assert str(error).endswith(causes)
     elif error is not None:
-        assert isinstance(error, NoWorkerError)
-        assert sorted(failed) == list(outcomes)
-        assert str(error) == causes
+        assert (sorted(failed), str(error)) == (list(outcomes), causes)
     else:
         assert [i for _, i in answers] == list(range(num_requests))
     assert set(answered.values()) <= {1}
     assert max(lost.values(), default=0) <= 2
-
-
-def test_a_worker_that_answers_with_too_few_samples_is_an_error() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        dispatch([1.0, 1.0], lambda: {"a": 1.0}, lambda *_: ["one"], print)
 
 
 PARTS = [
@@ -133,7 +127,6 @@ PROMPT: dict[str, Any] = {"messages": [{"role": "user", "content": "词" * 400}]
     [
         (PROMPT, 8, 256, 2148),
         ({"messages": [{"role": "assistant", "content": None}]}, 1, 10, 10),
-        ({"messages": [{"role": "user", "content": [1] * 400}]}, 1, 0, 400),
         ({"images": ["a.png", {"path": "b.png"}], "videos": ["c.mp4"]}, 1, 0, 3000),
         ({**PROMPT, "audios": ["a.mp3"]}, 2, 5, 1110),
         ({"messages": [{"content": PARTS}], "images": ["b.png"]}, 1, 0, 2100),

@@ -1,4 +1,4 @@
-"""Whole trainings with servers whose replicas are processes that echo.
+"""Whole trainings with servers whose replicas are processes that echo, and a fault in each phase.
 
 All but the model is real: ms-swift's client, routes and workers' loop, our pipes and locks, and
 weight updates over gloo. The tokens of a replica are the seeds of its samples and its weights, so
@@ -10,16 +10,19 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import re
 import signal
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -37,7 +40,7 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import client
-from swift_grpo_ext.server.client import RolloutServers, connect_servers
+from swift_grpo_ext.server.client import connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.server.replicas import Restarts
 from swift_grpo_ext.upstream.patches import PatchPhase, apply
@@ -52,59 +55,43 @@ GROUP_SIZE = 2
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 OF_CONNECTIONS = ("cut", "lose")
 
-Outcome = list[list[int]] | str
-"""The tokens of the samples, or the error that ended the training."""
+Outcome = list[list[int]] | str  # the tokens of the samples, or the error that ended the training
 
 
 @dataclass(frozen=True)
 class Fault:
     """A fault of one replica, or of a connection to its server."""
 
+    # kill, stop, corrupt: a fault of the replica in its first start. cut, lose: the connection
+    # breaks before the server has the request, or before the client has the answer.
     action: str
-    """kill, stop, corrupt: a fault of the replica. cut, lose: the connection breaks before the
-    server has the request, or before the client has the answer."""
-
-    method: str
-    """The replica's method at which it happens; for connections a route; `idle`: between rounds."""
-
-    call: int = 1
-    """The number of the call at which it happens, from 1."""
-
+    method: str  # of the replica, at which it happens; for connections a route; `idle`: in no call
+    call: int = 1  # the number of the call at which it happens
     replica: int = 0
-    """The replica that has the fault in its first start."""
-
     server: int = 0
 
 
 # --- a replica's process ---
 
 
-class Model(torch.nn.Module):
-    """Two tensors."""
-
-    _swift_moe_weight_loader_patched = True  # otherwise ms-swift imports vLLM's models
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        held = dict(weights)
-        self.load_state_dict(held, strict=False)
-        return set(held)
-
-
 class Worker(CPUWeightSyncWorkerExtension):
-    """The real weight extension over a small model."""
+    """The real weight extension over two tensors."""
 
     device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.model_runner: Any = self
-        cache, model = SimpleNamespace(cache_dtype="auto"), SimpleNamespace(quantization=None)
-        self.model, self.model_config = Model(), model
-        self.vllm_config: Any = SimpleNamespace(cache_config=cache, model_config=model)
-        model.dtype = torch.float32
+        self.model: Any = torch.nn.ParameterDict({name: torch.zeros(3) for name in "ab"})
+        self.model._swift_moe_weight_loader_patched = True  # or ms-swift imports vLLM's models
+        self.model.load_weights = self._load_weights
+        self.model_config = SimpleNamespace(quantization=None, dtype=torch.float32)
+        cache = SimpleNamespace(cache_dtype="auto")
+        self.vllm_config: Any = SimpleNamespace(cache_config=cache, model_config=self.model_config)
+
+    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        held = dict(weights)
+        self.model.load_state_dict(held, strict=False)
+        return set(held)
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.model.load_weights(weights_iterator)
@@ -295,55 +282,6 @@ def undisturbed() -> Outcome:
     ]
 
 
-@dataclass
-class Training:
-    """Rounds with servers, as rank 0 of a trainer makes them."""
-
-    urls: list[str]
-    timeout: float
-    between: Callable[[int], None] = field(default=lambda _: None)
-    """Called after each round."""
-
-    drew: set[int] = field(default_factory=set)
-    """The process ids of the replicas that generated the last round."""
-
-    def run(self) -> Outcome:
-        client: Any = None
-        try:
-            ports = [free_port() for _ in self.urls]
-            client = VLLMClient(self.urls, group_ports=ports, connection_timeout=5.0)
-            apply(PatchPhase.TRAINER)
-            with bounded_rendezvous(vllm_client, self.timeout):  # ms-swift would wait 300 s
-                client.init_communicator(device="cpu")
-            args: Any = SimpleNamespace(
-                rollout_timeout=self.timeout,
-                new_special_tokens=[],
-                output_dir="run",
-                full_determinism=False,
-            )
-            return self._run_rounds(client, connect_servers(client, args))
-        except Exception as e:
-            return f"{type(e).__name__}: {e}"
-        finally:
-            if client is not None:
-                atexit.unregister(client.close_communicator)
-                client.pynccl_comms = []
-
-    def _run_rounds(self, client: Any, servers: RolloutServers) -> Outcome:
-        updates, tokens = WeightSync(RankGroup(), servers), []
-        row = RolloutInferRequest(messages=[{"role": "user", "content": "?"}])
-        for step, phase in ROUNDS:
-            if phase == "train":
-                updates.update(partial(_move, client, updates, step))
-            metadatas = metadatas_of(step, phase)
-            answers = servers.infer([row] * GROUPS, metadatas, RequestConfig(max_tokens=8))
-            drawn = [completion for completions, _ in answers for completion in completions]
-            tokens += [list(completion.token_ids) for completion in drawn]
-            self.drew = {int(completion.replica.split()[-1]) for completion in drawn}
-            self.between(step)
-        return tokens
-
-
 def _move(client: Any, updates: WeightSync, step: int, _: bool) -> None:
     """Do as ms-swift's `_move_full_model_to_vllm` and `_reset_vllm_cache`, in two parts."""
 
@@ -356,3 +294,134 @@ def _move(client: Any, updates: WeightSync, step: int, _: bool) -> None:
     client.process_weights_after_loading()
     client.reset_prefix_cache()
     client.reset_encoder_cache()
+
+
+# --- each fault in each phase: some cells are in `tests/stack`, all others in `tests/extra` ---
+
+TIMEOUT = 5.0
+OF_ONE_THAT_STOPS = 1.5
+BOUND = 10  # timeouts: a trainer waits three for each failed call
+# The method of a replica, or the route of a connection, and the number of its call with the fault.
+UPDATES = {
+    "weight update": ("update_flattened_params", 3),
+    "loading": ("process_weights_after_loading", 2),
+    "reset of caches": ("reset_prefix_cache", 2),
+}
+REPLICA_PHASES = {
+    "connecting": ("join_group", 1),
+    **UPDATES,
+    "round": ("infer train", 2),
+    "evaluation": ("infer eval", 1),
+    "idle": ("idle", 1),
+}
+CONNECTION_PHASES = {
+    "connecting": ("init_communicator", 1),
+    "naming itself": ("get_engine_type", 2),
+    **UPDATES,
+    "round": ("infer", 2),
+    "evaluation": ("infer", 3),
+}
+# Phases in which a replica can give another answer, or load other weights.
+CORRUPTIBLE = ("loading", "reset of caches", "round", "evaluation")
+# The phases of each fault in `tests/stack`: one or two of each kind; each phase is there.
+PAIRS = {
+    "kill": ("connecting", "weight update", "round"),
+    "stop": ("loading", "evaluation", "idle"),
+    "corrupt": ("loading", "reset of caches", "round"),
+    "cut": ("connecting", "weight update", "loading", "evaluation"),
+    "lose": ("naming itself", "reset of caches", "round"),
+}
+TWICE = ("stop", "weight update")
+# The replicas of each server, then the server and the replica with the fault. The first replica of
+# a server hosts the group of its weights.
+PLACES = (((2,), 0, 0), ((1, 1), 1, 0), ((1, 1), 0, 0), ((2,), 0, 1))
+
+
+class Cell(NamedTuple):
+    phase: str
+    fault: Fault
+    replicas: tuple[int, ...]
+    error: str  # a pattern of the error that ends the run; "" if it goes on
+
+    def __str__(self) -> str:
+        place = f"{self.fault.server}.{self.fault.replica}"
+        return f"{self.fault.action} {self.phase} {len(self.replicas)}: {place}"
+
+
+def cells(*, in_pairs: bool) -> Iterator[Cell]:
+    """Yield the cells of `PAIRS` or all others: each fault at one place or two in turn."""
+    places = cycle(PLACES)
+    for action in (*SIGNALS, "corrupt", *OF_CONNECTIONS):
+        phases = CONNECTION_PHASES if action in OF_CONNECTIONS else REPLICA_PHASES
+        for phase, (method, call) in phases.items():
+            if action == "corrupt" and phase not in CORRUPTIBLE:
+                continue
+            error = ""
+            if phase == "connecting":  # ms-swift's own phase, which it does not repeat
+                cut = action in OF_CONNECTIONS
+                error = "Connection aborted" if cut else "timed out|has not answered"
+            elif (action, phase) == ("corrupt", "loading"):
+                error = "does not hold the trainer's weights"
+            is_once = action not in ("kill", "corrupt") and (action, phase) != TWICE
+            for place in range(1 if is_once else 2):
+                replicas, server, replica = next(places)
+                if in_pairs == (phase in PAIRS[action] and place == 0):
+                    where = Fault(action, method, call, replica=replica, server=server)
+                    yield Cell(phase, where, replicas, error)
+
+
+def run(
+    replicas: tuple[int, ...], fault: Fault | None, timeout: float = TIMEOUT, restarts: int = 0
+) -> tuple[Outcome, list[EchoServer], set[int]]:
+    """Make the rounds as rank 0 of a trainer. Return the outcome, the servers, and the process ids
+    of the replicas that generated the last round."""
+    trainer: Any = None
+    tokens, drew = [], set[int]()
+    args: Any = SimpleNamespace(rollout_timeout=timeout, output_dir="run")
+    args.new_special_tokens, args.full_determinism = [], False
+    row = RolloutInferRequest(messages=[{"role": "user", "content": "?"}])
+    with deployed(replicas, timeout, fault, restarts) as (running, urls):
+        try:
+            ports = [free_port() for _ in urls]
+            trainer = VLLMClient(urls, group_ports=ports, connection_timeout=5.0)
+            apply(PatchPhase.TRAINER)
+            with bounded_rendezvous(vllm_client, timeout):  # ms-swift would wait 300 s
+                trainer.init_communicator(device="cpu")
+            servers = connect_servers(trainer, args)
+            updates = WeightSync(RankGroup(), servers)
+            for step, phase in ROUNDS:
+                if phase == "train":
+                    updates.update(partial(_move, trainer, updates, step))
+                metadatas = metadatas_of(step, phase)
+                answers = servers.infer([row] * GROUPS, metadatas, RequestConfig(max_tokens=8))
+                drawn = [completion for completions, _ in answers for completion in completions]
+                tokens += [list(completion.token_ids) for completion in drawn]
+                drew = {int(completion.replica.split()[-1]) for completion in drawn}
+                if fault and fault.method == "idle" and step == 0:
+                    process = running[fault.server].processes[fault.replica]
+                    os.kill(process.pid, SIGNALS[fault.action])
+                deadline = time.monotonic() + timeout
+                for starting in (c for one in running for c in one.restarts.starting):
+                    while not starting.poll() and time.monotonic() < deadline:
+                        time.sleep(0.01)
+            return tokens, running, drew
+        except Exception as e:
+            return f"{type(e).__name__}: {e}", running, drew
+        finally:
+            if trainer is not None:
+                atexit.unregister(trainer.close_communicator)
+                trainer.pynccl_comms = []
+
+
+def check(cell: Cell) -> None:
+    """Check that the run has the tokens of an undisturbed one, or that it ends with a named
+    cause. Both are within the bound."""
+    waits = cell.fault.action == "stop" or cell.phase == "connecting"
+    timeout = OF_ONE_THAT_STOPS if waits else TIMEOUT
+    began = time.monotonic()
+    outcome, *_ = run(cell.replicas, cell.fault, timeout)
+    assert time.monotonic() - began < BOUND * timeout
+    if not cell.error:
+        assert outcome == undisturbed()
+    else:
+        assert re.search(cell.error, str(outcome))

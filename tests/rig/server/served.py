@@ -66,28 +66,20 @@ class Replica:
     request with its group, or has a fault: `faults`, by method."""
 
     def __init__(
-        self,
-        fault: str = "",
-        *,
-        number: int = 7,
-        number_bits: int = 32,
-        child: Any = None,
-        **faults: str,
+        self, fault: str = "", *, number: int = 7, child: Any = None, **faults: str
     ) -> None:
         if child is None:
             parent, child = Pipe()
             self.connection = ReplicaConnection(parent, self, number)
         self.name = f"replica {number}"
-        self.faults, self.number_bits = {"infer": fault} | faults, number_bits
+        self.faults = {"infer": fault} | faults
         self.groups: list[int] = []
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        """The methods that the server called, with arguments; without reports and `infer`."""
-
         self.requests: list[dict[str, Any]] = []
+        # The other methods that the server called, with arguments; without reports.
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.says_to_others: list[Any] = []
+        # The reports of its workers; `weight_faults` has the findings of their watches.
         self.reports = [WeightReport({"w": "float32 (1,)"})]
-        """The reports of its workers; `weight_faults` has the findings of their watches."""
-
         self.weight_faults: list[str] | None = []
         self.exitcode = -9
         self.goes_on = threading.Event()
@@ -117,33 +109,34 @@ class Replica:
     def _reply(self, method: str, kwargs: dict[str, Any], fault: str) -> Any:
         if method in ("infer", "async_infer"):
             assert kwargs["use_tqdm"] is False
-            return self._outputs(kwargs["infer_requests"], fault)
+            outputs = self._outputs(kwargs["infer_requests"])
+            failures = {
+                "raises": {FAILURE: "OSError: the disk is gone", REQUEST_FAULT: False},
+                "cannot encode": {FAILURE: "ValueError: no such image", REQUEST_FAULT: True},
+                "answers nothing": None,
+                "answers half": outputs[:-1],
+            }
+            return failures.get(fault, outputs)
         if method == "read_weight_report" and fault != "raises":
             return [asdict(replace(r, faults=self.weight_faults)) for r in self.reports]
         if method == "read_number_bits":
-            return [self.number_bits]
+            return [32]
         self.calls.append((method, kwargs.get("args", ())))
         if fault == "raises":
             return None
-        if method == "get_state_keys":
-            return [["model.w"]]
-        return [None] if method == "process_weights_after_loading" else True
+        replies = {"process_weights_after_loading": [None], "get_state_keys": [["model.w"]]}
+        return replies.get(method, True)
 
-    def _outputs(self, requests: list[dict[str, Any]], fault: str) -> Any:
-        metadatas = [wire.read_metadata(r.get("data_dict")) for r in requests]
-        # Requests of another client have names from the server.
-        metadatas = [m if m and not m.from_other_client else None for m in metadatas]
-        groups = [-1 if metadata is None else metadata.sample_id.group for metadata in metadatas]
-        self.groups += groups
+    def _outputs(self, requests: list[dict[str, Any]]) -> list[RolloutOutput]:
         self.requests += requests
-        if fault == "raises":
-            return {FAILURE: "OSError: the disk is gone", REQUEST_FAULT: False}
-        if fault == "cannot encode":
-            return {FAILURE: "ValueError: no such image", REQUEST_FAULT: True}
-        if fault == "answers nothing":
-            return None
-        answers = [self._output(group, m) for group, m in zip(groups, metadatas, strict=True)]
-        return answers[:-1] if fault == "answers half" else answers
+        outputs = []
+        for asked in requests:
+            metadata = wire.read_metadata(asked.get("data_dict"))
+            # Requests of another client have names from the server.
+            is_ours = metadata is not None and not metadata.from_other_client
+            self.groups.append(metadata.sample_id.group if metadata and is_ours else -1)
+            outputs.append(self._output(self.groups[-1], metadata if is_ours else None))
+        return outputs
 
     def _output(self, group: int, metadata: RequestMetadata | None) -> RolloutOutput:
         drawn = {wire.KEY: drawn_by(metadata, self.name)} if metadata else {}
@@ -168,14 +161,6 @@ class Replica:
         pass
 
 
-SETTINGS: dict[str, Any] = {
-    "new_special_tokens": [],
-    "rollout_seed_mode": "sample",
-    "sample_log": "none",
-    "vllm_max_model_len": 512,
-}
-
-
 class Deployed(SwiftRolloutDeploy):
     """ms-swift's server with its routes and these replicas."""
 
@@ -188,6 +173,8 @@ class Deployed(SwiftRolloutDeploy):
         **settings: Any,
     ) -> None:
         apply(PatchPhase.SERVER)
+        own: dict[str, Any] = {"new_special_tokens": [], "rollout_seed_mode": "sample"}
+        own |= {"sample_log": "none", "vllm_max_model_len": 512}
         self.args = SimpleNamespace(
             api_key=key,
             rollout_timeout=timeout,
@@ -198,7 +185,7 @@ class Deployed(SwiftRolloutDeploy):
             vllm_data_parallel_size=3,
             vllm_enable_lora=False,
             multi_turn_scheduler=None,
-            **(SETTINGS | settings),
+            **(own | settings),
         )
         self.app = FastAPI()
         self.use_async_engine, self.use_gym_env = use_async, False
@@ -213,19 +200,15 @@ class Deployed(SwiftRolloutDeploy):
         refused = self.client.post(path, **request)
         assert (refused.status_code, words in refused.text) == (status, True), refused.text
 
-    def draw(self, groups: int = 1, client: Any = None, **fields: Any) -> Any:
+    def draw(self, groups: int = 1, **fields: Any) -> Any:
         """Send a request for each group; return the response."""
         asked = [request(group, **fields) for group in range(groups)]
-        return (client or self.client).post("/infer/", json={"infer_requests": asked})
+        return self.client.post("/infer/", json={"infer_requests": asked})
 
 
 @contextmanager
 def listening(deployed: SwiftRolloutDeploy, **settings: Any) -> Iterator[str]:
-    """Run the server at a free port; yield its URL.
-
-    Args:
-        settings: further settings of uvicorn.
-    """
+    """Run the server at a free port, with settings of uvicorn; yield its URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(deployed.app, log_level="error", lifespan="off", **settings)

@@ -1,24 +1,38 @@
 """A group is one request, with its seed and stops, and is answered with all sampled tokens (G2, T1,
-T2, T3, T6)."""
+T2, T3, T6). Media that cannot be encoded are named with their row, and media that vLLM's cache lost
+with the setting that helps (M1, F5)."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
+from PIL import Image
 from swift.infer_engine.infer_engine import InferEngine
-from swift.infer_engine.protocol import ChatCompletionResponse, UsageInfo, serialize_ndarray
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    RolloutInferRequest,
+    UsageInfo,
+    serialize_ndarray,
+)
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from vllm import SamplingParams
+from vllm.config.multimodal import MultiModalConfig
 from vllm.logprobs import Logprob
+from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.sampling_params import RequestOutputKind
 
+from swift_grpo_ext.checks.rows import RowError
 from swift_grpo_ext.rollout import engine as engine_module
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.dispatch import FAILURE
+from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.upstream import vllm_repairs
 from tests.rig.recording_vllm import (
@@ -29,13 +43,13 @@ from tests.rig.recording_vllm import (
     ask,
     config,
     ids_of,
+    infer,
     metadata_of,
     request,
     run_alone,
 )
 
 END_OF_TEXT, IMAGE, VIDEO = 151643, 151655, 151656
-BIAS = {IMAGE: float("-inf"), VIDEO: float("-inf")}
 OTHERS = {"as_arrays": False, "stop_token_ids": None}  # a server's for clients without metadata
 
 
@@ -48,11 +62,10 @@ def test_a_group_is_one_request_with_its_seed_and_stops(make: Any) -> None:
     seed = sample_seed(RUN_SEED, metadata.sample_id)
     assert (params.n, params.seed, params.max_tokens) == (3, seed, 16)
     assert params.output_kind == RequestOutputKind.FINAL_ONLY
-    assert params.logit_bias == BIAS
+    assert params.logit_bias == {IMAGE: float("-inf"), VIDEO: float("-inf")}
     assert (params.logprobs, params.flat_logprobs) == (0, True)
     assert sorted(params.stop_token_ids) == [*ids_of("X"), END_OF_TEXT, EOS]
-    assert params.stop == []
-    assert not params.detokenize
+    assert (params.stop, params.detokenize) == ([], False)
     completions, prompt = response.answer
     assert [
         (c.text, c.seed, c.token_ids, c.logprobs, c.finish_reason, c.stop_reason)
@@ -101,7 +114,6 @@ def test_stop_strings_are_searched_in_all_text_and_schedulers_read_ms_swifts_for
         ("aXyz", "length", ("aX", "stop", *ids_of("X"))),  # later tokens are cut off
         # `generation_config.json` may list ends that neither the template nor the user knows.
         ("ab", "stop", ("ab", "stop", *ids_of("b"))),
-        ("", "length", ("", "length", None)),
         ("", "stop", ("", "stop", None)),
     ],
 )
@@ -140,23 +152,14 @@ def test_the_sampled_tokens_count_among_several_of_a_position(
 def test_a_request_without_metadata_is_ms_swifts(make: Any, metadata: Any, seed: Any) -> None:
     """So is a request that a server named; it may get the server's seed, which is reported."""
     vllm = RecordingVllm(["a."])
-    engine = make(vllm, serves=metadata is not None)
-    output = ask(engine, metadata, seed=5)
+    output = ask(make(vllm, serves=metadata is not None), metadata, seed=5)
     [params] = vllm.params
     assert (params.n, params.seed) == (1, seed or sample_seed(RUN_SEED, ID))
     assert params.skip_special_tokens is SamplingParams().skip_special_tokens
     infos = {"seed": params.seed, "replica": "replica 0", "stop_reason": None}
     assert output.rollout_infos == (infos if metadata else {})
     assert {"<|endoftext|>", "<|im_end|>"} == set(params.stop)
-    assert params.detokenize
     assert output.response.choices[0].message.content == "a"
-
-
-def test_a_requests_own_bias_stays_beside_the_placeholders(make: Any) -> None:
-    biased = SamplingParams(logit_bias={5: 1.0})
-    inputs = {"input_ids": [1], engine_module.STATE: engine_module.RequestState()}
-    make(RecordingVllm(["a"]))._add_request(inputs, biased, "0")
-    assert biased.logit_bias == {5: 1.0} | BIAS
 
 
 # --- servers ---
@@ -168,9 +171,9 @@ def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) 
     vllm.experts = np.zeros((3, 1))
     output = ask(make(vllm, serves=True), metadata_of(count=2))
     answer = output.rollout_infos[wire.KEY]
-    assert answer["replica"] == "replica 3"
     completions, prompt = wire.read_answer(answer, metadata_of(count=2), "server 0")
     assert [c.text for c in completions] == ["ab", "c"]
+    assert completions[1].replica == "server 0 replica 3"
     assert prompt.token_ids == vllm.inputs[0]["prompt_token_ids"]
     assert completions[0].routed_experts == serialize_ndarray(np.zeros((3, 1)))
     assert (output.response.choices, output.response.id) == ([], "0")
@@ -212,24 +215,115 @@ def test_an_async_engine_gives_each_group_to_the_replica_that_draws_least(
         broken.setattr(RecordingVllm, "generate", lambda *_, **__: 1 / 0)
         assert run_alone(draw(engine, vllm, 2)) == ["ZeroDivisionError: division by zero"]
     assert run_alone(draw(engine, vllm, 1)) == ["replica 0"]
-    single = RecordingVllm(["a."])
-    alone = make(single, serves=True, use_async=True)
+    alone = make(single := RecordingVllm(["a."]), serves=True, use_async=True)
     assert run_alone(draw(alone, single, 1)) == ["replica 0"]
-    assert single.ranks == [None]
-    assert heard == [vllm]
+    assert (single.ranks, heard) == ([None], [vllm])
 
 
-@pytest.mark.parametrize(
-    ("has_accelerator", "extension"),
-    [(True, engine_module.VERIFIED_EXTENSION), (False, engine_module.CPU_EXTENSION)],
-)
+@pytest.mark.parametrize("place", ["VERIFIED", "CPU"])
 def test_workers_of_a_server_get_our_extension(
-    make: Any, monkeypatch: pytest.MonkeyPatch, has_accelerator: bool, extension: str
+    make: Any, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    monkeypatch.setattr(engine_module, "has_accelerator", lambda: has_accelerator)
+    monkeypatch.setattr(engine_module, "has_accelerator", lambda: place == "VERIFIED")
+    extension = getattr(engine_module, f"{place}_EXTENSION")
     assert issubclass(resolve_name(extension), WeightSyncWorkerExtension)
     served = make(RecordingVllm([]), serves=True)
     assert served.engine_kwargs == {"worker_extension_cls": extension}
-    assert make(RecordingVllm([])).engine_kwargs == {}
-    own = make(RecordingVllm([]), worker_extension_cls="mine")
-    assert own.engine_kwargs == {"worker_extension_cls": "mine"}
+
+
+# --- media ---
+
+
+@pytest.fixture(params=[(False, False), (False, True), (True, False), (True, True)], ids=str)
+def refused(request: pytest.FixtureRequest, make: Any) -> Callable[..., str]:
+    """Returns the error of requests, colocated or served, of a sync or async engine."""
+    serves, use_async = request.param
+
+    def refused(*asked: RolloutInferRequest, is_fault: bool = True, add: Any = None) -> str:
+        vllm: Any = RecordingVllm("aa")
+        if add is not None:
+            vllm.add_request = add
+        engine = make(vllm, serves=serves, use_async=use_async)
+        if serves:
+            reply = infer(engine, [*asked])
+            assert reply[REQUEST_FAULT] is is_fault
+            return str(reply[FAILURE])
+        with pytest.raises((RowError, RuntimeError)) as raised:
+            infer(engine, [*asked])
+        return f"{raised.typename}: {raised.value}"
+
+    return refused
+
+
+@pytest.mark.parametrize("metadata", [metadata_of(), None])
+def test_what_cannot_be_encoded_is_named(
+    refused: Callable[..., str], metadata: Any, assets: Path, tmp_path: Path
+) -> None:
+    """A truncated file has a whole header, and neither ms-swift nor vLLM names its row. A file that
+    is absent here may exist on another machine, so it is no fault of the request."""
+    digit = sorted((assets / "digits").rglob("*.png"))[0]
+    Image.open(digit).convert("RGB").save(whole := tmp_path / "whole.jpg")
+    (cut := tmp_path / "cut.jpg").write_bytes(whole.read_bytes()[:-200])
+    good, bad = request(metadata, str(whole)), request(metadata, str(whole), str(cut))
+    text = refused(good, bad)
+    assert text.startswith("RowError: ")
+    assert f"'Hi' cannot be encoded (images[1]: {str(cut)!r} is not an image that can" in text
+    assert text.endswith("or have such prompts replaced with --truncation_strategy delete.")
+    absent = request(metadata, "absent.png")  # ms-swift takes some longer names for base64
+    assert "(images[0]: 'absent.png' does not exist)" in refused(absent, is_fault=False)
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("The decoder prompt (length 600) is longer than the maximum")
+
+    text = refused(request(metadata_of(), str(whole)), add=refuse)
+    assert "(ValueError: The decoder prompt (length 600)" in text
+
+
+def caches() -> list[Any]:
+    """Return vLLM's caches of media in the process that prepares prompts, and in the engine's."""
+    lru = pytest.importorskip("vllm.multimodal.cache.lru")
+    model = SimpleNamespace(get_multimodal_config=MultiModalConfig)
+    return [lru.LruKeyReplicatedSenderCache(model), lru.LruKeyReplicatedReceiverCache(model)]
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_media_that_vllms_cache_lost_name_the_setting(
+    refused: Callable[..., str], side: int, make: Any
+) -> None:
+    """Another replica may draw such a request. vLLM 0.32 may end it with an error and no text."""
+    cache = caches()[side]
+
+    def lose(*_: Any) -> None:
+        cache.get_and_update_item(None, "4f2a")
+
+    error = refused(request(metadata_of()), is_fault=False, add=lose)
+    assert "4f2a" in error
+    assert "Set --vllm_mm_processor_cache_gb in this engine's command to 0" in error
+    with pytest.raises(RuntimeError, match="--vllm_mm_processor_cache_gb"):
+        ask(make(RecordingVllm([""], finish_reason="error")), metadata_of())
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_media_of_a_refused_turn_are_sent_again(make: Any, use_async: bool) -> None:
+    """vLLM finds out that a prompt is too long once its image is in the sender's cache."""
+    sender, receiver = caches()
+    refusals = iter([True])
+
+    class CachingVllm(RecordingVllm):
+        renderer = SimpleNamespace(
+            clear_mm_cache=sender.clear_cache,
+            clear_mm_cache_async=AsyncMock(wraps=sender.clear_cache),
+        )
+
+        def add_request(self, request_id: str, inputs: Any, params: SamplingParams) -> None:
+            if len(inputs["prompt_token_ids"]) > 1:  # not what stands for a refused turn
+                item, _ = sender.get_and_update_item((MultiModalKwargsItem.dummy(), []), "4f2a")
+                if next(refusals, False):
+                    raise ValueError("longer than the maximum model length")
+                receiver.get_and_update_item(item, "4f2a")
+            super().add_request(request_id, inputs, params)
+
+    engine = make(CachingVllm(["a.", "a."]), use_async=use_async)
+    for reason in ("length", "stop"):
+        [completion] = ask(engine, metadata_of().next_turn()).response.answer.completions
+        assert completion.finish_reason == reason

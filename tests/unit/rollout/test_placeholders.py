@@ -44,38 +44,6 @@ def test_ids_of_a_template_and_a_configuration() -> None:
     assert ids([], config=SimpleNamespace(thinker_config=config)) == [8, 12, 15, 16]
 
 
-HEAD, MEDIA = "no output embedding", "no placeholder of media within the vocabulary"
-
-
-@pytest.mark.parametrize(
-    ("has_head", "sees", "ids", "lacks"),
-    [
-        (False, True, [], f"{HEAD} and {MEDIA}"),
-        (False, True, [3], HEAD),
-        (False, False, [], HEAD),
-        (True, True, [], MEDIA),
-        (True, False, [], None),
-    ],
-)
-def test_what_cannot_be_masked_is_said(
-    model: Qwen2ForCausalLM,
-    monkeypatch: pytest.MonkeyPatch,
-    has_head: bool,
-    sees: bool,
-    ids: list[int],
-    lacks: str | None,
-) -> None:
-    """A model without a head, and one that sees and names no placeholder."""
-    warnings: list[str] = []
-    monkeypatch.setattr(placeholders.logger, "warning", warnings.append)
-    others = {"ref_model": None, "teacher_model": None, "use_liger_loss": False}
-    trainer: Any = SimpleNamespace(model=model if has_head else torch.nn.Linear(2, 2), **others)
-    meta = SimpleNamespace(is_multimodal=sees)
-    mask_models(trainer, SimpleNamespace(placeholder_tokens=ids, model_meta=meta))
-    assert len(warnings) == (lacks is not None)
-    assert lacks is None or f" names {lacks}: placeholders are not masked" in warnings[0]
-
-
 class Whole(torch.nn.Module):
     """Only a part of it names a head, as Qwen2.5-Omni's thinker does."""
 
@@ -87,20 +55,34 @@ class Whole(torch.nn.Module):
         return None
 
 
-def test_all_models_of_a_training_and_ligers_loss_are_masked(model: Qwen2ForCausalLM) -> None:
-    given: dict[str, Any] = {"lin_weight": torch.zeros(VOCAB, 2), "bias": None}
+def test_all_models_of_a_training_and_ligers_loss_are_masked(
+    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of images that names no placeholder gets a warning."""
+    warnings: list[str] = []
+    monkeypatch.setattr(placeholders.logger, "warning", warnings.append)
     reference = copy.deepcopy(model)
-    trainer = SimpleNamespace(model=model, ref_model=Whole(reference), teacher_model=None)
-    trainer.use_liger_loss, trainer.liger_grpo_loss = True, lambda *, lin_weight, bias: bias
-    mask_models(trainer, SimpleNamespace(placeholder_tokens=[3]))
+    loss = lambda *, lin_weight, bias: bias  # noqa: E731
+    trainer: Any = SimpleNamespace(model=model, ref_model=Whole(reference), teacher_model=None)
+    trainer.use_liger_loss, trainer.liger_grpo_loss = True, loss
+    template: Any = SimpleNamespace(placeholder_tokens=[3])
+    mask_models(trainer, template)
     for masked in (model, reference):
         assert masked(torch.tensor([[1, 2]])).logits[..., 3].max() < -1e29
-    assert (trainer.liger_grpo_loss(**given) < -1e29).nonzero().tolist() == [[3]]
+    biased = trainer.liger_grpo_loss(lin_weight=torch.zeros(VOCAB, 2), bias=None)
+    assert (biased < -1e29).nonzero().tolist() == [[3]]
+    assert warnings == []
+    trainer.model, trainer.liger_grpo_loss = torch.nn.Linear(2, 2), loss
+    bare: Any = SimpleNamespace(placeholder_tokens=[])
+    bare.model_meta = SimpleNamespace(is_multimodal=True)
+    mask_models(trainer, bare)
+    assert "names no output embedding and no placeholder of media" in warnings[0]
+    assert trainer.liger_grpo_loss is loss
 
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [1e-6, 0.1, 2.0])
+@pytest.mark.parametrize("temperature", [1e-6, 2.0])
 def test_the_softmax_is_over_the_others(
     model: Qwen2ForCausalLM, lora: bool, dtype: torch.dtype, temperature: float
 ) -> None:
@@ -114,11 +96,10 @@ def test_the_softmax_is_over_the_others(
     probs = (logits / temperature).softmax(-1)
     assert probs[..., MASKED].abs().max() == 0
     entropy = -(probs * (logits / temperature).log_softmax(-1)).sum(-1)
-    assert entropy.isfinite().all()
     entropy.sum().backward()
     gradients = [p.grad for p in wrapped.parameters() if p.grad is not None]
     assert gradients
-    assert all(g.isfinite().all() for g in gradients)
+    assert all(each.isfinite().all() for each in (entropy, *gradients))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -137,7 +118,5 @@ def test_a_loss_from_hidden_states_leaves_them_out_too(bias: bool, dtype: torch.
     expected = (head(hidden_BTH)[..., OTHERS].float() / 0.05).log_softmax(-1)
     torch.testing.assert_close(logps[..., OTHERS], expected)
     assert logps.exp()[..., MASKED].max() == 0
-    assert logps.isfinite().all()
     logps[..., OTHERS].sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in head.parameters())
-    assert mask_fused_loss(loss, []) is loss

@@ -1,25 +1,38 @@
 """Users' schedulers lead conversations as without the plugin, and hooks that fail or hang are named
-(F2, R1)."""
+(F2, R1). Each request that a server's scheduler makes is a turn of its sample, and what fails has
+the name of its conversation (S2, F5)."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import signal
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from swift.infer_engine.protocol import RolloutOutput
+from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
 from swift_grpo_ext.rollout import scheduler
-from swift_grpo_ext.rollout.conversation import between_turns
-from swift_grpo_ext.rollout.dispatch import FAILURE, RequestError
-from swift_grpo_ext.rollout.scheduler import warn_context_overflow, watch
-from tests.rig.recording_vllm import ROOM, RecordingVllm, ids_of, lead, metadata_of, request
+from swift_grpo_ext.rollout.conversation import read_turns
+from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, RequestError
+from swift_grpo_ext.rollout.scheduler import watch
+from swift_grpo_ext.sampling.seeding import sample_seed
+from tests.rig.recording_vllm import (
+    ID,
+    ROOM,
+    RUN_SEED,
+    RecordingVllm,
+    config,
+    ids_of,
+    lead,
+    metadata_of,
+    request,
+)
 
 Step = dict[str, Any] | None
 Lead = Callable[..., list[RolloutOutput]]
@@ -94,11 +107,9 @@ def test_a_conversation_is_led_as_without_us(conversations: Lead) -> None:
         assert watched.rollout_infos[name] == plain.rollout_infos[name]
 
 
-def test_a_conversation_without_room_ends_with_its_last_answer(
-    conversations: Lead, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_without_room_ends_with_its_last_answer(conversations: Lead) -> None:
     """It ends as "length" with the messages and media of the answer before, whatever the scheduler
-    returns. One warning counts such conversations."""
+    returns."""
 
     class Endless(Crop):
         def check_finished(self, *_: Any) -> bool:
@@ -117,24 +128,16 @@ def test_a_conversation_without_room_ends_with_its_last_answer(
     assert [m["role"] for m in ended.messages] == ["user", "assistant", "tool", "assistant"]
     assert len(ended.rollout_infos["images"]) == 2
     assert ended.rollout_infos["num_turns"] == 3
-    warnings: list[str] = []
-    monkeypatch.setattr(scheduler.logger, "warning_once", lambda text, **_: warnings.append(text))
-    [sound] = conversations(Crop, "a", max_turns=1)
-    warn_context_overflow([sound], 256, 512)
-    assert warnings == []
-    warn_context_overflow([sound, ended], 256, 512)
-    assert "1 of 2 conversations" in warnings[0]
-    assert "--max_length (256) or the engine's --vllm_max_model_len (512)" in warnings[0]
 
 
 def test_a_second_training_of_a_process_watches_once() -> None:
     multi_turns["one"] = Crop
-    watch("one", 1.0)
+    for name in (None, "none of this name", "one"):  # ms-swift reports other names
+        watch(name, 1.0)
     watch("one", 2.0)
-    assert multi_turns["one"].__mro__[1:3] == (scheduler.WatchedScheduler, Crop)
-    assert multi_turns["one"].tool_timeout == 2.0
-    watch(None, 1.0)
-    watch("none of this name", 1.0)  # ms-swift reports it
+    watched = multi_turns["one"]
+    assert watched.__mro__[1:3] == (scheduler.WatchedScheduler, Crop)
+    assert watched.tool_timeout == 2.0
 
 
 # --- hooks that fail, or take long ---
@@ -162,8 +165,6 @@ LATE = r"has not returned for 0\.5 s \(--tool_timeout\)"
 @pytest.mark.parametrize(
     ("hook", "work", "message"),
     [
-        ("step", raises, "raised KeyError: 'box'"),
-        ("step", lambda *_: None, ".*it returned None; expected a dictionary with `infer_r"),
         ("step", lambda *_: {"infer_request": {}}, ".*it returned {'infer_request': {}}; expected"),
         ("check_finished", raises, "raised KeyError: 'box'"),
         ("step", hangs, LATE),
@@ -187,45 +188,100 @@ def test_a_check_is_bounded_on_a_server(conversations: Lead) -> None:
 
 @pytest.mark.parametrize("side", ["training"])
 def test_a_check_may_use_signals_in_the_training(conversations: Lead) -> None:
-    class Checks(Crop):
-        def check_finished(self, *_: Any) -> bool:
-            # It fails in any other thread than the main one.
-            signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
-            return True
+    def check(*_: Any) -> bool:  # it fails in any other thread than the main one
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        return True
 
-    [output] = conversations(Checks, "a")
+    [output] = conversations(type("Checks", (Crop,), {"check_finished": check}), "a")
     assert output.response_token_ids == [ids_of("a")]
 
 
-@on_a_server
-@pytest.mark.parametrize("hook", ["step", "on_turn_end"])
-def test_tools_of_a_servers_conversations_work_side_by_side(hook: str, conversations: Lead) -> None:
-    """Also tools that block within a coroutine."""
-    at_work = threading.Barrier(8, timeout=60)  # broken, unless all eight wait at once
-
-    class Slow(Crop):
-        def step(self, *call: Any) -> Step:
-            if hook == "step":
-                at_work.wait()
-            return super().step(*call)
-
-        async def on_turn_end(self, *call: Any) -> dict[str, Any]:
-            if hook == "on_turn_end":
-                at_work.wait()
-            return await super().on_turn_end(*call)
-
-    outputs = conversations(Slow, "a" * 16, num=8, max_turns=2)
-    assert [output.response_token_ids for output in outputs] == [[ids_of("a")] * 2] * 8
+# --- a server's conversations ---
 
 
-def test_seconds_of_hooks_are_counted() -> None:
-    class Slow(Crop):
-        def step(self, *call: Any) -> Step:
-            time.sleep(0.1)
-            return super().step(*call)
+@pytest.fixture
+def vllm() -> Any:
+    return RecordingVllm("abcdefgh")
 
-    multi_turns["one"] = Slow
-    watch("one", 30.0)
-    asked = request(metadata_of())
-    assert multi_turns["one"]().step(asked, None, 1)["infer_request"] is asked
-    assert between_turns(asked).tool_seconds >= 0.1
+
+@pytest.fixture
+def engine(make: Any, vllm: RecordingVllm) -> Any:
+    return make(vllm, serves=True, use_async=True)
+
+
+def of_scheduler(**fields: Any) -> RolloutInferRequest:
+    return request(metadata_of(as_arrays=False, **fields))
+
+
+class OwnRequests(MultiTurnScheduler):
+    """Asks questions of its own before and after the sample's, two of them at once."""
+
+    async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> RolloutOutput:
+        async def ask(request: Any) -> Any:
+            return await self.infer_engine.infer_async(request, request_config, **kwargs)
+
+        await ask(RolloutInferRequest(messages=[{"role": "user", "content": "own"}]))
+        response = await ask(infer_request)
+        await asyncio.gather(ask(copy.deepcopy(infer_request)), ask(copy.deepcopy(infer_request)))
+        return RolloutOutput(response=response)
+
+
+@pytest.mark.parametrize("stops", [(7,), None])
+def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(
+    engine: Any, vllm: RecordingVllm, stops: Any
+) -> None:
+    """Its own requests have no metadata, and copies of a request share it; each gets a turn. The
+    same holds for a client that sends no metadata."""
+    first = metadata_of(as_arrays=False, stop_token_ids=stops)
+    other = replace(ID, index=1)
+    outputs = lead(engine, OwnRequests, request(first), request(replace(first, sample_id=other)))
+    assert [len(read_turns(output, RUN_SEED)) for output in outputs] == [4, 4]
+    expected = {sample_seed(RUN_SEED, replace(i, turn=t)) for i in (ID, other) for t in range(4)}
+    assert len(vllm.params) == 8
+    assert {params.seed for params in vllm.params} == expected
+    assert all((7 in params.stop_token_ids) is bool(stops) for params in vllm.params)
+
+
+class Alone(MultiTurnScheduler):
+    async def async_infer(self, infer_requests: list[Any], *args: Any, **kw: Any) -> Any:
+        tasks = [self.infer_engine.infer_async(row, config(n=1)) for row in infer_requests]
+        return await self.infer_engine._batch_infer_stream(tasks, False, False, None)
+
+
+class Several(MultiTurnScheduler):
+    async def run(self, infer_request: Any, request_config: Any, **_: Any) -> Any:
+        own = RolloutInferRequest(messages=infer_request.messages)
+        return await self.infer_engine.infer_async(own, replace(request_config, n=2))
+
+
+def test_a_scheduler_that_would_lose_seeds_is_refused(engine: Any, vllm: RecordingVllm) -> None:
+    """Its samples would get vLLM's seeds, or share seeds with other samples of the group. Another
+    client's scheduler has no groups, and may ask for several completions."""
+    for cls, message in (
+        (Alone, "Alone.async_infer has not called `run` for each request"),
+        (Several, "--multi_turn_scheduler: its `run` asked for n=2 completions"),
+    ):
+        reply = lead(engine, cls, of_scheduler())
+        assert reply[REQUEST_FAULT]
+        assert message in reply[FAILURE]
+    vllm.params.clear()
+    [response] = lead(engine, Several, of_scheduler(stop_token_ids=None))
+    assert len(response.choices) == 2
+    assert [params.seed for params in vllm.params] == [sample_seed(RUN_SEED, ID)]
+
+
+class Fails(MultiTurnScheduler):
+    async def run(self, infer_request: Any, request_config: Any, **_: Any) -> Any:
+        await self.infer_engine.infer_async(infer_request, request_config)
+        raise KeyError("box")
+
+
+@pytest.mark.parametrize("is_engines", [True, False])
+def test_a_conversation_that_fails_is_named(engine: Any, vllm: Any, is_engines: bool) -> None:
+    """Failures of the engine itself are not attributed to a conversation."""
+    if is_engines:
+        vllm.generate = lambda *_, **__: 1 / 0
+    reply = lead(engine, Fails, of_scheduler())
+    where = "RuntimeError: train round 0.0, group 0, sample 0 in turn 2: the server's --multi_turn"
+    assert reply[FAILURE].startswith("ZeroDivisionError" if is_engines else where)
+    assert not reply[REQUEST_FAULT]

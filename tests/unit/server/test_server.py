@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,13 +21,21 @@ from fastapi.testclient import TestClient
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import WeightReport
 from swift_grpo_ext.server import replicas, routes
-from swift_grpo_ext.server.lease import OWNER_HEADER, PATH
+from swift_grpo_ext.server.lease import OWNER_HEADER
 from tests.rig.server.served import Deployed, Replica, groups_of, listening, request
 
-RESETS = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
 BODY = {"infer_requests": [request(0)]}
 OWNED = {OWNER_HEADER: "runs/a"}
 SHORT = {wire.TIMEOUT_HEADER: "1"}
+RESETS = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
 
 # --- dispatching ---
 
@@ -55,19 +64,14 @@ def test_requests_of_other_clients_go_in_contiguous_slices() -> None:
     two = [Replica(), Replica("answers half")]
     assert groups_of(Deployed(*two).draw(5, as_arrays=False)) == [0, 1, 2, 3]
     assert [replica.groups for replica in two] == [[0, 1, 2], [3, 4]]
-    lost = Deployed(Replica(), Replica("ends"))
-    assert groups_of(lost.draw(5, as_arrays=False)) == [0, 1, 2, 3, 4]
-    many = [Replica() for _ in range(7)]
+    many = [Replica("ends"), *(Replica() for _ in range(6))]
     assert groups_of(Deployed(*many).draw(5, as_arrays=False)) == [0, 1, 2, 3, 4]
-    assert [replica.groups for replica in many] == [[0], [1], [2], [3], [4], [], []]
     mixed = [request(0) | {"data_dict": {}}, request(1, as_arrays=False)]
     answer = Deployed(Replica()).client.post("/infer/", json={"infer_requests": mixed})
     assert groups_of(answer) == [-1, -1]
 
 
-OF_ONE_THAT_HANGS = 1.5
-"""Timeout in seconds. The other replica needs milliseconds, but more on a busy machine."""
-
+OF_ONE_THAT_HANGS = 1.5  # seconds; the other replica needs more than milliseconds if it must wait
 FAULTS = {
     "raises": "a replica failed: OSError: the disk is gone",
     "answers nothing": "a replica gave no answers; the log of `swift rollout` tells why",
@@ -76,7 +80,6 @@ FAULTS = {
     "hangs": f"a replica has not answered for {OF_ONE_THAT_HANGS} s (--rollout_timeout)",
     "answers another": "a replica answered message 0, expected 1",
 }
-LOST = ("ends", "hangs", "answers another")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -85,18 +88,14 @@ def test_what_one_replica_cannot_answer_another_does(fault: str) -> None:
     timeout = OF_ONE_THAT_HANGS if fault == "hangs" else 60.0
     failing, healthy = Replica(fault), Replica()
     both = [failing, healthy] if fault < "c" else [healthy, failing]
-    deployed = Deployed(*both, timeout=timeout)
-    assert groups_of(deployed.draw(8)) == list(range(8))
-    assert sorted(healthy.groups) == list(range(8))
-    is_lost = fault in LOST
+    deployed, is_lost = Deployed(*both, timeout=timeout), fault in [*FAULTS][3:]
+    for _ in range(2):
+        assert groups_of(deployed.draw(8)) == list(range(8))
+        assert failing.is_alive() != is_lost
     assert deployed.connections == [healthy.connection] or not is_lost
-    assert failing.is_alive() != is_lost
     named = deployed.client.get("/get_world_size/", headers={wire.MESSAGE_HEADER: "abc"})
     assert named.json() == {"world_size": 2 if is_lost else 4}
     assert named.headers[wire.MESSAGE_HEADER] == "abc"
-    ours = deployed.client.post("/get_engine_type/").json()[wire.KEY]
-    assert ours["replicas"] == (1 if is_lost else 2)
-    assert groups_of(deployed.draw(8)) == list(range(8))
     failed = Deployed(Replica(fault), timeout=timeout).draw(4)
     assert FAULTS[fault] in failed.json()["detail"]
     assert failed.status_code == (503 if is_lost else 500)
@@ -104,106 +103,71 @@ def test_what_one_replica_cannot_answer_another_does(fault: str) -> None:
 
 @pytest.mark.parametrize("as_arrays", [True, False])
 def test_replicas_that_are_gone_or_wait_for_weights_draw_nothing(as_arrays: bool) -> None:
-    none = Deployed()
+    none, waiting = Deployed(), Replica()
     refused = none.draw(as_arrays=as_arrays)
     assert (refused.status_code, refused.json()["detail"]) == (503, "it has no replica left")
     assert none.client.get("/health").status_code == 503
-    waiting = Replica()
     waiting.connection.holds_weights = False
     refused = Deployed(waiting).draw(as_arrays=as_arrays)
-    assert refused.status_code == 500
+    assert (refused.status_code, waiting.groups) == (500, [])
     assert refused.json()["detail"].startswith("its 1 replicas wait for a training's weights")
-    assert waiting.groups == []
 
 
 # --- time ---
 
 
-@pytest.mark.parametrize("path", [*(f"/{name}/" for name in RESETS), "/get_engine_type/"])
-def test_every_call_is_bounded(path: str) -> None:
-    """The bound is the owner's if that is shorter than the server's."""
-    method = "read_number_bits" if path == "/get_engine_type/" else path.strip("/")
-    deployed = Deployed(Replica(**{method: "hangs"}))
-    deployed.refuse(path, 503, "has not answered for 1 s", headers=OWNED | SHORT)
-    assert deployed.connections == []
-
-
-@pytest.mark.parametrize("is_leased", [True, False])
-def test_the_bound_of_a_stranger_ends_no_replica(is_leased: bool) -> None:
-    """A busy replica is not ended by the stranger's bound, and answers later."""
-    slow = Replica(read_weight_report="is late")
-    deployed = Deployed(slow)
-    client = deployed.client
-    if is_leased:
-        assert client.post(PATH, headers=OWNED).json() == {"owner": "runs/a"}
-    threading.Timer(1.5, slow.goes_on.set).start()
-    told = client.get(routes.REPORTS_PATH, headers=SHORT)
-    assert told.status_code == (409 if is_leased else 200)
-    for bound in ("1", "1e308"):
-        told = client.post("/get_engine_type/", headers={wire.TIMEOUT_HEADER: bound})
-        assert (told.status_code, told.json()[wire.KEY]["replicas"]) == (200, 1)
-    assert deployed.connections == [slow.connection]
-    assert slow.is_alive()
+@pytest.mark.parametrize("method", [*RESETS, "read_number_bits"])
+def test_every_call_is_bounded(method: str) -> None:
+    """The bound is the owner's if that is shorter than the server's. A stranger's bound ends no
+    busy replica."""
+    path = "/get_engine_type/" if method == "read_number_bits" else f"/{method}/"
+    for headers, status in ((SHORT, 200), (OWNED | SHORT, 503)):
+        busy = Replica(**{method: "is late"})
+        deployed = Deployed(busy)
+        threading.Timer(1.5, busy.goes_on.set).start()
+        answer = deployed.client.post(path, headers=headers)
+        assert answer.status_code == status
+        assert busy.is_alive() == bool(deployed.connections) == (status == 200)
+    assert "a replica has not answered for 1 s" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(
-    ("bound", "expected"), [("1e-6", 1.0), ("-1", 1.0), ("nan", 1.0), ("7", 7.0), ("inf", 60.0)]
+    ("bound", "expected"), [("1e-6", 1.0), ("nan", 1.0), ("7", 7.0), ("inf", 60.0)]
 )
 def test_a_bound_lies_between_a_second_and_the_servers_own(bound: str, expected: float) -> None:
-    """What is no number is refused by every route, for any client."""
-    replica = Replica()
-    deployed = Deployed(replica, timeout=60.0)
+    """What is no number is refused, for any client."""
+    deployed = Deployed(Replica(), timeout=60.0)
     for owner in ({}, OWNED):
-        headers = owner | {wire.TIMEOUT_HEADER: "1,2"}
-        for path in ("/get_engine_type/", "/infer/", "/init_communicator/", "/reset_mm_cache/"):
-            cause = f"{wire.TIMEOUT_HEADER}: could not convert string to float: '1,2'; expected"
-            deployed.refuse(path, 400, cause, headers=headers)
-    assert replica.calls == []
+        cause = f"{wire.TIMEOUT_HEADER}: could not convert string to float: '1,2'; expected"
+        deployed.refuse("/infer/", 400, cause, headers=owner | {wire.TIMEOUT_HEADER: "1,2"})
     headers = OWNED | {wire.TIMEOUT_HEADER: bound}
     assert deployed.client.get("/get_world_size/", headers=headers).status_code == 200
     assert deployed.timeout == expected
 
 
-def in_thread(work: Callable[[], Any]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_a_body_that_never_ends_blocks_nobody() -> None:
     with listening(Deployed(Replica(), timeout=1.5)) as url:
         address = (urlsplit(url).hostname, urlsplit(url).port)
-        clients = [socket.create_connection(address) for _ in "ab"]
-        for client in clients:
-            client.sendall(b"POST /infer/ HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
-        clients[1].close()
-        assert groups_of(requests.post(f"{url}/infer/", json=BODY, timeout=10)) == [0]
-        clients[0].settimeout(10)
-        assert clients[0].recv(100).startswith(b"HTTP/1.1 408")
-        clients[0].close()
+        with socket.create_connection(address) as slow, socket.create_connection(address) as gone:
+            for client in (slow, gone):
+                client.sendall(b"POST /infer/ HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+            gone.close()
+            assert groups_of(requests.post(f"{url}/infer/", json=BODY, timeout=10)) == [0]
+            slow.settimeout(10)
+            assert slow.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_a_server_that_is_busy_says_so_and_is_healthy() -> None:
     slow = Replica("is late")
-    with listening(Deployed(slow)) as url:
-        first: list[Any] = []
-        ask = partial(requests.post, f"{url}/infer/", json=BODY, timeout=20)
-        thread = in_thread(lambda: first.append(ask()))
+    with listening(Deployed(slow)) as url, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(requests.post, f"{url}/infer/", json=BODY, timeout=20)
         wait_until(lambda: slow.groups == [0])
         busy = requests.post(f"{url}/reset_mm_cache/", headers=OWNED | SHORT, timeout=20)
         assert (busy.status_code, busy.headers["Retry-After"]) == (503, "1")
         assert "busy with another request" in busy.json()["detail"]
         assert requests.get(f"{url}/health/", timeout=15).status_code == 200
         slow.goes_on.set()
-        thread.join(20)
-        assert groups_of(first[0]) == [0]
+        assert groups_of(first.result(20)) == [0]
         reset = requests.post(f"{url}/reset_mm_cache/", headers=OWNED, timeout=20)
         assert reset.json() == {"message": "reset_mm_cache is done."}
 
@@ -235,6 +199,7 @@ def test_a_slow_answer_begins_at_once_and_is_given_up_with_its_client(
     ("fields", "status", "words"),
     [
         ({"messages": None}, 422, ["messages", "valid list", "None"]),
+        ({"messages": {"b": "c" * 10_000}}, 422, ["messages", "valid list", "'ccc"]),
         ({"messages": []}, 422, ["messages", "at least 1 item"]),
         ({"messages": [{"content": ""}]}, 422, ["messages", "role", "Field required"]),
         ({"images": 7}, 422, ["images", "valid list", "7"]),
@@ -250,6 +215,7 @@ def test_a_bad_request_is_refused_by_field_and_value(
     body = {"infer_requests": [request(0), request(1) | fields]}
     answer = Deployed(replica).client.post("/infer/", json=body)
     assert answer.status_code == status, answer.text
+    assert len(answer.content) < 2000  # it has the beginning of a value
     assert [word for word in words if word not in answer.text] == []
     assert replica.groups == ([] if words else [0, 1])
     assert ('"infer_requests",1' in answer.text) == (status == 422)
@@ -273,35 +239,26 @@ def test_a_server_that_was_started_anew_takes_no_work() -> None:
         server.refuse(path, 409, cause, json={}, headers=other)
     closed = server.client.post("/close_communicator/", headers=other)
     assert closed.json() == {"message": "The group is closed."}
-    same = {wire.INSTANCE_HEADER: routes.INSTANCE}
-    loaded = server.client.post("/process_weights_after_loading/", headers=same)
-    assert loaded.status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("host", "address", "headers", "opens_at"),
-    [
-        ("0.0.0.0", "10.0.0.5", {}, "10.0.0.5"),
-        ("", "[::1]", {}, "0.0.0.0"),
-        ("10.0.0.7", "10.0.0.5", {"X-Forwarded-For": "10.0.0.9"}, "10.0.0.7"),
-        ("::", "10.0.0.5", {"X-Forwarded-For": "10.0.0.9"}, "0.0.0.0"),
-    ],
-)
-def test_replicas_join_where_the_training_came_in(
-    host: str, address: str, headers: dict[str, str], opens_at: str
-) -> None:
+def test_replicas_join_where_the_training_came_in() -> None:
     """They join under their numbers. The weights' store asks for no key, so it does not open at
     every address of the machine. Behind a proxy the address of the trainer is not known."""
     two = [Replica(), Replica()]
     deployed = Deployed(*two, timeout=9.0)
-    deployed.args.host = host
-    client = TestClient(deployed.app, base_url=f"http://{address}")
     asked = {"host": "0.0.0.0", "port": 7, "world_size": 5}
-    connecting = client.post("/init_communicator/", json=asked, headers=headers)
-    assert connecting.json() == {"message": "The replicas are connecting."}
-    wait_until(lambda: all(replica.calls for replica in two))
-    for number, replica in enumerate(two):
-        assert replica.calls == [("join_group", (opens_at, 7, 5, number, 4.5, True))]
+    for host, address, headers, opens_at in (
+        ("0.0.0.0", "10.0.0.5", {}, "10.0.0.5"),
+        ("", "[::1]", {}, "0.0.0.0"),
+        ("10.0.0.7", "10.0.0.5", {"X-Forwarded-For": "10.0.0.9"}, "10.0.0.7"),
+    ):
+        deployed.args.host = host
+        client = TestClient(deployed.app, base_url=f"http://{address}")
+        client.post("/init_communicator/", json=asked, headers=headers)
+        for number, replica in enumerate(two):
+            wait_until(lambda replica=replica: bool(replica.calls))  # type: ignore[misc]
+            args = (opens_at, 7, 5, number, 4.5, True)
+            assert replica.calls.pop() == ("join_group", args)
 
 
 def test_the_async_engine_has_all_replicas_in_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,14 +271,13 @@ def test_the_async_engine_has_all_replicas_in_one_worker(monkeypatch: pytest.Mon
     assert engine.client.get("/get_world_size/").json() == {"world_size": 6}
     ours = engine.client.post("/get_engine_type/").json()[wire.KEY]
     assert (ours["replicas"], ours["batches_follow_arrival"]) == (3, True)
-    assert "the disk is gone" in engine.draw().json()["detail"]
+    assert engine.client.get("/get_model_state_keys/").json() == {"keys": ["model.w"]}
 
 
 def test_a_replica_that_refused_an_adapter_draws_no_more() -> None:
     """Reports are those of each worker of each replica. Replica 1 generates again once it has taken
     another adapter."""
     one, two = Replica(number=1), Replica(number=2)
-    two.reports = [WeightReport({"b": "2"})]
     deployed = Deployed(one, two)
     for refused, draw in (("why", [0, 4]), ("", [2, 2])):
         one.reports = [WeightReport({"a": "1"}), WeightReport(adapter_fault=refused)]
@@ -331,20 +287,8 @@ def test_a_replica_that_refused_an_adapter_draws_no_more() -> None:
         for _ in range(2):  # a trainer may ask twice
             reports = deployed.client.get(routes.REPORTS_PATH).json()
             assert [report["adapter_fault"] for report in reports] == ["", refused, ""]
-            assert [report["loaded"] for report in reports] == [
-                {"a": "1"},
-                {},
-                two.reports[0].loaded,
-            ]
         assert groups_of(deployed.draw(4)) == [0, 1, 2, 3]
         assert [len(replica.groups) for replica in (one, two)] == draw
     one.faults["read_weight_report"] = "raises"
-    first, _ = deployed.client.get(routes.REPORTS_PATH).json()
-    assert first == {}
-
-
-def test_parameter_names_are_those_of_a_worker() -> None:
-    silent = Replica(get_state_keys="raises")
-    for workers, keys in (([silent, Replica()], ["model.w"]), ([silent], [])):
-        client = Deployed(*workers).client
-        assert client.get("/get_model_state_keys/").json() == {"keys": keys}
+    first, second = deployed.client.get(routes.REPORTS_PATH).json()
+    assert (first, second["loaded"]) == ({}, {"w": "float32 (1,)"})
