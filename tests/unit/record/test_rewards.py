@@ -110,22 +110,11 @@ def test_groups_that_got_another_prompt() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("most", "gaps"),
-    [
-        (2, [(0, 0.5), (1, 1.0)]),  # positions in the completion; the greatest two
-        (64, [(0, 0.5), (1, 1.0), (2, 0.0625)]),  # a gap below `SHOWN_GAP` is left out
-    ],
-)
-def test_what_training_adds(
-    most: int, gaps: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rewards, "MOST_GAPS", most)
+def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     first = sample(sample_id(), response_token_ids=[5, 6, 7, 8], advantages=torch.tensor(0.5))
     # It has more tokens than the training saw, so positions are not known.
-    second = sample(
-        sample_id(index=1), response_token_ids=[[5, 6], [7]], advantages=torch.tensor(-1.5)
-    )
+    turns = [[5, 6], [7]]
+    second = sample(sample_id(index=1), response_token_ids=turns, advantages=torch.tensor(-1.5))
     third = sample(sample_id(index=2))
 
     def batch(rollout: Any, training: list[list[float]], mask: list[list[int]]) -> GRPOBatch:
@@ -142,10 +131,14 @@ def test_what_training_adds(
         [[0.0, -1.5, -1.0, -3.0625, -4.03125], [0.0, 0.0, 0.0, 0.0, -1.25]],
         [[0, 1, 1, 1, 1], [0, 0, 0, 0, 1]],
     )
-    unknown = batch(None, [[0.0]], [[1]])
-    of_batches = [([first, second], known), ([third], unknown)]
-    assert training_scores([first, second, third], of_batches) == {
-        first.sample_id: {"advantage": 0.5, "gap_mean": 0.3984375, "gap_max": 1.0, "gaps": gaps},
-        second.sample_id: {"advantage": -1.5, "gap_mean": 0.25, "gap_max": 0.25},
-        third.sample_id: {},
-    }
+    of_batches = [([first, second], known), ([third], batch(None, [[0.0]], [[1]]))]
+    # Positions in the completion. A gap below `SHOWN_GAP` is left out.
+    gaps = [(0, 0.5), (1, 1.0), (2, 0.0625)]
+    for most in (64, 2):
+        monkeypatch.setattr(rewards, "MOST_GAPS", most)
+        of_first = {"gap_mean": 0.3984375, "gap_max": 1.0, "gaps": gaps[:most]}
+        assert training_scores([first, second, third], of_batches) == {
+            first.sample_id: {"advantage": 0.5, **of_first},
+            second.sample_id: {"advantage": -1.5, "gap_mean": 0.25, "gap_max": 0.25},
+            third.sample_id: {},
+        }
