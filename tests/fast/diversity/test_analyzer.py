@@ -76,36 +76,29 @@ BROKEN = math.log2(1e-6) - 1e-9
 
 
 @pytest.mark.parametrize(
-    ("log2_p", "copied", "common_mode", "verdict"),
+    ("log2_p", "copied", "common_mode", "solved", "verdict"),
     [
-        (BROKEN, 0.0, 0.0, "broken"),
-        (BROKEN, 1.0, 1.0, "broken"),
-        (math.log2(1e-6), 0.0, 0.0, "healthy"),  # not below
-        (math.log(1e-6) - 0.1, 0.0, 0.0, "healthy"),  # p is 6e-5: nats are no bits
-        (0.0, 0.98, 0.0, "collapse"),
-        (0.0, 0.979, 0.0, "healthy"),
-        (0.0, 0.979, 0.89, "healthy"),
-        (0.0, 0.5, 0.9, "collapse"),
-        (0.0, 0.49, 1.0, "healthy"),
-        (0.0, 0.5, 0.89, "healthy"),
+        (BROKEN, 1.0, 1.0, 0.0, "broken"),
+        (math.log2(1e-6), 0.0, 0.0, 0.0, "healthy"),  # not below
+        (0.0, 0.98, 0.0, 0.0, "collapse"),
+        (0.0, 0.979, 0.89, 0.0, "healthy"),
+        (0.0, 0.5, 0.9, 0.0, "collapse"),
+        (0.0, 0.49, 1.0, 0.0, "healthy"),
+        # One completion for each prompt may solve it; one for nearly all prompts is a collapse.
+        (0.0, 1.0, 0.25, 0.49, "collapse"),
+        (0.0, 1.0, 0.25, 0.5, "healthy"),
+        (0.0, 1.0, 0.9, 1.0, "collapse"),
     ],
 )
-def test_verdicts(log2_p: float, copied: float, common_mode: float, verdict: str) -> None:
+def test_verdicts(
+    log2_p: float, copied: float, common_mode: float, solved: float, verdict: str
+) -> None:
     metrics = {"copied_ratio": copied, "common_mode": common_mode}
+    metrics |= {"solved": solved} if solved else {}
     for tested in ({"num_pairs": 1}, {"num_earlier_pairs": 1}):
         assert verdict_of(CollisionTest(log2_p=log2_p, **tested), metrics) == verdict
     untested = "unknown" if verdict == "collapse" else verdict
     assert verdict_of(CollisionTest(log2_p=log2_p), metrics) == untested
-
-
-@pytest.mark.parametrize(
-    ("solved", "common_mode", "verdict"),
-    [(0.49, 0.25, "collapse"), (0.5, 0.25, "healthy"), (1.0, 0.9, "collapse")],
-)
-def test_solved_prompts_are_no_collapse(solved: float, common_mode: float, verdict: str) -> None:
-    """One completion for nearly all prompts is a collapse, whatever its reward."""
-    metrics = {"copied_ratio": 1.0, "common_mode": common_mode, "solved": solved}
-    assert verdict_of(CollisionTest(num_pairs=1), metrics) == verdict
 
 
 def test_a_solved_prompt_is_no_alarm_and_the_last_of_the_worst() -> None:
@@ -167,26 +160,18 @@ def test_an_alarm_names_who_shares_what(
     )
 
 
-def test_a_long_alarm_names_some_and_a_collapse_has_its_figures() -> None:
-    """It names one of three collisions, and four of five samples."""
-    groups = groups_of(*[[LONG] * 5] * 3, replica="")
-    (record,) = analyzer_of().analyze([s for group in groups for s in group])
+def test_a_long_alarm_names_some_and_the_earlier_round_of_frozen_noise() -> None:
+    """It names one of three collisions, and four of five samples. A collapse has its figures."""
+    analyzer, groups = analyzer_of(), groups_of(*[[LONG] * 5] * 3, replica="")
+    (record,) = analyzer.analyze([s for group in groups for s in group])
     assert "sample 3 (rank 0) and 1 more share their first 60" in str(record.alarm)
     assert str(record.alarm).endswith(" (60 bits of surprisal). And 2 more.")
-    del record.collisions[1:]
-    assert alarm_line(record, 0).endswith(" (60 bits of surprisal).")
+    (frozen,) = analyzer.analyze(group_of(LONG, step=5, prompt="2"))
+    assert (frozen.verdict, frozen.remedy) == ("broken", "remedy_ignored_seeds")
+    assert "are those of train round 0.0, group 2 sample" in str(frozen.alarm)
     record = replace(record, verdict="collapse", log10_p=-7.5, remedy="remedy_collapse")
     record.metrics |= {"copied_ratio": 0.994, "common_mode": 0.25}
     line = alarm_line(record, 4)
     assert line.startswith("diversity: collapsed policy in train round 0.0, 4 rounds in a row: 99%")
     assert "25% of the prompts" in line
     assert "(p = 3.2e-8). Remedy: if the reward is high" in line
-
-
-def test_frozen_noise_is_named_with_the_earlier_round() -> None:
-    analyzer = analyzer_of()
-    ids = [[i * 100 + k for k in range(40)] for i in range(4)]
-    assert analyzer.analyze(group_of(*ids, step=4, number=2))[0].verdict == "healthy"
-    (record,) = analyzer.analyze(group_of(*ids, step=5))
-    assert (record.verdict, record.remedy) == ("broken", "remedy_ignored_seeds")
-    assert "are those of train round 4.2, group 0 sample" in str(record.alarm)
