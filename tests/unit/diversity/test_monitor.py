@@ -3,7 +3,6 @@ together (D1, D3); also for ms-swift's own rollouts."""
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,27 +105,6 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
         *(("eval", 0, 0, 2), ("train", 0, 0, 4), ("train", 2, 0, 2))
     ]  # fmt: skip
     assert said == []
-
-
-def test_rounds_are_analyzed_beside_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step goes on during the analysis, and waits for it at its end."""
-    may_go_on = threading.Event()
-    run = Run(tmp_path, diversity_action="stop")
-    analyze = RoundAnalyzer.analyze
-
-    def slow(*args: Any) -> list[Any]:
-        assert may_go_on.wait(10)
-        return analyze(*args)
-
-    monkeypatch.setattr(RoundAnalyzer, "analyze", slow)
-    run.generate(group_of(LONG, LONG), [1.0, 0.0])
-    assert not run.logged
-    may_go_on.set()
-    run.step([])
-    assert run.logged["diversity/unique_ratio"] == [0.5]
-    assert run.stops
 
 
 def test_alarms_are_said_once_until_they_end_or_change(tmp_path: Path, said: list[str]) -> None:

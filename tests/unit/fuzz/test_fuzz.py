@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import io
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from swift_grpo_ext.checks.rows import check_rows, question_of, row_fault, unreadable
+from swift_grpo_ext.checks.rows import check_rows, question_of, row_fault
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
 from swift_grpo_ext.sampling.seeding import SampleId
@@ -80,16 +79,9 @@ rows = st.fixed_dictionaries(
 )
 
 
-def test_a_pipe_that_nobody_writes_to_is_no_file(tmp_path: Path) -> None:
-    """Reading it would wait for ever."""
-    os.mkfifo(tmp_path / "pipe.png")
-    assert unreadable(str(tmp_path / "pipe.png")) == "is not a file"
-    assert unreadable("/dev/zero") == "is not a file"
-
-
 @fuzz
 @given(st.lists(rows, max_size=4), st.booleans(), st.booleans())
-@example([{"images": "é" * 300}], True, False)
+@example([{"images": "é" * 300}, {"images": "/dev/zero"}], True, False)
 @example([{"videos": ["~nobody-of-this-name/a.png"]}], True, False)
 def test_a_data_set_is_sound_or_refused_by_name(
     data: list[Any], expects_media: bool, deletes: bool
@@ -109,9 +101,9 @@ def test_a_data_set_is_sound_or_refused_by_name(
 
 # --- messages between trainer and server ---
 
-PLACE = SampleId(phase="train", step=12, number=0, group=5, index=0)
 METADATA = RequestMetadata(
-    sample_id=PLACE, count=2, run_seed=42, as_arrays=True, stop_token_ids=(7,)
+    sample_id=SampleId(phase="train", step=12, number=0, group=5, index=0),
+    **{"count": 2, "run_seed": 42, "as_arrays": True, "stop_token_ids": (7,)},
 )
 COMPLETIONS = [
     Completion(text="七", token_ids=[1, 2, 3], logprobs=[-1.0, -0.5, 0.0], finish_reason="stop"),

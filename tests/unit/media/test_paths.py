@@ -55,15 +55,9 @@ def allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def in_each_place(text: str) -> list[dict[str, Any]]:
-    said: list[tuple[str, Any]] = [
-        ("system", f"<img>{text}</img>"),
-        ("tool", {"found": f"<img>{text}</img>"}),
-        ("user", [{"type": "text", "text": f"<img>{text}"}, {"type": "text", "text": "</img>."}]),
-        (
-            "user",
-            [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": text}}],
-        ),
-    ]
+    tag, url = f"<img>{text}</img>", {"type": "image_url", "image_url": {"url": text}}
+    parts = [{"type": "text", "text": f"<img>{text}"}, {"type": "text", "text": "</img>."}]
+    said = (("system", tag), ("tool", {"found": tag}), ("user", parts), ("user", [url]))
     return [
         {"audios": text},
         {"images": [text]},
@@ -74,12 +68,16 @@ def in_each_place(text: str) -> list[dict[str, Any]]:
 
 
 def test_a_file_elsewhere_is_refused_wherever_it_is_named(allowed: Path) -> None:
-    secret = str(allowed.parent / "secret.png")
-    for request in in_each_place(secret):
+    """Content and public addresses pass."""
+    for request in in_each_place(str(allowed.parent / "secret.png")):
         with pytest.raises(ValueError, match=REFUSED):
             check_media(request)
-    for request in in_each_place(str(allowed / "digit.png")):
-        check_media(request)
+    pixels = base64.b64encode(bytes(300)).decode()
+    contents = pixels, pixels * 100, f"data:image/png;base64,{pixels}"
+    for text in (*contents, "https://a.b/c.png", str(allowed / "digit.png")):
+        for request in in_each_place(text):
+            check_media(request)
+    check_media({"messages": [{"role": "user", "content": [1, 2]}]})
 
 
 @pytest.mark.parametrize(
@@ -101,14 +99,6 @@ def test_ways_around_are_refused(name: str, allowed: Path) -> None:
         check_media({"images": [name.format(allowed)]})
 
 
-def test_content_and_public_addresses_pass(allowed: Path) -> None:
-    pixels = base64.b64encode(bytes(300)).decode()
-    for text in (pixels, pixels * 100, f"data:image/png;base64,{pixels}", "https://a.b/c.png"):
-        for request in in_each_place(text):
-            check_media(request)
-    check_media({"messages": [{"role": "user", "content": [1, 2]}]})
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -119,8 +109,7 @@ def test_content_and_public_addresses_pass(allowed: Path) -> None:
             ({"images": [text]}, r"^images: Refusing to (read|fetch)")
             for text in (
                 *("concat:/etc/passwd", "rtsp://10.0.0.1/a", "HTTP://10.0.0.1/a.mp4"),
-                *("http:/10.0.0.1/a.mp4", "subfile,,start,0,end,9,,:http://10.0.0.1/a"),
-                *("async:cache:http://10.0.0.1/a", "tcp://10.0.0.1:80"),
+                *("subfile,,start,0,end,9,,:http://10.0.0.1/a", "async:cache:http://10.0.0.1/a"),
             )
         ),
     ],
@@ -130,20 +119,16 @@ def test_the_field_of_what_is_refused_is_named(request_: dict[str, Any], message
         check_media(request_)
 
 
-def test_a_file_of_such_a_name_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train:1.png").write_bytes(b"digit")
-    check_media({"images": ["train:1.png"]})
-
-
 def test_the_settings_of_ms_swift_hold(allowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder for relative paths is used. Without its list of folders, all files are read."""
+    """Its folder for relative paths is used. Without its list of folders, all files are read, also
+    one with the name of a protocol."""
     monkeypatch.setenv("ROOT_IMAGE_DIR", str(allowed))
     check_media({"images": ["digit.png"]})
     with pytest.raises(ValueError, match=REFUSED):
         check_media({"images": ["../secret.png"]})
     monkeypatch.delenv(VARIABLE)
-    check_media({"images": ["../secret.png"]})
+    (allowed / "train:1.png").write_bytes(b"digit")
+    check_media({"images": ["../secret.png", "train:1.png"]})
 
 
 # --- what a replica fetches ---
@@ -157,10 +142,9 @@ class Site(BaseHTTPRequestHandler):
         server.asked.append(self.path)
         hosts = {"/moved": "127.0.0.1", "/further": "localhost"}
         found = server.content.get(self.path.partition("?")[0])
-        if self.path in hosts:
+        if host := hosts.get(self.path):
             self.send_response(302)
-            there = f"http://{hosts[self.path]}:{server.server_port}/further"
-            self.send_header("Location", there)
+            self.send_header("Location", f"http://{host}:{server.server_port}/further")
         else:
             self.send_response(404 if found is None else 200)
         self.end_headers()
@@ -234,21 +218,15 @@ def test_a_replica_judges_each_hop_and_gives_its_loaders_files(
     assert site.asked == ["/medium?size=1"] * 5
     for media in in_each_form(kind, f"{site.url}/moved"):
         site.asked.clear()
-        with pytest.raises(ValueError, match=r"the host 'localhost' is not listed"):
+        with pytest.raises(ValueError, match=r"the host 'localhost' is not listed") as refused:
             encode(processor, **media)
         assert site.asked == ["/moved", "/further"]
-
-
-def test_a_replica_names_the_cause_without_another_fetch(site: Any, processor: Any) -> None:
-    """A search for the cause would follow a redirect without a check."""
-    row = {"messages": [{"role": "user", "content": "<image>?"}], "images": [f"{site.url}/moved"]}
-    with pytest.raises(ValueError, match="'localhost' is not listed") as refused:
-        encode(processor, **row)
-    site.asked.clear()
+    # The replica names the row without another fetch, which would follow a redirect unchecked.
+    row = {"messages": [{"role": "user", "content": "?"}], kind: [f"{site.url}/moved"]}
     replica: Any = SimpleNamespace(serves=True)
     with pytest.raises(RequestError, match=r"'localhost' is not listed.*; it shows .*/moved"):
         RolloutEngine._refuse(replica, row, refused.value)
-    assert site.asked == []
+    assert site.asked == ["/moved", "/further"]
 
 
 def in_each_transport(content: bytes, site: Any, folder: Path) -> list[str]:
@@ -259,16 +237,15 @@ def in_each_transport(content: bytes, site: Any, folder: Path) -> list[str]:
     return [f"{site.url}/medium", str(folder / "medium"), text, f"data:x/y;base64,{text}"]
 
 
-@pytest.mark.parametrize(
-    "playlist",
-    [
-        "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}/secret\n#EXT-X-ENDLIST\n",
-        "ffconcat version 1.0\nfile '{}/secret'\n",
-        "<?xml version='1.0'?>\n<MPD><BaseURL>{}/secret</BaseURL></MPD>",
-        "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\nc=IN IP4 127.0.0.1\r\nm=video 5004 RTP/AVP 96\r\n",
-    ],
-    ids=["hls", "concat", "dash", "sdp"],
-)
+PLAYLISTS = [
+    "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}/secret\n#EXT-X-ENDLIST\n",
+    "ffconcat version 1.0\nfile '{}/secret'\n",
+    "<?xml version='1.0'?>\n<MPD><BaseURL>{}/secret</BaseURL></MPD>",
+    "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\nc=IN IP4 127.0.0.1\r\nm=video 5004 RTP/AVP 96\r\n",
+]
+
+
+@pytest.mark.parametrize("playlist", PLAYLISTS, ids=["hls", "concat", "dash", "sdp"])
 def test_a_playlist_is_no_medium(playlist: str, site: Any, processor: Any, tmp_path: Path) -> None:
     """decord would fetch the addresses in it without a check."""
     texts = in_each_transport(playlist.format(site.url).encode(), site, tmp_path)
@@ -278,14 +255,13 @@ def test_a_playlist_is_no_medium(playlist: str, site: Any, processor: Any, tmp_p
     assert site.asked == ["/medium"]
 
 
-@pytest.mark.parametrize("side", [300, 600])  # Pillow warns of the first, and refuses the second
 def test_pictures_of_too_many_pixels_are_refused_by_their_header(
-    side: int, site: Any, processor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: Any, processor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Pillow alone would only warn of this one."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
     monkeypatch.setattr(ImageFile.ImageFile, "load", None)  # nothing is decoded
-    Image.new("1", (side, 300)).save(file := io.BytesIO(), "PNG")
-    too_large = (Image.DecompressionBombWarning, Image.DecompressionBombError)
+    Image.new("1", (300, 300)).save(file := io.BytesIO(), "PNG")
     for text in in_each_transport(file.getvalue(), site, tmp_path):
-        with pytest.raises(too_large, match=rf"Image size \({side * 300} pixels\) exceeds"):
+        with pytest.raises(Image.DecompressionBombWarning, match=r"\(90000 pixels\) exceeds"):
             encode(processor, vision_utils.load_image, images=[text])

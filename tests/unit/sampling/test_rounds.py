@@ -70,17 +70,19 @@ def test_names_tell_where_rounds_begin_and_are_unique(
 ) -> None:
     """A resumed run has the names of the uninterrupted one, also from the middle of a round, and of
     the rounds that dynamic sampling adds."""
-    first_batches: dict[int, int] = {}
+    names, first_batches = RoundNames(clock), dict[int, int]()
     for batch, epoch, step, round_ in run(clock):
         assert clock.round_at(batch) == round_
         assert clock.epoch_of_step(step) == epoch
+        names.begin_training(batch - clock.batches_per_round, ahead=True)  # `--async_generate`
+        assert names.current == round_
         first_batches.setdefault(step, batch)
     assert {step: clock.batches_at(step) for step in first_batches} == first_batches
     assert clock.batches_at(len(first_batches)) == EPOCHS * clock.batches_per_epoch
     all_names = names_from(clock, 0)
     rounds = all_names[:: clock.batches_per_round]
-    names = [round_ for of_one in rounds for round_, _ in of_one]
-    assert len(set(names)) == len(names) == len(rounds) * (1 + clock.max_resamples)
+    unique = {round_ for of_one in rounds for round_, _ in of_one}
+    assert len(unique) == len(rounds) * (1 + clock.max_resamples)
     positions = [position for of_one in rounds for _, position in of_one[1:]]
     assert len(set(positions)) == len(positions)
     assert all(position is not None and position >= 0 for position in positions)
@@ -108,20 +110,15 @@ def test_evaluations_are_counted_within_their_step() -> None:
 
 
 SETTINGS = {
-    "steps_per_generation": 4,
-    "num_iterations": 1,
-    "generation_batch_size": 12,
-    "num_generations": 4,
-    "gradient_accumulation_steps": 2,
-    "max_resample_times": 5,
-    "dynamic_sample": False,
+    **{"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 1},
+    **{"generation_batch_size": 12, "num_generations": 4},
+    **{"max_resample_times": 5, "dynamic_sample": False},
 }
 
 
 @pytest.mark.parametrize(
     ("changes", "num_rows", "parallel", "expected"),
     [
-        ({}, 7, 1, (4, 8, 0)),
         ({"num_iterations": 3}, 7, 1, (12, 24, 0)),
         ({}, 7, 2, (8, 16, 0)),
         ({"dynamic_sample": True}, 6, 1, (4, 8, 5)),
@@ -135,19 +132,8 @@ def test_the_clock_of_a_run(
     clock = RoundClock.of(training_arguments(**(SETTINGS | changes)), num_rows, parallel)
     assert clock.batches_per_step == 2
     assert (clock.batches_per_round, clock.batches_per_epoch, clock.max_resamples) == expected
-
-
-def test_ahead_is_the_next_round() -> None:
-    """`--async_generate` generates while it trains; a round has the name of the step that uses
-    it."""
-    names = RoundNames(
-        clock := RoundClock(batches_per_step=2, batches_per_round=2, batches_per_epoch=4)
-    )
-    names.begin_training(0)
-    assert names.current == RoundId("train", 0, 0)
-    names.begin_training(0, ahead=True)
-    assert names.current == RoundId("train", 1, 0)
-    before = [clock.generation_batch_before(batch) for batch in range(0, 10, 2)]
+    small = RoundClock(batches_per_step=2, batches_per_round=2, batches_per_epoch=4)
+    before = [small.generation_batch_before(batch) for batch in range(0, 10, 2)]
     assert before == [(0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]
 
 

@@ -20,16 +20,16 @@ import pytest
 from swift_grpo_ext import cpu
 from swift_grpo_ext.upstream import patches
 from swift_grpo_ext.upstream.contract import UnsupportedUpstreamError
-from swift_grpo_ext.upstream.patches import PatchPhase, Repair, patch, repair, replaced, wrapped
+from swift_grpo_ext.upstream.patches import PatchPhase, patch, repair, replaced, wrapped
 
 PACKAGE = Path(inspect.getfile(patches)).parents[1]
 UPSTREAM = ("swift", "vllm", "transformers", "torch", "PIL", "peft", "accelerate", "trl")
-REGISTRATIONS = {"TrainerFactory.TRAINER_MAPPING", "TrainerFactory.TRAINING_ARGS_MAPPING"}
-REGISTRATIONS |= {"callbacks_map", "orms", "multi_turns"}
-"""ms-swift's registries for plugins."""
+ALLOWED = {"TrainerFactory.TRAINER_MAPPING", "TrainerFactory.TRAINING_ARGS_MAPPING"}
+ALLOWED |= {"callbacks_map", "orms", "multi_turns"}
+ALLOWED |= {"cudnn.deterministic", "cudnn.benchmark", "layer.cpu_linear", "sys.excepthook"}
+"""ms-swift's registries for plugins, and attributes that upstream, or Python, lets others set."""
 
-SETTINGS = {"cudnn.deterministic", "cudnn.benchmark", "layer.cpu_linear", "sys.excepthook"}
-"""Attributes that upstream, or Python, lets others set."""
+MAKERS = {"partial", "MethodType", "partialmethod", "staticmethod", "classmethod"}
 
 cpu.register()
 
@@ -47,97 +47,59 @@ def of_upstream(tree: ast.Module) -> set[str]:
     """Return the names that a module imports from upstream."""
     names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UPSTREAM:
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            roots = ((alias, alias.name.split(".")[0]) for alias in node.names)
-            names |= {alias.asname or root for alias, root in roots if root in UPSTREAM}
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                module = getattr(node, "module", None) or alias.name
+                name = alias.asname or alias.name.split(".")[0]
+                names |= {name} if module.split(".")[0] in UPSTREAM else set()
     return names
 
 
 def changes(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """Yield attributes and entries that are assigned or deleted, and objects of `setattr` and
-    `delattr`, with the new values."""
+    """Yield what is assigned or deleted, also by `setattr` and `delattr`, with the new values."""
     for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
                 yield from zip(targets, values, strict=True)
-            case ast.Assign(targets=targets, value=value):
-                for target in targets:
-                    parts = target.elts if isinstance(target, ast.Tuple) else [target]
-                    yield from ((part, value) for part in parts)
-            case ast.AnnAssign(target=target, value=value):
-                yield target, value
-            case ast.Delete(targets=targets):
-                yield from ((target, None) for target in targets)
+            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+                yield from ((target, getattr(node, "value", None)) for target in targets)
             case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, name, *values]):
-                changed = ast.Attribute(owner, ast.unparse(name), lineno=node.lineno)
-                yield changed, values[0] if values else None
+                yield ast.Attribute(owner, ast.unparse(name)), values[0] if values else None
 
 
-def root_of(target: ast.expr) -> str:
-    """Return the name at the root of an expression of attributes, entries and calls."""
-    while isinstance(target, (ast.Attribute, ast.Subscript, ast.Call)):
-        target = target.func if isinstance(target, ast.Call) else target.value
-    return target.id if isinstance(target, ast.Name) else ""
-
-
-def is_code(value: ast.expr, functions: set[str]) -> bool:
-    """Return whether a value is a lambda, a function of the module, or made from one."""
-    if isinstance(value, ast.Call):
-        return isinstance(value.func, ast.Lambda) or getattr(value.func, "id", "") in MAKERS
-    return isinstance(value, ast.Lambda) or getattr(value, "id", "") in functions
-
-
-MAKERS = {"partial", "MethodType", "partialmethod", "staticmethod", "classmethod"}
-
-
-def unpatched(module: str, tree: ast.Module) -> list[str]:
-    """Return the changes of modules and classes of upstream, and of methods of any object."""
+def unpatched(tree: ast.Module) -> list[str]:
+    """Return the changes of modules and classes of upstream, and of methods of any object. To
+    delete a method would undo a change made by hand."""
     upstream, found = of_upstream(tree), []
     methods = {f for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for f in c.body}
-    functions = {
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node not in methods
-    }
+    defined = {node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)} - methods
+    functions = {node.name for node in defined}
     for target, value in changes(tree):
-        entry = ast.unparse(target.value) if isinstance(target, ast.Subscript) else ""
-        text = ast.unparse(target)
-        is_changed = isinstance(target, (ast.Attribute, ast.Subscript))
-        if not is_changed or entry in REGISTRATIONS or text in SETTINGS:
+        text, name = ast.unparse(target), getattr(getattr(value, "func", value), "id", "")
+        root = re.split(r"\W", text)[0]
+        is_entry = isinstance(target, ast.Subscript)
+        if root == text or root == "self" or ALLOWED & {text, text.partition("[")[0]}:
             continue
-        root = root_of(target)
-        if value is None:  # a deletion would undo a change made by hand
-            is_method = isinstance(target, ast.Attribute) and root != "self"
-        else:
-            is_method = is_code(value, functions) and root != "self"
-        if root in upstream or is_method:
-            found.append(f"{module}:{target.lineno} {text}")
+        is_code = name in (MAKERS if isinstance(value, ast.Call) else functions)
+        is_code |= isinstance(value, ast.Lambda) or (value is None and not is_entry)
+        if root in upstream or is_code:
+            found.append(text)
     return found
 
 
 def test_nothing_of_upstreams_is_changed_but_by_patch() -> None:
-    assert [change for module, tree in modules() for change in unpatched(module, tree)] == []
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
+    assert {module: found for module, tree in modules() if (found := unpatched(tree))} == {}
+    for code in (
         "from swift.template import Template\nTemplate.encode = 1",
         "import vllm\nvllm.envs.A, b = 1, 2",
         "from vllm import envs\nsetattr(envs, 'A', 1)",
         "tower.forward = lambda x: x",
         "def f(): ...\nlayer.merge, layer.unmerge = f, 1",
-        "def f(): ...\nsetattr(layer, 'merge', f)",
         "engine.generate = partial(engine.generate, 1)",
         "def f(): ...\ninterface['sdpa'] = f",
-        "del tower.forward",
         "delattr(tower, 'forward')",
-    ],
-)
-def test_what_goes_around_is_found(code: str) -> None:
-    assert len(unpatched("room.module", ast.parse(code))) == 1
+    ):
+        assert len(unpatched(ast.parse(code))) == 1, code
 
 
 def repairs() -> dict[str, ast.AST]:
@@ -158,25 +120,15 @@ RELEASE = r"(ms-swift|vLLM|transformers) \d[\d.]+"
 WHY = rf"Symptom: .{{40,}} Upstream: {RELEASE}( to [\d.]+)?, [\w/]+(\.py\b)?.* Can go when .+\.$"
 
 
-@pytest.mark.parametrize(("name", "tree"), repairs().items(), ids=repairs())
-def test_a_repair_says_why_it_is_there(name: str, tree: ast.AST) -> None:
-    assert isinstance(tree, ast.FunctionDef)
-    assert re.search(WHY, " ".join((ast.get_docstring(tree) or "").split()))
-
-
-def registered() -> list[Repair]:
-    """Import all modules with repairs; return the repairs."""
-    for name in repairs():
+def test_a_repair_says_why_it_is_there_and_is_found_in_its_phases() -> None:
+    for name, tree in repairs().items():
+        assert isinstance(tree, ast.FunctionDef), name
+        assert re.search(WHY, " ".join((ast.get_docstring(tree) or "").split())), name
         import_module(f"swift_grpo_ext.{name.partition(':')[0]}")
-    return list(patches.REPAIRS)
-
-
-@pytest.mark.parametrize("each", registered(), ids=lambda each: each.function.__name__)
-def test_a_repair_is_found_in_its_phases(each: Repair) -> None:
-    module = each.function.__module__.removeprefix("swift_grpo_ext.")
-    for phase in each.phases:
-        assert module in patches.MODULES[phase]
-    assert not inspect.signature(each.function).parameters
+    for each in patches.REPAIRS:
+        module = each.function.__module__.removeprefix("swift_grpo_ext.")
+        assert all(module in patches.MODULES[phase] for phase in each.phases), each
+        assert not inspect.signature(each.function).parameters, each
 
 
 def test_what_upstream_lacks_or_calls_otherwise_is_refused() -> None:
@@ -212,7 +164,9 @@ def test_what_upstream_lacks_or_calls_otherwise_is_refused() -> None:
     assert Template.length == 2, "a part of them was replaced"
 
 
-def test_a_repair_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repair_is_made_once_and_an_optional_one_may_be_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[str] = []
     monkeypatch.setattr(patches, "REPAIRS", [])
     here = dict.fromkeys((PatchPhase.ENGINE, PatchPhase.WORKER), ("test_patches",))
@@ -232,22 +186,14 @@ def test_a_repair_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         patches.apply(phase)
     assert made == ["change"]
 
-
-@pytest.mark.parametrize("optional", [True, False])
-def test_an_optional_repair_is_left_out_where_upstream_is_another(
-    optional: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(patches, "REPAIRS", [])
-
-    @repair(PatchPhase.ENGINE, optional=optional)
-    def change() -> None:
+    def unfit() -> None:
         patch(ModuleType("vllm.module"), gone=1)
 
-    if optional:
-        assert not patches.make(change)
-    else:
-        with pytest.raises(UnsupportedUpstreamError, match=r"vllm\.module\.gone is missing"):
-            patches.make(change)
+    repair(optional=True)(unfit)
+    assert not patches.make(unfit)
+    repair()(needed := lambda: unfit())
+    with pytest.raises(UnsupportedUpstreamError, match=r"vllm\.module\.gone is missing"):
+        patches.make(needed)
 
 
 # --- for a block ---
