@@ -33,9 +33,8 @@ from tests.rig.diversity.samples import LONG, group_of, groups_of, sample
 from tests.rig.record.rows import sample_id
 
 
-def analyzer_of(**changes: Any) -> RoundAnalyzer:
-    settings = {"is_greedy": False, "seed_mode": "sample", **changes}
-    return RoundAnalyzer(**settings)
+def analyzer_of() -> RoundAnalyzer:
+    return RoundAnalyzer(is_greedy=False, seed_mode="sample")
 
 
 def copies(step: int, **kwargs: Any) -> list[SampleRow]:
@@ -142,27 +141,19 @@ def test_collapse_is_an_alarm_in_its_third_round_for_each_phase() -> None:
 # --- alarms ---
 
 
-@pytest.mark.parametrize(
-    ("seeds", "mode", "remedy"),
-    [((5, 6), "sample", "ignored_seeds"), ((None,) * 2, "engine", "seed_mode")],
-)
-def test_an_alarm_names_who_shares_what(
-    seeds: tuple[int | None, ...], mode: str, remedy: str
-) -> None:
+def test_an_alarm_names_who_shares_what() -> None:
     samples = [
-        sample(LONG, index=i, turn=1, rank=i, replica=f"server {i}", seed=seed, group=3)
-        for i, seed in enumerate(seeds)
+        sample(LONG, index=i, turn=1, rank=i, replica=f"server {i}", seed=5 + i, group=3)
+        for i in (0, 1)
     ]
-    (record,) = analyzer_of(seed_mode=mode).analyze(samples)
-    assert record.remedy == f"remedy_{remedy}"
+    (record,) = analyzer_of().analyze(samples)
     begins, ends = str(record.alarm).split(" Remedy: ")
     assert begins == (
         "diversity: broken randomness in train round 0.0: samples share noise (p = 1.7e-18)."
     )
-    first, second = ("", "") if mode == "engine" else (", seed 5", ", seed 6")
     assert ends.endswith(
-        f". group 3 sample 0 turn 1 (rank 0, replica 'server 0'{first}), group 3 sample 1 turn 1 "
-        f"(rank 1, replica 'server 1'{second}) share their first 60 tokens (60 bits of surprisal)."
+        ". group 3 sample 0 turn 1 (rank 0, replica 'server 0', seed 5), group 3 sample 1 turn 1 "
+        "(rank 1, replica 'server 1', seed 6) share their first 60 tokens (60 bits of surprisal)."
     )
 
 
@@ -248,44 +239,37 @@ def test_metrics_are_their_definitions(round_: list[list[Ids]]) -> None:
         "self_bleu": mean([score for g in several for score in self_bleu(g)]),
         "vendi": mean([vendi(g) for g in several]),
         "distinct_answers": 1.0,
+        "common_mode": 0.0,
     }
-    found = round_metrics([group_of(*g, group=i) for i, g in enumerate(round_)])
-    assert found.pop("common_mode") == 0  # one prompt
+    if len(round_) > 3:
+        modes = [Counter(map(tuple, g)).most_common(1)[0] for g in round_]
+        counts = Counter(completion for completion, count in modes if count > 1)
+        expected["common_mode"] = max(counts.values(), default=0) / len(round_)
+    found = round_metrics(groups_of(*round_))
     expected = {name: value for name, value in expected.items() if value is not None}
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
     backwards = round_metrics([group_of(*g[::-1], group=i) for i, g in enumerate(round_[::-1])])
-    backwards.pop("common_mode")
+    backwards["common_mode"] = found["common_mode"]
     assert backwards == pytest.approx(found)
 
 
-@pytest.mark.parametrize(
-    ("modes", "expected"),
-    [((1, 1, 1, 2), 0.75), ((1, 1, 1), 0.0), ((1, 2, 3, 4, 4, 4), 0.25), ((1, 2, 3, 4), 0.25)],
-)
-def test_common_mode(modes: tuple[int, ...], expected: float) -> None:
-    """The share of prompts with one and the same most frequent completion. Fewer than 4 prompts
-    give 0; equal prompts count once."""
-    groups = groups_of(*[[[m], [m], [9 + g]] for g, m in enumerate(modes)])
+def test_few_prompts_have_no_common_mode_and_equal_prompts_count_once() -> None:
+    assert round_metrics(groups_of(*[[[1], [1]]] * 3))["common_mode"] == 0.0
+    groups = groups_of(*[[[mode], [mode]] for mode in (1, 2, 3, 4, 4, 4)])
     for group in groups[4:]:
         group[0] = replace(group[0], fingerprint="0")
-    assert round_metrics(groups)["common_mode"] == expected
-    assert round_metrics(groups_of(*[[[1], [2]]] * 4))["common_mode"] == 0.0
+    assert round_metrics(groups)["common_mode"] == 0.25
 
 
 # --- bounds on the cost (D6), which `scripts/bench/diversity.py --cost-only` measures ---
 
 
-@pytest.mark.parametrize(
-    ("num_groups", "size", "compared", "of_group"),
-    [(128, 8, 128, 8), (129, 8, 128, 8), (300, 8, 128, 8), (16, 130, 8, 128)],
-)
-def test_large_rounds_are_read_by_whole_groups_evenly_spaced(
-    num_groups: int, size: int, compared: int, of_group: int
-) -> None:
-    groups = groups_of(*[[[g, i] for i in range(size)] for g in range(num_groups)])
-    tokens = metrics.compared_tokens(groups)
-    expected = [[[n * num_groups // compared, i] for i in range(of_group)] for n in range(compared)]
-    assert [[ids.tolist() for ids in of_one] for of_one in tokens] == expected
+def test_large_rounds_are_read_by_whole_groups_evenly_spaced() -> None:
+    for num_groups, size, num, of_group in ((128, 8, 128, 8), (300, 8, 128, 8), (16, 130, 8, 128)):
+        groups = groups_of(*[[[g, i] for i in range(size)] for g in range(num_groups)])
+        tokens = [[ids.tolist() for ids in group] for group in metrics.compared_tokens(groups)]
+        expected = [[[n * num_groups // num, i] for i in range(of_group)] for n in range(num)]
+        assert tokens == expected
 
 
 def test_beginnings_and_few_pairs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +285,8 @@ def test_beginnings_and_few_pairs_are_compared(monkeypatch: pytest.MonkeyPatch) 
 # --- answers and rewards ---
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
+def test_answers() -> None:
+    for text, answer in (
         ("", ""),
         ("  seven\n", "seven"),
         ("<answer>3</answer> no, <answer> 4\n</answer>", "4"),
@@ -311,11 +294,8 @@ def test_beginnings_and_few_pairs_are_compared(monkeypatch: pytest.MonkeyPatch) 
         (r"\boxed{\frac{1}{2", r"\frac{1}{2"),
         ("<answer>3", "<answer>3"),
         (r"<answer>5</answer> \boxed{6}", "5"),
-        ("答案：<answer>四</answer>", "四"),
-    ],
-)
-def test_answers(text: str, answer: str) -> None:
-    assert extract_answer(text) == answer
+    ):
+        assert extract_answer(text) == answer
 
 
 outcomes = st.tuples(
@@ -375,23 +355,16 @@ def test_the_last_turn_stands_for_a_conversation() -> None:
 # --- bad input ---
 
 
-@pytest.mark.parametrize(
-    ("logprobs", "expected"),
-    [
-        (None, None),
-        ([-0.5], None),
-        ([float("nan")] * 4, None),
-        ([-0.5, None, float("-inf"), -2], [-0.5, float("nan"), float("-inf"), -2.0]),
-    ],
-)
-def test_unusable_logprobs_do_not_count(logprobs: Any, expected: list[float] | None) -> None:
-    row = replace(sample([1, 2, 3, 4]), logprobs=logprobs)
-    found = known_logprobs(row)
-    np.testing.assert_equal(None if found is None else found.tolist(), expected)
-    nats = [np.log(2)] * 2 + ([0.5, 2.0] if expected else [])
-    with_others = round_metrics([[row, sample([5, 6], index=1)]])
-    assert with_others["surprisal"] == pytest.approx(np.mean(nats))
-    assert ("surprisal" in round_metrics([[row]])) == bool(expected)
+def test_unusable_logprobs_do_not_count() -> None:
+    nan, row = float("nan"), sample([1, 2, 3, 4])
+    for logprobs in (None, [-0.5], [nan] * 4, [None] * 4):
+        none = replace(row, logprobs=logprobs)  # type: ignore[arg-type]
+        assert known_logprobs(none) is None
+        assert "surprisal" not in round_metrics([[none]])
+    some = replace(row, logprobs=[-0.5, None, float("-inf"), -2])  # type: ignore[list-item]
+    np.testing.assert_equal(known_logprobs(some), [-0.5, nan, float("-inf"), -2.0])
+    found = round_metrics([[some, sample([5, 6], index=1)]])
+    assert found["surprisal"] == pytest.approx(np.mean([0.5, 2.0, np.log(2), np.log(2)]))
 
 
 def test_rows_become_groups_by_place_and_once() -> None:

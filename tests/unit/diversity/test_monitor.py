@@ -123,25 +123,22 @@ def test_alarms_are_said_once_until_they_end_or_change(tmp_path: Path, said: lis
 
 
 @pytest.mark.parametrize(
-    ("action", "rounds", "stops", "num_said"),
+    "rounds",
     [
-        ("log", [group_of(LONG, LONG)], [False], 0),
         # A sound round of the same step does not undo it.
-        ("stop", [group_of(LONG, LONG) + group_of([1], [2], step=1)], [True], 1),
-        ("stop", [collapsed(step) for step in range(3)], [False, False, True], 1),
-        ("stop", [group_of(LONG, LONG, phase="eval")], [True], 1),
+        [group_of([1], [2]), group_of(LONG, LONG, step=1) + group_of([1], [2], step=2)],
+        [collapsed(step) for step in range(3)],
+        [group_of(LONG, LONG, phase="eval")],
     ],
 )
-def test_what_an_alarm_does(
-    action: str, rounds: list[list[SampleRow]], stops: list[bool], num_said: int,
-    tmp_path: Path, said: list[str],
-) -> None:  # fmt: skip
-    run = Run(tmp_path, diversity_action=action)
-    for samples, stop in zip(rounds, stops, strict=True):
+def test_an_alarm_stops_a_run(
+    rounds: list[list[SampleRow]], tmp_path: Path, said: list[str]
+) -> None:
+    run = Run(tmp_path, diversity_action="stop")
+    for number, samples in enumerate(rounds, start=1):
         run.step(samples)
-        assert run.stops == stop
-    assert len(said) == num_said
-    assert action == "stop" or run.records[-1].alarm
+        assert run.stops == (number == len(rounds))
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(
@@ -173,14 +170,18 @@ def test_what_cannot_be_tested_is_said_at_the_start(
         ({}, "server 1 replica 0", ["server 1 replica 0"] * 3),
     ],
 )
-def test_replicas_are_named(
-    flags: dict[str, Any], given: str, replicas: list[str], tmp_path: Path
+def test_replicas_are_named_in_the_record(
+    flags: dict[str, Any], given: str, replicas: list[str], tmp_path: Path, said: list[str]
 ) -> None:
-    run = Run(tmp_path, **flags)
+    """With `--diversity_action log` an alarm is only recorded."""
+    run = Run(tmp_path, diversity_action="log", **flags)
+    said.clear()  # of `--use_vllm false`
     run.step([sample(LONG, index=i, rank=i, replica=given) for i in range(3)])
-    (collision,) = run.records[0].collisions
+    [record] = run.records
+    [collision] = record.collisions
     assert [s["replica"] for s in collision["samples"]] == replicas
-    assert run.records[0].remedy == "remedy_seed_mode"
+    assert record.alarm
+    assert (record.remedy, run.stops, said) == ("remedy_seed_mode", False, [])
 
 
 def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Path) -> None:
@@ -188,14 +189,14 @@ def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Pa
     scored."""
     run = Run(tmp_path, async_generate=True, vllm_mode="server")
 
-    def turns_of(step: int, phase: str = "train", group: int = 0) -> list[list[SampleRow]]:
+    def turns_of(phase: str, step: int, group: int = 0) -> list[list[SampleRow]]:
         """Two turns of a group and half a group."""
-        place = {"step": step, "phase": phase}
-        return [
-            group_of([1], [2], [3], turn=turn, group=group, **place)
-            + group_of([1, 4], [2, 4], turn=turn, group=group + 1, **place)
-            for turn in (0, 1)
-        ]
+
+        def turn_of(**place: Any) -> list[SampleRow]:
+            half = group_of([1, 4], [2, 4], group=group + 1, **place)
+            return group_of([1], [2], [3], group=group, **place) + half
+
+        return [turn_of(phase=phase, step=step, turn=turn) for turn in (0, 1)]
 
     def use(turns: list[list[SampleRow]], ahead: list[list[SampleRow]], *, early: bool) -> None:
         """Gather, score and step; the batch that is drawn ahead arrives before, or meanwhile."""
@@ -205,14 +206,14 @@ def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Pa
         run.score(turns[0], [1.0, 0.0, 0.0, 0.0, 0.0])
         run.monitor.on_step_end(*run.hook_arguments)
 
-    trains = [turns_of(step) for step in range(3)]
-    batches = [turns_of(1, "eval", group) for group in (0, 2, 4)]
-    run.arrive(*trains[0])  # before the training begins
-    use(trains[0], trains[1], early=True)
+    first, second, third = (turns_of("train", step) for step in range(3))
+    batches = [turns_of("eval", 1, group) for group in (0, 2, 4)]
+    run.arrive(*first)  # before the training begins
+    use(first, second, early=True)
     run.arrive(*batches[0])
     use(batches[0], batches[1], early=True)
     use(batches[1], batches[2], early=False)  # no evaluation uses the third
-    use(trains[1], trains[2], early=False)
+    use(second, third, early=False)
     assert [(*r.round[:2], r.num_samples, r.num_groups) for r in run.records] == [
         *(("train", 0, 10, 4), ("eval", 1, 10, 4), ("eval", 1, 10, 4), ("train", 1, 10, 4))
     ]  # fmt: skip

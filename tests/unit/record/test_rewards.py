@@ -95,19 +95,15 @@ def test_groups_that_got_another_prompt() -> None:
     recorder.replaced(RoundId("train", 0, 0), [1])
     recorder.replaced(RoundId("eval", 0, 0), [4])
     recorder.replaced(RoundId("train", 1, 0), [0])  # drawn ahead
-    names = [
-        [sample_id(group=g, index=i) for g in (0, 1) for i in (0, 1)],
-        [sample_id(phase="eval", group=g) for g in (3, 4)],
-        [sample_id(1, group=g) for g in (0, 1)],
-        [sample_id(0, group=1)],
-    ]
-    recorded = [record(recorder, of, [[0.0, 0.0]] * len(of)) for of in names]
-    assert [[row.replaced for row in rows] for rows in recorded] == [
-        [False, False, True, True],
-        [False, True],
-        [True, False],
-        [False],  # forgotten once its round was recorded
-    ]
+    for step, phase, groups, expected in (
+        (0, "train", (0, 1), [False, True]),
+        (0, "eval", (3, 4), [False, True]),
+        (1, "train", (0, 1), [True, False]),
+        (0, "train", (1,), [False]),  # forgotten once its round was recorded
+    ):
+        names = [sample_id(step, phase, group=group) for group in groups]
+        rows = record(recorder, names, [[0.0, 0.0]] * len(names))
+        assert [row.replaced for row in rows] == expected
 
 
 def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:

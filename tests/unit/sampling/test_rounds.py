@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trl.trainer.utils import RepeatSampler
@@ -116,22 +115,17 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "num_rows", "parallel", "expected"),
-    [
+def test_the_clock_of_a_run() -> None:
+    for changes, num_rows, parallel, expected in (
         ({"num_iterations": 3}, 7, 1, (12, 24, 0)),
         ({}, 7, 2, (8, 16, 0)),
         ({"dynamic_sample": True}, 6, 1, (4, 8, 5)),
         ({}, 2, 1, (4, 4, 0)),  # fewer rows than a batch: an epoch is one round
         ({"num_generations": 3}, 8, 1, (4, 8, 0)),
-    ],
-)
-def test_the_clock_of_a_run(
-    changes: dict[str, Any], num_rows: int, parallel: int, expected: tuple[int, int, int]
-) -> None:
-    clock = RoundClock.of(training_arguments(**(SETTINGS | changes)), num_rows, parallel)
-    assert clock.batches_per_step == 2
-    assert (clock.batches_per_round, clock.batches_per_epoch, clock.max_resamples) == expected
+    ):
+        clock = RoundClock.of(training_arguments(**(SETTINGS | changes)), num_rows, parallel)
+        found = clock.batches_per_round, clock.batches_per_epoch, clock.max_resamples
+        assert (clock.batches_per_step, *found) == (2, *expected)
     small = RoundClock(batches_per_step=2, batches_per_round=2, batches_per_epoch=4)
     before = [small.generation_batch_before(batch) for batch in range(0, 10, 2)]
     assert before == [(0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]

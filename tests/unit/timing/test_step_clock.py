@@ -155,44 +155,30 @@ def test_a_trainer_is_left_as_it_was(begin: Any) -> None:
     assert {name: vars(trainer)[name] for name in WORK} == {name: own[name] for name in WORK}
 
 
-MEMORY = {
-    "send": 12.5,
-    "wake": 14.5,
-    "generate": 114.5,
-    "sleep": 130.5,
-    "rewards": 1130.5,
-    "logps": 6130.5,
-    "batch": 6130.5,
-    "loss": 9194.5,
-    "optimizer": 9450.5,
-}
+MEMORY = {"send": 12.5, "wake": 14.5, "generate": 114.5, "sleep": 130.5, "rewards": 1130.5}
+MEMORY |= {"logps": 6130.5, "batch": 6130.5, "loss": 9194.5, "optimizer": 9450.5}
 """The GiB at the end of a first step's parts, if the trainer takes 1 GiB in each second."""
 
 
-def test_memory_is_read_at_the_end_of_each_part(begin: Any) -> None:
-    """The most since the last round counts. An evaluation has no figures, a server no wake, and a
-    CPU none at all."""
+def test_memory_is_read_at_the_end_of_each_part(
+    begin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The most since the last round counts, of the fullest device. A server has no wake, a CPU
+    nothing. A counter that fails is read once."""
     trainer = begin(Trainer(device="cuda:3"))
     trainer.step()
     trainer.now = 0.0
     trainer.training_step()
     assert trainer.clock.memory.take() == MEMORY
-    trainer.evaluation_loop()
     assert trainer.clock.memory.take() == {}
+    trainer._metrics["train"].clear()
+    trainer.clock.log_memory([{"loss": 1.0, "wake": 5.0}, {}, {"loss": 3.0}])
+    trainer.clock.log_memory([{"loss": 2.0}])
+    assert trainer.logged() == {"memory/wake": 5.0, "memory/loss": 3.0}
     for device, parts in (("cuda:3", MEMORY.keys() - {"wake", "sleep"}), ("cpu", set())):
         served = begin(Trainer("server", device))
         served.step()
         assert served.clock.memory.take().keys() == parts
-
-
-def test_the_log_has_the_memory_of_the_fullest_device_if_it_can_be_read(
-    begin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A counter that fails is read once."""
-    trainer = begin(Trainer(device="cuda:3"))
-    trainer.clock.log_memory([{"loss": 1.0, "wake": 5.0}, {}, {"loss": 3.0}])
-    trainer.clock.log_memory([{"loss": 2.0}])
-    assert trainer.logged() == {"memory/wake": 5.0, "memory/loss": 3.0}
     calls = []
 
     def used_bytes(device: torch.device) -> int:
@@ -200,9 +186,8 @@ def test_the_log_has_the_memory_of_the_fullest_device_if_it_can_be_read(
         raise RuntimeError("not implemented")
 
     monkeypatch.setattr(memory, "used_bytes", used_bytes)
-    trainer.step()
-    assert trainer.logged() == STEP
-    assert (calls, trainer.clock.memory.take()) == ([torch.device("cuda", 3)], {})
+    trainer.training_step()
+    assert calls == [torch.device("cuda", 3)]
     [warning] = caplog.messages
     assert "`memory/*` of cuda:3" in warning
     assert "not implemented" in warning
