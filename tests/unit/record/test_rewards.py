@@ -40,33 +40,27 @@ def record(
 
 
 def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
-    name = sample_id(3, number=1, group=2, index=5)
+    """A function may give nothing. Two functions may share a name."""
+    recorder = RewardRecorder(["judge", "form", "judge"], [1.0, 0.5, 0.25])
+    name, other = sample_id(3, number=1, group=2, index=5), sample_id(4)
     known = {"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0, "gaps": [(3, 0.5)]}
+    samples = [sample(name, finish_reason="length"), sample(other)]
+    values = [[math.nan, 1.0, 1.0], [math.nan] * 3]
+    rows = recorder.record(samples, values, fate="trained", extras={name: known})
+    rewards_of_name = [("judge", None), ("form", 1.0), ("judge_2", 1.0)]
+    expected = {
+        **{"reward": 0.75, "rewards": rewards_of_name, **known},
+        **{"truncated": True, "replaced": False, "fate": "trained"},
+    }
+    assert rows[0] == RewardRow(sample_id=name, **expected)
+    assert (rows[1].reward, rows[1].advantage, rows[1].truncated) == (None, None, False)
     log = open_log(tmp_path)
     log.append([row_of(name)])
-    rows = RewardRecorder(FUNCTIONS, WEIGHTS).record(
-        [sample(name, finish_reason="length")], [[0.25, 1.0]], fate="trained", extras={name: known}
-    )
     log.append(rows, REWARDS)
     log.flush()
     table = read_rewards(tmp_path)
-    assert table.to_pylist() == [
-        {
-            **{"session": 0, "phase": "train", "step": 3, "number": 1, "group": 2, "index": 5},
-            **{"reward": 0.75, "rewards": [("accuracy", 0.25), ("format", 1.0)], **known},
-            **{"truncated": True, "replaced": False, "fate": "trained"},
-        }
-    ]
+    assert table.select([*expected]).to_pylist() == [expected]
     assert table.schema == REWARDS.schema
-
-
-def test_functions_that_gave_nothing_or_share_a_name() -> None:
-    recorder = RewardRecorder(["judge", "form", "judge"], [1.0, 0.5, 0.25])
-    names = [sample_id(0), sample_id(1)]
-    some, none = record(recorder, names, [[math.nan, 1.0, 1.0], [math.nan] * 3])
-    assert (some.reward, none.reward) == (0.75, None)
-    assert some.rewards == [("judge", None), ("form", 1.0), ("judge_2", 1.0)]
-    assert (some.advantage, some.gap_mean, some.fate) == (None, None, "trained")
 
 
 def test_what_dynamic_sampling_drops_has_a_score() -> None:

@@ -18,16 +18,15 @@ from tests.rig.arguments import training_arguments
 EPOCHS = 3
 
 
-@st.composite
-def clocks(draw: st.DrawFn) -> RoundClock:
-    """`steps_per_generation` below, above, equal to `gradient_accumulation_steps`, or coprime."""
-    per_round = draw(st.integers(1, 8))
-    return RoundClock(
-        batches_per_step=draw(st.integers(1, 8)),
-        batches_per_round=per_round,
-        batches_per_epoch=per_round * draw(st.integers(1, 6)),
-        max_resamples=draw(st.integers(0, 3)),
+CLOCKS = st.tuples(*(st.integers(*span) for span in ((1, 8), (1, 8), (1, 6), (0, 3)))).map(
+    lambda drawn: RoundClock(
+        batches_per_step=drawn[0],
+        batches_per_round=drawn[1],
+        batches_per_epoch=drawn[1] * drawn[2],
+        max_resamples=drawn[3],
     )
+)
+"""`steps_per_generation` is below, above, equal to `gradient_accumulation_steps`, or coprime."""
 
 
 def run(clock: RoundClock) -> Iterator[tuple[int, int, int, RoundId]]:
@@ -63,7 +62,7 @@ def names_from(clock: RoundClock, first_batch: int) -> list[list[tuple[RoundId, 
     return found
 
 
-@given(clocks(), st.data())
+@given(CLOCKS, st.data())
 def test_names_tell_where_rounds_begin_and_are_unique(
     clock: RoundClock, data: st.DataObject
 ) -> None:

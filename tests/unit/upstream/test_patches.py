@@ -125,37 +125,32 @@ def test_a_repair_says_why_it_is_there_and_is_found_in_its_phases() -> None:
         assert not inspect.signature(each.function).parameters, each
 
 
+class Template:
+    length = 1
+
+    def encode(self, inputs: Any, return_length: bool = False) -> None: ...
+
+    @staticmethod
+    def load(image: Any) -> None: ...
+
+
 def test_what_upstream_lacks_or_calls_otherwise_is_refused() -> None:
-    class Template:
-        length = 1
-
-        def encode(self, inputs: Any, return_length: bool = False) -> None: ...
-
-        @staticmethod
-        def load(image: Any) -> None: ...
-
-    def wrapper(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> None: ...
-
-    def other_name(self: Any, sample: Any, **kwargs: Any) -> None: ...
-
-    patch(
-        Template,
-        encode=wraps(Template.encode)(wrapper),
-        length=2,
-        load=staticmethod(lambda image: image),
-    )
+    """Then nothing is replaced."""
+    encode = wraps(Template.encode)(lambda self, inputs, *args, **kwargs: None)
+    patch(Template, encode=encode, length=2, load=staticmethod(lambda image: image))
     assert Template.length == 2
     patch(Template(), encode=lambda inputs: None)
+    other_name = wraps(encode)(lambda self, sample, **kwargs: None)
     missing = r"Template\.decode is missing"
     for values, message in (
-        ({"decode": wrapper}, missing),
-        ({"encode": wraps(wrapper)(other_name)}, r"encode takes .* expected \('self', 'sample'\)"),
+        ({"decode": encode}, missing),
+        ({"encode": other_name}, r"encode takes .* expected \('self', 'sample'\)"),
         ({"load": staticmethod(lambda: None)}, r"Template\.load takes \w+ too"),
-        ({"length": 3, "decode": wrapper}, missing),
+        ({"length": 3, "decode": encode}, missing),
     ):
         with pytest.raises(UnsupportedUpstreamError, match=message):
             patch(Template, **values)
-    assert Template.length == 2, "a part of them was replaced"
+    assert Template.length == 2
 
 
 def test_a_repair_is_made_once_and_an_optional_one_may_be_left_out(
