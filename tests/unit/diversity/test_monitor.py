@@ -39,7 +39,6 @@ class Run:
         defaults = {"temperature": 1.0, "rollout_seed_mode": "engine", "output_dir": str(folder)}
         self.args = training_arguments(**defaults | flags)
         self.monitor = DiversityMonitor(self.args, self.trainer)
-        self.hook_arguments = (self.args, TrainerState(), TrainerControl())
 
     def arrive(self, *turns: list[SampleRow]) -> None:
         for turn in turns:
@@ -57,9 +56,13 @@ class Run:
         for listener in self.trainer.score_listeners:
             listener([row for share in shares for row in share])
 
-    def step(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> None:
+    def step(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> bool:
+        """Return whether the run is told to save and to stop."""
         self.generate(samples, rewards)
-        self.monitor.on_step_end(*self.hook_arguments)
+        control = TrainerControl()
+        self.monitor.on_step_end(self.args, TrainerState(), control)
+        assert control.should_save == control.should_training_stop
+        return control.should_training_stop
 
     @property
     def logged(self) -> dict[str, list[float]]:
@@ -70,12 +73,6 @@ class Run:
         self.recorder.flush()
         return read_diversity(self.args.output_dir)
 
-    @property
-    def stops(self) -> bool:
-        control = self.hook_arguments[2]
-        assert control.should_save == control.should_training_stop
-        return control.should_training_stop
-
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -85,10 +82,6 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def collapsed(step: int) -> list[SampleRow]:
-    return group_of(*[[1, 2]] * 4, step=step, bits=0.01)
-
-
 def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: list[str]) -> None:
     """A turn without an answer had no room for it: the turn before counts for the sample."""
     run, first = Run(tmp_path), group_of([1], [2], [3], [4])
@@ -96,7 +89,7 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
     run.step([])
     run.step(group_of([1, 4], [1, 4], step=2))  # nothing was scored
     run.generate(group_of([1], [2], phase="eval"))
-    run.monitor.on_prediction_step(*run.hook_arguments)
+    run.monitor.on_prediction_step(run.args, TrainerState(), TrainerControl())
     assert run.logged["diversity/unique_ratio"] == [1.0, 0.5]
     assert run.logged["diversity/pass_at_1"] == [0.5]
     assert run.logged["diversity/equal_rewards"] == [0.0]
@@ -107,38 +100,23 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
     assert said == []
 
 
-def test_alarms_are_said_once_until_they_end_or_change(tmp_path: Path, said: list[str]) -> None:
-    run = Run(tmp_path)
-    rounds = [group_of(LONG, LONG), group_of(LONG, LONG, step=1), group_of([1], [2], step=2)]
-    rounds += [group_of([*LONG, 3], [*LONG, 3], step=3), *map(collapsed, (4, 5, 6, 7))]
-    for samples in rounds:
-        run.step(samples)
+def test_alarms_stop_a_run_and_are_said_once_until_they_end_or_change(
+    tmp_path: Path, said: list[str]
+) -> None:
+    """A sound round of the same step does not undo an alarm."""
+    run = Run(tmp_path, diversity_action="stop")
+    rounds = [group_of(LONG, LONG) + group_of([1], [2], phase="eval")]
+    rounds += [group_of(LONG, LONG, step=1), group_of([1], [2], step=2)]
+    rounds += [group_of([*LONG, 3], [*LONG, 3], step=3)]
+    rounds += [group_of(*[[1, 2]] * 4, step=step, bits=0.01) for step in (4, 5, 6, 7)]
+    stops = [run.step(samples) for samples in rounds]
+    assert stops == [True, True, False, True, False, False, True, True]
     assert [line.split(": ")[1] for line in said] == [
         "broken randomness in train round 0.0",
         "broken randomness in train round 3.0",
         "collapsed policy in train round 6.0, 3 rounds in a row",
     ]
     assert all(f"`swift-grpo-ext view {tmp_path}`" in line for line in said)
-    assert not run.stops
-
-
-@pytest.mark.parametrize(
-    "rounds",
-    [
-        # A sound round of the same step does not undo it.
-        [group_of([1], [2]), group_of(LONG, LONG, step=1) + group_of([1], [2], step=2)],
-        [collapsed(step) for step in range(3)],
-        [group_of(LONG, LONG, phase="eval")],
-    ],
-)
-def test_an_alarm_stops_a_run(
-    rounds: list[list[SampleRow]], tmp_path: Path, said: list[str]
-) -> None:
-    run = Run(tmp_path, diversity_action="stop")
-    for number, samples in enumerate(rounds, start=1):
-        run.step(samples)
-        assert run.stops == (number == len(rounds))
-    assert len(said) == 1
 
 
 @pytest.mark.parametrize(
@@ -152,9 +130,10 @@ def test_an_alarm_stops_a_run(
 def test_what_cannot_be_tested_is_said_at_the_start(
     flags: dict[str, Any], is_said: bool, tmp_path: Path, said: list[str]
 ) -> None:
-    run = Run(tmp_path, diversity_action="log", rollout_seed_mode="sample", **flags)
+    run = Run(tmp_path, rollout_seed_mode="sample", **flags)
     assert ["cannot test the noise of greedy decoding" in line for line in said] == [True] * is_said
-    run.step(group_of(LONG, LONG, LONG, bits=None if "use_vllm" in flags else 1.0))
+    stops = run.step(group_of(LONG, LONG, LONG, bits=None if "use_vllm" in flags else 1.0))
+    assert not stops  # with `--diversity_action warn`, the default
     found = run.records[0].verdict, run.records[0].remedy
     assert found == (("unknown", "") if is_said else ("broken", "remedy_ignored_seeds"))
 
@@ -176,12 +155,12 @@ def test_replicas_are_named_in_the_record(
     """With `--diversity_action log` an alarm is only recorded."""
     run = Run(tmp_path, diversity_action="log", **flags)
     said.clear()  # of `--use_vllm false`
-    run.step([sample(LONG, index=i, rank=i, replica=given) for i in range(3)])
+    stops = run.step([sample(LONG, index=i, rank=i, replica=given) for i in range(3)])
     [record] = run.records
     [collision] = record.collisions
     assert [s["replica"] for s in collision["samples"]] == replicas
     assert record.alarm
-    assert (record.remedy, run.stops, said) == ("remedy_seed_mode", False, [])
+    assert (record.remedy, stops, said) == ("remedy_seed_mode", False, [])
 
 
 def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Path) -> None:
@@ -204,7 +183,7 @@ def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Pa
         run.recorder.write()
         run.arrive(*(() if early else ahead))
         run.score(turns[0], [1.0, 0.0, 0.0, 0.0, 0.0])
-        run.monitor.on_step_end(*run.hook_arguments)
+        run.monitor.on_step_end(run.args, TrainerState(), TrainerControl())
 
     first, second, third = (turns_of("train", step) for step in range(3))
     batches = [turns_of("eval", 1, group) for group in (0, 2, 4)]
@@ -235,8 +214,7 @@ def test_all_ranks_stop_or_fail_together(tmp_path: Path, monkeypatch: pytest.Mon
         for step in range(2):
             ids = [i + 100 * ranks.rank * (1 - step) + 1000 * step for i in LONG]
             own = [sample(ids, index=ranks.rank, rank=ranks.rank, step=step, replica="")]
-            run.step(own, [float(ranks.rank)])
-            stops.append(run.stops)
+            stops.append(run.step(own, [float(ranks.rank)]))
         run.recorder.flush()
         monkeypatch.setattr(RoundAnalyzer, "analyze", None)
         kind = RolloutError if ranks.rank else RuntimeError

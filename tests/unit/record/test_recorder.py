@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import signal
@@ -25,7 +24,7 @@ from swift_grpo_ext.ranks import RankGroup, RolloutError
 from swift_grpo_ext.record import log
 from swift_grpo_ext.record.log import check_output_dir, record_files
 from swift_grpo_ext.record.query import read_samples
-from swift_grpo_ext.record.recorder import SampleRecorder, masks_of, other_columns
+from swift_grpo_ext.record.recorder import SampleRecorder, masks_of
 from swift_grpo_ext.record.tables import SAMPLES, SampleRow, to_rows
 from swift_grpo_ext.rollout.conversation import Turn, first_prompt
 from swift_grpo_ext.rollout.wire import Completion, Prompt
@@ -79,18 +78,6 @@ def read(folder: Path) -> list[SampleRow]:
 # --- what is known of a sample ---
 
 
-def test_columns_beside_the_messages() -> None:
-    """Long values are cut. Null values and ms-swift's own columns are left out."""
-    extra = {"solution": "七\ud83d", "boxes": [[1, 2]], "level": 3, "long": [1] * 1000}
-    columns = other_columns({**extra, "absent": None, "_id": 1})
-    assert columns is not None
-    read_again = json.loads(columns)
-    assert (len(read_again.pop("long")), read_again.pop("solution")) == (2002, "七\ud83d")
-    assert read_again == {"boxes": [[1, 2]], "level": 3}
-    assert "\\ud83d" in columns
-    assert other_columns({"absent": None}) is None
-
-
 IN_PARTS: list[dict[str, Any]] = [
     {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 4000}},
     {"type": "image", "image": "七.png"},
@@ -100,49 +87,47 @@ IN_PARTS: list[dict[str, Any]] = [
 PLAIN_PROMPT = '[{"role": "user", "content": "几?"}]'
 
 
-@pytest.mark.parametrize(
-    ("sample", "completion", "expected"),
-    [
+def test_all_of_an_answer_is_recorded(tmp_path: Path) -> None:
+    """Text may be invalid in UTF-8. Media in parts of a message are media: as text they took 50
+    bytes a token. Of other columns, long values are cut, and null values and ms-swift's own are
+    left out. What a teacher sees is a column."""
+    extra = {"solution": "七\ud83d", "long": [1] * 1000, "absent": None, "_id": 1}
+    in_parts = OnPolicySample([{"role": "user", "content": IN_PARTS}], extra=extra)
+    in_parts = replace(in_parts, teacher_images=["sharp.png"])
+    columns = f'{{"solution": "七\\ud83d", "long": "[{"1, " * 666}1 …", '
+    cases: list[tuple[OnPolicySample, Completion, dict[str, Any]]] = [
         (
             SAMPLE,
             replace(ANSWER, replica="server 0 replica 1", stop_reason=5, seed=7),
             {"replica": "server 0 replica 1", "stop_reason": "5", "seed": 7},
         ),
-        # Not valid in UTF-8.
         (
             SAMPLE,
             replace(ANSWER, text="7\ud83d", token_ids=[], logprobs=None, stop_reason="\ud83d"),
             {"text": "7\\ud83d", "token_ids": [], "logprobs": None, "stop_reason": "\\ud83d"},
         ),
-        # What a teacher sees is a column. Media in parts of a message are media: as text they took
-        # 50 bytes a token.
         (
-            OnPolicySample(
-                messages=[{"role": "user", "content": IN_PARTS}], teacher_images=["sharp.png"]
-            ),
+            in_parts,
             ANSWER,
             {
                 "prompt": PLAIN_PROMPT.replace("几?", "<image><image>哪个?<video>"),
                 "media": [media_name(IN_PARTS[0]["image_url"]["url"]), "七.png", "七.mp4"],
-                "columns": '{"teacher_images": ["sharp.png"]}',
+                "columns": columns + '"teacher_images": ["sharp.png"]}',
             },
         ),
-    ],
-)
-def test_all_of_an_answer_is_recorded(
-    sample: OnPolicySample, completion: Completion, expected: dict[str, Any], tmp_path: Path
-) -> None:
-    recorder = recorder_in(tmp_path)
-    recorder.record([sample], [turns_of(sample, completion)], num_ranks=1, weight_version=3)
+    ]
+    recorder, names = recorder_in(tmp_path), group_of(2, 3)
+    turns = [turns_of(case[0], case[1], name) for case, name in zip(cases, names, strict=True)]
+    recorder.record([case[0] for case in cases], turns, num_ranks=1, weight_version=3)
     recorder.write()
     recorder.finish()
-    [row] = read(tmp_path)
-    known: dict[str, Any] = {"sample_id": FIRST, "rank": 0, "fingerprint": "print", "seed": None}
+    known: dict[str, Any] = {"rank": 0, "replica": "", "fingerprint": "print", "seed": None}
     known |= {"token_ids": [5, 6], "logprobs": [-1.0, -2.0], "text": "七", "finish_reason": "stop"}
     known |= {"prompt": PLAIN_PROMPT, "media": ["a.png", "b.mp4", "c.wav"], "stop_reason": None}
     known |= {"weight_version": 3, "columns": None, "engine_seconds": 0.5, "tool_seconds": 0.25}
-    known |= {"replica": ""}
-    assert {name: getattr(row, name) for name in known} == known | expected
+    for row, name, (*_, expected) in zip(read(tmp_path), names, cases, strict=True):
+        expected = known | {"sample_id": name} | expected
+        assert {field: getattr(row, field) for field in expected} == expected
 
 
 def test_tokens_that_training_leaves_out_are_masked() -> None:

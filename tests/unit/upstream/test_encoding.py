@@ -13,15 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from PIL.ExifTags import Base
-from swift.infer_engine.protocol import RolloutInferRequest
-from swift.pipelines.infer.deploy import SwiftDeploy
 from swift.template import Template, vision_utils
 from swift.template.template_inputs import StdTemplateInputs
 from vllm.multimodal import image as of_vllm
 
 from swift_grpo_ext.upstream.encoding import (
     add_video_metadata,
-    answers_for_servers,
     load_upright,
     load_video,
 )
@@ -140,13 +137,3 @@ def test_a_videos_url_is_left_to_ms_swift(monkeypatch: pytest.MonkeyPatch) -> No
     assert load_video(" https://a/b.mp4", 7) == "it"
     load_video("http://a/b.mp4")
     assert given == [(" https://a/b.mp4", 7), ("http://a/b.mp4", -1)]
-
-
-def test_a_teachers_server_takes_answers_in_token_ids() -> None:
-    """ms-swift's server looks for media in messages, and would read token ids as parts."""
-    parts = [{"type": "text", "text": "Which digit?"}]
-    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": [5, 6]}]
-    [found] = answers_for_servers([RolloutInferRequest(messages=messages)])
-    with SwiftDeploy._prepare_request_media(found) as prepared:
-        contents = [message["content"] for message in prepared.messages]
-    assert contents == [parts, {"token_ids": [5, 6], "loss_scale": [1, 1]}]

@@ -28,8 +28,6 @@ ALLOWED |= {"callbacks_map", "orms", "multi_turns"}
 ALLOWED |= {"cudnn.deterministic", "cudnn.benchmark", "layer.cpu_linear", "sys.excepthook"}
 """ms-swift's registries for plugins, and attributes that upstream, or Python, lets others set."""
 
-MAKERS = {"partial", "MethodType", "partialmethod", "staticmethod", "classmethod"}
-
 cpu.register()
 
 
@@ -54,35 +52,21 @@ def of_upstream(tree: ast.Module) -> set[str]:
     return names
 
 
-def changes(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """Yield what is assigned or deleted, also by `setattr` and `delattr`, with the new values."""
+def unpatched(tree: ast.Module) -> list[str]:
+    """Return what a module sets or deletes of upstream's modules and classes."""
+    upstream, found = of_upstream(tree), []
     for node in ast.walk(tree):
         match node:
-            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
-                yield from zip(targets, values, strict=True)
             case ast.Assign(targets=targets) | ast.Delete(targets=targets):
-                yield from ((target, getattr(node, "value", None)) for target in targets)
-            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, name, *values]):
-                yield ast.Attribute(owner, ast.unparse(name)), values[0] if values else None
-
-
-def unpatched(tree: ast.Module) -> list[str]:
-    """Return the changes of modules and classes of upstream, and of methods of any object. To
-    delete a method would undo a change made by hand."""
-    upstream, found = of_upstream(tree), []
-    methods = {f for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for f in c.body}
-    defined = {node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)} - methods
-    functions = {node.name for node in defined}
-    for target, value in changes(tree):
-        text, name = ast.unparse(target), getattr(getattr(value, "func", value), "id", "")
-        root = re.split(r"\W", text)[0]
-        is_entry = isinstance(target, ast.Subscript)
-        if root == text or root == "self" or ALLOWED & {text, text.partition("[")[0]}:
-            continue
-        is_code = name in (MAKERS if isinstance(value, ast.Call) else functions)
-        is_code |= isinstance(value, ast.Lambda) or (value is None and not is_entry)
-        if root in upstream or is_code:
-            found.append(text)
+                targets = [part for target in targets for part in getattr(target, "elts", [target])]
+            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, name, *_]):
+                targets = [ast.Attribute(owner, ast.unparse(name))]
+            case _:
+                targets = []
+        for text in map(ast.unparse, targets):
+            is_part = re.split(r"\W", text)[0] in upstream - {text}
+            if is_part and not ALLOWED & {text, text.partition("[")[0]}:
+                found.append(text)
     return found
 
 
@@ -92,11 +76,7 @@ def test_nothing_of_upstreams_is_changed_but_by_patch() -> None:
         "from swift.template import Template\nTemplate.encode = 1",
         "import vllm\nvllm.envs.A, b = 1, 2",
         "from vllm import envs\nsetattr(envs, 'A', 1)",
-        "tower.forward = lambda x: x",
-        "def f(): ...\nlayer.merge, layer.unmerge = f, 1",
-        "engine.generate = partial(engine.generate, 1)",
-        "def f(): ...\ninterface['sdpa'] = f",
-        "delattr(tower, 'forward')",
+        "from swift.template import base\ndel base.load",
     ):
         assert len(unpatched(ast.parse(code))) == 1, code
 
