@@ -20,7 +20,7 @@ from rapidfuzz.distance import Levenshtein
 
 from swift_grpo_ext.diversity import metrics
 from swift_grpo_ext.diversity.alarms import alarm_line
-from swift_grpo_ext.diversity.analyzer import RoundAnalyzer, verdict_of
+from swift_grpo_ext.diversity.analyzer import RoundAnalyzer, verdict_of, worst_groups
 from swift_grpo_ext.diversity.collision import CollisionTest, known_logprobs
 from swift_grpo_ext.diversity.metrics import (
     extract_answer,
@@ -74,12 +74,13 @@ def test_a_record_holds_what_was_measured() -> None:
     assert record.log10_p < -100
 
 
-def test_the_groups_with_most_copies_are_the_worst() -> None:
+def test_the_groups_with_most_copies_are_the_worst_and_solved_ones_the_last() -> None:
     ids = [[[1], [1], [2]], [[1], [1], [1]], [[1], [2], [3]], [[1]]]
-    for more, worst in (([], [1, 0]), ([[[1], [1]]] * 3, [1, 4, 5, 6])):
-        groups = groups_of(*ids, *more, bits=0.1)
-        (record,) = analyzer_of().analyze([s for group in groups for s in group])
-        assert record.worst_groups == worst
+    groups = groups_of(*ids)
+    solved = {sample.sample_id: 1.0 for sample in groups[1]}
+    assert worst_groups(groups, [], {}) == [1, 0]
+    assert worst_groups(groups, [], solved) == [0, 1]
+    assert worst_groups(groups_of(*ids, *[[[1], [1]]] * 3), [], {}) == [1, 4, 5, 6]
 
 
 # --- verdicts ---
@@ -88,41 +89,25 @@ def test_the_groups_with_most_copies_are_the_worst() -> None:
 BROKEN = math.log2(1e-6) - 1e-9
 
 
-@pytest.mark.parametrize(
-    ("log2_p", "copied", "common_mode", "solved", "verdict"),
-    [
+def test_verdicts() -> None:
+    """One completion for each prompt may solve it; one for nearly all prompts is a collapse."""
+    for log2_p, copied, common_mode, solved, verdict in (
         (BROKEN, 1.0, 1.0, 0.0, "broken"),
         (math.log2(1e-6), 0.0, 0.0, 0.0, "healthy"),  # not below
-        (0.0, 0.98, 0.0, 0.0, "collapse"),
+        (0.0, 0.98, 0.0, None, "collapse"),
         (0.0, 0.979, 0.89, 0.0, "healthy"),
         (0.0, 0.5, 0.9, 0.0, "collapse"),
         (0.0, 0.49, 1.0, 0.0, "healthy"),
-        # One completion for each prompt may solve it; one for nearly all prompts is a collapse.
         (0.0, 1.0, 0.25, 0.49, "collapse"),
         (0.0, 1.0, 0.25, 0.5, "healthy"),
         (0.0, 1.0, 0.9, 1.0, "collapse"),
-    ],
-)
-def test_verdicts(
-    log2_p: float, copied: float, common_mode: float, solved: float, verdict: str
-) -> None:
-    metrics = {"copied_ratio": copied, "common_mode": common_mode}
-    metrics |= {"solved": solved} if solved else {}
-    for tested in ({"num_pairs": 1}, {"num_earlier_pairs": 1}):
-        assert verdict_of(CollisionTest(log2_p=log2_p, **tested), metrics) == verdict
-    untested = "unknown" if verdict == "collapse" else verdict
-    assert verdict_of(CollisionTest(log2_p=log2_p), metrics) == untested
-
-
-def test_a_solved_prompt_is_no_alarm_and_the_last_of_the_worst() -> None:
-    analyzer = analyzer_of()
-    for step in range(4):
-        groups = groups_of([LONG] * 4, [[*LONG, 1]] * 4, step=step, bits=0.001)
-        samples = [sample for group in groups for sample in group]
-        scores = {s.sample_id: 1.0 if step == 3 else 1.0 - s.sample_id.group for s in samples}
-        [record] = analyzer.analyze(samples, scores)
-        assert (record.metrics["solved"], record.alarm) == (1.0 if step == 3 else 0.5, None)
-        assert record.worst_groups == ([0, 1] if step == 3 else [1, 0])
+    ):
+        found = {"copied_ratio": copied, "common_mode": common_mode}
+        found |= {} if solved is None else {"solved": solved}
+        for tested in ({"num_pairs": 1}, {"num_earlier_pairs": 1}):
+            assert verdict_of(CollisionTest(log2_p=log2_p, **tested), found) == verdict
+        untested = "unknown" if verdict == "collapse" else verdict
+        assert verdict_of(CollisionTest(log2_p=log2_p), found) == untested
 
 
 def test_collapse_is_an_alarm_in_its_third_round_for_each_phase() -> None:

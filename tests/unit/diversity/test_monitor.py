@@ -97,6 +97,7 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
     assert [(*r.round, r.num_samples) for r in run.records] == [
         *(("eval", 0, 0, 2), ("train", 0, 0, 4), ("train", 2, 0, 2))
     ]  # fmt: skip
+    assert not [*(tmp_path / "samples").glob("*.parquet")]  # with `--sample_log none`
     assert said == []
 
 

@@ -48,11 +48,6 @@ def turns_of(sample: OnPolicySample, completion: Completion, name: SampleId = FI
     return [Turn(name, Prompt([1]), completion, "print", messages, media, 0.5, 0.25)]
 
 
-def record(recorder: SampleRecorder, names: list[SampleId], *, num_ranks: int = 1) -> None:
-    turns = [turns_of(SAMPLE, ANSWER, name) for name in names]
-    recorder.record([SAMPLE] * len(names), turns, num_ranks=num_ranks, weight_version=3)
-
-
 def group_of(group: int, size: int = 2) -> list[SampleId]:
     return [replace(FIRST, group=group, index=index) for index in range(size)]
 
@@ -118,15 +113,18 @@ def test_all_of_an_answer_is_recorded(tmp_path: Path) -> None:
     ]
     recorder, names = recorder_in(tmp_path), group_of(2, 3)
     turns = [turns_of(case[0], case[1], name) for case, name in zip(cases, names, strict=True)]
-    recorder.record([case[0] for case in cases], turns, num_ranks=1, weight_version=3)
+    # Rank 0 may generate the samples of all ranks, in order (`--async_generate`).
+    recorder.record([case[0] for case in cases], turns, num_ranks=3, weight_version=3)
     recorder.write()
     recorder.finish()
-    known: dict[str, Any] = {"rank": 0, "replica": "", "fingerprint": "print", "seed": None}
+    assert recorder.log is not None
+    assert recorder.log.max_bytes is None
+    known: dict[str, Any] = {"replica": "", "fingerprint": "print", "seed": None}
     known |= {"token_ids": [5, 6], "logprobs": [-1.0, -2.0], "text": "七", "finish_reason": "stop"}
     known |= {"prompt": PLAIN_PROMPT, "media": ["a.png", "b.mp4", "c.wav"], "stop_reason": None}
     known |= {"weight_version": 3, "columns": None, "engine_seconds": 0.5, "tool_seconds": 0.25}
     for row, name, (*_, expected) in zip(read(tmp_path), names, cases, strict=True):
-        expected = known | {"sample_id": name} | expected
+        expected = known | {"sample_id": name, "rank": name.index} | expected
         assert {field: getattr(row, field) for field in expected} == expected
 
 
@@ -155,49 +153,36 @@ def test_rank_0_writes_a_round_of_all_ranks_as_one_file(
 
     heard = list[SampleRow]()
 
+    def take(recorder: SampleRecorder, names: list[SampleId]) -> None:
+        turns = [turns_of(SAMPLE, ANSWER, name) for name in names]
+        recorder.record([SAMPLE] * len(names), turns, num_ranks=1, weight_version=3)
+
     def work(ranks: ThreadRanks) -> None:
-        recorder = recorder_in(tmp_path, ranks, max_gb=3.0, start_step=3)
+        recorder = recorder_in(tmp_path, ranks, kept="tokens", max_gb=3.0, start_step=3)
         recorder.open(start_step=5)  # again is harmless
         recorder.listeners.append(heard.extend)
         assert (recorder.log is not None) == (ranks.rank == 0)
         assert recorder.log is None or recorder.log.max_bytes == 3_000_000_000
-        record(recorder, group_of(ranks.rank))
+        take(recorder, group_of(ranks.rank))
         recorder.write()
         recorder.flush()
         if ranks.rank == 0:
             [file] = record_files(tmp_path / "samples")
             assert (file.session, file.start_step) == (0, 3)
             assert file.path.name.endswith("-file-000000-train-000003-01.parquet")
-            expected = group_of(0) + group_of(1)
-            assert [row.sample_id for row in read(tmp_path)] == expected
-        record(recorder, group_of(2 + ranks.rank))
+            expected = [(name, None) for name in group_of(0) + group_of(1)]
+            assert [(row.sample_id, row.logprobs) for row in read(tmp_path)] == expected
+        take(recorder, group_of(2 + ranks.rank))
         recorder.finish()
 
     run_rank_groups(2, work)
+    assert all(row.logprobs is not None for row in heard)  # the monitor needs them
     assert [(row.sample_id, row.rank) for row in heard] == [
         (name, rank) for rank in (0, 1) for name in group_of(rank)
     ]
     assert [row.sample_id.group for row in read(tmp_path)] == [0, 0, 1, 1, 2, 2]
     [message] = caplog.messages
     assert message.startswith("Rank 1 has generated 2 samples from train round 3.1 on")
-
-
-@pytest.mark.parametrize("kept", ["tokens", "none"])
-def test_what_the_sample_log_keeps(kept: str, tmp_path: Path) -> None:
-    """Rank 0 may generate the samples of all ranks, in order (`--async_generate`)."""
-    recorder = recorder_in(tmp_path, kept=kept)
-    recorder.listeners.append((heard := list[SampleRow]()).extend)
-    record(recorder, group_of(0, 6), num_ranks=3)
-    recorder.write()
-    recorder.finish()
-    assert [row.rank for row in heard] == [0, 0, 1, 1, 2, 2]
-    assert heard[0].logprobs is not None  # the monitor needs them
-    if kept == "none":
-        assert list(tmp_path.iterdir()) == []
-    else:
-        assert [row.logprobs for row in read(tmp_path)] == [None] * 6
-        assert recorder.log is not None
-        assert recorder.log.max_bytes is None  # no bound
 
 
 # --- sessions ---
