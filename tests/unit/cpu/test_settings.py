@@ -51,15 +51,12 @@ def test_defaults_without_an_accelerator(
 
 
 def test_the_users_own_settings_win(environment: dict[str, str]) -> None:
+    """A lone process gets no backend. vLLM's variable is not set if the engine's settings have a
+    cache size: the variable would win."""
     environment["VLLM_CPU_KVCACHE_SPACE"] = "4"
     args = applied(given=("use_cpu",), bf16=True, ddp_backend="mpi")
     assert (args["bf16"], args["use_cpu"], args["ddp_backend"]) == (True, False, "mpi")
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
-
-
-def test_a_lone_process_and_the_size_of_a_cache(environment: dict[str, str]) -> None:
-    """It gets no backend. vLLM's variable is not set if the engine's settings have a cache size:
-    the variable would win."""
     environment.clear()
     assert applied(vllm_engine_kwargs={"kv_cache_memory_bytes": 2**28})["ddp_backend"] is None
     assert "VLLM_CPU_KVCACHE_SPACE" not in environment

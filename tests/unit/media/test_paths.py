@@ -8,7 +8,8 @@ import io
 import ipaddress
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,34 +135,31 @@ def test_the_settings_of_ms_swift_hold(allowed: Path, monkeypatch: pytest.Monkey
 # --- what a replica fetches ---
 
 
-class Site(BaseHTTPRequestHandler):
-    """Sends `/moved` on to the same server under another name, by way of `/further`."""
+class Site(SimpleHTTPRequestHandler):
+    """Serves a folder. Sends `/moved` on to the same server under another name, by `/further`."""
 
     def do_GET(self) -> None:
         server: Any = self.server
         server.asked.append(self.path)
-        hosts = {"/moved": "127.0.0.1", "/further": "localhost"}
-        found = server.content.get(self.path.partition("?")[0])
-        if host := hosts.get(self.path):
+        if host := {"/moved": "127.0.0.1", "/further": "localhost"}.get(self.path):
             self.send_response(302)
             self.send_header("Location", f"http://{host}:{server.server_port}/further")
+            self.end_headers()
         else:
-            self.send_response(404 if found is None else 200)
-        self.end_headers()
-        self.wfile.write(found or b"")
+            super().do_GET()
 
     def log_message(self, *_: Any) -> None:
         pass
 
 
 @pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server that a replica may fetch from by its number alone, not by the name localhost."""
     monkeypatch.setenv("SWIFT_URL_ALLOWED_HOSTS", "127.0.0.1")
     monkeypatch.setattr(Template, "encode", Template.encode)
     check_redirects()
-    server: Any = HTTPServer(("127.0.0.1", 0), Site)
-    server.asked, server.content = [], {}
+    server: Any = HTTPServer(("127.0.0.1", 0), partial(Site, directory=str(tmp_path)))
+    server.asked = []
     server.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -196,9 +194,9 @@ def encode(processor: Any, load: Callable[[str], Any] = read, **media: Any) -> l
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replica_judges_each_hop_and_gives_its_loaders_files(
-    kind: str, site: Any, processor: Any
+    kind: str, site: Any, processor: Any, tmp_path: Path
 ) -> None:
-    site.content["/medium"] = bytes(300)
+    (tmp_path / "medium").write_bytes(bytes(300))
     for media in in_each_form(kind, f"{site.url}/medium?size=1"):
         [(name, content)] = encode(processor, **media)
         assert content == bytes(300)
@@ -219,7 +217,6 @@ def test_a_replica_judges_each_hop_and_gives_its_loaders_files(
 
 def in_each_transport(content: bytes, site: Any, folder: Path) -> list[str]:
     """Return a URL, a path, and two texts that have the content."""
-    site.content["/medium"] = content
     (folder / "medium").write_bytes(content)
     text = base64.b64encode(content).decode()
     return [f"{site.url}/medium", str(folder / "medium"), text, f"data:x/y;base64,{text}"]

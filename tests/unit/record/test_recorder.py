@@ -150,12 +150,10 @@ def test_rank_0_writes_a_round_of_all_ranks_as_one_file(
 ) -> None:
     """If a later rollout fails on one rank, all end before its samples are gathered: rank 1 names
     those that are lost."""
-
     heard = list[SampleRow]()
 
-    def take(recorder: SampleRecorder, names: list[SampleId]) -> None:
-        turns = [turns_of(SAMPLE, ANSWER, name) for name in names]
-        recorder.record([SAMPLE] * len(names), turns, num_ranks=1, weight_version=3)
+    def rows_of(group: int, rank: int) -> list[SampleRow]:
+        return [row_of(name, rank=rank) for name in group_of(group)]
 
     def work(ranks: ThreadRanks) -> None:
         recorder = recorder_in(tmp_path, ranks, kept="tokens", max_gb=3.0, start_step=3)
@@ -163,23 +161,19 @@ def test_rank_0_writes_a_round_of_all_ranks_as_one_file(
         recorder.listeners.append(heard.extend)
         assert (recorder.log is not None) == (ranks.rank == 0)
         assert recorder.log is None or recorder.log.max_bytes == 3_000_000_000
-        take(recorder, group_of(ranks.rank))
+        recorder.append(rows_of(ranks.rank, ranks.rank))
         recorder.write()
         recorder.flush()
         if ranks.rank == 0:
             [file] = record_files(tmp_path / "samples")
             assert (file.session, file.start_step) == (0, 3)
             assert file.path.name.endswith("-file-000000-train-000003-01.parquet")
-            expected = [(name, None) for name in group_of(0) + group_of(1)]
-            assert [(row.sample_id, row.logprobs) for row in read(tmp_path)] == expected
-        take(recorder, group_of(2 + ranks.rank))
+            assert read(tmp_path) == [replace(row, logprobs=None) for row in heard]
+        recorder.append(rows_of(2 + ranks.rank, ranks.rank))
         recorder.finish()
 
     run_rank_groups(2, work)
-    assert all(row.logprobs is not None for row in heard)  # the monitor needs them
-    assert [(row.sample_id, row.rank) for row in heard] == [
-        (name, rank) for rank in (0, 1) for name in group_of(rank)
-    ]
+    assert heard == rows_of(0, rank=0) + rows_of(1, rank=1)  # the monitor needs log-probabilities
     assert [row.sample_id.group for row in read(tmp_path)] == [0, 0, 1, 1, 2, 2]
     [message] = caplog.messages
     assert message.startswith("Rank 1 has generated 2 samples from train round 3.1 on")

@@ -69,18 +69,14 @@ def test_texts(template: Any) -> None:
 
 
 def test_special_tokens_are_known_by_their_ids(template: Any) -> None:
-    stops = TemplateStops(template)
-    ids = stops.special_ids
-    assert (ids["<|im_end|>"], ids["<|box_start|>"], ids[NEW_TOKEN]) == (151645, 151648, 151665)
-    assert "</tool_call>" not in ids  # added, yet text
-    assert stops.end_ids == {END_OF_TURN}
-    settings = stops.stops([NEW_TOKEN, "</a>", "</tool_call>", "</a>"], [7, 151665])
-    tokens = {151665: NEW_TOKEN, 7: 7, END_OF_TURN: END_OF_TURN}
-    assert settings == Stops(
-        strings=("</a>", "</tool_call>"), tokens=tokens, invisible=frozenset({END_OF_TURN})
+    """The end of a turn is a stop in any case. An added token may be text."""
+    words = [NEW_TOKEN, "</a>", "</tool_call>", "</a>"]
+    assert TemplateStops(template).stops(words, [7, 151665], include=False) == Stops(
+        strings=("</a>", "</tool_call>"),
+        tokens={151665: NEW_TOKEN, 7: 7, END_OF_TURN: END_OF_TURN},
+        invisible=frozenset({END_OF_TURN}),
+        include=False,
     )
-    assert list(settings.tokens) == list(tokens)
-    assert not stops.stops([], include=False).include
 
 
 def test_the_end_of_a_turn_is_one_token(template: Any, monkeypatch: pytest.MonkeyPatch) -> None:
