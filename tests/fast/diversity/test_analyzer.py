@@ -1,25 +1,40 @@
-"""The analyzer turns rounds into rows of the record, verdicts and alarms with their remedies (D2,
-D3, R4)."""
+"""Metrics of a round are their definitions, by independent implementations and examples (D1). The
+analyzer turns rounds into rows of the record, verdicts and alarms with their remedies (D2, D3, R4).
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
+import sacrebleu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rapidfuzz.distance import Levenshtein
 
+from swift_grpo_ext.diversity import metrics
 from swift_grpo_ext.diversity.alarms import alarm_line
-from swift_grpo_ext.diversity.analyzer import RoundAnalyzer, verdict_of
-from swift_grpo_ext.diversity.collision import CollisionTest
-from swift_grpo_ext.diversity.metrics import group_samples, round_metrics
+from swift_grpo_ext.diversity.analyzer import RoundAnalyzer, verdict_of, worst_groups
+from swift_grpo_ext.diversity.collision import CollisionTest, known_logprobs
+from swift_grpo_ext.diversity.metrics import (
+    extract_answer,
+    group_samples,
+    outcome_metrics,
+    round_metrics,
+)
 from swift_grpo_ext.record.tables import SampleRow
 from tests.rig.diversity.samples import LONG, group_of, groups_of, sample
+from tests.rig.record.rows import sample_id
 
 
-def analyzer_of(**changes: Any) -> RoundAnalyzer:
-    settings = {"is_greedy": False, "seed_mode": "sample", **changes}
-    return RoundAnalyzer(**settings)
+def analyzer_of() -> RoundAnalyzer:
+    return RoundAnalyzer(is_greedy=False, seed_mode="sample")
 
 
 def copies(step: int, **kwargs: Any) -> list[SampleRow]:
@@ -41,32 +56,31 @@ def test_a_record_holds_what_was_measured() -> None:
     healthy, record = analyzer_of().analyze([*samples, *different(1, prompt="e")])
     assert (healthy.round.step, healthy.num_samples, healthy.num_pairs) == (1, 4, 6)
     assert (healthy.verdict, healthy.alarm, healthy.remedy) == ("healthy", None, "")
-    assert record.round == ("train", 3, 0)
-    assert (record.num_samples, record.num_groups) == (15, 4)
+    assert (record.round, record.num_samples, record.num_groups) == (("train", 3, 0), 15, 4)
     assert (record.num_pairs, record.num_earlier_pairs, record.num_untested) == (46, 0, 2)
     assert record.shared_bits == pytest.approx(60, rel=1e-5)
     assert record.metrics == round_metrics(group_samples(samples))
-    assert record.worst_groups == [4, 8]
+    assert (record.worst_groups, record.remedy) == ([4, 8], "remedy_ignored_seeds")
     (collision,) = record.collisions
-    assert [len(collision[name]) for name in ("samples", "earlier")] == [8, 0]
     assert collision["samples"][1] == {
-        "sample_id": {"phase": "train", "step": 3, "number": 0, "group": 4, "index": 1, "turn": 0},
+        "sample_id": asdict(sample_id(3, group=4, index=1)),
         **{"seed": 1, "rank": 1, "replica": "r"},
     }
-    assert (collision["kind"], collision["num_tokens"]) == ("shared", 60)
-    assert collision["num_samples"] == 10
-    assert collision["bits"] == pytest.approx(60, rel=1e-5)
-    assert collision["log2_p"] * math.log10(2) == pytest.approx(record.log10_p)
+    named = [len(collision.pop(name)) for name in ("samples", "earlier")]
+    assert (named, collision.pop("num_samples")) == ([8, 0], 10)
+    log2_p = record.log10_p / math.log10(2)
+    assert collision.pop("kind") == "shared"
+    assert collision == pytest.approx({"num_tokens": 60, "bits": 60, "log2_p": log2_p}, rel=1e-5)
     assert record.log10_p < -100
-    assert record.remedy == "remedy_ignored_seeds"
 
 
-def test_the_groups_with_most_copies_are_the_worst() -> None:
+def test_the_groups_with_most_copies_are_the_worst_and_solved_ones_the_last() -> None:
     ids = [[[1], [1], [2]], [[1], [1], [1]], [[1], [2], [3]], [[1]]]
-    for more, worst in (([], [1, 0]), ([[[1], [1]]] * 3, [1, 4, 5, 6])):
-        groups = groups_of(*ids, *more, bits=0.1)
-        (record,) = analyzer_of().analyze([s for group in groups for s in group])
-        assert record.worst_groups == worst
+    groups = groups_of(*ids)
+    solved = {sample.sample_id: 1.0 for sample in groups[1]}
+    assert worst_groups(groups, [], {}) == [1, 0]
+    assert worst_groups(groups, [], solved) == [0, 1]
+    assert worst_groups(groups_of(*ids, *[[[1], [1]]] * 3), [], {}) == [1, 4, 5, 6]
 
 
 # --- verdicts ---
@@ -75,56 +89,25 @@ def test_the_groups_with_most_copies_are_the_worst() -> None:
 BROKEN = math.log2(1e-6) - 1e-9
 
 
-@pytest.mark.parametrize(
-    ("log2_p", "copied", "common_mode", "verdict"),
-    [
-        (BROKEN, 0.0, 0.0, "broken"),
-        (BROKEN, 1.0, 1.0, "broken"),
-        (math.log2(1e-6), 0.0, 0.0, "healthy"),  # not below
-        (math.log(1e-6) - 0.1, 0.0, 0.0, "healthy"),  # p is 6e-5: nats are no bits
-        (0.0, 0.98, 0.0, "collapse"),
-        (0.0, 0.979, 0.0, "healthy"),
-        (0.0, 0.979, 0.89, "healthy"),
-        (0.0, 0.5, 0.9, "collapse"),
-        (0.0, 0.49, 1.0, "healthy"),
-        (0.0, 0.5, 0.89, "healthy"),
-    ],
-)
-def test_verdicts(log2_p: float, copied: float, common_mode: float, verdict: str) -> None:
-    metrics = {"copied_ratio": copied, "common_mode": common_mode}
-    for tested in ({"num_pairs": 1}, {"num_earlier_pairs": 1}):
-        assert verdict_of(CollisionTest(log2_p=log2_p, **tested), metrics) == verdict
-    untested = "unknown" if verdict == "collapse" else verdict
-    assert verdict_of(CollisionTest(log2_p=log2_p), metrics) == untested
-
-
-@pytest.mark.parametrize(
-    ("solved", "common_mode", "verdict"),
-    [(0.49, 0.25, "collapse"), (0.5, 0.25, "healthy"), (1.0, 0.9, "collapse")],
-)
-def test_solved_prompts_are_no_collapse(solved: float, common_mode: float, verdict: str) -> None:
-    """One completion for nearly all prompts is a collapse, whatever its reward."""
-    metrics = {"copied_ratio": 1.0, "common_mode": common_mode, "solved": solved}
-    assert verdict_of(CollisionTest(num_pairs=1), metrics) == verdict
-
-
-def test_a_solved_prompt_is_no_alarm_and_the_last_of_the_worst() -> None:
-    analyzer = analyzer_of()
-    for step in range(4):
-        groups = groups_of([LONG] * 4, [[*LONG, 1]] * 4, step=step, bits=0.001)
-        samples = [sample for group in groups for sample in group]
-        scores = {s.sample_id: 1.0 if step == 3 else 1.0 - s.sample_id.group for s in samples}
-        [record] = analyzer.analyze(samples, scores)
-        assert (record.metrics["solved"], record.alarm) == (1.0 if step == 3 else 0.5, None)
-        assert record.worst_groups == ([0, 1] if step == 3 else [1, 0])
-
-
-def test_greedy_copies_are_no_alarm_and_not_remembered() -> None:
-    analyzer = analyzer_of(is_greedy=True)
-    for step in range(3):
-        (record,) = analyzer.analyze(group_of(*[LONG] * 4, step=step))
-        assert (record.verdict, record.alarm, record.num_untested) == ("unknown", None, 4)
-        assert (record.num_pairs, record.num_earlier_pairs) == (0, 0)
+def test_verdicts() -> None:
+    """One completion for each prompt may solve it; one for nearly all prompts is a collapse."""
+    for log2_p, copied, common_mode, solved, verdict in (
+        (BROKEN, 1.0, 1.0, 0.0, "broken"),
+        (math.log2(1e-6), 0.0, 0.0, 0.0, "healthy"),  # not below
+        (0.0, 0.98, 0.0, None, "collapse"),
+        (0.0, 0.979, 0.89, 0.0, "healthy"),
+        (0.0, 0.5, 0.9, 0.0, "collapse"),
+        (0.0, 0.49, 1.0, 0.0, "healthy"),
+        (0.0, 1.0, 0.25, 0.49, "collapse"),
+        (0.0, 1.0, 0.25, 0.5, "healthy"),
+        (0.0, 1.0, 0.9, 1.0, "collapse"),
+    ):
+        found = {"copied_ratio": copied, "common_mode": common_mode}
+        found |= {} if solved is None else {"solved": solved}
+        for tested in ({"num_pairs": 1}, {"num_earlier_pairs": 1}):
+            assert verdict_of(CollisionTest(log2_p=log2_p, **tested), found) == verdict
+        untested = "unknown" if verdict == "collapse" else verdict
+        assert verdict_of(CollisionTest(log2_p=log2_p), found) == untested
 
 
 def test_collapse_is_an_alarm_in_its_third_round_for_each_phase() -> None:
@@ -143,38 +126,20 @@ def test_collapse_is_an_alarm_in_its_third_round_for_each_phase() -> None:
 # --- alarms ---
 
 
-@pytest.mark.parametrize(
-    ("seeds", "mode", "remedy"),
-    [((5, 6), "sample", "ignored_seeds"), ((None,) * 2, "engine", "seed_mode")],
-)
-def test_an_alarm_names_who_shares_what(
-    seeds: tuple[int | None, ...], mode: str, remedy: str
-) -> None:
-    samples = [
-        sample(LONG, index=i, turn=1, rank=i, replica=f"server {i}", seed=seed, group=3)
-        for i, seed in enumerate(seeds)
-    ]
-    (record,) = analyzer_of(seed_mode=mode).analyze(samples)
-    assert record.remedy == f"remedy_{remedy}"
-    begins, ends = str(record.alarm).split(" Remedy: ")
-    assert begins == (
-        "diversity: broken randomness in train round 0.0: samples share noise (p = 1.7e-18)."
-    )
-    first, second = ("", "") if mode == "engine" else (", seed 5", ", seed 6")
-    assert ends.endswith(
-        f". group 3 sample 0 turn 1 (rank 0, replica 'server 0'{first}), group 3 sample 1 turn 1 "
-        f"(rank 1, replica 'server 1'{second}) share their first 60 tokens (60 bits of surprisal)."
-    )
-
-
-def test_a_long_alarm_names_some_and_a_collapse_has_its_figures() -> None:
-    """It names one of three collisions, and four of five samples."""
-    groups = groups_of(*[[LONG] * 5] * 3, replica="")
-    (record,) = analyzer_of().analyze([s for group in groups for s in group])
+def test_a_long_alarm_names_some_and_the_earlier_round_of_frozen_noise() -> None:
+    """It names one of three collisions, and four of five samples. A collapse has its figures."""
+    analyzer, groups = analyzer_of(), groups_of(*[[LONG] * 5] * 3, replica="")
+    (record,) = analyzer.analyze([s for group in groups for s in group])
     assert "sample 3 (rank 0) and 1 more share their first 60" in str(record.alarm)
     assert str(record.alarm).endswith(" (60 bits of surprisal). And 2 more.")
-    del record.collisions[1:]
-    assert alarm_line(record, 0).endswith(" (60 bits of surprisal).")
+    later = [sample(LONG, step=5, prompt="2", turn=1, rank=1, replica="server 0", seed=5)]
+    (frozen,) = analyzer.analyze(later)
+    assert (frozen.verdict, frozen.remedy) == ("broken", "remedy_ignored_seeds")
+    assert str(frozen.alarm).startswith(
+        "diversity: broken randomness in train round 5.0: samples share noise (p = "
+    )
+    assert ". group 0 sample 0 turn 1 (rank 1, replica 'server 0', seed 5): " in str(frozen.alarm)
+    assert "are those of train round 0.0, group 2 sample" in str(frozen.alarm)
     record = replace(record, verdict="collapse", log10_p=-7.5, remedy="remedy_collapse")
     record.metrics |= {"copied_ratio": 0.994, "common_mode": 0.25}
     line = alarm_line(record, 4)
@@ -183,10 +148,201 @@ def test_a_long_alarm_names_some_and_a_collapse_has_its_figures() -> None:
     assert "(p = 3.2e-8). Remedy: if the reward is high" in line
 
 
-def test_frozen_noise_is_named_with_the_earlier_round() -> None:
-    analyzer = analyzer_of()
-    ids = [[i * 100 + k for k in range(40)] for i in range(4)]
-    assert analyzer.analyze(group_of(*ids, step=4, number=2))[0].verdict == "healthy"
-    (record,) = analyzer.analyze(group_of(*ids, step=5))
-    assert (record.verdict, record.remedy) == ("broken", "remedy_ignored_seeds")
-    assert "are those of train round 4.2, group 0 sample" in str(record.alarm)
+Ids = list[int]
+completions = st.lists(st.integers(0, 4), max_size=12)
+rounds = st.lists(st.lists(completions, min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+likeness = Levenshtein.normalized_similarity
+
+# --- from the definitions, with other libraries than the module ---
+
+
+def ngrams(ids: Ids, n: int) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(ids[i : i + n]) for i in range(len(ids) - n + 1))
+
+
+def cosine(a: Counter[tuple[int, ...]], b: Counter[tuple[int, ...]]) -> float:
+    if not a or not b:
+        return float(not a and not b)
+    dot = sum(a[g] * b[g] for g in a)
+    return float(dot / np.sqrt(sum(v * v for v in a.values()) * sum(v * v for v in b.values())))
+
+
+def vendi(group: Sequence[Ids]) -> float:
+    kernels = [[[cosine(ngrams(a, n), ngrams(b, n)) for b in group] for a in group] for n in (1, 2)]
+    eigenvalues = np.linalg.eigvals(np.mean(kernels, axis=0) / len(group)).real
+    eigenvalues = eigenvalues[eigenvalues > 1e-12]
+    return float(np.exp(-(eigenvalues * np.log(eigenvalues)).sum()))
+
+
+def self_bleu(group: Sequence[Ids]) -> list[float]:
+    bleu = sacrebleu.BLEU(tokenize="none", effective_order=True)
+    texts = [" ".join(f"t{i}" for i in ids) for ids in group]
+    return [
+        bleu.sentence_score(text, texts[:i] + texts[i + 1 :]).score / 100
+        for i, text in enumerate(texts)
+    ]
+
+
+def mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+@settings(deadline=None, max_examples=200)
+@given(rounds)
+def test_metrics_are_their_definitions(round_: list[list[Ids]]) -> None:
+    several = [g for g in round_ if len(g) > 1]
+    num_different = [len(set(map(tuple, g))) for g in round_]
+    all_ids = [ids for group in round_ for ids in group]
+    grams = [[sum((ngrams(ids, n) for ids in g), Counter()) for g in round_] for n in (1, 2, 3)]
+    expected = {
+        "unique_ratio": sum(num_different) / len(all_ids),
+        "groups_with_duplicates": mean([float(len(set(map(tuple, g))) < len(g)) for g in several]),
+        "copied_ratio": sum(len(g) - d for g, d in zip(round_, num_different, strict=True))
+        / max(sum(len(g) - 1 for g in round_), 1),
+        "length_spread": mean([float(np.std([len(ids) for ids in g])) for g in several]),
+        "surprisal": float(np.log(2)) if any(all_ids) else None,
+        "edit_similarity": mean(
+            [float(np.mean([likeness(a, b) for a, b in combinations(g, 2)])) for g in several]
+        ),
+        **{
+            f"distinct_{n}": mean([len(c) / c.total() for c in counts if c])
+            for n, counts in enumerate(grams, 1)
+        },
+        "self_bleu": mean([score for g in several for score in self_bleu(g)]),
+        "vendi": mean([vendi(g) for g in several]),
+        "distinct_answers": 1.0,
+        "common_mode": 0.0,
+    }
+    if len(round_) > 3:
+        modes = [Counter(map(tuple, g)).most_common(1)[0] for g in round_]
+        counts = Counter(completion for completion, count in modes if count > 1)
+        expected["common_mode"] = max(counts.values(), default=0) / len(round_)
+    found = round_metrics(groups_of(*round_))
+    expected = {name: value for name, value in expected.items() if value is not None}
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    backwards = round_metrics([group_of(*g[::-1], group=i) for i, g in enumerate(round_[::-1])])
+    backwards["common_mode"] = found["common_mode"]
+    assert backwards == pytest.approx(found)
+
+
+def test_few_prompts_have_no_common_mode_and_equal_prompts_count_once() -> None:
+    assert round_metrics(groups_of(*[[[1], [1]]] * 3))["common_mode"] == 0.0
+    groups = groups_of(*[[[mode], [mode]] for mode in (1, 2, 3, 4, 4, 4)])
+    for group in groups[4:]:
+        group[0] = replace(group[0], fingerprint="0")
+    assert round_metrics(groups)["common_mode"] == 0.25
+
+
+# --- bounds on the cost (D6), which `scripts/bench/diversity.py --cost-only` measures ---
+
+
+def test_large_rounds_are_read_by_whole_groups_evenly_spaced() -> None:
+    for num_groups, size, num, of_group in ((128, 8, 128, 8), (300, 8, 128, 8), (16, 130, 8, 128)):
+        groups = groups_of(*[[[g, i] for i in range(size)] for g in range(num_groups)])
+        tokens = [[ids.tolist() for ids in group] for group in metrics.compared_tokens(groups)]
+        expected = [[[n * num_groups // num, i] for i in range(of_group)] for n in range(num)]
+        assert tokens == expected
+
+
+def test_beginnings_and_few_pairs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group gets 2 of its 6 pairs: the first one and the middle one, (0, 1) and (1, 2)."""
+    ids = list(range(metrics.MAX_TOKENS))
+    found = round_metrics(groups_of([[*ids, 1, 2], [*ids, 3]]))
+    assert (found["unique_ratio"], found["edit_similarity"], found["length_spread"]) == (1, 1, 0.5)
+    monkeypatch.setattr(metrics, "MAX_PAIRS", 4)
+    groups = groups_of([[1], [1], [2], [3]], [[4], [4], [4], [5]])
+    assert round_metrics(groups)["edit_similarity"] == pytest.approx((0.5 + 1.0) / 2)
+
+
+# --- answers and rewards ---
+
+
+def test_answers() -> None:
+    for text, answer in (
+        ("", ""),
+        ("  seven\n", "seven"),
+        ("<answer>3</answer> no, <answer> 4\n</answer>", "4"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}} done", r"\frac{1}{2}"),
+        (r"\boxed{\frac{1}{2", r"\frac{1}{2"),
+        ("<answer>3", "<answer>3"),
+        (r"<answer>5</answer> \boxed{6}", "5"),
+    ):
+        assert extract_answer(text) == answer
+
+
+outcomes = st.tuples(
+    completions,
+    st.sampled_from(["<answer>7</answer>", "so <answer> 7 </answer>", "seven"]),
+    st.sampled_from([None, 0.0, 0.999, 1.0, 1.5]),  # 1 counts as correct, a little less does not
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.lists(outcomes, min_size=1, max_size=5), max_size=4))
+def test_outcomes_are_their_definitions(round_: list[list[tuple[Ids, str, float | None]]]) -> None:
+    """Samples without a score, and groups without any, are left out."""
+    groups = [
+        [sample(ids, index=i, group=g, text=text) for i, (ids, text, _) in enumerate(of_group)]
+        for g, of_group in enumerate(round_)
+    ]
+    rewards = [[reward for *_, reward in of_group] for of_group in round_]
+    scores = {
+        row.sample_id: reward
+        for group, values in zip(groups, rewards, strict=True)
+        for row, reward in zip(group, values, strict=True)
+        if reward is not None
+    }
+    known = [[r for r in values if r is not None] for values in rewards]
+    several = [values for values in known if len(values) > 1]
+    correct = [[o for o in of_group if o[2] is not None and o[2] >= 1] for of_group in round_]
+    correct = [of_group for of_group in correct if of_group]
+    expected = {
+        "equal_rewards": mean([float(len(set(values)) == 1) for values in several]),
+        "solved": mean([float(len(set(v)) == 1 and v[0] >= 1) for v in several]),
+        "correct_answers": mean([float(len({"7" in o[1] for o in group})) for group in correct]),
+        "correct_vendi": mean([vendi([o[0] for o in group]) for group in correct]),
+    }
+    for k in (1, 2, 4):
+        shares = [
+            float(np.mean([max(subset) >= 1 for subset in combinations(values, k)]))
+            for values in known
+            if len(values) >= k
+        ]
+        expected[f"pass_at_{k}"] = mean(shares)
+    defined = {name: value for name, value in expected.items() if value is not None}
+    assert outcome_metrics(groups, scores) == pytest.approx(defined)
+
+
+def test_the_last_turn_stands_for_a_conversation() -> None:
+    turns = [
+        [sample([1], index=i, turn=turn, text=text) for i, text in enumerate(texts)]
+        for turn, texts in enumerate((["same", "same"], ["5", "6"]))
+    ]
+    scores = {s.sample_id: 1.0 for s in turns[0]}
+    for order in (turns, turns[::-1]):
+        found = outcome_metrics(order, scores)
+        assert (found["correct_answers"], found["pass_at_1"]) == (2.0, 1.0)
+
+
+# --- bad input ---
+
+
+def test_unusable_logprobs_do_not_count() -> None:
+    nan, row = float("nan"), sample([1, 2, 3, 4])
+    for logprobs in (None, [-0.5], [nan] * 4, [None] * 4):
+        none = replace(row, logprobs=logprobs)  # type: ignore[arg-type]
+        assert known_logprobs(none) is None
+        assert "surprisal" not in round_metrics([[none]])
+    some = replace(row, logprobs=[-0.5, None, float("-inf"), -2])  # type: ignore[list-item]
+    np.testing.assert_equal(known_logprobs(some), [-0.5, nan, float("-inf"), -2.0])
+    found = round_metrics([[some, sample([5, 6], index=1)]])
+    assert found["surprisal"] == pytest.approx(np.mean([0.5, 2.0, np.log(2), np.log(2)]))
+
+
+def test_rows_become_groups_by_place_and_once() -> None:
+    rows = [sample([1], group=g, index=i) for g in (1, 0) for i in (2, 0, 1)]
+    groups = group_samples([*rows, *rows])
+    sample_ids = [[(s.sample_id.group, s.sample_id.index) for s in g] for g in groups]
+    assert sample_ids == [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]

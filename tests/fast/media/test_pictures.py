@@ -12,22 +12,14 @@ from PIL import Image
 from swift_grpo_ext.media.pictures import SIDE, media_name, picture_of
 
 IMAGE = Image.effect_noise((700, 300), 60).convert("RGB")
-
-
-def png(image: Image.Image = IMAGE) -> bytes:
-    image.save(content := io.BytesIO(), "png")
-    return content.getvalue()
+IMAGE.save(content := io.BytesIO(), "png")
+PNG = content.getvalue()
+BASE64 = base64.b64encode(PNG).decode()
 
 
 @pytest.mark.parametrize(
     "medium",
-    [
-        IMAGE,
-        png(),
-        {"bytes": png(), "path": None},
-        base64.b64encode(png()).decode(),
-        "data:image/png;base64," + base64.b64encode(png()).decode(),
-    ],
+    [IMAGE, PNG, {"bytes": PNG, "path": None}, BASE64, f"data:image/png;base64,{BASE64}"],
     ids=["PIL", "bytes", "dictionary", "base64", "data URL"],
 )
 def test_an_image_is_kept_small_and_has_the_name_of_its_pixels(medium: Any) -> None:
@@ -38,15 +30,23 @@ def test_an_image_is_kept_small_and_has_the_name_of_its_pixels(medium: Any) -> N
     assert (shown.format, shown.size) == ("WEBP", (SIDE, 110))
     assert len(picture.webp) < 20_000
     assert IMAGE.size == (700, 300)  # as it was
+    for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "I;16"):
+        assert picture_of(Image.new(mode, (4, 4))).webp
+
+
+DIGEST = "blake2b:4a317afe33484f5fbf1d1b4cfe3077ee"  # of 2,049 letters A
 
 
 @pytest.mark.parametrize(
-    "medium", ["http://a/b.png", "crops/1.png", "abcd", b"no image", {"path": "a.png"}, 7]
+    ("medium", "name"),
+    [
+        *((text, text) for text in ("http://a/b.png", "crops/1.png", "abcd", "A" * 2048)),
+        ("A" * 2049, DIGEST),
+        (b"A" * 2049, DIGEST),
+        ("图\udcff.png", "图\\udcff.png"),
+        ({"path": "a.png", "bytes": None}, "a.png"),
+        (["1.png", "2.png"], "1.png 2.png"),
+    ],
 )
-def test_what_is_no_image_or_has_a_path_has_its_name(medium: Any) -> None:
-    assert picture_of(medium) == (media_name(medium), None)
-
-
-def test_any_mode_is_shown() -> None:
-    for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "I;16"):
-        assert picture_of(Image.new(mode, (4, 4))).webp
+def test_what_is_no_image_or_has_a_path_has_its_name(medium: Any, name: str) -> None:
+    assert picture_of(medium) == (name, None)

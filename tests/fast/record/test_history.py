@@ -1,5 +1,5 @@
 """Each row is read once, as it was written (V1): over sessions that are killed, fail, are bounded
-or resumed, and files that are merged, damaged or removed.
+or resumed, and files that are merged or removed.
 
 The test compares a model in Python, a list of rounds, with the rows that DuckDB reads.
 """
@@ -29,7 +29,7 @@ from tests.rig.record.rows import ROW, open_log, score_of
 
 # --- what happens to a run ---
 
-WORDS = st.text(max_size=9)
+WORDS = st.text("a七😀\n\0'\"\\", max_size=9)
 LOGPROBS = st.integers(-(2**24), 0).map(lambda n: n / 512) | st.just(-float("inf"))
 TOKENS = st.lists(st.tuples(st.integers(0, 2**31 - 1), LOGPROBS, st.booleans()), max_size=4)
 
@@ -142,8 +142,8 @@ class Run:
         self.scores: list[Key] = []
         self.in_flight: list[Key] = []
 
-    def on_disk(self, table: Table, spoilt: set[Path]) -> set[Key]:
-        files = [f.path for f in record_files(table.folder(self.folder)) if f.path not in spoilt]
+    def on_disk(self, table: Table) -> set[Key]:
+        files = [file.path for file in record_files(table.folder(self.folder))]
         columns = ["session", "phase", "step", "number"]
         rows = [row for path in files for row in pq.read_table(path, columns=columns).to_pylist()]
         return {(row.pop("session"), RoundId(**row)) for row in rows}
@@ -196,7 +196,7 @@ class Run:
 
     def kept(self, table: Table, written: list[Key], session: Session) -> list[Key]:
         """Check that only what was in flight, and the oldest beyond a bound, is gone."""
-        found = self.on_disk(table, set())
+        found = self.on_disk(table)
         is_kept = [key in found for key in written if key not in self.in_flight]
         assert is_kept == (sorted(is_kept) if session.max_bytes else [True] * len(is_kept))
         # The newest file stays, however small the bound.
@@ -221,29 +221,23 @@ STEPS = {RoundId(phase, step, 0): [ROW] for step in range(4) for phase in PHASES
 WHOLE = Session(0, STEPS, 1, True, None, True, SOUND)
 RESUMED = replace(WHOLE, start_step=2, rounds={RoundId("train", 3, 0): [ROW]})
 DIES_IN_A_MERGE = replace(WHOLE, fault=Fault("unlink", 2, True))
-DAMAGE = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=3)
 
 
-@settings(max_examples=60)
-@given(st.lists(SESSIONS, max_size=3), DAMAGE)
+@settings(max_examples=40)
+@given(st.lists(SESSIONS, max_size=3), st.lists(st.integers(0, 100), max_size=3))
 @example([WHOLE, RESUMED], [])
 @example([DIES_IN_A_MERGE] * 2, [])
-def test_each_row_counts_once(sessions: list[Session], damage: list[tuple[int, bool]]) -> None:
+def test_each_row_counts_once(sessions: list[Session], removed: list[int]) -> None:
     with TemporaryDirectory() as folder:
-        run, spoilt = Run(Path(folder)), set[Path]()
+        run = Run(Path(folder))
         SAMPLES.folder(folder).mkdir()
         for session in sessions:
             run.train(session)
-        for number, is_removed in damage:
+        for number in removed:
             files = [f.path for t in (SAMPLES, REWARDS) for f in record_files(t.folder(folder))]
-            if files := [path for path in files if path not in spoilt]:
-                path = files[number % len(files)]
-                if is_removed:
-                    path.unlink()
-                else:
-                    path.write_bytes(path.read_bytes()[:-9])
-                    spoilt.add(path)
-        sound, scored = run.on_disk(SAMPLES, spoilt), run.on_disk(REWARDS, spoilt)
+            for path in files[number % max(len(files), 1) :][:1]:
+                path.unlink()
+        sound, scored = run.on_disk(SAMPLES), run.on_disk(REWARDS)
         run.samples = [key for key in run.samples if key in sound]
         counted = [key for key in run.samples if run.counts(key)]
         rows = [row for key in counted for row in run.rows[key]]

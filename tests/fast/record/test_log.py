@@ -1,135 +1,53 @@
-"""The record is Parquet in few small files; it is bounded, and waits for a disk that fails (V1)."""
+"""The record is Parquet in few small files. It is bounded, waits for a disk that fails (V1), and is
+read while its run goes on (V2)."""
 
 from __future__ import annotations
 
+import errno
+import os
+import random
 import re
-import resource
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import pandas
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import SampleLog, next_session, record_files
-from swift_grpo_ext.record.query import Record, read_samples
-from swift_grpo_ext.record.tables import REWARDS, SAMPLES, SampleRow, to_rows
-from tests.conftest import ROOT
-from tests.rig.record.rows import ROW, open_log, row_of, sample_id, score_of, write_session
+from swift_grpo_ext.record.query import Record, read_group, read_samples
+from swift_grpo_ext.record.tables import DIVERSITY, REWARDS, SAMPLES, SampleRow, to_rows
+from tests.rig.record.rows import (
+    ROW,
+    diversity_row,
+    open_log,
+    read_diversity,
+    row_of,
+    sample_id,
+    score_of,
+    write_session,
+)
 
 
 def read_rows(run_dir: Path) -> list[SampleRow]:
     return to_rows(read_samples(run_dir))
 
 
-def write_steps(log: SampleLog, *steps: int, **changes: Any) -> None:
-    """Append a row for each step, each in its own file."""
-    for step in steps:
-        log.append([row_of(sample_id(step), **changes)])
-        log.flush()
-
-
-def wait(log: SampleLog) -> None:
-    """Wait for merging too, as `flush` does not."""
-    log.flush()
-    log.writer.submit(int).result()
-
-
 def steps_of(run_dir: Path) -> list[int]:
     return read_samples(run_dir, columns=["step"])["step"].to_pylist()
 
 
-def test_how_exact_log_probabilities_are(tmp_path: Path) -> None:
-    exact = -np.random.default_rng(0).exponential(2.0, 3000)
-    write_session(tmp_path, [replace(ROW, token_ids=[1] * 3000, logprobs=exact.tolist())])
-    error = np.abs(np.array(read_rows(tmp_path)[0].logprobs) - exact)
-    assert 0.0009 < error.max() <= 0.001
-    write_session(tmp_path, [replace(ROW, logprobs=[-(2.0**100), -1.0, -1e-30])], session=1)
-    assert read_rows(tmp_path)[0].logprobs == [-(2.0**100), -1.0, 0.0]
-
-
-def test_any_parquet_reader_reads_the_files_and_ours_keeps_the_order(tmp_path: Path) -> None:
-    write_session(tmp_path, [row_of(sample_id(1))], session=2, start_step=1)
-    (tmp_path / "samples/.unfinished.tmp").write_bytes(b"PAR1")
-    [row] = pandas.read_parquet(tmp_path / "samples").to_dict("records")
-    expected = 2, 1, row_of(sample_id(1)).logprobs
-    assert (row["session"], row["step"], row["logprobs"].tolist()) == expected
-    query = f"SELECT session, step, logprobs FROM '{tmp_path}/samples/*.parquet'"
-    assert duckdb.sql(query).fetchall() == [expected]
-    assert read_samples(tmp_path).schema == SAMPLES.schema
-    [file] = record_files(SAMPLES.folder(tmp_path))
-    row_group = pq.read_metadata(file.path).row_group(0)
-    columns = [row_group.column(number) for number in range(row_group.num_columns)]
-    encodings = {column.path_in_schema: column.encodings for column in columns}
-    assert "BYTE_STREAM_SPLIT" in encodings["logprobs.list.element"]
-    assert "RLE_DICTIONARY" in encodings["media.list.element"]
-    assert "RLE_DICTIONARY" not in encodings["seed"]
-    table = read_samples(tmp_path, columns=["num_tokens", "step"])
-    assert table.to_pylist() == [{"num_tokens": len(expected[2] or ()), "step": 1}]
-    with pytest.raises(KeyError, match="reward"):
-        read_samples(tmp_path, columns=["step", "reward"])
-
-
-def test_sessions_and_folders_without_one(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no samples: no round .* yet, or"):
-        read_samples(tmp_path)
-    open_log(tmp_path).append([])
-    open_log(tmp_path).flush()
-    assert next_session(tmp_path) == 0  # no rows, no file
-    SAMPLES.folder(tmp_path).mkdir()
-    assert read_samples(tmp_path).schema == SAMPLES.schema
-    assert read_samples(tmp_path, columns=["step"]).schema.names == ["step"]
-    write_session(tmp_path, [ROW], session=12345)
-    assert next_session(tmp_path) == 12346
-
-
-def test_the_step_does_not_wait_for_the_disk(tmp_path: Path) -> None:
-    log, may_write = open_log(tmp_path), threading.Event()
-    log.writer.submit(may_write.wait, 10)  # a disk that is slow
-    log.append([ROW])
-    assert record_files(SAMPLES.folder(tmp_path)) == []
-    may_write.set()
+def write_steps(log: SampleLog, *steps: int, **changes: Any) -> None:
+    """Append a row for each step, each in its own file, and wait until files are merged."""
+    for step in steps:
+        log.append([row_of(sample_id(step), **changes)])
     log.flush()
-    assert read_rows(tmp_path) == [ROW]
-
-
-def names_of(run_dir: Path) -> list[str]:
-    """Return the part of files' names after the session's step."""
-    paths = sorted(SAMPLES.folder(run_dir).glob("*.parquet"))
-    return [path.stem.partition("step-")[2].partition("-")[2] for path in paths]
-
-
-def test_a_round_is_a_file_and_small_ones_are_merged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A reader sees no change, also one that read before the merge."""
-    monkeypatch.setattr(sample_log, "FILES", 3)
-    monkeypatch.setattr(sample_log, "FILE_BYTES", 50_000)
-    log = open_log(tmp_path)
-    write_steps(log, 0, 1)
-    before = Record(tmp_path)
-    before.refresh()
-    # One call with two rounds, and one with another phase.
-    log.append([row_of(sample_id(step)) for step in (2, 3)])
-    log.append([row_of(sample_id(4, "eval"))])
-    wait(log)
-    single = ["file-000003-train-000003-00", "file-000004-eval-000004-00"]
-    assert names_of(tmp_path) == [*single, "files-000000-000002"]
-    found = before.rows("select step from samples order by step")
-    assert [row["step"] for row in found] == [0, 1, 2, 3, 4]  # it looks for files that have gone
-    write_steps(log, 5, **tokens_of(20_000))
-    write_steps(log, 6, 7)
-    log.finish()
-    merged = ["files-000000-000002", "files-000003-000004", "files-000006-000007"]
-    assert names_of(tmp_path) == ["file-000005-train-000005-00", *merged]
-    assert steps_of(tmp_path) == [4, 0, 1, 2, 3, 5, 6, 7]
+    log.writer.submit(int).result()
 
 
 def tokens_of(number: int) -> dict[str, Any]:
@@ -138,38 +56,46 @@ def tokens_of(number: int) -> dict[str, Any]:
     return {"token_ids": ids, "logprobs": None}
 
 
-def size_of(run_dir: Path) -> int:
-    return sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())
+def names_of(run_dir: Path) -> list[str]:
+    """Return the part of files' names after the session's step."""
+    paths = sorted(SAMPLES.folder(run_dir).glob("*.parquet"))
+    return [path.stem.partition("step-")[2].partition("-")[2] for path in paths]
 
 
-@pytest.mark.parametrize("large", [1, sample_log.LARGE])  # some files are merged, or none
-def test_a_bound_removes_the_oldest_and_no_more_than_it_must(
-    tmp_path: Path, large: int, monkeypatch: pytest.MonkeyPatch
+# --- what is in a file ---
+
+
+def test_any_parquet_reader_reads_the_files(tmp_path: Path) -> None:
+    """An unfinished file is ignored. A call without rows makes no file, and so no session."""
+    with pytest.raises(FileNotFoundError, match=r"has no samples: no round .* yet, or"):
+        read_samples(tmp_path)
+    open_log(tmp_path).append([])
+    open_log(tmp_path).flush()
+    assert next_session(tmp_path) == 0
+    SAMPLES.folder(tmp_path).mkdir()
+    assert read_samples(tmp_path).schema == SAMPLES.schema
+    path = write_session(tmp_path, [ROW], session=12345)
+    assert next_session(tmp_path) == 12346
+    (tmp_path / "samples/.unfinished.tmp").write_bytes(b"PAR1")
+    [row] = pandas.read_parquet(tmp_path / "samples").to_dict("records")
+    assert (row["session"], row["step"], row["logprobs"].tolist()) == (12345, 0, ROW.logprobs)
+    row_group = pq.read_metadata(path).row_group(0)
+    columns = [row_group.column(number) for number in range(row_group.num_columns)]
+    encodings = {column.path_in_schema: column.encodings for column in columns}
+    assert "BYTE_STREAM_SPLIT" in encodings["logprobs.list.element"]
+    assert "RLE_DICTIONARY" in encodings["media.list.element"]
+    assert "RLE_DICTIONARY" not in encodings["seed"]
+    table = read_samples(tmp_path, columns=["num_tokens", "step"])
+    assert table.to_pylist() == [{"num_tokens": 3, "step": 0}]
+    with pytest.raises(KeyError, match="reward"):
+        read_samples(tmp_path, columns=["step", "reward"])
+
+
+@pytest.mark.parametrize(("num_samples", "most_bytes"), [(64, 135), (1024, 40)])  # V1's bounds
+def test_what_a_sample_takes_beside_its_tokens(
+    tmp_path: Path, num_samples: int, most_bytes: int
 ) -> None:
-    """The bound includes earlier sessions. `test_history.py` has scores, and sessions that fail."""
-    monkeypatch.setattr(sample_log, "LARGE", large)
-    tokens, max_bytes = tokens_of(2000), 250_000
-    write_steps(open_log(tmp_path), *range(32), **tokens)
-    before = Record(tmp_path)
-    before.refresh()
-    log = open_log(tmp_path, session=1, start_step=32, max_bytes=max_bytes)
-    for step in range(32, 44):
-        write_steps(log, step, **tokens)
-        wait(log)
-        assert 0.7 * max_bytes < size_of(tmp_path) <= max_bytes
-    steps = steps_of(tmp_path)
-    assert steps == list(range(steps[0], 44))
-    found = before.rows("select distinct step from samples")  # others were removed meanwhile
-    assert sorted(row["step"] for row in found) == steps
-
-
-@pytest.mark.parametrize("num_samples", [64, 1024])
-def test_what_a_sample_takes_beside_its_tokens(tmp_path: Path, num_samples: int) -> None:
-    """V1's bounds hold for seeds and scores that do not compress."""
-    page = (ROOT / "docs/promises.md").read_text(encoding="utf-8")
-    pattern = r"of 64 samples .* at most (\d+) bytes beside .* of 1,024 samples .* and (\d+) bytes"
-    promised = re.search(pattern, page)
-    assert promised
+    """Seeds and scores do not compress."""
     rng, log = np.random.default_rng(0), open_log(tmp_path)
     for step in range(4):
         names = [sample_id(step, group=n // 8, index=n % 8) for n in range(num_samples)]
@@ -180,63 +106,212 @@ def test_what_a_sample_takes_beside_its_tokens(tmp_path: Path, num_samples: int)
         ]
         log.append(scores, REWARDS)
     log.flush()
-    bytes_of_sample = size_of(tmp_path) / num_samples / 4
-    assert bytes_of_sample <= int(promised[1 if num_samples == 64 else 2])
+    assert size_of(tmp_path) / num_samples / 4 <= most_bytes
 
 
-def test_a_bad_row_is_an_error(tmp_path: Path) -> None:
+def size_of(run_dir: Path) -> int:
+    return sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())
+
+
+# --- files over time ---
+
+
+def test_a_round_is_a_file_and_small_ones_are_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_log, "FILES", 3)
+    monkeypatch.setattr(sample_log, "FILE_BYTES", 50_000)
     log = open_log(tmp_path)
+    write_steps(log, 0, 1)
+    # One call with two rounds, and one with another phase.
+    log.append([row_of(sample_id(step)) for step in (2, 3)])
+    log.append([row_of(sample_id(4, "eval"))])
+    write_steps(log)  # which waits
+    single = ["file-000003-train-000003-00", "file-000004-eval-000004-00"]
+    assert names_of(tmp_path) == [*single, "files-000000-000002"]
+    write_steps(log, 5, **tokens_of(20_000))
+    write_steps(log, 6, 7)
+    log.finish()
+    merged = ["files-000000-000002", "files-000003-000004", "files-000006-000007"]
+    assert names_of(tmp_path) == ["file-000005-train-000005-00", *merged]
+    assert steps_of(tmp_path) == [4, 0, 1, 2, 3, 5, 6, 7]
+
+
+@pytest.mark.parametrize("large", [1, sample_log.LARGE])  # some files are merged, or none
+def test_a_bound_removes_the_oldest_and_no_more_than_it_must(
+    tmp_path: Path, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound includes earlier sessions. A reader that read before looks for files that have
+    gone. `test_history.py` has scores, and sessions that fail."""
+    monkeypatch.setattr(sample_log, "LARGE", large)
+    tokens, max_bytes = tokens_of(2000), 250_000
+    write_steps(open_log(tmp_path), *range(32), **tokens)
+    before = Record(tmp_path)
+    before.refresh()
+    log = open_log(tmp_path, session=1, start_step=32, max_bytes=max_bytes)
+    for step in range(32, 44):
+        write_steps(log, step, **tokens)
+        assert 0.7 * max_bytes < size_of(tmp_path) <= max_bytes
+    steps = steps_of(tmp_path)
+    assert steps == list(range(steps[0], 44))
+    found = before.rows("select distinct step from samples")
+    assert sorted(row["step"] for row in found) == steps
+
+
+def test_a_step_does_not_wait_for_the_disk_and_a_bad_row_is_an_error(tmp_path: Path) -> None:
+    log, may_write = open_log(tmp_path), threading.Event()
     bad = row_of(sample_id(3, index=5), token_ids=[1, 2, 3], logprobs=[-1.0])
     counts = "train round 3.0, group 0, sample 5: 3 tokens and 1 log-probabilities"
     with pytest.raises(ValueError, match=counts):
         log.append([ROW, bad])
+    log.writer.submit(may_write.wait, 10)  # a disk that is slow
     log.append([ROW])
+    assert record_files(SAMPLES.folder(tmp_path)) == []
+    may_write.set()
     log.flush()
     assert read_rows(tmp_path) == [ROW]
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Let files take 1,000 bytes at most."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_rounds_wait_for_a_full_disk_up_to_a_bound(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier rounds stay readable. Later ones are written in their order, without the oldest."""
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     monkeypatch.setattr(sample_log, "WAITING_BYTES", 1 << 20)
     log = open_log(tmp_path)
     write_steps(log, 0)
-    with full_disk():
+    with monkeypatch.context() as disk:
+        disk.setattr(sample_log, "_write_file", fail)
         write_steps(log, *range(1, 7), text="7" * (300 << 10))
         assert steps_of(tmp_path) == [0]
     [message] = caplog.messages
-    for words in (str(tmp_path), "File too large", "Beyond 1 MiB the oldest are lost", "Make room"):
+    for words in (str(tmp_path), "No space left", "Beyond 1 MiB the oldest are lost", "Make room"):
         assert words in message
     write_steps(log, 7)
     names = [f"file-{n:06d}-train-{step:06d}-00" for n, step in enumerate((0, 4, 5, 6, 7))]
     assert names_of(tmp_path) == names
-    assert not [*tmp_path.rglob(".*.tmp")]  # nothing half-written is left
-    with full_disk():
+    with monkeypatch.context() as disk:
+        disk.setattr(sample_log, "_write_file", fail)
         write_steps(log, 8)
     log.finish()
     assert steps_of(tmp_path) == [0, 4, 5, 6, 7, 8]
     assert caplog.messages[-1].startswith("3 rounds of the run's record are lost")
 
 
-def test_a_damaged_file_is_never_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+# --- damage, and a poll ---
+
+
+def test_flipped_bits_are_named_or_harmless(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DuckDB alone would read other values for most; pyarrow reads some headers that DuckDB
+    cannot."""
+    path = write_session(tmp_path, [row := row_of(sample_id())])
+    sound, rng, num_named = path.read_bytes(), random.Random(0), 0
+    for _ in range(30):
+        flipped = bytearray(sound)
+        flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        caplog.clear()
+        if rows := read_rows(tmp_path):
+            assert rows == [row]
+        else:
+            assert f"{path} cannot be read (" in caplog.text
+            num_named += 1
+    assert num_named > 15
+
+
+@pytest.mark.parametrize("column", ["mask", "phase"])  # it is gone, or it lost its values
+def test_a_damaged_file_is_named_once_never_merged_and_read_when_it_is_restored(
+    column: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log = open_log(tmp_path)
     write_steps(log, 0, 1, 2)
-    file = record_files(SAMPLES.folder(tmp_path))[1].path
-    content = file.read_bytes()
-    file.write_bytes(content[:-1])
+    path = record_files(SAMPLES.folder(tmp_path))[1].path
+    sound, rows = path.read_bytes(), pq.read_table(path)
+    at, lost = rows.schema.get_field_index(column), pa.nulls(1, pa.utf8())
+    rows = rows.drop_columns(["mask"]) if column == "mask" else rows.set_column(at, column, lost)
+    pq.write_table(rows, path)
+    record = Record(tmp_path)
+    assert [record.refresh() for _ in range(3)] == [True, False, False]
+    assert record.table("select step from samples order by step")["step"].to_pylist() == [0, 2]
+    [message] = caplog.messages
+    expected = rf"{path} cannot be read \(.{{9}}.*rows are left out.*restore it"
+    assert re.match(expected, message, re.S)
+    path.write_bytes(path.read_bytes()[:-1])
     log.finish()
-    assert "files of the run's record cannot be merged or removed (" in caplog.text
-    file.write_bytes(content)
+    assert "files of the run's record cannot be merged or removed (" in caplog.messages[-1]
+    path.write_bytes(sound)
+    assert record.refresh()
+    assert len(caplog.messages) == 2
     assert steps_of(tmp_path) == [0, 1, 2]
+
+
+def test_a_poll_reads_what_is_new_and_tries_again_what_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server's failure counts as no damage; rows that were read before stay."""
+    upstream, opened, fails = pq.ParquetFile, list[Path](), False
+
+    def file(path: Path, **options: Any) -> pq.ParquetFile:
+        opened.append(path)
+        if fails:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return upstream(path, **options)
+
+    monkeypatch.setattr(pq, "ParquetFile", file)
+    record, log = Record(tmp_path), open_log(tmp_path)
+    for steps, num_new in ((range(5), 5), (range(5, 6), 1), (range(0), 0)):
+        write_steps(log, *steps)
+        opened.clear()
+        assert record.refresh() == bool(num_new)
+        assert len(opened) == num_new
+    write_steps(log, 6)
+    fails = True
+    assert [record.refresh() for _ in range(2)] == [False, False]
+    assert [name.step for name in record.rounds()] == [5, 4, 3, 2, 1, 0]
+    [message] = caplog.messages
+    assert "cannot be read ([Errno 116] Stale file" in message
+    fails = False
+    assert record.refresh()
+    assert [name.step for name in record.rounds()] == [6, 5, 4, 3, 2, 1, 0]
+
+
+# --- one group, and what the monitor measured ---
+
+
+def test_a_group_stands_in_its_order(tmp_path: Path) -> None:
+    write_session(tmp_path, [row_of(sample_id(3))])
+    places = [{"group": g, "index": i, "turn": t} for g in (0, 1) for i in range(4) for t in (0, 1)]
+    rows = [row_of(sample_id(4, **place)) for place in places]
+    write_session(tmp_path, rows[::-1], session=1, start_step=4)
+    assert read_group(tmp_path, phase="train", step=4, number=0, group=1) == rows[8:]
+    for step, group in ((4, 9), (5, 0)):
+        message = f"holds no group {group} of train round {step}.0; it has train steps 3 to 4"
+        with pytest.raises(ValueError, match=message):
+            read_group(tmp_path, phase="train", step=step, number=0, group=group)
+    with pytest.raises(ValueError, match="it has no eval rounds"):
+        read_group(tmp_path, phase="eval", step=4, number=0, group=0)
+
+
+def test_diversity_comes_back_in_the_order_of_steps(tmp_path: Path) -> None:
+    assert read_diversity(tmp_path) == []
+    rich = {
+        "metrics": {"vendi": 0.1, "数字": float("inf")},
+        "collisions": [{"kind": "shared", "samples": [{"rank": 0, "seed": None}], "bits": 0.1}],
+        "worst_groups": [3, 1],
+    }
+    batch = diversity_row(1, "eval")  # an evaluation has a row for each
+    first, second = diversity_row(0, **rich), diversity_row(1)
+    log = open_log(tmp_path)
+    for row in (first, batch, second, batch, diversity_row(2)):
+        log.append([row], DIVERSITY)
+    log.finish()
+    assert read_diversity(tmp_path) == [first, batch, batch, second, diversity_row(2)]
+    resumed = open_log(tmp_path, session=1, start_step=1)
+    resumed.append([again := diversity_row(1, num_samples=7)], DIVERSITY)
+    resumed.flush()
+    assert read_diversity(tmp_path) == [first, batch, batch, again]

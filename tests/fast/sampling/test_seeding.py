@@ -1,32 +1,23 @@
-"""Seeds have exact values, and no two samples of a run share noise (S1, S2, S3, S5, S6, S7)."""
+"""Seeds have exact values, and no two samples of a run share noise (S1, S2, S3, S5, S6, S7).
+Dynamic sampling draws as many groups at once as are expected to fill a batch."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, PHASES, SampleId, sample_seed
+from swift_grpo_ext.sampling.waves import Waves
 
+NAMES = ("phase", "step", "number", "turn", "group", "index")
 PLACE = SampleId(phase="train", step=3, number=0, group=5, index=2)
-
-GOLDEN = [
-    (42, PLACE, 67667112449389149),
-    (42, replace(PLACE, phase="eval"), 3610690373446085148),
-    (42, replace(PLACE, turn=1), 902889965612615217),
-    (0, SampleId(phase="train", step=0, number=0, group=0, index=0), 2488565001125410076),
-    (
-        2**31 - 1,
-        SampleId(phase="train", step=10**6, number=7, group=2**18 - 1, index=MAX_GROUP_SIZE - 1),
-        2197497676260700548,
-    ),
-]
-"""These never change: recorded seeds and resumed runs depend on them."""
 
 sample_ids = st.builds(
     SampleId,
@@ -39,9 +30,11 @@ sample_ids = st.builds(
 )
 
 
-@pytest.mark.parametrize(("run_seed", "sample_id", "seed"), GOLDEN)
-def test_frozen_seeds(run_seed: int, sample_id: SampleId, seed: int) -> None:
-    assert sample_seed(run_seed, sample_id) == seed
+def test_seeds_never_change() -> None:
+    """Recorded seeds and resumed runs depend on them."""
+    last = SampleId(phase="train", step=10**6, number=7, group=2**18 - 1, index=2**14 - 1)
+    assert sample_seed(42, PLACE) == 67667112449389149
+    assert sample_seed(2**31 - 1, last) == 2197497676260700548
 
 
 @given(st.integers(0, 2**32 - 1), sample_ids)
@@ -58,25 +51,19 @@ def test_the_rule_is_the_documented_one(run_seed: int, sample_id: SampleId) -> N
 
 
 def test_no_two_samples_of_a_run_share_a_seed() -> None:
-    """50 steps of 16 groups of 16, evaluations, a second turn, resampled rounds, and the runs with
-    the seeds next to it, which people use for repetitions."""
-    rounds = [replace(PLACE, step=step) for step in range(50)]
-    rounds += [replace(PLACE, step=step, number=1) for step in range(5)]
-    rounds += [replace(PLACE, step=step, turn=1) for step in range(5)]
-    rounds += [replace(PLACE, step=step, phase="eval") for step in range(0, 50, 10)]
-    run = [
-        sample_seed(run_seed, replace(round_, group=group, index=index))
-        for run_seed in (41, 42, 43)
-        for round_ in rounds
-        for group in range(16)
-        for index in range(16)
-    ]
-    assert len(set(run)) == len(run) == 3 * 65 * 256
+    """Steps, evaluations, resampled rounds, turns and groups differ, and so do the runs with the
+    seeds next to it, which people use for repetitions."""
+    places = [range(41, 44), PHASES, range(20), range(2), range(2), range(8), range(8)]
+    seeds = {
+        sample_seed(run_seed, SampleId(**dict(zip(NAMES, place, strict=True))))
+        for run_seed, *place in product(*places)
+    }
+    assert len(seeds) == 3 * 2 * 20 * 2 * 2 * 8 * 8
 
 
 def test_low_32_bits_differ_within_a_round() -> None:
     """2**14 samples a group and 2**18 groups fill the 32 bits, and do not overlap. torch's
-    generator on CPU drops the upper half of a seed."""
+    generator on CPU drops the upper half of a seed. Other indices are refused."""
     places = [(group, index) for group in range(256) for index in range(64)]
     last = MAX_GROUP_SIZE - 1
     places += [
@@ -85,12 +72,11 @@ def test_low_32_bits_differ_within_a_round() -> None:
     seeds = [sample_seed(42, replace(PLACE, group=group, index=i)) for group, i in places]
     assert len({seed % 2**32 for seed in seeds}) == len(places)
 
-
-@pytest.mark.parametrize("index", [-1, MAX_GROUP_SIZE])
-def test_an_index_out_of_range_is_refused(index: int) -> None:
-    message = rf"index {index} in a group: expected 0 to 16383; use a smaller --num_generations"
-    with pytest.raises(ValueError, match=message):
-        sample_seed(42, replace(PLACE, index=index))
+    for index in (-1, MAX_GROUP_SIZE):
+        with pytest.raises(
+            ValueError, match=rf"index {index} in a group: expected 0 to 16383; use"
+        ):
+            sample_seed(42, replace(PLACE, index=index))
 
 
 def test_the_rules_import_without_torch_and_vllm() -> None:
@@ -104,27 +90,66 @@ def test_the_rules_import_without_torch_and_vllm() -> None:
 
 
 @given(sample_ids)
-def test_a_name_tells_its_sample(sample_id: SampleId) -> None:
-    """The name has all but the turn: a conversation has one name."""
-    assert SampleId.parse(sample_id.request_id) == replace(sample_id, turn=0)
-    assert sample_id.request_id == f"{sample_id.prompt_id}-{sample_id.index}"
+@example(SampleId(phase="eval", step=12, number=1, group=5, index=3, turn=2))
+def test_a_name_tells_its_sample(name: SampleId) -> None:
+    """ms-swift's name has all but the turn: a conversation has one name."""
+    assert name.prompt_id == f"{name.phase}-{name.step}.{name.number}-{name.group}"
+    assert name.request_id == f"{name.prompt_id}-{name.index}"
+    assert SampleId.parse(name.request_id) == replace(name, turn=0)
+    assert name.group_id == replace(name, index=0)
+    turn = f", turn {name.turn}" if name.turn else ""
+    place = f"{name.phase} round {name.step}.{name.number}, group {name.group}"
+    assert str(name) == f"{place}, sample {name.index}{turn}"
 
 
-def test_names_by_example() -> None:
-    sample_id = SampleId(phase="eval", step=12, number=1, group=5, index=3, turn=2)
-    assert (sample_id.prompt_id, sample_id.request_id) == ("eval-12.1-5", "eval-12.1-5-3")
-    assert str(sample_id) == "eval round 12.1, group 5, sample 3, turn 2"
-    assert str(PLACE) == "train round 3.0, group 5, sample 2"
-    assert sample_id.group_id == replace(sample_id, index=0)
+def test_what_is_no_name_is_refused() -> None:
+    name = "train-12.0-5-3"
+    for wrong in (
+        name[:-2],
+        f"{name}-1",
+        "train-12.0-5--3",
+        f"x{name}",
+        f"{name}\n",
+        "eval-1x0-5-3",
+    ):
+        with pytest.raises(ValueError, match=r"is no name of a sample, such as train-12\.0-5-3"):
+            SampleId.parse(wrong)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("train-12.0-5", "train-12.0-5-3-1", "train-12.0-5--3", "test-12.0-5-3"),
-        *("train-12.0-5-3\n", "train-12x0-5-3"),
-    ],
-)
-def test_what_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"is no name of a sample, such as train-12\.0-5-3"):
-        SampleId.parse(name)
+COUNTS = st.lists(st.tuples(st.integers(0, 12), st.integers(12, 24)), max_size=10)
+
+
+@given(COUNTS, st.integers(1, 12), st.sampled_from([1, 3]))
+@example([(12, 12)], 1, 3)
+def test_waves_are_bounded_and_fit_the_ranks(
+    counts: list[tuple[int, int]], missing: int, unit: int
+) -> None:
+    """The batch and its first wave are at most twice the batch; a further wave is not empty."""
+    waves = Waves(12, unit, draws_ahead=True)
+    for kept, drawn in counts:
+        waves.record(kept, drawn, 1.0, 0.5)
+    for size, least in ((waves.first(), 0), (waves.further(missing) if counts else 12, 1)):
+        assert least <= size <= 12
+        assert size % unit == 0
+
+
+def test_a_wave_is_expected_to_leave_a_full_batch() -> None:
+    """If half of the groups are kept, twice as many are generated; more if a wave costs more than
+    scores."""
+    waves = Waves(64, 1, draws_ahead=True)
+    assert waves.first() == 0, "nothing is known yet"
+    waves.record(32, 64, generating=0.0, scoring=1.0)
+    assert waves.first() == 64
+    assert waves.further(8) == 16
+    for generating, scoring, spread in ((1.0, 0.0, 4), (1.0, 1.0, 2)):
+        waves.record(32, 64, generating, scoring)
+        assert waves.further(8) == 16 + spread
+    for _ in range(8):
+        waves.record(64, 64, generating=1.0, scoring=0.0)
+    assert waves.first() == 0, "all are kept"
+
+
+def test_engine_mode_draws_as_ms_swift_does() -> None:
+    waves = Waves(12, 1, draws_ahead=False)
+    waves.record(3, 12, 1.0, 1.0)
+    assert (waves.first(), waves.further(1)) == (0, 12)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -92,14 +91,13 @@ def test_nothing_is_decoded_to_find_stop_tokens() -> None:
     assert find_ending([7, 8], refuse, stops) == Ending(2, 2)
 
 
-@pytest.mark.parametrize("length", [1, 10, 1000])
-def test_a_completion_that_stopped_in_time_is_decoded_twice(length: int) -> None:
+def test_a_completion_that_stopped_in_time_is_decoded_twice() -> None:
     lengths = []
 
     def counting(token_ids: Sequence[int]) -> str:
         lengths.append(len(token_ids))
         return decode(token_ids)
 
-    completion = [*ids_of("答案") * (length - 1), *ids_of(">\n\n")]
-    assert find_ending(completion, counting, Stops(strings=(">",))).num_tokens == length
-    assert lengths == [length, length - 1][: min(length, 2)]
+    completion = [*ids_of("答案") * 999, *ids_of(">\n\n")]
+    assert find_ending(completion, counting, Stops(strings=(">",))).num_tokens == 1000
+    assert lengths == [1000, 999]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from swift_grpo_ext.record.tables import SampleRow
-from swift_grpo_ext.sampling.seeding import SampleId
+from tests.rig.record.rows import ROW, sample_id
 
 LN2 = float(np.log(2))
 LONG = list(range(60))
@@ -30,22 +31,10 @@ def sample(
     logprobs = None
     if bits is not None:
         logprobs = np.broadcast_to(-LN2 * np.asarray(bits, float), len(token_ids)).tolist()
-    defaults = {"phase": "train", "step": 0, "number": 0, "group": 0, "index": 0}
-    sample_id = SampleId(**{**defaults, **place})
-    return SampleRow(
-        sample_id=sample_id,
-        seed=seed,
-        rank=rank,
-        replica=replica,
-        weight_version=sample_id.step,
-        finish_reason="stop",
-        token_ids=list(token_ids),
-        logprobs=logprobs,
-        text=text,
-        fingerprint=prompt,
-        prompt='[{"role": "user", "content": "<image>Which digit?"}]',
-        media=[],
-    )
+    made = replace(ROW, sample_id=(name := sample_id(**place)), weight_version=name.step, media=[])
+    made = replace(made, prompt='[{"role": "user", "content": "<image>Which digit?"}]', text=text)
+    made = replace(made, token_ids=list(token_ids), logprobs=logprobs, fingerprint=prompt)
+    return replace(made, seed=seed, rank=rank, replica=replica)
 
 
 def group_of(*completions: Sequence[int], **kwargs: Any) -> list[SampleRow]:

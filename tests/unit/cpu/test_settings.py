@@ -1,4 +1,5 @@
-"""Settings for CPUs apply without an accelerator, and never override the user's own."""
+"""Settings for CPUs apply without an accelerator, and never override the user's own. Packed weights
+of vLLM are kept."""
 
 from __future__ import annotations
 
@@ -10,23 +11,25 @@ from typing import Any
 import pytest
 import torch
 
+from swift_grpo_ext.cpu import engines
 from swift_grpo_ext.cpu import settings as cpu
 from swift_grpo_ext.upstream.patches import make
+from tests.rig.releases import needs_packed_convolutions
 
 SETTINGS: dict[str, Any] = {"use_cpu": False, "fp16": None, "bf16": None, "ddp_backend": None}
 FOR_CPU = {"use_cpu": True, "fp16": False, "bf16": False, "ddp_backend": "gloo"}
 
 
 @pytest.fixture(autouse=True)
-def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables, of a rank without an accelerator. Pytest's own allocator and exit functions
+    are left alone."""
+    variables = {"RANK": "0"}
+    monkeypatch.setattr(os, "environ", variables)
     monkeypatch.setattr(cpu, "has_accelerator", lambda: False)
-    monkeypatch.setenv("RANK", "0")
-    for name in (*cpu.CPU_ENVIRONMENT, *cpu.KEEP_FREED_MEMORY):
-        monkeypatch.setenv(name, "to be removed")  # so that monkeypatch restores it
-        monkeypatch.delenv(name)
-    # pytest's own allocator and exit functions are left alone.
     monkeypatch.setattr(cpu.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *_: 1))
     monkeypatch.setattr(cpu.weakref, "finalize", lambda *_: None)
+    return variables
 
 
 def applied(given: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
@@ -36,36 +39,29 @@ def applied(given: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
     return vars(args)
 
 
-def environment() -> dict[str, str]:
-    return {name: os.environ[name] for name in cpu.CPU_ENVIRONMENT if name in os.environ}
-
-
-def test_defaults_without_an_accelerator() -> None:
+def test_defaults_without_an_accelerator(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert applied() == FOR_CPU
-    assert environment() == cpu.CPU_ENVIRONMENT
-
-
-def test_nothing_is_set_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.items() >= {**cpu.CPU_ENVIRONMENT, "MALLOC_TOP_PAD_": "268435456"}.items()
+    environment.clear()
     monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
     assert applied() == SETTINGS
-    assert environment() == {}
+    assert environment == {}
 
 
-def test_the_users_own_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+def test_the_users_own_settings_win(environment: dict[str, str]) -> None:
+    """A lone process gets no backend. vLLM's variable is not set if the engine's settings have a
+    cache size: the variable would win."""
+    environment["VLLM_CPU_KVCACHE_SPACE"] = "4"
     args = applied(given=("use_cpu",), bf16=True, ddp_backend="mpi")
     assert (args["bf16"], args["use_cpu"], args["ddp_backend"]) == (True, False, "mpi")
-    assert environment() == cpu.CPU_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "4"}
-
-
-def test_a_lone_process_and_the_size_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets no backend. vLLM's variable is not set if the engine's settings have a cache size:
-    the variable would win."""
-    monkeypatch.delenv("RANK")
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    environment.clear()
     assert applied(vllm_engine_kwargs={"kv_cache_memory_bytes": 2**28})["ddp_backend"] is None
-    assert "VLLM_CPU_KVCACHE_SPACE" not in environment()
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environment
     applied(vllm_engine_kwargs={"seed": 1})
-    assert environment()["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
 def test_what_was_saved_is_loaded_onto_a_rank(tmp_path: Path) -> None:
@@ -75,3 +71,20 @@ def test_what_was_saved_is_loaded_onto_a_rank(tmp_path: Path) -> None:
     for only in (True, False):
         saved = torch.load(tmp_path / "optimizer.pt", map_location="cpu:0", weights_only=only)
         assert saved.tolist() == [0, 1, 2]
+
+
+@needs_packed_convolutions
+def test_packed_convolutions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ms-swift has layers processed once more after each update of weights."""
+    from vllm.model_executor.layers import utils
+
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(utils.ops, "causal_conv1d_weight_pack", lambda weight: weight + 100)
+    make(engines.keep_packed_convolutions)
+    layer = torch.nn.Module()
+    for value in (1, 2):
+        weight = torch.full((8, 1, 4), value, dtype=torch.bfloat16)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        for _ in range(2):
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+            assert layer.weight.tolist() == [[value + 100] * 4] * 8

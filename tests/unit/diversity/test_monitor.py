@@ -3,11 +3,8 @@ together (D1, D3); also for ms-swift's own rollouts."""
 
 from __future__ import annotations
 
-import math
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,10 +39,13 @@ class Run:
         defaults = {"temperature": 1.0, "rollout_seed_mode": "engine", "output_dir": str(folder)}
         self.args = training_arguments(**defaults | flags)
         self.monitor = DiversityMonitor(self.args, self.trainer)
-        self.hook_arguments = (self.args, TrainerState(), TrainerControl())
+
+    def arrive(self, *turns: list[SampleRow]) -> None:
+        for turn in turns:
+            self.recorder.append(turn)
 
     def generate(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> None:
-        self.recorder.append(samples)
+        self.arrive(samples)
         self.recorder.write()
         if rewards:
             self.score(samples, rewards)
@@ -56,9 +56,13 @@ class Run:
         for listener in self.trainer.score_listeners:
             listener([row for share in shares for row in share])
 
-    def step(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> None:
+    def step(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> bool:
+        """Return whether the run is told to save and to stop."""
         self.generate(samples, rewards)
-        self.monitor.on_step_end(*self.hook_arguments)
+        control = TrainerControl()
+        self.monitor.on_step_end(self.args, TrainerState(), control)
+        assert control.should_save == control.should_training_stop
+        return control.should_training_stop
 
     @property
     def logged(self) -> dict[str, list[float]]:
@@ -69,12 +73,6 @@ class Run:
         self.recorder.flush()
         return read_diversity(self.args.output_dir)
 
-    @property
-    def stops(self) -> bool:
-        control = self.hook_arguments[2]
-        assert control.should_save == control.should_training_stop
-        return control.should_training_stop
-
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -84,95 +82,42 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def collapsed(step: int) -> list[SampleRow]:
-    return group_of(*[[1, 2]] * 4, step=step, bits=0.01)
-
-
 def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: list[str]) -> None:
-    run = Run(tmp_path)
-    run.step(group_of([1], [2], [3], [4]), [1.0, 2.0, 0.0, 0.25])
+    """A turn without an answer had no room for it: the turn before counts for the sample."""
+    run, first = Run(tmp_path), group_of([1], [2], [3], [4])
+    run.step([*first, *group_of([], [], [], [], turn=1)], [1.0, 2.0, 0.0, 0.25])
     run.step([])
     run.step(group_of([1, 4], [1, 4], step=2))  # nothing was scored
     run.generate(group_of([1], [2], phase="eval"))
-    run.monitor.on_prediction_step(*run.hook_arguments)
-    logged = run.trainer._metrics
-    assert logged["train"]["diversity/unique_ratio"] == [1.0, 0.5]
-    assert logged["train"]["diversity/pass_at_1"] == [0.5]
-    assert logged["train"]["diversity/equal_rewards"] == [0.0]
-    assert logged["eval"]["diversity/unique_ratio"] == [1.0]
-    assert [r.round for r in run.records] == [("eval", 0, 0), ("train", 0, 0), ("train", 2, 0)]
+    run.monitor.on_prediction_step(run.args, TrainerState(), TrainerControl())
+    assert run.logged["diversity/unique_ratio"] == [1.0, 0.5]
+    assert run.logged["diversity/pass_at_1"] == [0.5]
+    assert run.logged["diversity/equal_rewards"] == [0.0]
+    assert run.trainer._metrics["eval"]["diversity/unique_ratio"] == [1.0]
+    assert [(*r.round, r.num_samples) for r in run.records] == [
+        *(("eval", 0, 0, 2), ("train", 0, 0, 4), ("train", 2, 0, 2))
+    ]  # fmt: skip
+    assert not [*(tmp_path / "samples").glob("*.parquet")]  # with `--sample_log none`
     assert said == []
 
 
-def test_turns_without_an_answer_are_no_copies_of_one_another(tmp_path: Path) -> None:
-    """Their prompts had no room, so the turn before counts for the sample."""
-    run = Run(tmp_path)
-    unanswered = [
-        replace(s, sample_id=replace(s.sample_id, turn=1)) for s in group_of([], [], [], [])
-    ]
-    run.step([*group_of([1], [2], [3], [4]), *unanswered], [1.0, 0.0, 0.0, 0.0])
-    [record] = run.records
-    assert (record.num_samples, record.metrics["unique_ratio"]) == (4, 1.0)
-    assert record.metrics["correct_answers"] == 1.0
-
-
-def test_rounds_are_analyzed_beside_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_alarms_stop_a_run_and_are_said_once_until_they_end_or_change(
+    tmp_path: Path, said: list[str]
 ) -> None:
-    """A step goes on during the analysis, and waits for it at its end."""
-    may_go_on = threading.Event()
+    """A sound round of the same step does not undo an alarm."""
     run = Run(tmp_path, diversity_action="stop")
-    analyze = RoundAnalyzer.analyze
-
-    def slow(*args: Any) -> list[Any]:
-        assert may_go_on.wait(10)
-        return analyze(*args)
-
-    monkeypatch.setattr(RoundAnalyzer, "analyze", slow)
-    run.generate(group_of(LONG, LONG), [1.0, 0.0])
-    assert not run.logged
-    may_go_on.set()
-    run.step([])
-    assert run.logged["diversity/unique_ratio"] == [0.5]
-    assert run.stops
-
-
-def test_alarms_are_said_once_until_they_end_or_change(tmp_path: Path, said: list[str]) -> None:
-    run = Run(tmp_path)
-    rounds = [group_of(LONG, LONG), group_of(LONG, LONG, step=1), group_of([1], [2], step=2)]
-    rounds += [group_of([*LONG, 3], [*LONG, 3], step=3), *map(collapsed, (4, 5, 6, 7))]
-    for samples in rounds:
-        run.step(samples)
+    rounds = [group_of(LONG, LONG) + group_of([1], [2], phase="eval")]
+    rounds += [group_of(LONG, LONG, step=1), group_of([1], [2], step=2)]
+    rounds += [group_of([*LONG, 3], [*LONG, 3], step=3)]
+    rounds += [group_of(*[[1, 2]] * 4, step=step, bits=0.01) for step in (4, 5, 6, 7)]
+    stops = [run.step(samples) for samples in rounds]
+    assert stops == [True, True, False, True, False, False, True, True]
     assert [line.split(": ")[1] for line in said] == [
         "broken randomness in train round 0.0",
         "broken randomness in train round 3.0",
         "collapsed policy in train round 6.0, 3 rounds in a row",
     ]
     assert all(f"`swift-grpo-ext view {tmp_path}`" in line for line in said)
-    assert not run.stops
-
-
-@pytest.mark.parametrize(
-    ("action", "rounds", "stops", "num_said"),
-    [
-        ("log", [group_of(LONG, LONG)], [False], 0),
-        ("stop", [group_of([1], [2]), group_of(LONG, LONG, step=1)], [False, True], 1),
-        # A sound round of the same step does not undo it.
-        ("stop", [group_of(LONG, LONG) + group_of([1], [2], step=1)], [True], 1),
-        ("stop", [collapsed(step) for step in range(3)], [False, False, True], 1),
-        ("stop", [group_of(LONG, LONG, phase="eval")], [True], 1),
-    ],
-)
-def test_what_an_alarm_does(
-    action: str, rounds: list[list[SampleRow]], stops: list[bool], num_said: int,
-    tmp_path: Path, said: list[str],
-) -> None:  # fmt: skip
-    run = Run(tmp_path, diversity_action=action)
-    for samples, stop in zip(rounds, stops, strict=True):
-        run.step(samples)
-        assert run.stops == stop
-    assert len(said) == num_said
-    assert action == "stop" or run.records[-1].alarm
 
 
 @pytest.mark.parametrize(
@@ -186,10 +131,12 @@ def test_what_an_alarm_does(
 def test_what_cannot_be_tested_is_said_at_the_start(
     flags: dict[str, Any], is_said: bool, tmp_path: Path, said: list[str]
 ) -> None:
-    run = Run(tmp_path, diversity_action="log", **flags)
+    run = Run(tmp_path, rollout_seed_mode="sample", **flags)
     assert ["cannot test the noise of greedy decoding" in line for line in said] == [True] * is_said
-    run.step(group_of(LONG, LONG, LONG, bits=None if "use_vllm" in flags else 1.0))
-    assert run.records[0].verdict == ("unknown" if is_said else "broken")
+    stops = run.step(group_of(LONG, LONG, LONG, bits=None if "use_vllm" in flags else 1.0))
+    assert not stops  # with `--diversity_action warn`, the default
+    found = run.records[0].verdict, run.records[0].remedy
+    assert found == (("unknown", "") if is_said else ("broken", "remedy_ignored_seeds"))
 
 
 @pytest.mark.parametrize(
@@ -200,33 +147,21 @@ def test_what_cannot_be_tested_is_said_at_the_start(
         ({"vllm_tensor_parallel_size": 2}, "", ["rank 0", "rank 0", "rank 2"]),
         ({"vllm_mode": "server"}, "", ["", "", ""]),
         ({"use_vllm": False, "vllm_tensor_parallel_size": 2}, "", ["rank 0", "rank 1", "rank 2"]),
-        ({"use_vllm": False, "vllm_mode": "server"}, "", ["rank 0", "rank 1", "rank 2"]),
         ({}, "server 1 replica 0", ["server 1 replica 0"] * 3),
     ],
 )
-def test_replicas_are_named(
-    flags: dict[str, Any], given: str, replicas: list[str], tmp_path: Path
+def test_replicas_are_named_in_the_record(
+    flags: dict[str, Any], given: str, replicas: list[str], tmp_path: Path, said: list[str]
 ) -> None:
-    run = Run(tmp_path, **flags)
-    run.step([sample(LONG, index=i, rank=i, replica=given) for i in range(3)])
-    (collision,) = run.records[0].collisions
+    """With `--diversity_action log` an alarm is only recorded."""
+    run = Run(tmp_path, diversity_action="log", **flags)
+    said.clear()  # of `--use_vllm false`
+    stops = run.step([sample(LONG, index=i, rank=i, replica=given) for i in range(3)])
+    [record] = run.records
+    [collision] = record.collisions
     assert [s["replica"] for s in collision["samples"]] == replicas
-    assert [s["rank"] for s in collision["samples"]] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("bits", "mode", "verdict", "remedy"),
-    [(20, "engine", "collapse", ""), (21, "sample", "broken", "remedy_ignored_seeds")],
-)
-def test_flags_reach_the_analysis(
-    bits: int, mode: str, verdict: str, remedy: str, tmp_path: Path
-) -> None:
-    """A pair of n bits has p = 2^-n, twice for the two halves of the level: 1.91e-6 with 20, and
-    0.95e-6 with 21. The seed mode decides the remedy."""
-    run = Run(tmp_path, rollout_seed_mode=mode)
-    run.step([sample(LONG[:bits], index=i, seed=i) for i in (0, 1)])
-    assert (run.records[0].verdict, run.records[0].remedy) == (verdict, remedy)
-    assert run.records[0].log10_p == pytest.approx(math.log10(2 * 2**-bits), abs=1e-5)
+    assert record.alarm
+    assert (record.remedy, stops, said) == ("remedy_seed_mode", False, [])
 
 
 def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Path) -> None:
@@ -234,37 +169,31 @@ def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Pa
     scored."""
     run = Run(tmp_path, async_generate=True, vllm_mode="server")
 
-    def turns_of(step: int, phase: str = "train", group: int = 0) -> list[list[SampleRow]]:
+    def turns_of(phase: str, step: int, group: int = 0) -> list[list[SampleRow]]:
         """Two turns of a group and half a group."""
-        place = {"step": step, "phase": phase}
-        return [
-            group_of([1], [2], [3], turn=turn, group=group, **place)
-            + group_of([1, 4], [2, 4], turn=turn, group=group + 1, **place)
-            for turn in (0, 1)
-        ]
 
-    def arrive(turns: list[list[SampleRow]]) -> None:
-        for turn in turns:
-            run.recorder.append(turn)
+        def turn_of(**place: Any) -> list[SampleRow]:
+            half = group_of([1, 4], [2, 4], group=group + 1, **place)
+            return group_of([1], [2], [3], group=group, **place) + half
+
+        return [turn_of(phase=phase, step=step, turn=turn) for turn in (0, 1)]
 
     def use(turns: list[list[SampleRow]], ahead: list[list[SampleRow]], *, early: bool) -> None:
         """Gather, score and step; the batch that is drawn ahead arrives before, or meanwhile."""
-        if early:
-            arrive(ahead)
+        run.arrive(*(ahead if early else ()))
         run.recorder.write()
-        if not early:
-            arrive(ahead)
+        run.arrive(*(() if early else ahead))
         run.score(turns[0], [1.0, 0.0, 0.0, 0.0, 0.0])
-        run.monitor.on_step_end(*run.hook_arguments)
+        run.monitor.on_step_end(run.args, TrainerState(), TrainerControl())
 
-    trains = [turns_of(step) for step in range(3)]
-    batches = [turns_of(1, "eval", group) for group in (0, 2, 4)]
-    arrive(trains[0])  # before the training begins
-    use(trains[0], trains[1], early=True)
-    arrive(batches[0])
+    first, second, third = (turns_of("train", step) for step in range(3))
+    batches = [turns_of("eval", 1, group) for group in (0, 2, 4)]
+    run.arrive(*first)  # before the training begins
+    use(first, second, early=True)
+    run.arrive(*batches[0])
     use(batches[0], batches[1], early=True)
     use(batches[1], batches[2], early=False)  # no evaluation uses the third
-    use(trains[1], trains[2], early=False)
+    use(second, third, early=False)
     assert [(*r.round[:2], r.num_samples, r.num_groups) for r in run.records] == [
         *(("train", 0, 10, 4), ("eval", 1, 10, 4), ("eval", 1, 10, 4), ("train", 1, 10, 4))
     ]  # fmt: skip
@@ -276,8 +205,9 @@ def test_other_trainers_are_refused() -> None:
         DiversityMonitor(SimpleNamespace(), SimpleNamespace())
 
 
-def test_all_ranks_stop_together(tmp_path: Path) -> None:
-    """Each rank has half of a group; in round 1 both generate the same."""
+def test_all_ranks_stop_or_fail_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has half of a group. In round 1 both generate the same. Round 2 cannot be
+    analyzed."""
 
     def work(ranks: ThreadRanks) -> tuple[list[bool], list[float], list[float]]:
         run = Run(tmp_path, ranks, diversity_action="stop")
@@ -285,9 +215,12 @@ def test_all_ranks_stop_together(tmp_path: Path) -> None:
         for step in range(2):
             ids = [i + 100 * ranks.rank * (1 - step) + 1000 * step for i in LONG]
             own = [sample(ids, index=ranks.rank, rank=ranks.rank, step=step, replica="")]
-            run.step(own, [float(ranks.rank)])
-            stops.append(run.stops)
+            stops.append(run.step(own, [float(ranks.rank)]))
         run.recorder.flush()
+        monkeypatch.setattr(RoundAnalyzer, "analyze", None)
+        kind = RolloutError if ranks.rank else RuntimeError
+        with pytest.raises(kind, match="--callbacks diversity: TypeError: 'NoneType' object"):
+            run.step([sample(LONG, index=ranks.rank, step=2)])
         return stops, run.logged["diversity/unique_ratio"], run.logged["diversity/pass_at_1"]
 
     assert run_rank_groups(2, work) == [([False, True], [1.0, 0.5], [0.5, 0.5])] * 2
@@ -295,19 +228,3 @@ def test_all_ranks_stop_together(tmp_path: Path) -> None:
     assert (healthy.verdict, broken.verdict) == ("healthy", "broken")
     assert "(rank 0, replica 'rank 0')" in (broken.alarm or "")
     assert "(rank 1, replica 'rank 1')" in (broken.alarm or "")
-
-
-def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 cannot write, which ends nothing. Then it cannot analyze, which ends all ranks."""
-
-    def work(ranks: ThreadRanks) -> None:
-        run = Run(tmp_path, ranks)
-        if ranks.rank == 0:
-            (tmp_path / "diversity").touch()
-        run.step([sample(LONG, index=ranks.rank)])
-        monkeypatch.setattr(RoundAnalyzer, "analyze", None)
-        kind = RolloutError if ranks.rank else RuntimeError
-        with pytest.raises(kind, match="--callbacks diversity: TypeError: 'NoneType' object"):
-            run.step([sample(LONG, index=ranks.rank, step=1)])
-
-    run_rank_groups(2, work)

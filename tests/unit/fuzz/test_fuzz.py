@@ -1,4 +1,4 @@
-"""Random rows and messages are accepted, or refused by name, within seconds (M1, F1).
+"""Random rows are accepted, or refused by name, within seconds (M1).
 
 FUZZ_CASES=10000 pytest tests/unit/fuzz
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import io
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from swift_grpo_ext.checks.rows import check_rows, question_of, row_fault, unreadable
-from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.checks.rows import check_rows, question_of, row_fault
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # PIL's
 fuzz = settings(
@@ -48,20 +44,13 @@ json_like = st.recursive(
     max_leaves=8,
 )
 contents = st.binary(max_size=40) | st.integers(0, len(png())).map(lambda end: png()[:end])
-names = st.one_of(
-    words,
-    st.sampled_from(["", ".", "/", "~nobody-of-this-name/a.png", "a\0.png", "x" * 5000]),
-    st.sampled_from(["file:///no.png", "https://x", "data:,", "data:image/png;base64,A"]),
-    contents.map(lambda content: base64.b64encode(content).decode()),
-)
+odd_names = ["", ".", "/", "~nobody-of-this-name/a.png", "a\0.png", "x" * 5000, "file:///no.png"]
+odd_names += ["https://x", "data:,", "data:image/png;base64,A"]
+encoded = contents.map(lambda content: base64.b64encode(content).decode())
+names = words | st.sampled_from(odd_names) | encoded
 odd = st.sampled_from([bytearray(b"x"), np.array([1, 2]), np.float32(1), {1}, object()])
-images = st.one_of(
-    names,
-    contents,
-    st.fixed_dictionaries({"bytes": st.none() | contents | odd, "path": st.none() | names}),
-    json_like,
-    odd,
-)
+kept = {"bytes": st.none() | contents | odd, "path": st.none() | names}
+images = names | contents | st.fixed_dictionaries(kept) | json_like | odd
 messages = st.fixed_dictionaries(
     {}, optional={"role": st.sampled_from(["user", "tool"]) | json_like, "content": json_like}
 )
@@ -80,16 +69,9 @@ rows = st.fixed_dictionaries(
 )
 
 
-def test_a_pipe_that_nobody_writes_to_is_no_file(tmp_path: Path) -> None:
-    """Reading it would wait for ever."""
-    os.mkfifo(tmp_path / "pipe.png")
-    assert unreadable(str(tmp_path / "pipe.png")) == "is not a file"
-    assert unreadable("/dev/zero") == "is not a file"
-
-
 @fuzz
 @given(st.lists(rows, max_size=4), st.booleans(), st.booleans())
-@example([{"images": "é" * 300}], True, False)
+@example([{"images": "é" * 300}, {"images": "/dev/zero"}], True, False)
 @example([{"videos": ["~nobody-of-this-name/a.png"]}], True, False)
 def test_a_data_set_is_sound_or_refused_by_name(
     data: list[Any], expects_media: bool, deletes: bool
@@ -105,38 +87,3 @@ def test_a_data_set_is_sound_or_refused_by_name(
         assert refusals[0].startswith("--dataset: ")
     else:
         assert deletes or not any(map(row_fault, data))
-
-
-# --- messages between trainer and server ---
-
-PLACE = SampleId(phase="train", step=12, number=0, group=5, index=0)
-METADATA = RequestMetadata(
-    sample_id=PLACE, count=2, run_seed=42, as_arrays=True, stop_token_ids=(7,)
-)
-COMPLETIONS = [
-    Completion(text="七", token_ids=[1, 2, 3], logprobs=[-1.0, -0.5, 0.0], finish_reason="stop"),
-    Completion(text="", token_ids=[9], logprobs=[-2.0], finish_reason="length", stop_reason=7),
-]
-ANSWER = wire.write_answer(wire.Answer(COMPLETIONS, wire.Prompt([5, 6])))
-junk = st.one_of(json_like, st.sampled_from([2**14 + 1, 2**31, 2**64, 10**30, -(10**30), 1e300]))
-
-
-def mutated(message: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Return one of our messages with up to three entries changed or missing."""
-    others = st.dictionaries(st.sampled_from(list(message)), junk | st.just("missing"), max_size=3)
-    return others.map(lambda o: {k: v for k, v in {**message, **o}.items() if v != "missing"})
-
-
-@fuzz
-@given(mutated(ANSWER) | json_like)
-@example({**ANSWER, "lengths": [10**30, -(10**30) + 4]})
-def test_an_answer_is_usable_or_refused(answer: Any) -> None:
-    refusal = ""
-    try:
-        completions, _ = wire.read_answer(answer, METADATA, "server 1")
-    except WireError as e:
-        completions, refusal = [], str(e)
-    assert refusal.startswith("server 1 ") or len(completions) == METADATA.count
-    for completion in completions:
-        logprobs = completion.logprobs
-        assert logprobs is None or len(logprobs) == len(completion.token_ids)

@@ -1,29 +1,37 @@
 """Each sample of a rollout is recorded once, with all that is known of it, and passed to listeners
-(V1, D1)."""
+(V1, D1). Sessions of a folder are resumed after a kill, and two trainings never share a folder."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 from swift.rl_core.data import OnPolicySample
 
+from swift_grpo_ext.checks.finding import enforce
 from swift_grpo_ext.media.pictures import media_name
-from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.record.log import record_files
+from swift_grpo_ext.ranks import RankGroup, RolloutError
+from swift_grpo_ext.record import log
+from swift_grpo_ext.record.log import check_output_dir, record_files
 from swift_grpo_ext.record.query import read_samples
-from swift_grpo_ext.record.recorder import SampleRecorder, masks_of, other_columns
-from swift_grpo_ext.record.tables import SampleRow, to_rows
+from swift_grpo_ext.record.recorder import SampleRecorder, masks_of
+from swift_grpo_ext.record.tables import SAMPLES, SampleRow, to_rows
 from swift_grpo_ext.rollout.conversation import Turn, first_prompt
 from swift_grpo_ext.rollout.wire import Completion, Prompt
-from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.sampling.seeding import SampleId
+from tests.rig.arguments import ROOT, command_line_arguments
 from tests.rig.ranks import ThreadRanks, run_rank_groups
+from tests.rig.record.rows import row_of, sample_id
 
 FIRST = SampleId(phase="train", step=3, number=1, group=2, index=0)
 SAMPLE = OnPolicySample(
@@ -32,8 +40,6 @@ SAMPLE = OnPolicySample(
     videos=["b.mp4"],
     audios=["c.wav"],
 )
-
-
 ANSWER = Completion(text="七", token_ids=[5, 6], logprobs=[-1.0, -2.0], finish_reason="stop")
 
 
@@ -42,55 +48,29 @@ def turns_of(sample: OnPolicySample, completion: Completion, name: SampleId = FI
     return [Turn(name, Prompt([1]), completion, "print", messages, media, 0.5, 0.25)]
 
 
-def record(recorder: SampleRecorder, names: list[SampleId], *, num_ranks: int = 1) -> None:
-    """Record samples of one to three tokens."""
-    turns = []
-    for number, name in enumerate(names):
-        logprobs = [-0.5, -0.25, -0.25][: 3 - number % 3]
-        ids, seed = [number] * len(logprobs), sample_seed(42, name)
-        completion = replace(ANSWER, text=str(name), token_ids=ids, logprobs=logprobs, seed=seed)
-        turns.append(turns_of(SAMPLE, completion, name))
-    recorder.record([SAMPLE] * len(names), turns, num_ranks=num_ranks, weight_version=3)
-
-
 def group_of(group: int, size: int = 2) -> list[SampleId]:
     return [replace(FIRST, group=group, index=index) for index in range(size)]
 
 
 def recorder_in(folder: Path, ranks: RankGroup | None = None, **options: Any) -> SampleRecorder:
+    start_step = options.pop("start_step", 0)
     recorder = SampleRecorder(str(folder), ranks or RankGroup(), **options)
-    recorder.open(start_step=3)
+    recorder.open(start_step=start_step)
     return recorder
+
+
+def write_steps(recorder: SampleRecorder, *steps: int) -> None:
+    for step in steps:
+        recorder.append([row_of(sample_id(step))])
+        recorder.write()
+    recorder.flush()
 
 
 def read(folder: Path) -> list[SampleRow]:
     return to_rows(read_samples(folder))
 
 
-def heard_by(recorder: SampleRecorder) -> list[SampleRow]:
-    """Return the rows that a listener gets, with lists: `==` does not compare their arrays."""
-    heard = list[SampleRow]()
-
-    def hear(rows: list[SampleRow]) -> None:
-        assert not heard  # the main rank alone, once
-        for row in rows:
-            logprobs = None if row.logprobs is None else list(row.logprobs)
-            heard.append(replace(row, token_ids=list(row.token_ids), logprobs=logprobs))
-
-    recorder.listeners.append(hear)
-    return heard
-
-
-def test_columns_beside_the_messages() -> None:
-    """Long values are cut. Null values and ms-swift's own columns are left out."""
-    extra = {"solution": "七\ud83d", "boxes": [[1, 2]], "level": 3, "long": [1] * 1000}
-    columns = other_columns({**extra, "absent": None, "_id": 1})
-    assert columns is not None
-    read_again = json.loads(columns)
-    assert (len(read_again.pop("long")), read_again.pop("solution")) == (2002, "七\ud83d")
-    assert read_again == {"boxes": [[1, 2]], "level": 3}
-    assert "\\ud83d" in columns
-    assert other_columns({"absent": None}) is None
+# --- what is known of a sample ---
 
 
 IN_PARTS: list[dict[str, Any]] = [
@@ -100,154 +80,206 @@ IN_PARTS: list[dict[str, Any]] = [
     {"type": "video", "video": "七.mp4"},
 ]
 PLAIN_PROMPT = '[{"role": "user", "content": "几?"}]'
-PLAIN_MEDIA = ["a.png", "b.mp4", "c.wav"]
 
 
-@pytest.mark.parametrize(
-    ("sample", "completion", "expected"),
-    [
+def test_all_of_an_answer_is_recorded(tmp_path: Path) -> None:
+    """Text may be invalid in UTF-8. Media in parts of a message are media: as text they took 50
+    bytes a token. Of other columns, long values are cut, and null values and ms-swift's own are
+    left out. What a teacher sees is a column."""
+    extra = {"solution": "七\ud83d", "long": [1] * 1000, "absent": None, "_id": 1}
+    in_parts = OnPolicySample([{"role": "user", "content": IN_PARTS}], extra=extra)
+    in_parts = replace(in_parts, teacher_images=["sharp.png"])
+    columns = f'{{"solution": "七\\ud83d", "long": "[{"1, " * 666}1 …", '
+    cases: list[tuple[OnPolicySample, Completion, dict[str, Any]]] = [
         (
             SAMPLE,
             replace(ANSWER, replica="server 0 replica 1", stop_reason=5, seed=7),
             {"replica": "server 0 replica 1", "stop_reason": "5", "seed": 7},
         ),
-        # Not valid in UTF-8.
         (
             SAMPLE,
             replace(ANSWER, text="7\ud83d", token_ids=[], logprobs=None, stop_reason="\ud83d"),
             {"text": "7\\ud83d", "token_ids": [], "logprobs": None, "stop_reason": "\\ud83d"},
         ),
-        # What a teacher sees is a column.
         (
-            replace(SAMPLE, teacher_images=["sharp.png"], teacher_prompt="<image>How many?"),
-            ANSWER,
-            {"columns": {"teacher_images": ["sharp.png"], "teacher_prompt": "<image>How many?"}},
-        ),
-        # Media in parts of a message are media: as text they took 50 bytes a token.
-        (
-            OnPolicySample(messages=[{"role": "user", "content": IN_PARTS}]),
+            in_parts,
             ANSWER,
             {
                 "prompt": PLAIN_PROMPT.replace("几?", "<image><image>哪个?<video>"),
                 "media": [media_name(IN_PARTS[0]["image_url"]["url"]), "七.png", "七.mp4"],
+                "columns": columns + '"teacher_images": ["sharp.png"]}',
             },
         ),
-    ],
-)
-def test_all_of_an_answer_is_recorded(
-    sample: OnPolicySample, completion: Completion, expected: dict[str, Any], tmp_path: Path
-) -> None:
-    recorder = recorder_in(tmp_path)
-    recorder.record([sample], [turns_of(sample, completion)], num_ranks=1, weight_version=3)
+    ]
+    recorder, names = recorder_in(tmp_path), group_of(2, 3)
+    turns = [turns_of(case[0], case[1], name) for case, name in zip(cases, names, strict=True)]
+    # Rank 0 may generate the samples of all ranks, in order (`--async_generate`).
+    recorder.record([case[0] for case in cases], turns, num_ranks=3, weight_version=3)
     recorder.write()
     recorder.finish()
-    [row] = read(tmp_path)
-    known: dict[str, Any] = {"sample_id": FIRST, "rank": 0, "fingerprint": "print", "seed": None}
+    assert recorder.log is not None
+    assert recorder.log.max_bytes is None
+    known: dict[str, Any] = {"replica": "", "fingerprint": "print", "seed": None}
     known |= {"token_ids": [5, 6], "logprobs": [-1.0, -2.0], "text": "七", "finish_reason": "stop"}
-    known |= {"prompt": PLAIN_PROMPT, "media": PLAIN_MEDIA, "stop_reason": None, "replica": ""}
+    known |= {"prompt": PLAIN_PROMPT, "media": ["a.png", "b.mp4", "c.wav"], "stop_reason": None}
     known |= {"weight_version": 3, "columns": None, "engine_seconds": 0.5, "tool_seconds": 0.25}
-    found = {name: getattr(row, name) for name in known}
-    found["columns"] = row.columns and json.loads(row.columns)
-    assert found == known | expected
+    for row, name, (*_, expected) in zip(read(tmp_path), names, cases, strict=True):
+        expected = known | {"sample_id": name, "rank": name.index} | expected
+        assert {field: getattr(row, field) for field in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("ids", "mask", "expected"),
-    [
-        ([5, 6], [1, 1], None),
+def test_tokens_that_training_leaves_out_are_masked() -> None:
+    """Without one list for each turn, a scheduler has joined turns: nothing is known."""
+    [turn] = turns_of(SAMPLE, ANSWER)
+    for ids, mask, expected in (
         ([9, 5, 6], [0, 1, 1], None),  # after a template's response prefix
-        ([5, 6], [1, 0], [True, False]),
         ([9, 5, 6, 8], [0, 1, 0, 0], [True, False]),  # before the environment's tokens
         ([5], [1], [True, False]),  # the scheduler cut the answer
         ([7, 6], [1, 1], [False, True]),  # or changed it
-    ],
-)
-def test_tokens_that_training_leaves_out_are_masked(
-    ids: list[int], mask: list[int], expected: list[bool] | None
-) -> None:
-    """Without one list for each turn, a scheduler has joined turns: nothing is known."""
-    sample = replace(SAMPLE, response_token_ids=[ids], response_loss_mask=[mask])
-    [turn] = turns_of(sample, ANSWER)
-    assert masks_of(sample, [turn]) == [expected]
-    assert masks_of(sample, [turn, turn]) == [None, None]
+    ):
+        sample = replace(SAMPLE, response_token_ids=[ids], response_loss_mask=[mask])
+        assert masks_of(sample, [turn]) == [expected]
+        assert masks_of(sample, [turn, turn]) == [None, None]
 
 
-@pytest.mark.parametrize("generating", [[1], [0, 1]])
+# --- all ranks ---
+
+
 def test_rank_0_writes_a_round_of_all_ranks_as_one_file(
-    generating: Sequence[int], tmp_path: Path
-) -> None:
-    def work(ranks: ThreadRanks) -> list[SampleRow]:
-        recorder = recorder_in(tmp_path, ranks, max_gb=3.0)
-        recorder.open(start_step=5)  # again is harmless
-        heard = heard_by(recorder)
-        assert (recorder.log is not None) == (ranks.rank == 0)
-        assert recorder.log is None or recorder.log.max_bytes == 3_000_000_000
-        if ranks.rank in generating:
-            record(recorder, group_of(ranks.rank))
-        recorder.write()
-        recorder.finish()
-        return heard
-
-    heard, of_other_rank = run_rank_groups(2, work)
-    [file] = record_files(tmp_path / "samples")
-    assert (file.session, file.start_step) == (0, 3)
-    assert file.path.name.endswith("-file-000000-train-000003-01.parquet")
-    rows = read(tmp_path)
-    assert [row.sample_id for row in rows] == [n for rank in generating for n in group_of(rank)]
-    assert [row.rank for row in rows] == [row.sample_id.group for row in rows]
-    assert [row.seed for row in rows] == [sample_seed(42, row.sample_id) for row in rows]
-    assert [row.text for row in rows] == [str(row.sample_id) for row in rows]
-    assert (heard, of_other_rank) == (rows, [])
-
-
-def test_samples_that_rank_0_has_not_got_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a rollout fails on one rank, all end before the round's samples are gathered."""
+    """If a later rollout fails on one rank, all end before its samples are gathered: rank 1 names
+    those that are lost."""
+    heard = list[SampleRow]()
+
+    def rows_of(group: int, rank: int) -> list[SampleRow]:
+        return [row_of(name, rank=rank) for name in group_of(group)]
 
     def work(ranks: ThreadRanks) -> None:
-        recorder = recorder_in(tmp_path, ranks)
-        record(recorder, group_of(ranks.rank))
+        recorder = recorder_in(tmp_path, ranks, kept="tokens", max_gb=3.0, start_step=3)
+        recorder.open(start_step=5)  # again is harmless
+        recorder.listeners.append(heard.extend)
+        assert (recorder.log is not None) == (ranks.rank == 0)
+        assert recorder.log is None or recorder.log.max_bytes == 3_000_000_000
+        recorder.append(rows_of(ranks.rank, ranks.rank))
+        recorder.write()
+        recorder.flush()
+        if ranks.rank == 0:
+            [file] = record_files(tmp_path / "samples")
+            assert (file.session, file.start_step) == (0, 3)
+            assert file.path.name.endswith("-file-000000-train-000003-01.parquet")
+            assert read(tmp_path) == [replace(row, logprobs=None) for row in heard]
+        recorder.append(rows_of(2 + ranks.rank, ranks.rank))
         recorder.finish()
 
     run_rank_groups(2, work)
-    assert [row.sample_id for row in read(tmp_path)] == group_of(0)
+    assert heard == rows_of(0, rank=0) + rows_of(1, rank=1)  # the monitor needs log-probabilities
+    assert [row.sample_id.group for row in read(tmp_path)] == [0, 0, 1, 1, 2, 2]
     [message] = caplog.messages
     assert message.startswith("Rank 1 has generated 2 samples from train round 3.1 on")
 
 
-@pytest.mark.parametrize("kept", ["all", "tokens", "none"])
-def test_what_the_sample_log_keeps(kept: str, tmp_path: Path) -> None:
-    """Rank 0 may generate the samples of all ranks, in order (`--async_generate`)."""
-    recorder = recorder_in(tmp_path, kept=kept)
-    heard = heard_by(recorder)
-    record(recorder, group_of(0, 6), num_ranks=3)
-    recorder.write()
-    recorder.finish()
-    assert [row.rank for row in heard] == [0, 0, 1, 1, 2, 2]
-    assert heard[0].logprobs == [-0.5, -0.25, -0.25]  # the monitor needs them
-    if kept == "none":
-        assert list(tmp_path.iterdir()) == []
-    else:
-        assert recorder.log is not None
-        assert recorder.log.max_bytes is None  # no bound
-        is_all = kept == "all"
-        rows = [replace(row, logprobs=row.logprobs if is_all else None) for row in heard]
-        assert read(tmp_path) == rows
+# --- sessions ---
+
+TRAINING = """
+import sys
+from pathlib import Path
+from swift_grpo_ext.record.log import claim_session
+from tests.rig.record.rows import row_of, sample_id, write_session
+folder = Path(sys.argv[1])
+rows = [row_of(sample_id(step)) for step in range(12)]
+write_session(folder, rows, session=claim_session(folder))
+print("written", flush=True)
+sys.stdin.read()
+"""
 
 
-def test_media_go_by_their_names_never_by_their_content() -> None:
-    """Equal pixels have one name. Images with another mode, size or pixel have another one."""
-    names = {"图\udcff.png": "图\\udcff.png", "A" * 2048: "A" * 2048}
-    names["A" * 2049] = "blake2b:4a317afe33484f5fbf1d1b4cfe3077ee"
-    assert {media: media_name(media) for media in names} == names
-    assert media_name({"path": "a.png", "bytes": None}) == "a.png"
-    assert media_name({"path": None, "bytes": b"png"}) == media_name(b"png") != "png"
-    assert media_name(["1.png", "2.png"]) == "1.png 2.png"
-    red, again, blue = (Image.new("RGB", (4, 2), color) for color in ("red", "red", "blue"))
-    turned = Image.frombytes("RGB", (2, 4), red.tobytes())
-    assert media_name(red) == media_name(again)
-    zeros, other = np.zeros(10_000, np.uint8), np.zeros(10_000, np.uint8)
-    other[5_000] = 1  # which `repr` does not show
-    different = [red, blue, turned, zeros, other, zeros.astype(np.int8)]
-    assert len({media_name(each) for each in different}) == len(different)
+@contextmanager
+def training(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run another process that has recorded twelve steps."""
+    argv = [sys.executable, "-c", TRAINING, str(folder)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(argv, cwd=ROOT, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def fail(*_: Any) -> Any:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def refused(folder: Path) -> list[str]:
+    """Return what ends each of two ranks that begin a session."""
+
+    def work(ranks: ThreadRanks) -> str:
+        with pytest.raises(RolloutError if ranks.rank else (log.RunInUseError, OSError)) as caught:
+            recorder_in(folder, ranks)
+        return str(caught.value)
+
+    return run_rank_groups(2, work)
+
+
+def test_two_trainings_in_one_folder_and_a_resume_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused on all ranks, and before its model is loaded, if it would write. After
+    the first was killed, it can be resumed. On a disk without locks each has its own files."""
+
+    def check(**changes: Any) -> None:
+        enforce(check_output_dir(command_line_arguments("rlhf", output_dir=folder, **changes)))
+
+    folder = str(tmp_path)
+    check()
+    with training(tmp_path) as first:
+        files = record_files(SAMPLES.folder(tmp_path))
+        said = refused(tmp_path)
+        assert said[1] == f"The rollout failed on rank 0: RunInUseError: {said[0]}"
+        process = rf"--output_dir {tmp_path}: process {first.pid} on \S+ \(since [-0-9: ]+\) trains"
+        assert re.match(process, said[0])
+        assert "give this training another --output_dir" in said[0]
+        for changes in ({}, {"sample_log": "none", "callbacks": ["diversity"]}):
+            with pytest.raises(ValueError, match=rf"^{process}"):
+                check(**changes)
+        check(sample_log="none")  # it would write nothing
+        recorder_in(tmp_path, kept="none")
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert record_files(SAMPLES.folder(tmp_path)) == files
+    check()
+    write_steps(recorder_in(tmp_path, start_step=8), *range(8, 14))
+    assert [row.sample_id.step for row in read(tmp_path)] == list(range(14))
+    with training(tmp_path / "other"):
+        monkeypatch.setattr("fcntl.lockf", fail)
+        write_steps(recorder_in(tmp_path / "other"), *range(12))
+        sessions = {file.session for file in record_files(tmp_path / "other/samples")}
+        assert sessions == {0, 1}
+
+
+def test_sessions_of_one_process_have_files_of_their_own(tmp_path: Path) -> None:
+    """Two sessions are open at once, as in a notebook; the first one keeps its lock."""
+    for recorder in (recorder_in(tmp_path), recorder_in(tmp_path)):
+        write_steps(recorder, 0, 1)
+    assert {file.session for file in record_files(SAMPLES.folder(tmp_path))} == {0, 1}
+    assert [row.sample_id.step for row in read(tmp_path)] == [0, 1]
+    probe = f"from {log.__name__} import *; print(reason_against({str(tmp_path)!r}))"
+    said = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
+    assert said.stdout.startswith(f"process {os.getpid()} on ")
+
+
+def test_a_folder_that_cannot_be_read_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds wait for a folder that cannot be written. All ranks end at the start if it cannot be
+    read: a session could not find its number later."""
+    (tmp_path / "samples").touch()
+    recorder = recorder_in(tmp_path)
+    write_steps(recorder, 0, 1)
+    (tmp_path / "samples").unlink()
+    write_steps(recorder, 2)
+    assert [row.sample_id.step for row in read(tmp_path)] == [0, 1, 2]
+    monkeypatch.setattr(log, "next_session", fail)
+    assert all("No locks available" in said for said in refused(tmp_path))

@@ -40,33 +40,27 @@ def record(
 
 
 def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
-    name = sample_id(3, number=1, group=2, index=5)
+    """A function may give nothing. Two functions may share a name."""
+    recorder = RewardRecorder(["judge", "form", "judge"], [1.0, 0.5, 0.25])
+    name, other = sample_id(3, number=1, group=2, index=5), sample_id(4)
     known = {"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0, "gaps": [(3, 0.5)]}
+    samples = [sample(name, finish_reason="length"), sample(other)]
+    values = [[math.nan, 1.0, 1.0], [math.nan] * 3]
+    rows = recorder.record(samples, values, fate="trained", extras={name: known})
+    rewards_of_name = [("judge", None), ("form", 1.0), ("judge_2", 1.0)]
+    expected = {
+        **{"reward": 0.75, "rewards": rewards_of_name, **known},
+        **{"truncated": True, "replaced": False, "fate": "trained"},
+    }
+    assert rows[0] == RewardRow(sample_id=name, **expected)
+    assert (rows[1].reward, rows[1].advantage, rows[1].truncated) == (None, None, False)
     log = open_log(tmp_path)
     log.append([row_of(name)])
-    rows = RewardRecorder(FUNCTIONS, WEIGHTS).record(
-        [sample(name, finish_reason="length")], [[0.25, 1.0]], fate="trained", extras={name: known}
-    )
     log.append(rows, REWARDS)
     log.flush()
     table = read_rewards(tmp_path)
-    assert table.to_pylist() == [
-        {
-            **{"session": 0, "phase": "train", "step": 3, "number": 1, "group": 2, "index": 5},
-            **{"reward": 0.75, "rewards": [("accuracy", 0.25), ("format", 1.0)], **known},
-            **{"truncated": True, "replaced": False, "fate": "trained"},
-        }
-    ]
+    assert table.select([*expected]).to_pylist() == [expected]
     assert table.schema == REWARDS.schema
-
-
-def test_functions_that_gave_nothing_or_share_a_name() -> None:
-    recorder = RewardRecorder(["judge", "form", "judge"], [1.0, 0.5, 0.25])
-    names = [sample_id(0), sample_id(1)]
-    some, none = record(recorder, names, [[math.nan, 1.0, 1.0], [math.nan] * 3])
-    assert (some.reward, none.reward) == (0.75, None)
-    assert some.rewards == [("judge", None), ("form", 1.0), ("judge_2", 1.0)]
-    assert (some.advantage, some.gap_mean, some.fate) == (None, None, "trained")
 
 
 def test_what_dynamic_sampling_drops_has_a_score() -> None:
@@ -95,37 +89,22 @@ def test_groups_that_got_another_prompt() -> None:
     recorder.replaced(RoundId("train", 0, 0), [1])
     recorder.replaced(RoundId("eval", 0, 0), [4])
     recorder.replaced(RoundId("train", 1, 0), [0])  # drawn ahead
-    names = [
-        [sample_id(group=g, index=i) for g in (0, 1) for i in (0, 1)],
-        [sample_id(phase="eval", group=g) for g in (3, 4)],
-        [sample_id(1, group=g) for g in (0, 1)],
-        [sample_id(0, group=1)],
-    ]
-    recorded = [record(recorder, of, [[0.0, 0.0]] * len(of)) for of in names]
-    assert [[row.replaced for row in rows] for rows in recorded] == [
-        [False, False, True, True],
-        [False, True],
-        [True, False],
-        [False],  # forgotten once its round was recorded
-    ]
+    for step, phase, groups, expected in (
+        (0, "train", (0, 1), [False, True]),
+        (0, "eval", (3, 4), [False, True]),
+        (1, "train", (0, 1), [True, False]),
+        (0, "train", (1,), [False]),  # forgotten once its round was recorded
+    ):
+        names = [sample_id(step, phase, group=group) for group in groups]
+        rows = record(recorder, names, [[0.0, 0.0]] * len(names))
+        assert [row.replaced for row in rows] == expected
 
 
-@pytest.mark.parametrize(
-    ("most", "gaps"),
-    [
-        (2, [(0, 0.5), (1, 1.0)]),  # positions in the completion; the greatest two
-        (64, [(0, 0.5), (1, 1.0), (2, 0.0625)]),  # a gap below `SHOWN_GAP` is left out
-    ],
-)
-def test_what_training_adds(
-    most: int, gaps: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rewards, "MOST_GAPS", most)
+def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     first = sample(sample_id(), response_token_ids=[5, 6, 7, 8], advantages=torch.tensor(0.5))
     # It has more tokens than the training saw, so positions are not known.
-    second = sample(
-        sample_id(index=1), response_token_ids=[[5, 6], [7]], advantages=torch.tensor(-1.5)
-    )
+    turns = [[5, 6], [7]]
+    second = sample(sample_id(index=1), response_token_ids=turns, advantages=torch.tensor(-1.5))
     third = sample(sample_id(index=2))
 
     def batch(rollout: Any, training: list[list[float]], mask: list[list[int]]) -> GRPOBatch:
@@ -142,10 +121,14 @@ def test_what_training_adds(
         [[0.0, -1.5, -1.0, -3.0625, -4.03125], [0.0, 0.0, 0.0, 0.0, -1.25]],
         [[0, 1, 1, 1, 1], [0, 0, 0, 0, 1]],
     )
-    unknown = batch(None, [[0.0]], [[1]])
-    of_batches = [([first, second], known), ([third], unknown)]
-    assert training_scores([first, second, third], of_batches) == {
-        first.sample_id: {"advantage": 0.5, "gap_mean": 0.3984375, "gap_max": 1.0, "gaps": gaps},
-        second.sample_id: {"advantage": -1.5, "gap_mean": 0.25, "gap_max": 0.25},
-        third.sample_id: {},
-    }
+    of_batches = [([first, second], known), ([third], batch(None, [[0.0]], [[1]]))]
+    # Positions in the completion. A gap below `SHOWN_GAP` is left out.
+    gaps = [(0, 0.5), (1, 1.0), (2, 0.0625)]
+    for most in (64, 2):
+        monkeypatch.setattr(rewards, "MOST_GAPS", most)
+        of_first = {"gap_mean": 0.3984375, "gap_max": 1.0, "gaps": gaps[:most]}
+        assert training_scores([first, second, third], of_batches) == {
+            first.sample_id: {"advantage": 0.5, **of_first},
+            second.sample_id: {"advantage": -1.5, "gap_mean": 0.25, "gap_max": 0.25},
+            third.sample_id: {},
+        }

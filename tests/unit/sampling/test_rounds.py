@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trl.trainer.utils import RepeatSampler
@@ -19,16 +18,15 @@ from tests.rig.arguments import training_arguments
 EPOCHS = 3
 
 
-@st.composite
-def clocks(draw: st.DrawFn) -> RoundClock:
-    """`steps_per_generation` below, above, equal to `gradient_accumulation_steps`, or coprime."""
-    per_round = draw(st.integers(1, 8))
-    return RoundClock(
-        batches_per_step=draw(st.integers(1, 8)),
-        batches_per_round=per_round,
-        batches_per_epoch=per_round * draw(st.integers(1, 6)),
-        max_resamples=draw(st.integers(0, 3)),
+CLOCKS = st.tuples(*(st.integers(*span) for span in ((1, 8), (1, 8), (1, 6), (0, 3)))).map(
+    lambda drawn: RoundClock(
+        batches_per_step=drawn[0],
+        batches_per_round=drawn[1],
+        batches_per_epoch=drawn[1] * drawn[2],
+        max_resamples=drawn[3],
     )
+)
+"""`steps_per_generation` is below, above, equal to `gradient_accumulation_steps`, or coprime."""
 
 
 def run(clock: RoundClock) -> Iterator[tuple[int, int, int, RoundId]]:
@@ -64,41 +62,38 @@ def names_from(clock: RoundClock, first_batch: int) -> list[list[tuple[RoundId, 
     return found
 
 
-@given(clocks())
-def test_rounds_are_named_by_where_they_begin(clock: RoundClock) -> None:
-    first_batches: dict[int, int] = {}
+@given(CLOCKS, st.data())
+def test_names_tell_where_rounds_begin_and_are_unique(
+    clock: RoundClock, data: st.DataObject
+) -> None:
+    """A resumed run has the names of the uninterrupted one, also from the middle of a round, and of
+    the rounds that dynamic sampling adds."""
+    names, first_batches = RoundNames(clock), dict[int, int]()
     for batch, epoch, step, round_ in run(clock):
         assert clock.round_at(batch) == round_
         assert clock.epoch_of_step(step) == epoch
+        names.begin_training(batch - clock.batches_per_round, ahead=True)  # `--async_generate`
+        assert names.current == round_
         first_batches.setdefault(step, batch)
     assert {step: clock.batches_at(step) for step in first_batches} == first_batches
     assert clock.batches_at(len(first_batches)) == EPOCHS * clock.batches_per_epoch
-
-
-@given(clocks())
-def test_names_and_resampled_batches_are_unique_over_a_run(clock: RoundClock) -> None:
-    rounds = names_from(clock, 0)[:: clock.batches_per_round]
-    names = [round_ for of_one in rounds for round_, _ in of_one]
-    assert len(rounds) == EPOCHS * (clock.batches_per_epoch // clock.batches_per_round)
-    assert len(set(names)) == len(names) == len(rounds) * (1 + clock.max_resamples)
+    all_names = names_from(clock, 0)
+    rounds = all_names[:: clock.batches_per_round]
+    unique = {round_ for of_one in rounds for round_, _ in of_one}
+    assert len(unique) == len(rounds) * (1 + clock.max_resamples)
     positions = [position for of_one in rounds for _, position in of_one[1:]]
     assert len(set(positions)) == len(positions)
     assert all(position is not None and position >= 0 for position in positions)
-
-
-@given(clocks(), st.data())
-def test_a_resumed_run_names_its_rounds_as_the_uninterrupted_one(
-    clock: RoundClock, data: st.DataObject
-) -> None:
-    """Also from the middle of a round, and with rounds that dynamic sampling adds."""
-    last_step = max(step for _, _, step, _ in run(clock))
-    step = data.draw(st.integers(0, last_step), label="step")
-    first_batch = clock.batches_at(step)
-    assert names_from(clock, first_batch) == names_from(clock, 0)[first_batch:]
+    first_batch = data.draw(st.sampled_from([*first_batches.values()]), label="first batch")
+    assert names_from(clock, first_batch) == all_names[first_batch:]
 
 
 def test_evaluations_are_counted_within_their_step() -> None:
-    """Several validation sets of one step have different noise; the next step counts from 0."""
+    """Several validation sets of one step have different noise; the next step counts from 0. Groups
+    count on over ranks and batches."""
+    sample_ids = sample_ids_at(RoundId("eval", 7, 1), [3, 4, 5], 2, first_group=10)
+    request_ids = [sample_id.request_id for sample_id in sample_ids]
+    assert request_ids == ["eval-7.1-11-1", "eval-7.1-12-0", "eval-7.1-12-1"]
     names = RoundNames(RoundClock(batches_per_step=1, batches_per_round=1, batches_per_epoch=9))
     names.begin_training(3)
     rounds = []
@@ -112,72 +107,45 @@ def test_evaluations_are_counted_within_their_step() -> None:
     assert rounds == [(RoundId("eval", *name), first) for name in numbered for first in (0, 2)]
 
 
-def test_places_count_on_over_ranks_and_eval_batches() -> None:
-    sample_ids = sample_ids_at(RoundId("eval", 7, 1), [3, 4, 5], 2, first_group=10)
-    names = [sample_id.request_id for sample_id in sample_ids]
-    assert names == ["eval-7.1-11-1", "eval-7.1-12-0", "eval-7.1-12-1"]
-
-
 SETTINGS = {
-    "steps_per_generation": 4,
-    "num_iterations": 1,
-    "generation_batch_size": 12,
-    "num_generations": 4,
-    "gradient_accumulation_steps": 2,
-    "max_resample_times": 5,
-    "dynamic_sample": False,
+    **{"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 1},
+    **{"generation_batch_size": 12, "num_generations": 4},
+    **{"max_resample_times": 5, "dynamic_sample": False},
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "num_rows", "parallel", "expected"),
-    [
-        ({}, 7, 1, (4, 8, 0)),
+def test_the_clock_of_a_run() -> None:
+    for changes, num_rows, parallel, expected in (
         ({"num_iterations": 3}, 7, 1, (12, 24, 0)),
         ({}, 7, 2, (8, 16, 0)),
         ({"dynamic_sample": True}, 6, 1, (4, 8, 5)),
         ({}, 2, 1, (4, 4, 0)),  # fewer rows than a batch: an epoch is one round
         ({"num_generations": 3}, 8, 1, (4, 8, 0)),
-    ],
-)
-def test_the_clock_of_a_run(
-    changes: dict[str, Any], num_rows: int, parallel: int, expected: tuple[int, int, int]
-) -> None:
-    clock = RoundClock.of(training_arguments(**(SETTINGS | changes)), num_rows, parallel)
-    assert clock.batches_per_step == 2
-    assert (clock.batches_per_round, clock.batches_per_epoch, clock.max_resamples) == expected
-
-
-def test_ahead_is_the_next_round() -> None:
-    """`--async_generate` generates while it trains; a round has the name of the step that uses
-    it."""
-    names = RoundNames(
-        clock := RoundClock(batches_per_step=2, batches_per_round=2, batches_per_epoch=4)
-    )
-    names.begin_training(0)
-    assert names.current == RoundId("train", 0, 0)
-    names.begin_training(0, ahead=True)
-    assert names.current == RoundId("train", 1, 0)
-    before = [clock.generation_batch_before(batch) for batch in range(0, 10, 2)]
+    ):
+        clock = RoundClock.of(training_arguments(**(SETTINGS | changes)), num_rows, parallel)
+        found = clock.batches_per_round, clock.batches_per_epoch, clock.max_resamples
+        assert (clock.batches_per_step, *found) == (2, *expected)
+    small = RoundClock(batches_per_step=2, batches_per_round=2, batches_per_epoch=4)
+    before = [small.generation_batch_before(batch) for batch in range(0, 10, 2)]
     assert before == [(0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 # --- the order of prompts ---
 
 
-@st.composite
-def upstream_settings(draw: st.DrawFn) -> dict[str, Any]:
-    return {
-        "data_source": range(draw(st.integers(1, 20))),
-        "mini_repeat_count": draw(st.integers(1, 4)),
-        "batch_size": draw(st.integers(1, 6)),
-        "repeat_count": draw(st.integers(1, 3)),
-        "shuffle": draw(st.booleans()),
-        "seed": draw(st.integers(0, 2**31)),
+UPSTREAM = st.fixed_dictionaries(
+    {
+        "data_source": st.integers(1, 20).map(range),
+        "mini_repeat_count": st.integers(1, 4),
+        "batch_size": st.integers(1, 6),
+        "repeat_count": st.integers(1, 3),
+        "shuffle": st.booleans(),
+        "seed": st.integers(0, 2**31),
     }
+)
 
 
-@given(upstream_settings())
+@given(UPSTREAM)
 def test_every_epoch_has_the_order_of_trl_also_in_a_resumed_run(upstream: dict[str, Any]) -> None:
     """A new sampler of TRL's would begin with the first epoch's order again."""
     theirs = RepeatSampler(**upstream)

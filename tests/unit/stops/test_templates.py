@@ -3,7 +3,6 @@ are refused (T2, T3, T5)."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,77 +53,59 @@ def test_the_end_of_a_turn_is_trained_on_where_it_was_sampled(
     assert [label for label in encoded["labels"] if label != -100] == [*first, *answer]
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "word", "prefix", "expected"),
-    [
+def test_texts(template: Any) -> None:
+    stops = TemplateStops(template)
+    for token_ids, word, prefix, expected in (
         # The end of the turn never shows, except as the end of a stop string.
         ([*SEARCH, END_OF_TURN], "x", "", (f"{SEARCH_TEXT}\n\n", "<|im_end|>")),
         ([1836, END_OF_TURN], "h<|im_end|>", "", ("search<|im_end|>", "h<|im_end|>")),
         # The template's prefix stands before the text, and is not searched.
         (SEARCH, "</search>", "</search>\n", (f"</search>\n{SEARCH_TEXT}", "</search>")),
-    ],
-)
-def test_texts(
-    template: Any, token_ids: list[int], word: str, prefix: str, expected: tuple[str, str]
-) -> None:
-    inputs = StdTemplateInputs(messages=[], chat_template_kwargs={"response_prefix": prefix})
-    stops = TemplateStops(template)
-    asked = stops.stops([word, *template.template_meta.stop_words])
-    ending = find_ending(token_ids, stops.decode, asked)
-    assert (stops.text(token_ids, ending, inputs), ending.reason) == expected
+    ):
+        inputs = StdTemplateInputs(messages=[], chat_template_kwargs={"response_prefix": prefix})
+        asked = stops.stops([word, *template.template_meta.stop_words])
+        ending = find_ending(token_ids, stops.decode, asked)
+        assert (stops.text(token_ids, ending, inputs), ending.reason) == expected
 
 
 def test_special_tokens_are_known_by_their_ids(template: Any) -> None:
-    stops = TemplateStops(template)
-    ids = stops.special_ids
-    assert (ids["<|im_end|>"], ids["<|box_start|>"], ids[NEW_TOKEN]) == (151645, 151648, 151665)
-    assert "</tool_call>" not in ids  # added, yet text
-    assert stops.end_ids == {END_OF_TURN}
-    settings = stops.stops([NEW_TOKEN, "</a>", "</tool_call>", "</a>"], [7, 151665])
-    tokens = {151665: NEW_TOKEN, 7: 7, END_OF_TURN: END_OF_TURN}
-    assert settings == Stops(
-        strings=("</a>", "</tool_call>"), tokens=tokens, invisible=frozenset({END_OF_TURN})
+    """The end of a turn is a stop in any case. An added token may be text."""
+    words = [NEW_TOKEN, "</a>", "</tool_call>", "</a>"]
+    assert TemplateStops(template).stops(words, [7, 151665], include=False) == Stops(
+        strings=("</a>", "</tool_call>"),
+        tokens={151665: NEW_TOKEN, 7: 7, END_OF_TURN: END_OF_TURN},
+        invisible=frozenset({END_OF_TURN}),
+        include=False,
     )
-    assert list(settings.tokens) == list(tokens)
-    assert not stops.stops([], include=False).include
 
 
-@pytest.mark.parametrize(
-    ("suffix", "ids"),
-    [
-        ("<|box_end|>", {END_OF_TURN, 151649}),
-        ([151649], {END_OF_TURN, 151649}),
-        ("</tool_call>", {END_OF_TURN, 151658}),
-        ("\n### Human", {END_OF_TURN}),  # its last token is a word like another
-        ([151649, 198], {END_OF_TURN}),
-        (None, {END_OF_TURN}),
-    ],
-)
-def test_the_end_of_a_turn_is_one_token(
-    template: Any, monkeypatch: pytest.MonkeyPatch, suffix: Any, ids: set[int]
+def test_the_end_of_a_turn_is_one_token(template: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for suffix, others in (
+        ("<|box_end|>", {151649}),
+        ([151649], {151649}),
+        ("\n### Human", set()),  # its last token is a word like another
+        (None, set()),
+    ):
+        monkeypatch.setattr(template.template_meta, "suffix_stop", suffix)
+        assert TemplateStops(template).end_ids == {END_OF_TURN, *others}
+
+
+def test_settings_that_cannot_be_meant_are_refused(
+    template: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template.template_meta, "suffix_stop", suffix)
-    assert TemplateStops(template).end_ids == ids
+    def check(words: list[str] | None, *ids: int) -> None:
+        args: Any = SimpleNamespace(stop_words=words, stop_token_ids=ids)
+        check_stop_settings(args, template)
 
-
-@pytest.mark.parametrize(
-    ("words", "ids", "message"),
-    [
+    check(["<think>"])
+    monkeypatch.setattr(template, "response_prefix", "<think>\n\n")
+    check(["</think>", " ", "\n\n\n"], 0, 151665)
+    check(None)
+    for words, ids, message in (
         (["</a>", ""], [], "--stop_words holds an empty string.*leave it out"),
         (["think"], [], r"--stop_words 'think' occurs in '<think>.*Take another stop string"),
         ([], [7, 151666], r"--stop_token_ids 7 151666: 151666 is no.* 0 to 151665.*Ask it for"),
         ([], [-1], r"--stop_token_ids -1: -1 is no token"),
-        (["</think>", " ", "\n\n\n"], [0, 151665], None),
-        (None, [], None),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_refused(
-    template: Any, monkeypatch: pytest.MonkeyPatch, words: Any, ids: list[int], message: str | None
-) -> None:
-    args: Any = SimpleNamespace(stop_words=words, stop_token_ids=ids)
-    monkeypatch.setattr(template, "response_prefix", "<think>\n\n")
-    is_refused = pytest.raises(SettingsError, match=message) if message else nullcontext()
-    with is_refused:
-        check_stop_settings(args, template)
-    monkeypatch.setattr(template, "response_prefix", "")
-    check_stop_settings(SimpleNamespace(stop_words=["<think>"], stop_token_ids=[]), template)
+    ):
+        with pytest.raises(SettingsError, match=message):
+            check(words, *ids)

@@ -1,10 +1,12 @@
 """Each second of a step belongs to the innermost running part of ms-swift's trainer (V5), and
-memory is read at the end of each part. A real training's sum is in `tests/stack/test_training.py`.
+memory is read at the end of each part. A run that hangs is reported. A real training's sum is in
+`tests/stack/test_training.py`, and real stalls are in `tests/stack/test_failures.py`.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 import torch
 from swift.rlhf_trainers import GKDTrainer, GRPOTrainer
 
-from swift_grpo_ext.timing import memory, step_clock
+from swift_grpo_ext.timing import memory, stalls, step_clock
+from swift_grpo_ext.timing.stalls import StallReports, waiting
 from swift_grpo_ext.timing.step_clock import METHODS, PARTS, ROLLOUT_PARTS
 from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 from tests.rig.timed import WORK, Trainer
@@ -69,12 +72,8 @@ def in_thread(trainer: Any) -> None:
     thread.join()
 
 
-def step_of_deepspeed(trainer: Any) -> None:
-    trainer.deepspeed.step()
-
-
 TWICE = {part: 2 * STEP[part] for part in ROLLOUT_PARTS}
-SHARDED = Trainer(training_step=(*WORK["training_step"], step_of_deepspeed))
+SHARDED = Trainer(training_step=(*WORK["training_step"], lambda own: own.deepspeed.step()))
 SHARDED.deepspeed = SimpleNamespace(step=lambda: SHARDED._work((128,)))
 AHEAD = Trainer("server", _fast_infer=("_wait_queue", 3, in_thread), _wait_queue=(40,))
 
@@ -130,9 +129,8 @@ def test_an_exception_leaves_the_parts_right(begin: Any) -> None:
 
 def test_a_step_logs_how_long_ranks_waited_for_the_slowest(begin: Any) -> None:
     """The waits of its rounds add up. An evaluation is not timed."""
-    trainer = begin(
-        Trainer(_infer_single_or_multi_turn=(100, lambda own: own.clock.record_wait(3.0)))
-    )
+    wait = (100, lambda trainer: trainer.clock.record_wait(3.0))
+    trainer = begin(Trainer(_infer_single_or_multi_turn=wait))
     for num_rounds in (1, 2):
         for _ in range(num_rounds):
             trainer.training_step()
@@ -141,68 +139,46 @@ def test_a_step_logs_how_long_ranks_waited_for_the_slowest(begin: Any) -> None:
         assert trainer.logged()["wait"] == 3 * num_rounds
 
 
-def test_a_second_training_is_timed_once_and_the_trainer_left_as_it_was(begin: Any) -> None:
+def test_a_trainer_is_left_as_it_was(begin: Any) -> None:
     """The clock costs two reads for each of 11 calls, one after the optimizer and one at the end
-    of the step."""
+    of the step, also in a second training."""
     trainer = Trainer()
     own = dict(vars(trainer))
     begin(trainer).training_step()
-    assert trainer.training_step is not own["training_step"]
     trainer.clock.on_train_begin()
     num_reads = trainer.num_reads
     trainer.step()
     assert trainer.num_reads - num_reads == 24
     first = trainer.clock
-    begin(trainer)  # as in a bench
-    for clock in (first, trainer.clock):
+    for clock in (first, begin(trainer).clock):  # as in a bench
         clock.on_train_end()
     assert {name: vars(trainer)[name] for name in WORK} == {name: own[name] for name in WORK}
-    assert trainer._infer_single_or_multi_turn() == "samples"
 
 
-MEMORY = {
-    "send": 12.5,
-    "wake": 14.5,
-    "generate": 114.5,
-    "sleep": 130.5,
-    "rewards": 1130.5,
-    "logps": 6130.5,
-    "batch": 6130.5,
-    "loss": 9194.5,
-    "optimizer": 9450.5,
-}
+MEMORY = {"send": 12.5, "wake": 14.5, "generate": 114.5, "sleep": 130.5, "rewards": 1130.5}
+MEMORY |= {"logps": 6130.5, "batch": 6130.5, "loss": 9194.5, "optimizer": 9450.5}
 """The GiB at the end of a first step's parts, if the trainer takes 1 GiB in each second."""
 
 
-def test_memory_is_read_at_the_end_of_each_part(begin: Any) -> None:
-    """The most since the last round counts. An evaluation has no figures, a server no wake, and a
-    CPU none at all."""
+def test_memory_is_read_at_the_end_of_each_part(
+    begin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The most since the last round counts, of the fullest device. A server has no wake, a CPU
+    nothing. A counter that fails is read once."""
     trainer = begin(Trainer(device="cuda:3"))
     trainer.step()
     trainer.now = 0.0
     trainer.training_step()
     assert trainer.clock.memory.take() == MEMORY
-    trainer.evaluation_loop()
     assert trainer.clock.memory.take() == {}
+    trainer._metrics["train"].clear()
+    trainer.clock.log_memory([{"loss": 1.0, "wake": 5.0}, {}, {"loss": 3.0}])
+    trainer.clock.log_memory([{"loss": 2.0}])
+    assert trainer.logged() == {"memory/wake": 5.0, "memory/loss": 3.0}
     for device, parts in (("cuda:3", MEMORY.keys() - {"wake", "sleep"}), ("cpu", set())):
         served = begin(Trainer("server", device))
         served.step()
         assert served.clock.memory.take().keys() == parts
-
-
-def test_the_log_has_the_memory_of_the_fullest_device(begin: Any) -> None:
-    trainer = begin(Trainer())
-    trainer.clock.log_memory([{"loss": 1.0, "wake": 5.0}, {}, {"loss": 3.0}])
-    trainer.clock.log_memory([{"loss": 2.0}])
-    assert trainer.logged() == {"memory/wake": 5.0, "memory/loss": 3.0}
-    trainer.clock.log_memory([{"loss": 2.0}])
-    assert trainer.logged() == {"memory/loss": 2.0}
-
-
-def test_a_counter_that_fails_is_read_once(
-    begin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = begin(Trainer(device="cuda:3"))
     calls = []
 
     def used_bytes(device: torch.device) -> int:
@@ -210,16 +186,55 @@ def test_a_counter_that_fails_is_read_once(
         raise RuntimeError("not implemented")
 
     monkeypatch.setattr(memory, "used_bytes", used_bytes)
-    trainer.step()
-    assert trainer.logged() == STEP
-    assert (calls, trainer.clock.memory.take()) == ([torch.device("cuda", 3)], {})
+    trainer.training_step()
+    assert calls == [torch.device("cuda", 3)]
     [warning] = caplog.messages
     assert "`memory/*` of cuda:3" in warning
     assert "not implemented" in warning
 
 
-def test_ms_swift_has_these_methods_and_their_parts_are_known() -> None:
+def test_ms_swift_has_these_methods() -> None:
     own = {"_rounded_logps"}
     assert {*METHODS} - own <= {*dir(GRPOTrainer), *dir(GKDTrainer)}
     assert own <= {*dir(RolloutGRPOTrainer)}
-    assert set(METHODS.values()) <= {*PARTS, *ROLLOUT_PARTS}
+
+
+def test_ranks_that_do_the_same_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks 2 and 5 did not answer, and rank 3 not between two reports."""
+    silent, before = [3, "2 min"], [7, "9 min in `loss`, at a"]
+    loss, rewards = [9, "10 min in `loss`, at a"], [9, "10 min in `rewards`, at b; waits for c"]
+    reports = StallReports()
+    reports._size = 6
+    states = [loss, rewards, None, silent, loss, None]
+    reports._report([before, before, None, silent, before, None], states)
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "No part of the step has ended for 10 minutes.",
+        "  ranks 0, 4: 10 min in `loss`, at a",
+        "  rank 1: 10 min in `rewards`, at b; waits for c",
+        "  ranks 2, 3, 5: no answer; stopped, or on a machine that is lost",
+    ]
+    reports._rank = 1  # rank 0 answers, and prints
+    reports._report([None] * 6, states)
+    assert not capsys.readouterr().err
+
+
+def test_a_server_reports_what_it_waits_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalls, "MINUTES", 0.5 / 60)
+    with StallReports():
+        time.sleep(1.2)  # idle
+        assert not capsys.readouterr().err
+        ended = threading.Event()
+
+        def wait() -> None:
+            with waiting("replica 0.0: `infer`"):
+                ended.wait(10)
+
+        threading.Thread(target=wait).start()
+        deadline = time.monotonic() + 10
+        while not (said := capsys.readouterr().err) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ended.set()
+    assert said.startswith("\nNo part of the step has ended for 0.00833333 minutes.\n")
+    assert "  rank 0: waits for replica 0.0: `infer` (0 min)" in said

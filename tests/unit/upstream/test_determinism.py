@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,75 +18,54 @@ from swift_grpo_ext.upstream.determinism import CUBLAS, deterministic, prepare_p
 from tests.conftest import ROOT
 
 
-@pytest.fixture(autouse=True)
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Leave the process as it was, but for transformers' function."""
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    with deterministic(False), monkeypatch.context() as patched:
-        for name in (CUBLAS, "CUDA_LAUNCH_BLOCKING", *determinism.ENVIRONMENT):
-            patched.setenv(name, "")  # monkeypatch restores the value of before
-            patched.delenv(name)
-        yield
-    torch.utils.deterministic.fill_uninitialized_memory = fills
-
-
 def has_no_fixed_order() -> None:
     """Run an operation that torch refuses in deterministic mode."""
     torch.zeros(2).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
 
 
-def test_the_passes_are_deterministic_and_an_engine_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The function that transformers' trainer calls switches the mode on."""
+def test_the_passes_are_deterministic_and_an_engine_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function that transformers' trainer calls switches the mode on. The environment slows
+    nothing, and the user's own value stays."""
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    with deterministic(False):  # afterwards, the process is as it was
+        prepare_process()
+        trainer.enable_full_determinism(42)
+        numbers = torch.rand(3)
+        with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+            has_no_fixed_order()
+        assert cudnn.deterministic
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        with deterministic(False):
+            has_no_fixed_order()
+            assert not cudnn.deterministic
+        assert torch.are_deterministic_algorithms_enabled()
+        assert cudnn.deterministic
+        trainer.enable_full_determinism(42)
+        assert torch.equal(torch.rand(3), numbers)
+    assert environment == {CUBLAS: ":4096:8", **determinism.ENVIRONMENT}
+    environment[CUBLAS] = ":16:8"
     prepare_process()
-    trainer.enable_full_determinism(42)
-    numbers = torch.rand(3)
-    with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
-        has_no_fixed_order()
-    assert cudnn.deterministic
-    assert not torch.utils.deterministic.fill_uninitialized_memory
-    with deterministic(False):
-        has_no_fixed_order()
-        assert not cudnn.deterministic
-    assert torch.are_deterministic_algorithms_enabled()
-    assert cudnn.deterministic
-    trainer.enable_full_determinism(42)
-    assert torch.equal(torch.rand(3), numbers)
-    # The environment slows nothing, and the user's own value stays.
-    assert os.environ[CUBLAS] == ":4096:8"
-    assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
-    assert "CUDA_LAUNCH_BLOCKING" not in os.environ
-    monkeypatch.setenv(CUBLAS, ":16:8")
-    prepare_process()
-    assert os.environ[CUBLAS] == ":16:8"
+    assert environment[CUBLAS] == ":16:8"
 
 
-@pytest.mark.parametrize(
-    ("has_accelerator", "environment", "is_async", "expected"),
-    [
-        (True, {}, False, True),
-        (True, {}, True, True),
-        (True, {"VLLM_BATCH_INVARIANT": "1"}, True, False),
-        (True, {"VLLM_BATCH_INVARIANT": "0"}, False, True),
-        (True, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, False, False),
-        (True, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, True, True),
-        (False, {}, True, False),
-    ],
-)
-def test_where_arrival_decides(
-    has_accelerator: bool,
-    environment: dict[str, str],
-    is_async: bool,
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(determinism, "has_accelerator", lambda: has_accelerator)
-    for name in ("VLLM_BATCH_INVARIANT", "VLLM_ENABLE_V1_MULTIPROCESSING"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert determinism.batches_follow_arrival(is_async=is_async) is expected
+def test_where_arrival_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in vLLM's batch-invariant mode, nor in an engine of one's own process that waits for all
+    requests, nor without an accelerator."""
+    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    for environment, follows in (
+        ({}, [True, True]),
+        ({"VLLM_BATCH_INVARIANT": "1"}, [False, False]),
+        ({"VLLM_BATCH_INVARIANT": "0"}, [True, True]),
+        (in_process, [True, False]),
+    ):
+        monkeypatch.setattr(os, "environ", environment)
+        monkeypatch.setattr(determinism, "has_accelerator", lambda: True)
+        found = [determinism.batches_follow_arrival(is_async=each) for each in (True, False)]
+        assert found == follows
+        monkeypatch.setattr(determinism, "has_accelerator", lambda: False)
+        assert not determinism.batches_follow_arrival(is_async=True)
 
 
 def test_three_ranks_round_gradients_alike_from_the_first_pass_on(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
-"""Waits for the weights' group are bounded, but for NCCL's, which are logged [F2].
-`tests/stack/test_fault_matrix.py` stops real processes."""
+"""Waits for the weights' group are bounded, but for NCCL's, which are logged [F2]. A call reaches
+all replicas. `tests/stack/test_fault_matrix.py` stops real processes."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from swift_grpo_ext.upstream import weight_sync
+from swift_grpo_ext.upstream import vllm_repairs, weight_sync
 from swift_grpo_ext.upstream.weight_sync import run_with_timeout
 
 
@@ -45,3 +47,19 @@ def test_a_broadcast_of_nccl_that_waits_is_named_and_left(monkeypatch: pytest.Mo
     with weight_sync.bounded_broadcasts([of_gloo], 0.0):
         pass
     assert (of_gloo.group.timeout, len(lines)) == (0.0, 1)
+
+
+class AsyncLLM(SimpleNamespace):
+    """vLLM's engine, by its name."""
+
+
+def test_a_call_is_answered_for_all_replicas() -> None:
+    async def call(*args: Any, engine: str) -> list[Any]:
+        return [engine, args]
+
+    core = SimpleNamespace(core_engines=["a", "b"], _call_utility_async=call)
+    engine: Any = AsyncLLM(engine_core=core, collective_rpc=None)
+    vllm_repairs.collect_rpc_from_all_replicas(engine)
+    call_1, call_2 = ("collective_rpc", "load", 2.0, (1,), {"k": 3}), ("load", None, (), None)
+    assert asyncio.run(engine.collective_rpc(*call_1[1:])) == ["a", call_1, "b", call_1]
+    assert asyncio.run(engine.collective_rpc("load"))[1] == ("collective_rpc", *call_2)
