@@ -4,7 +4,8 @@ A repair is a function that patches something, by `patch`, for the rest of a pro
 names the symptom without it, the cause upstream (release and file), and when it can go. `@repair`
 registers it, and `apply(phase)` makes it. Other modules call repairs that need an object or a
 setting. `replaced` and `wrapped` patch something for a block. `tests/unit/upstream/test_patches.py`
-fails on any other monkeypatch. `registry.py` uses ms-swift's own plugin registries.
+fails on any other change of upstream's modules and classes. `registry.py` uses ms-swift's own
+plugin registries.
 """
 
 from __future__ import annotations
