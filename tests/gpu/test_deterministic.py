@@ -1,10 +1,9 @@
-"""With the switch of `--full_determinism true`, training steps are bitwise reproducible; checksums
-detect steps that differ [R9]."""
+"""With the switch of `--full_determinism true`, training steps are bitwise reproducible
+[R9]."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from scripts.bench.passes import (
 )
 from swift_grpo_ext.logits.packed import reason_against
 from swift_grpo_ext.upstream.determinism import deterministic
-from tests.rig.logits.compare import DEVICE
+from tests.rig.logits.batch import DEVICE
 
 STEPS = 4
 LEARNING_RATE = 1e-3
@@ -95,21 +94,4 @@ def test_steps_twice(attention: str, way: Callable[[Any, Batch], Tensor]) -> Non
         first, second = (train(model, batch, way) for _ in range(2))
     print(f"{attention}, {way.__name__}: after the last step {first[-1]}")
     assert first == second
-
-
-def test_a_changed_bit_changes_the_checksum() -> None:
-    model = make_model("qwen2_5_vl", "small", 2, "cpu", torch.bfloat16, "sdpa")
-    batch = group_with_image(model, side=8, completion=16, group_size=4)
-    calls = count()
-
-    def differ_late(model: Any, batch: Batch) -> Tensor:
-        """Change the last bit of one value in the third step of the second training."""
-        values = plain(model, batch)
-        factors = torch.ones_like(values)
-        factors[0] += torch.finfo(values.dtype).eps if next(calls) == STEPS + 2 else 0
-        return values * factors
-
-    one, other = train(model, batch, differ_late), train(model, batch, differ_late)
-    same = [a == b for a, b in zip(one, other, strict=True)]
-    assert same[:3] == [True, True, False]
-    assert len(set(one)) == STEPS, "no weight moved"
+    assert len(set(first)) == STEPS, "no weight moved"

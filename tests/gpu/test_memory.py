@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swift_grpo_ext.timing import MEMORY_PARTS
-from tests.rig.logits.compare import DEVICE
+from tests.rig.logits.batch import DEVICE
 from tests.rig.timed import WORK, Trainer
 
 GIB = 2**30

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import PromptTuningConfig, get_peft_model
 from swift.utils import get_logger
 from torch import Tensor, nn
 
+from swift_grpo_ext.logits.sharding import ShardRanks
 from swift_grpo_ext.logits.shim import LogitsShim, base_model, find_transform, unchanged
-from tests.rig.logits.batch import Batch, by_shim, plain
-from tests.rig.logits.compare import assert_close, values_and_gradients
+from tests.rig.logits.batch import Batch, Run, assert_close, by_shim, plain, values_and_gradients
 from tests.rig.logits.models import add_lora, build
 
 ROWS = ((11, 6), (6, 5))
@@ -32,8 +33,7 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert not texts
 
 
-def assert_passes_are_right(model: Any, shim: LogitsShim, batch: Batch) -> None:
-    expected = values_and_gradients(model, lambda: plain(model, batch))
+def assert_passes_are_right(model: Any, shim: LogitsShim, expected: Run, batch: Batch) -> None:
     for _ in range(2):
         found = values_and_gradients(model, lambda: by_shim(shim, model, batch))
         assert_close(found, expected)
@@ -50,42 +50,30 @@ def assert_passes_are_right(model: Any, shim: LogitsShim, batch: Batch) -> None:
         # The keyword selects the last positions, from the first wanted one on.
         ("new spelling", "calls its output embedding 0 times", [17, 12, 12]),
         ("old spelling", "calls its output embedding 0 times", [17, 12, 12]),
+        # Logits of all positions are sliced; `strict` refuses.
+        ("calls its head twice", "2 times", None),
+        ("names the keyword only", "0 times", None),
+        ("insists on all positions", "RuntimeError", None),
     ],
 )
-def test_models_that_compute_no_chunks(
-    name: str, reason: str, num_computed: list[int], warned: list[str]
+def test_models_that_compute_no_chunks_are_right_with_one_warning(
+    name: str, reason: str, num_computed: list[int] | None, warned: list[str]
 ) -> None:
-    model, batch = build(name), Batch(ROWS)
+    model, batch = build(name, lora=True), Batch(ROWS)
     expected = values_and_gradients(model, lambda: plain(model, batch))
     batch.inputs["logits_to_keep"] = 2  # ms-swift leaves it there from the pass before
     lengths: list[int] = []
     model.register_forward_hook(lambda _, __, out: lengths.append(out.logits.shape[1]))
-    shim = LogitsShim(model, strict=True)
-    for _ in range(2):
-        found = values_and_gradients(model, lambda: by_shim(shim, model, batch))
-        assert_close(found, expected)
-    assert lengths == num_computed
-    [text] = warned
-    assert reason in text
-    warned.clear()
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("calls its head twice", "2 times"),
-        ("names the keyword only", "0 times"),
-        ("insists on all positions", "RuntimeError"),
-    ],
-)
-def test_slices_with_one_warning(name: str, reason: str, warned: list[str]) -> None:
-    """If the head cannot be hooked, results are right with one warning; `strict` refuses."""
-    model, batch = build(name, lora=True), Batch(ROWS)
-    assert_passes_are_right(model, LogitsShim(model), batch)
+    assert_passes_are_right(
+        model, LogitsShim(model, strict=num_computed is not None), expected, batch
+    )
     [text] = warned
     warned.clear()
     assert reason in text
     assert type(base_model(model)).__name__ in text
+    if num_computed is not None:
+        assert lengths == num_computed
+        return
     with pytest.raises(RuntimeError, match="--logits_shim auto"):
         by_shim(LogitsShim(model, strict=True), model, batch)
 
@@ -103,22 +91,24 @@ def test_prompt_tuning_puts_positions_before_the_rows() -> None:
     assert_close(found, expected)
 
 
+class Outer(nn.Module):
+    """A wrapper like remote code that wraps a language model, or Qwen2.5-Omni's thinker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_model = build("remote code")
+
+    def get_output_embeddings(self) -> nn.Module:
+        raise NotImplementedError
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.language_model(**inputs)
+
+
 def test_a_wrapper_without_a_head_of_its_own() -> None:
-    """As in remote code that wraps a language model, and in Qwen2.5-Omni's thinker."""
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.language_model = build("remote code")
-
-        def get_output_embeddings(self) -> nn.Module:
-            raise NotImplementedError
-
-        def forward(self, **inputs: Any) -> Any:
-            return self.language_model(**inputs)
-
-    model = Outer()
-    assert_passes_are_right(model, LogitsShim(model, strict=True), Batch(ROWS))
+    model, batch = Outer(), Batch(ROWS)
+    expected = values_and_gradients(model, lambda: plain(model, batch))
+    assert_passes_are_right(model, LogitsShim(model, strict=True), expected, batch)
 
 
 def test_base_model() -> None:
@@ -159,18 +149,7 @@ def test_no_other_forward_after_what_is_no_fault_of_the_way(
     with pytest.raises(kind, match=text):
         by_shim(shim, model, batch)
     assert len(forwards) == 1
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    model, batch = build("remote code"), Batch(ROWS)
-    shim = LogitsShim(model)
-    before = model(**batch.inputs).logits
-    by_shim(shim, model, batch)
-    with pytest.raises(TypeError):
-        shim.select(model, {"no": "input"}, batch.predicts_BT)
-    assert "forward" not in vars(model.lm_head)
     assert not model.lm_head._forward_pre_hooks
-    assert torch.equal(model(**batch.inputs).logits, before)
 
 
 # --- what a model does to logits after its head ---
@@ -196,7 +175,6 @@ CAP = config_of(final_logit_softcapping=30.0)
         (config_of(logit_scale=0.0625), RAW * 0.0625, True),
         (config_of(logits_scaling=8.0), RAW / 8, True),
         (CAP, RAW + 1, False),
-        (CAP, 2 * RAW, False),
         (CAP, RAW.tanh(), False),
         (CAP, RAW[:-1], False),
     ],
@@ -220,3 +198,25 @@ def test_ranks_find_one_transform() -> None:
     assert transform is not None
     torch.testing.assert_close(transform(RAW), 30 * (RAW / 30).tanh())
     assert find_transform(CAP, small, small, lambda errors: errors + 1) is None
+
+
+# --- ranks that share weights (`two_ranks.py` has real ones) ---
+
+
+def test_what_ranks_agree_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh has two dimensions; in each, another rank has other numbers."""
+    alone = ShardRanks()
+    assert (alone.all(True), alone.all(False)) == (True, False)
+
+    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == dist.ReduceOp.MAX
+        tensor.clamp_(min=group.highest)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    ranks: Any = ShardRanks((SimpleNamespace(highest=0), SimpleNamespace(highest=1)))
+    assert not ranks.all(True)
+    own = torch.tensor([0.5, 2.0])
+    assert ranks.highest(own).tolist() == [1.0, 2.0]
+    assert own.tolist() == [0.5, 2.0]
+    agreeing: Any = ShardRanks((SimpleNamespace(highest=0),))
+    assert (agreeing.all(True), agreeing.all(False)) == (True, False)

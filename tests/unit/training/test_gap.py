@@ -32,31 +32,11 @@ from tests.rig.training.samples import arguments, batch, sample
 NAN = float("nan")
 
 
-def test_gaps_add_up_and_nan_is_the_largest_wherever_it_stands() -> None:
-    one, other = Gap(6.0, 2, 5.0), Gap(4.0, 2, 3.0)
-    whole = one + other
-    assert (whole, other + one, whole.mean) == (Gap(10.0, 4, 5.0), whole, 2.5)
-    assert Gap().mean == 0
-    nan = Gap(NAN, 1, NAN)
-    for whole in (one + nan, nan + one):
-        assert math.isnan(whole.mean)
-        assert math.isnan(whole.largest)
-
-
-@pytest.mark.parametrize(
-    ("bits", "temperature", "limit"),
-    [
-        (32, 1.0, 0.01),
-        (16, 1.0, 0.125),
-        (8, 1.0, 2.0),
-        (8, 0.5, 4.0),
-        (32, 0.25, 0.04),  # rounding errors of logits are divided by it too
-        (32, 3.0, 0.01),  # above 1 the limit keeps its margin
-        (32, 0.0, 0.01),
-    ],
-)
-def test_limits(bits: int, temperature: float, limit: float) -> None:
-    assert gap_limit(bits, temperature) == limit
+def test_limits() -> None:
+    """A temperature below 1 divides rounding errors of logits too; above 1 the limit keeps its
+    margin."""
+    assert [gap_limit(bits) for bits in (32, 16, 8)] == [0.01, 0.125, 2.0]
+    assert [gap_limit(32, temperature) for temperature in (0.25, 3.0, 0.0)] == [0.04, 0.01, 0.01]
 
 
 # --- the gap of a round ---
@@ -101,30 +81,17 @@ def test_the_gap_is_that_of_all_ranks(warnings: list[str]) -> None:
     assert warnings == []
 
 
-@pytest.mark.parametrize(
-    ("nats", "count", "is_told"),
-    [
-        (0.26, 2**12, True),
-        (0.25, 2**12, False),
-        (0.38, 64, True),
-        (0.37, 64, False),
-        (1.26, 8, True),
-        (1.24, 8, False),
-    ],
-)
-def test_few_tokens_may_lie_further_apart(
-    nats: float, count: int, is_told: bool, warnings: list[str]
-) -> None:
+@pytest.mark.parametrize("count", [8, 2**12])
+def test_few_tokens_may_lie_further_apart(count: int, warnings: list[str]) -> None:
     """The sum may exceed the limit of 0.25 nats by 32 limits: a few tokens with other experts."""
-    for _ in range(2):
-        measure(batch_of(nats, count=count))
-    assert len(warnings) == is_told
     bound = 0.25 * (1 + 32 / count)
+    for nats in (bound - 0.01, bound + 0.01, bound + 0.01):
+        measure(batch_of(nats, count=count))
+    [warning] = warnings
     found = f"{nats:.3g} nats in the mean of {count} tokens, {nats:.3g} at most ({bound:.3g} expl"
-    for warning in warnings:
-        assert "Step 7: log-probabilities of the rollout and of training differ by" in warning
-        assert f"rank 0 rows of text: {found}" in warning
-        assert "do not see the same weights or prompts" in warning
+    assert "Step 7: log-probabilities of the rollout and of training differ by" in warning
+    assert f"rank 0 rows of text: {found}" in warning
+    assert "do not see the same weights or prompts" in warning
 
 
 def test_rows_of_one_kind_are_named_wherever_they_are() -> None:
@@ -174,20 +141,17 @@ def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
         measure((rows, batch_of(nats, *[0.01] * 63)), rollout_mismatch="stop")
     [warning] = warnings
     assert "explains: train round 3.0, group 2, sample 1 (images): 4 nats" in warning
-    with pytest.raises(DisagreementError, match="nan nats"):
-        measure((rows, batch_of(NAN, *[0.01] * 63)), rollout_mismatch="stop", top_p=0.5)
+    broken = batch_of(0.01, NAN, *[0.01] * 62)
+    with pytest.raises(DisagreementError, match=r"nan nats .* nan at most"):
+        measure((rows, broken), rollout_mismatch="stop", top_p=0.5)
 
 
 @pytest.mark.parametrize(
     ("changes", "shift"),
     [
-        ({}, 0),
-        ({"top_p": 1}, 0),
-        ({"top_k": 0}, 0),
-        ({"structured_outputs_regex": ""}, 0),
+        ({"top_p": 1, "top_k": 0, "structured_outputs_regex": ""}, 0),
         # A part p of the vocabulary adds -log(p) to what is left.
         ({"top_p": 0.9}, 0.10536),
-        ({"top_k": 20}, 2),
         ({"repetition_penalty": 1.1}, 2),
         ({"top_p": 0.5, "top_k": 20}, 2.69315),
         ({"min_p": 0.3}, 2),
@@ -310,8 +274,6 @@ def test_what_proves_too_little_is_not_compared() -> None:
     images = [seen("image", 0, 0.2, 0.01)] * 4
     text = [seen("text", number, 0.01, 0.01) for number in range(1, 9)]
     assert unlike_their_peers(images + text) == {}
-    later = [SampleGap(s.name, s.source, BoundedGap(s.gap.gap)) for s in images + text]
-    assert unlike_their_peers(later) == {}
     # Rows with certain answers: the smallest gap that counts would decide the ratio.
     noise = np.random.default_rng(5)
     for_certain = [

@@ -97,22 +97,20 @@ def test_where_nothing_is_left_every_rank_says_so(num_ranks: int) -> None:
         replaced("AAbb", num_ranks, others="ABC")
 
 
-@pytest.mark.parametrize(
-    ("seed", "round_", "first_group"),
-    [
-        (43, ROUND, 0),
-        (42, ROUND._replace(phase="eval"), 0),
-        (42, ROUND._replace(number=0), 0),
-        (42, ROUND._replace(step=4), 0),
-        (42, ROUND, 7),
-    ],
-)
-def test_the_order_of_candidates_is_the_rounds_own(
-    seed: int, round_: RoundId, first_group: int
-) -> None:
-    order = candidate_order(42, ROUND, 0, 100)
-    assert sorted(order) == list(range(100))
-    assert candidate_order(seed, round_, first_group, 100)[:10] != order[:10]
+def test_the_order_of_candidates_is_the_rounds_own() -> None:
+    orders = [
+        candidate_order(seed, round_, first_group, 100)
+        for seed, round_, first_group in (
+            (42, ROUND, 0),
+            (43, ROUND, 0),
+            (42, ROUND._replace(phase="eval"), 0),
+            (42, ROUND._replace(number=0), 0),
+            (42, ROUND._replace(step=4), 0),
+            (42, ROUND, 7),
+        )
+    ]
+    assert sorted(orders[0]) == list(range(100))
+    assert len({tuple(order[:10]) for order in orders}) == len(orders)
 
 
 # --- warnings about groups ---
@@ -129,17 +127,10 @@ def test_groups_with_different_rows_are_warned_of_once(warnings: list[str]) -> N
     assert warning.startswith("1 groups hold rows that differ, the first in train round 3.1, group")
 
 
-@pytest.mark.parametrize(
-    ("hashes", "expected"),
-    [
-        ([["a", "b"], ["c"]], []),
-        ([["a", "b"], ["a"]], ["train round 3.1: 1 of 3"]),
-        ([["a"] * 3], ["train round 3.1: 2 of 3"]),
-    ],
-)
-def test_duplicates_are_counted_over_ranks(
-    hashes: list[list[str]], expected: list[str], warnings: list[str]
-) -> None:
+def test_duplicates_are_counted_over_ranks(warnings: list[str]) -> None:
+    warn_duplicates([["a", "b"], ["c"]], name(0, 0))
+    assert warnings == []
     for _ in range(2):
-        warn_duplicates(hashes, name(0, 0))
-    assert [text.partition(" prompts")[0] for text in warnings] == expected
+        warn_duplicates([["a", "b", "b"], ["a"]], name(0, 0))
+    [warning] = warnings
+    assert warning.startswith("train round 3.1: 2 of 4 prompts")

@@ -1,0 +1,234 @@
+"""Training leaves out the pass of the old policy where the loss's own pass has its weights (M7); a
+pass that measures rounding is off on GPUs (R8). A rollout that fails on one rank ends all ranks,
+each with the cause (F3). The log begins and ends with a line of the plugin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from swift.rlhf_trainers import GRPOTrainer
+from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
+
+from swift_grpo_ext.ranks import RankGroup
+from swift_grpo_ext.training import RolloutGRPOTrainer, summary, trainer
+from swift_grpo_ext.training.rollouts import RolloutTraining
+from swift_grpo_ext.training.summary import RunSummary
+from swift_grpo_ext.version import __version__
+from tests.rig.ranks import ThreadRanks, run_rank_groups
+from tests.rig.record.rows import ROW, sample_id
+from tests.rig.training.samples import arguments
+
+# --- passes ---
+
+LOGPS = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+
+
+class Host(RolloutGRPOTrainer):
+    """The attributes of ms-swift's trainer that the passes read."""
+
+    def __init__(self, *, steps: int = 2, sp: int = 1, training: bool = True, **own: Any) -> None:
+        self.args = arguments(gradient_accumulation_steps=steps, steps_per_generation=2)
+        self.template = SimpleNamespace(sequence_parallel_size=sp)
+        self.model = SimpleNamespace(training=training)
+        self._has_teacher_explicit = lambda: own.get("teacher", False)
+        self.kl_in_reward, self.beta = own.get("kl_in_reward", False), own.get("beta", 0.0)
+        self.use_liger_loss, self.ref_model = own.get("liger", False), None
+        self.dynamic_num_samples = own.get("dynamic", False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs"),
+    [
+        ({}, False),
+        ({"steps": 4, "beta": 0.04}, False),  # two rounds for an update; no reference's pass
+        ({"steps": 1}, True),  # two updates from a round
+        ({"steps": 3}, True),
+        ({"steps": 1, "training": False}, False),  # an evaluation updates nothing
+        ({"steps": 4, "sp": 2}, False),
+        ({"steps": 2, "sp": 2}, True),
+        ({"teacher": True}, True),
+        ({"kl_in_reward": True, "beta": 0.04}, True),
+        ({"kl_in_reward": True}, False),
+        ({"liger": True}, True),
+        ({"dynamic": True}, True),
+    ],
+)
+def test_which_rounds_need_the_old_policys_pass(settings: dict[str, Any], needs: bool) -> None:
+    assert Host(**settings).needs_old_logps() is needs
+    assert Host(**settings).needs_old_logps(has_views=True)
+
+
+def test_zero_3_makes_the_pass_for_a_reference_of_lora_without_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`disable_adapter` fails on weights that only the generation's inference mode has gathered."""
+    monkeypatch.setattr(trainer, "is_deepspeed_zero3_enabled", lambda: True)
+    host = Host(beta=0.04)
+    assert not host.needs_old_logps()
+    host.args.use_vllm = False
+    assert host.needs_old_logps()
+    host.ref_model = object()  # `disable_adapter` is not called
+    assert not host.needs_old_logps()
+
+
+def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's pass is made. The loss's first pass gives the old policy's values, to which a
+    second iteration compares."""
+    compute = "_get_per_token_logps_and_entropies"
+    monkeypatch.setattr(GRPOTrainer, compute, lambda *_, **__: (LOGPS, None))
+    host = Host()
+    host._skips_old_pass = True
+    batches = [SimpleNamespace(old_per_token_logps=None) for _ in range(2)]
+    for batch in batches:
+        assert host._get_per_token_logps_and_entropies(None, {}, batch)[0] is None
+        reference, _ = host._get_per_token_logps_and_entropies(None, {}, batch)
+        assert reference is LOGPS
+        assert batch.old_per_token_logps is None
+    host._skips_old_pass = False
+    kept = SimpleNamespace(old_per_token_logps=-LOGPS)
+    for batch, expected in ((batches[0], LOGPS), (kept, -LOGPS)):
+        assert host._get_per_token_logps_and_entropies(None, {}, batch)[0] is LOGPS
+        assert torch.equal(batch.old_per_token_logps, expected)
+    assert not batches[0].old_per_token_logps.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_compared"),
+    [
+        ({}, True),
+        ({"is_early": False}, False),
+        ({"training": False}, False),  # an evaluation
+        ({"bits": 8}, False),  # the noise has no steps of quantized numbers
+        ({"top_p": 0.9}, False),  # sampling settings move log-probabilities
+        ({"use_vllm": False}, False),
+        ({"torch_compile": True}, False),  # compiled layers ignore the noise
+        ({"gpu": True}, False),  # no GPU has run it
+    ],
+)
+def test_early_rounds_have_a_pass_with_other_rounding(
+    changes: dict[str, Any], is_compared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(training=changes.get("training", True))
+    host.least_bits = changes.get("bits", 16)
+    host._gap_check = SimpleNamespace(is_early=changes.get("is_early", True))
+    host.args = arguments(**{n: v for n, v in changes.items() if hasattr(host.args, n)})
+    monkeypatch.setattr(trainer, "has_accelerator", lambda: changes.get("gpu", False))
+    host.rounded_logps = list
+    assert host._rounded_logps([{}, {}]) == ([{}, {}] if is_compared else [])
+
+
+# --- failures ---
+
+
+class Rank(RolloutTraining):
+    """A rank without model and engine."""
+
+    def __init__(self, ranks: RankGroup, *, generates: bool = True, **own: Any) -> None:
+        self.ranks, self.waits = ranks, list[float]()
+        self._settings = SimpleNamespace(generates=generates)
+        self._clock = SimpleNamespace(record_wait=self.waits.append)
+        self.multi_turn_scheduler = own.get("scheduler")
+        self.enable_server_multi_turn = own.get("on_server", False)
+
+
+OWN = [f"OSError: disk {rank} is gone" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ((), [0, 1]),
+        ((1,), [f"RolloutError: The rollout failed on rank 1: {OWN[1]}", OWN[1]]),
+        ((0, 1), OWN),
+    ],
+)
+def test_a_rollout_that_fails_on_one_rank_fails_on_all(
+    failing: tuple[int, ...], expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank waits for another one, except between collectives of ms-swift: there, the other rank
+    would not answer."""
+
+    def infer(self: Rank, samples: Any, *_: Any) -> Any:
+        if self.ranks.rank in failing:
+            raise OSError(f"disk {self.ranks.rank} is gone")
+        return samples
+
+    monkeypatch.setattr(RolloutTrainerMixin, "_infer_single_or_multi_turn", infer)
+
+    def work(ranks: ThreadRanks) -> Any:
+        rank = Rank(ranks)
+        try:
+            found = rank._infer_single_or_multi_turn(ranks.rank, None)
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+        assert len(rank.waits) == 1
+        return found
+
+    assert run_rank_groups(2, work) == expected
+    for settings in ({"generates": False}, {"scheduler": object()}, {"on_server": True}):
+        if 0 in failing:
+            alone = Rank(ThreadRanks(0, 2, pytest.fail), **settings)
+            with pytest.raises(OSError, match="disk 0 is gone"):
+                alone._infer_single_or_multi_turn(0, None)
+
+
+# --- the first and the last line ---
+
+
+def lines_of(
+    monkeypatch: pytest.MonkeyPatch,
+    logs: list[dict[str, Any]],
+    *,
+    rank: int = 0,
+    is_plain: bool = False,
+    **changes: Any,
+) -> list[str]:
+    """Return the lines of a training that scores two rounds and a batch of an evaluation."""
+    lines: list[str] = []
+    monkeypatch.setattr(summary.logger, "info", lines.append)
+    host: Any = SimpleNamespace(
+        args=arguments(**{"output_dir": "/runs/my run", "callbacks": ["diversity"], **changes}),
+        completion_logps=SimpleNamespace(shares_prompts=not is_plain),
+        needs_old_logps=lambda: not is_plain,
+        gap_limit=0.01,
+        score_listeners=[],
+        ranks=SimpleNamespace(rank=rank),
+        state=SimpleNamespace(log_history=logs),
+    )
+    run = RunSummary(host, num_dropouts=3 * is_plain)
+    run.begin()
+    run.end()  # before any round: nothing was seen
+    for name in (sample_id(0), sample_id(0, index=1), sample_id(1), sample_id(1, phase="eval")):
+        for listener in host.score_listeners:
+            listener([replace(ROW, sample_id=name)])
+    run.end()
+    return lines
+
+
+def test_the_first_and_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    logs = [{"step": 1, "rollout_gap/mean": 1e-4, "rollout_gap/max": 2e-3}, {"step": 1}]
+    assert lines_of(monkeypatch, logs, **sampling, sample_log="all") == [
+        f"swift-grpo-ext {__version__}: a seed for each sample; training reads prompts once a "
+        "group where that saves time; the rollout gap is held to a limit; diversity is watched; "
+        "samples are recorded. Look at it meanwhile: swift-grpo-ext view '/runs/my run'",
+        "Seen by swift-grpo-ext: 2 rounds of training, 1 of evaluation; a rollout gap of 0.0001 "
+        "nats (rounding explains 0.01), 0.002 at most; no alarm of diversity.",
+    ]
+    assert lines_of(monkeypatch, logs, rank=1) == []
+    rest = {"callbacks": [], "sample_log": "none", "async_generate": True, "use_vllm": False}
+    begin, end = lines_of(monkeypatch, [], is_plain=True, **rest)
+    assert (
+        "ms-swift's own seeds and requests; training reads prompts for each sample; the loss's "
+        "pass serves as the old policy's; 3 dropouts are off (--lora_dropout is ignored); the "
+        "rollout gap is measured; diversity is not watched (--callbacks diversity); no record"
+    ) in begin
+    assert end.endswith("1 of evaluation.")
+    logs = [{"step": s, "diversity/broken": 0.0, "diversity/collapse": s / 2} for s in range(3)]
+    begin, end = lines_of(monkeypatch, logs, rollout_seed_mode="engine")
+    assert "ms-swift's own seeds and requests" in begin
+    assert end.endswith("; alarms of diversity at 2 steps, from step 1 on.")
