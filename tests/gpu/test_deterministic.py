@@ -1,5 +1,5 @@
-"""With the switch of `--full_determinism true`, training steps are bitwise reproducible
-[R9]."""
+"""With the switch of `--full_determinism true`, training steps are bitwise reproducible [R9]. The
+memory of a step's parts is read from a GPU [V5]."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from scripts.bench.passes import (
     why_not_installed,
 )
 from swift_grpo_ext.logits.packed import reason_against
+from swift_grpo_ext.timing import MEMORY_PARTS
 from swift_grpo_ext.upstream.determinism import deterministic
 from tests.rig.logits.batch import DEVICE
+from tests.rig.timed import WORK, Trainer
 
 STEPS = 4
 LEARNING_RATE = 1e-3
@@ -95,3 +97,25 @@ def test_steps_twice(attention: str, way: Callable[[Any, Batch], Tensor]) -> Non
     print(f"{attention}, {way.__name__}: after the last step {first[-1]}")
     assert first == second
     assert len(set(first)) == STEPS, "no weight moved"
+
+
+GIB = 2**30
+
+
+def fill(trainer: Any) -> None:
+    """Leave 1 GiB on the GPU, as a pass with gradients."""
+    trainer.filled = torch.zeros(GIB, dtype=torch.uint8, device=DEVICE)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_each_part_has_its_memory() -> None:
+    torch.cuda.empty_cache()  # else an earlier test's memory might serve
+    trainer = Trainer(device=f"{DEVICE}:0", training_step=(*WORK["training_step"], fill))
+    total = torch.cuda.get_device_properties(0).total_memory / GIB
+    trainer.begin()
+    trainer.step()
+    trainer.clock.log_memory([trainer.clock.memory.take()])
+    log = trainer.logged()
+    memory = {part: log[f"memory/{part}"] for part in MEMORY_PARTS}
+    assert 0 < min(memory.values()) <= max(memory.values()) <= total, memory
+    assert memory["loss"] >= memory["logps"] + 0.9, memory

@@ -211,16 +211,12 @@ def assert_close(found: Run, expected: Run, tolerance: float = 1e-5) -> None:
 
 
 def wrong_parts(run: Run, plain: Run, exact: Run | None, tolerance: float) -> dict[str, float]:
-    """Return the errors beyond their bounds (`errors_of`). `exact` is given in bfloat16."""
-    errors = errors_of(run, exact or plain)
-    limits = dict.fromkeys(errors, tolerance)
+    """Return the errors beyond their bound (`errors_of`). `exact` is given in bfloat16."""
     if exact is not None:
-        rounding = errors_of(plain, exact)
-        of_gradients = max(error for name, error in rounding.items() if name != "values")
-        for name in limits:
-            error = rounding["values"] if name == "values" else of_gradients
-            limits[name] = min(TIMES_PLAIN * error + BFLOAT16, MOST)
-    return {name: error for name, error in errors.items() if not error <= limits[name]}  # also NaN
+        rounding = max(errors_of(plain, exact).values())
+        tolerance = min(TIMES_PLAIN * rounding + BFLOAT16, MOST)
+    errors = errors_of(run, exact or plain)
+    return {name: error for name, error in errors.items() if not error <= tolerance}  # also NaN
 
 
 def errors_of(run: Run, expected: Run) -> dict[str, float]:
@@ -231,13 +227,14 @@ def errors_of(run: Run, expected: Run) -> dict[str, float]:
     """
     assert run[0].shape == expected[0].shape
     assert run[1].keys() == expected[1].keys() != set(), "other weights have gradients"
-    least = max(float(gradient.double().norm()) for gradient in expected[1].values()) / 10
-    pairs = {"values": (run[0], expected[0], 0.0)}
-    pairs |= {name: (run[1][name], gradient, least) for name, gradient in expected[1].items()}
+    found, wanted = ({**each[1], "values": each[0]} for each in (run, expected))
+    lengths = {name: float(each.double().norm()) for name, each in wanted.items()}
+    least = max(lengths[name] for name in expected[1]) / 10
     errors = {}
-    for name, (found, wanted, smallest) in pairs.items():
-        apart, length = float((found.double() - wanted.double()).norm()), float(wanted.norm())
-        errors[name] = apart / max(length, smallest, 1e-30)  # a rank may have no tokens
+    for name, length in lengths.items():
+        apart = float((found[name].double() - wanted[name].double()).norm())
+        # A rank may have no tokens.
+        errors[name] = apart / max(length, 0 if name == "values" else least, 1e-30)
     return errors
 
 

@@ -62,6 +62,12 @@ DELTA_NET = {
     "linear_value_head_dim": 8,
 }
 
+
+def seeing(text: dict[str, Any], vision: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the configuration of a model that sees images."""
+    return {"text_config": {**TEXT, **text}, "vision_config": vision, **more}
+
+
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("Qwen2", TEXT),
     "Qwen2, tied": ("Qwen2", {**TEXT, "tie_word_embeddings": True}),
@@ -70,22 +76,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "soft-capped (Gemma2)": ("Gemma2", {**TEXT, "head_dim": 16, "final_logit_softcapping": 2.0}),
     "Qwen2.5-VL": (
         "Qwen2_5_VL",
-        {
-            "text_config": {**TEXT, "rope_scaling": MROPE},
-            "vision_config": {**VISION, "fullatt_block_indexes": [0]},
-            **IDS,
-        },
+        seeing({"rope_scaling": MROPE}, {**VISION, "fullatt_block_indexes": [0]}, **IDS),
     ),
     "Qwen3.5": (
         "Qwen3_5",
-        {
-            "text_config": {
-                **DELTA_NET,
-                "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0},
-            },
-            "vision_config": {**VISION, "num_position_embeddings": 16},
+        seeing(
+            {**DELTA_NET, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}},
+            {**VISION, "num_position_embeddings": 16},
             **IDS,
-        },
+        ),
     ),
     "Qwen3-Next": (
         "Qwen3Next",
@@ -101,27 +100,26 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma3": (
         "Gemma3",
-        {
-            "text_config": {**TEXT, **KINDS_OF_LAYERS, "head_dim": 16, "query_pre_attn_scalar": 16},
-            "vision_config": {**SIGLIP, "image_size": 56, "patch_size": 14},
-            **{"mm_tokens_per_image": 4, "image_token_id": IMAGE},
-        },
+        seeing(
+            {**KINDS_OF_LAYERS, "head_dim": 16, "query_pre_attn_scalar": 16},
+            {**SIGLIP, "image_size": 56, "patch_size": 14},
+            mm_tokens_per_image=4,
+            image_token_id=IMAGE,
+        ),
     ),
     # Like the model of 12B parameters: positions of images see later ones.
     "Gemma4": (
         "Gemma4",
-        {
-            "text_config": {
-                **{**TEXT, **KINDS_OF_LAYERS, "head_dim": 16, "global_head_dim": 16},
+        seeing(
+            {
+                **{**KINDS_OF_LAYERS, "head_dim": 16, "global_head_dim": 16},
                 **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
                 "use_bidirectional_attention": "vision",
             },
-            "vision_config": {
-                **{**SIGLIP, "num_key_value_heads": 2, "head_dim": 16},
-                "position_embedding_size": 16,
-            },
-            **{"audio_config": None, "image_token_id": IMAGE},
-        },
+            {**SIGLIP, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16},
+            audio_config=None,
+            image_token_id=IMAGE,
+        ),
     ),
 }
 """The kind and configuration of each model of transformers."""

@@ -86,24 +86,6 @@ def test_what_cannot_be_packed(
 ROWS = ((7, 9), (7, 3), (7, 12), (10, 4), (10, 6), (8, 5))
 
 
-def test_a_state_without_its_gradient_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities would be right, but the prompt's gradient would be too small."""
-    if "linear_attention" not in segments.KINDS:
-        pytest.skip("transformers 5.12 has other states of gated delta nets")
-    own = segments.DeltaNetCache.update_recurrent_state
-    monkeypatch.setattr(
-        segments.DeltaNetCache,
-        "update_recurrent_state",
-        lambda self, states, *args, **kwargs: own(self, states.detach(), *args, **kwargs),
-    )
-    model = build("Qwen3.5")
-    inputs, _ = packed_form(model, Batch(ROWS).see(model, with_images=False))
-    with torch.no_grad():
-        model(**inputs)
-    with pytest.raises(ValueError, match="without its gradient"):
-        model(**inputs)
-
-
 def test_attention_that_passes_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Mistral")
     inputs, _ = packed_form(model, Batch(ROWS))

@@ -31,12 +31,13 @@ class Host(RolloutGRPOTrainer):
     """The attributes of ms-swift's trainer that the passes read."""
 
     def __init__(self, *, steps: int = 2, sp: int = 1, training: bool = True, **own: Any) -> None:
-        self.args = arguments(gradient_accumulation_steps=steps, steps_per_generation=2)
+        counts = {"gradient_accumulation_steps": steps, "steps_per_generation": 2}
+        self.args = arguments(**counts, use_vllm=own.get("use_vllm", True))
         self.template = SimpleNamespace(sequence_parallel_size=sp)
         self.model = SimpleNamespace(training=training)
         self._has_teacher_explicit = lambda: own.get("teacher", False)
         self.kl_in_reward, self.beta = own.get("kl_in_reward", False), own.get("beta", 0.0)
-        self.use_liger_loss, self.ref_model = own.get("liger", False), None
+        self.use_liger_loss, self.ref_model = own.get("liger", False), own.get("reference")
         self.dynamic_num_samples = own.get("dynamic", False)
 
 
@@ -55,24 +56,21 @@ class Host(RolloutGRPOTrainer):
         ({"kl_in_reward": True}, False),
         ({"liger": True}, True),
         ({"dynamic": True}, True),
+        # A reference of LoRA's `disable_adapter` fails on weights that only the generation's
+        # inference mode has gathered.
+        ({"zero3": True, "beta": 0.04, "use_vllm": False}, True),
+        ({"zero3": True, "beta": 0.04}, False),
+        ({"zero3": True, "beta": 0.04, "use_vllm": False, "reference": object()}, False),
+        ({"beta": 0.04, "use_vllm": False}, False),
     ],
 )
-def test_which_rounds_need_the_old_policys_pass(settings: dict[str, Any], needs: bool) -> None:
+def test_which_rounds_need_the_old_policys_pass(
+    settings: dict[str, Any], needs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_zero3 = settings.get("zero3", False)
+    monkeypatch.setattr(trainer, "is_deepspeed_zero3_enabled", lambda: is_zero3)
     assert Host(**settings).needs_old_logps() is needs
     assert Host(**settings).needs_old_logps(has_views=True)
-
-
-def test_zero_3_makes_the_pass_for_a_reference_of_lora_without_vllm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`disable_adapter` fails on weights that only the generation's inference mode has gathered."""
-    monkeypatch.setattr(trainer, "is_deepspeed_zero3_enabled", lambda: True)
-    host = Host(beta=0.04)
-    assert not host.needs_old_logps()
-    host.args.use_vllm = False
-    assert host.needs_old_logps()
-    host.ref_model = object()  # `disable_adapter` is not called
-    assert not host.needs_old_logps()
 
 
 def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,56 +177,41 @@ def test_a_rollout_that_fails_on_one_rank_fails_on_all(
 # --- the first and the last line ---
 
 
-def lines_of(
-    monkeypatch: pytest.MonkeyPatch,
-    logs: list[dict[str, Any]],
-    *,
-    rank: int = 0,
-    is_plain: bool = False,
-    **changes: Any,
-) -> list[str]:
-    """Return the lines of a training that scores two rounds and a batch of an evaluation."""
+def test_the_first_and_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training scores two rounds and a batch of an evaluation."""
     lines: list[str] = []
     monkeypatch.setattr(summary.logger, "info", lines.append)
+    shown = {"output_dir": "/runs/my run", "callbacks": ["diversity"], "sample_log": "all"}
+    sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    logs = [{"step": 1, "rollout_gap/mean": 1e-4, "rollout_gap/max": 2e-3}, {"step": 1}]
     host: Any = SimpleNamespace(
-        args=arguments(**{"output_dir": "/runs/my run", "callbacks": ["diversity"], **changes}),
-        completion_logps=SimpleNamespace(shares_prompts=not is_plain),
-        needs_old_logps=lambda: not is_plain,
+        args=arguments(**shown, **sampling),
+        completion_logps=SimpleNamespace(shares_prompts=True),
+        needs_old_logps=lambda: False,
         gap_limit=0.01,
         score_listeners=[],
-        ranks=SimpleNamespace(rank=rank),
+        ranks=SimpleNamespace(rank=0),
         state=SimpleNamespace(log_history=logs),
     )
-    run = RunSummary(host, num_dropouts=3 * is_plain)
+    run = RunSummary(host, num_dropouts=3)
     run.begin()
     run.end()  # before any round: nothing was seen
     for name in (sample_id(0), sample_id(0, index=1), sample_id(1), sample_id(1, phase="eval")):
         for listener in host.score_listeners:
             listener([replace(ROW, sample_id=name)])
     run.end()
-    return lines
-
-
-def test_the_first_and_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    logs = [{"step": 1, "rollout_gap/mean": 1e-4, "rollout_gap/max": 2e-3}, {"step": 1}]
-    assert lines_of(monkeypatch, logs, **sampling, sample_log="all") == [
+    assert lines == [
         f"swift-grpo-ext {__version__}: a seed for each sample; training reads prompts once a "
-        "group where that saves time; the rollout gap is held to a limit; diversity is watched; "
-        "samples are recorded. Look at it meanwhile: swift-grpo-ext view '/runs/my run'",
+        "group where that saves time; the loss's pass serves as the old policy's; 3 dropouts are "
+        "off (--lora_dropout is ignored); the rollout gap is held to a limit; diversity is "
+        "watched; samples are recorded. Look at it meanwhile: swift-grpo-ext view '/runs/my run'",
         "Seen by swift-grpo-ext: 2 rounds of training, 1 of evaluation; a rollout gap of 0.0001 "
         "nats (rounding explains 0.01), 0.002 at most; no alarm of diversity.",
     ]
-    assert lines_of(monkeypatch, logs, rank=1) == []
-    rest = {"callbacks": [], "sample_log": "none", "async_generate": True, "use_vllm": False}
-    begin, end = lines_of(monkeypatch, [], is_plain=True, **rest)
-    assert (
-        "ms-swift's own seeds and requests; training reads prompts for each sample; the loss's "
-        "pass serves as the old policy's; 3 dropouts are off (--lora_dropout is ignored); the "
-        "rollout gap is measured; diversity is not watched (--callbacks diversity); no record"
-    ) in begin
-    assert end.endswith("1 of evaluation.")
-    logs = [{"step": s, "diversity/broken": 0.0, "diversity/collapse": s / 2} for s in range(3)]
-    begin, end = lines_of(monkeypatch, logs, rollout_seed_mode="engine")
-    assert "ms-swift's own seeds and requests" in begin
-    assert end.endswith("; alarms of diversity at 2 steps, from step 1 on.")
+    host.state.log_history = [{"step": s, "diversity/collapse": s / 2} for s in range(3)]
+    run.end()
+    assert lines[2].endswith("1 of evaluation; alarms of diversity at 2 steps, from step 1 on.")
+    host.ranks.rank = 1
+    run.begin()
+    run.end()
+    assert len(lines) == 3

@@ -17,7 +17,7 @@ from swift_grpo_ext.training.prompts import (
 )
 from tests.rig.ranks import ThreadRanks, run_rank_groups
 
-ROUND = RoundId("train", 3, 1)
+ROUND, FIRST = RoundId("eval", 3, 1), 7
 
 
 def row(words: str) -> dict[str, Any]:
@@ -25,28 +25,21 @@ def row(words: str) -> dict[str, Any]:
 
 
 def words_of(row: Any) -> str:
-    return str(row["messages"][0]["content"])
+    return row["messages"][0]["content"]
 
 
-SPARE = [row(letter) for letter in "defgh"]
-
-
-def replaced(
-    batch: str, num_ranks: int = 1, round_: RoundId = ROUND, others: Any = SPARE, first: int = 0
-) -> list[tuple[str, list[int]]]:
+def replaced(batch: str, others: str, num_ranks: int = 1) -> list[tuple[str, list[int]]]:
     """Return each rank's rows afterwards, as letters, and the replaced groups. Groups have two
-    samples; capitals are bad prompts. `others` are rows, or letters in the order of trying."""
-    if isinstance(others, str):
-        order = candidate_order(42, round_, first, len(others))
-        others = [row(letter) for _, letter in sorted(zip(order, others, strict=True))]
+    samples; capitals are bad prompts. `others` are the other rows, in the order of trying."""
+    order = candidate_order(42, ROUND, FIRST, len(others))
     share = len(batch) // num_ranks
 
     def work(ranks: ThreadRanks) -> tuple[str, list[int]]:
         rows, groups = replace_failing_prompts(
             [row(letter) for letter in batch[ranks.rank * share : (ranks.rank + 1) * share]],
-            others=others,
-            round_=round_,
-            first_group=first,
+            others=[row(letter) for _, letter in sorted(zip(order, others, strict=True))],
+            round_=ROUND,
+            first_group=FIRST,
             group_size=2,
             seed=42,
             ranks=ranks,
@@ -58,21 +51,16 @@ def replaced(
     return run_rank_groups(num_ranks, work)
 
 
-@pytest.mark.parametrize(("round_", "start"), [(ROUND, 0), (RoundId("eval", 3, 1), 7)])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_two_bad_groups_at_once(
-    num_ranks: int, round_: RoundId, start: int, warnings: list[str]
-) -> None:
+def test_two_bad_groups_at_once(num_ranks: int, warnings: list[str]) -> None:
     """Each gets another row, on whichever ranks it is; rank 0 names both."""
-    first, second, *_ = ("defgh"[i] for i in candidate_order(42, round_, start, 5))
-    results = replaced("AAbbCCbb", num_ranks, round_, first=start)
-    assert "".join(rows for rows, _ in results) == f"{first * 2}bb{second * 2}bb"
+    results = replaced("AAbbCCbb", "defgh", num_ranks)
+    assert "".join(rows for rows, _ in results) == "ddbbeebb"
     assert [groups for _, groups in results] == [[0, 2]] * num_ranks
     assert len(warnings) == 2
-    for warning, group, words in zip(warnings, (0, 2), "AC", strict=True):
-        name = f"{round_.phase} round 3.1, group {start + group}"
-        expected = f"{name}: the row that asks '{words}' cannot be encoded (too long)"
-        assert warning.startswith(expected)
+    for warning, group, words in zip(warnings, (7, 9), "AC", strict=True):
+        name = f"eval round 3.1, group {group}: the row that asks '{words}'"
+        assert warning.startswith(f"{name} cannot be encoded (too long)")
 
 
 @pytest.mark.parametrize(
@@ -86,15 +74,14 @@ def test_two_bad_groups_at_once(
     ],
 )
 def test_which_prompt_comes(batch: str, others: str, expected: str, warnings: list[str]) -> None:
-    assert replaced(batch, others=others)[0][0] == expected
+    assert replaced(batch, others)[0][0] == expected
     assert bool(warnings) == (batch != expected)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_where_nothing_is_left_every_rank_says_so(num_ranks: int) -> None:
+def test_where_nothing_is_left_every_rank_says_so() -> None:
     message = rf"1 prompts .* for 1 of them {MAX_CANDIDATES} other .*group 0: too long"
     with pytest.raises(ValueError, match=message):
-        replaced("AAbb", num_ranks, others="ABC")
+        replaced("AAbb", "ABC", num_ranks=2)
 
 
 def test_the_order_of_candidates_is_the_rounds_own() -> None:
@@ -103,7 +90,7 @@ def test_the_order_of_candidates_is_the_rounds_own() -> None:
         for seed, round_, first_group in (
             (42, ROUND, 0),
             (43, ROUND, 0),
-            (42, ROUND._replace(phase="eval"), 0),
+            (42, ROUND._replace(phase="train"), 0),
             (42, ROUND._replace(number=0), 0),
             (42, ROUND._replace(step=4), 0),
             (42, ROUND, 7),
