@@ -23,6 +23,7 @@ from swift_grpo_ext.training.batch import (
     switch_off_dropout,
 )
 from swift_grpo_ext.training.group import DisagreementError, EncodedSample, GroupPrompt
+from tests.rig.logits.models import build
 from tests.rig.ranks import run_rank_groups
 from tests.rig.training.samples import arguments, batch, prompts, sample
 
@@ -127,25 +128,18 @@ def test_positions_are_compared(how: str, warnings: list[str]) -> None:
 # --- dropout ---
 
 
-class Attention(torch.nn.Module):
-    """Calls functional dropout with its attribute, as transformers' layers do."""
-
-    attention_dropout, scaling, hidden_dropout = 0.5, 0.5, 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.dropout(x, self.attention_dropout, self.training)
-
-
 def test_dropout_is_really_off() -> None:
     """Two passes in training mode agree afterwards. Dropouts of 0 are not counted."""
-    layers = torch.nn.Sequential(Attention(), torch.nn.Dropout2d(0.1), torch.nn.Dropout(0.0))
-    layers.train()
-    x = torch.ones(4, 64)
-    assert not torch.equal(layers[0](x), layers[0](x))
-    assert switch_off_dropout(layers) == 2
-    assert torch.equal(layers(x), x)
-    assert layers[0].scaling == 0.5
-    assert switch_off_dropout(layers) == 0
+    model, ids = build("Qwen2"), torch.arange(8)[None]
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    dropouts = (torch.nn.Dropout1d(0.1), torch.nn.Dropout(0.0))
+    model.lm_head = torch.nn.Sequential(model.lm_head, *dropouts)
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    assert switch_off_dropout(model) == 3
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    assert model.model.layers[0].self_attn.scaling == 0.25
+    assert switch_off_dropout(model) == 0
 
 
 # --- micro-batches that read a prompt once ---

@@ -36,6 +36,22 @@ def decode(ids: list[int]) -> str:
 PIXELS = torch.arange(8.0).reshape(2, 4)
 
 
+def encoded(prompt: list[int], own: Any = (5, 6), mask: Any = (1, 1)) -> dict[str, Any]:
+    """Return an encoded row with the response `own`, of which `mask` is trained on."""
+    ids = [*prompt, *own]
+    kinds = [int(i < 0 or i in PLACEHOLDERS) for i in ids]
+    trained = [i if kept else -100 for i, kept in zip(own, mask, strict=True)]
+    return {
+        "input_ids": ids,
+        "labels": [*[-100] * len(prompt), *trained],
+        "length": len(ids),
+        "loss_scale": [0.0] * len(prompt) + [float(kept) for kept in mask],
+        "token_type_ids": kinds,
+        "mm_token_type_ids": torch.tensor(kinds),
+        "pixel_values": PIXELS,
+    }
+
+
 class Template(SimpleNamespace):
     """Encodes a prompt of two placeholders and the sample's words, and counts its calls. ms-swift's
     method `_add_dynamic_eos` would label ends of turns that were not sampled."""
@@ -50,20 +66,10 @@ class Template(SimpleNamespace):
     def encode(self, one: Any) -> dict[str, Any]:
         assert hasattr(self, "_add_dynamic_eos") == bool(one.response_token_ids)
         self.num_encoded += 1
-        prompt, ids = [*self.head, *one.words], [*flatten(one.response_token_ids), *self.tail]
-        mask = [*flatten(one.response_loss_mask)] or [1] * (len(ids) - len(self.tail))
-        kinds = [int(i == PAD) for i in (*prompt, *ids)]
-        trained = [i if own else -100 for i, own in zip(ids, mask, strict=False)]
-        return {
-            "input_ids": [*prompt, *ids],
-            "labels": [-100] * len(prompt) + trained + [-100] * len(self.tail),
-            "loss_scale": [0.0] * len(prompt) + [float(own) for own in mask],
-            "mm_token_type_ids": kinds,
-            "token_type_ids": torch.tensor([kinds]),
-            "pixel_values": PIXELS,
-            "length": len(prompt) + len(ids),
-            "_extra_kwargs": {},
-        }
+        own = [*flatten(one.response_token_ids)]
+        mask = [*flatten(one.response_loss_mask)] or [1] * len(own)
+        row = encoded([*self.head, *one.words], [*own, *self.tail], [*mask, *[0] * len(self.tail)])
+        return row | {"_extra_kwargs": {}}
 
 
 def group_of(*answers: Any, **fields: Any) -> list[Any]:
@@ -103,7 +109,7 @@ def test_a_group_is_encoded_once() -> None:
     for one, row in zip(samples, found, strict=True):
         whole = encode_whole(one, made, None)
         assert row.keys() == whole.keys()
-        assert torch.equal(row["token_type_ids"], whole.pop("token_type_ids"))
+        assert torch.equal(row["mm_token_type_ids"], whole.pop("mm_token_type_ids"))
         assert row["pixel_values"] is whole.pop("pixel_values") is PIXELS
         assert {name: row[name] for name in whole} == whole
     assert len({id(row.prompt) for row in found}) == 1
@@ -233,20 +239,6 @@ def test_prompts_that_differ_are_named(
 # --- prompts that are made equal ---
 
 
-def encoded(prompt: list[int]) -> dict[str, Any]:
-    ids = [*prompt, 5, 6]
-    kinds = [int(i < 0 or i in PLACEHOLDERS) for i in ids]
-    return {
-        "input_ids": ids,
-        "labels": [*[-100] * len(prompt), 5, 6],
-        "length": len(ids),
-        "token_type_ids": kinds,
-        "mm_token_type_ids": torch.tensor(kinds),
-        "pixel_values": torch.zeros(len(ids), 4),
-        "loss_scale": None,
-    }
-
-
 @pytest.mark.parametrize(
     ("rollout", "training", "expected", "was_cut"),
     [
@@ -277,7 +269,7 @@ def test_training_gets_the_text_of_the_rollout(
         return
     wanted = encoded(expected)
     assert torch.equal(changed.pop("mm_token_type_ids"), wanted.pop("mm_token_type_ids"))
-    del wanted["pixel_values"], wanted["loss_scale"]
+    del wanted["pixel_values"]
     assert changed == wanted
 
 

@@ -8,7 +8,6 @@ import json
 import os
 from concurrent.futures import ProcessPoolExecutor
 from copy import copy
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +38,7 @@ class RecordingEngine:
 
     rounds: ClassVar[list[list[tuple[str, RequestMetadata]]]] = []
     weights: ClassVar[list[float]] = []
-    calls: ClassVar[list[tuple[str, bool]]] = []  # and whether torch's deterministic mode was on
+    is_deterministic: ClassVar[set[bool]] = set()  # torch's mode in each call
 
     def __init__(self, model_dir: str, *, template: Any, **_: Any) -> None:
         self.template = copy(template)
@@ -48,21 +47,21 @@ class RecordingEngine:
         self.model_config = SimpleNamespace(quantization=None)
         worker = SimpleNamespace(worker=SimpleNamespace(model_runner=self))
         self.inner_model_executor = SimpleNamespace(is_sleeping=False, driver_worker=worker)
-        self._note("made")
+        self._note()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("reset_"):
-            return partial(self._note, name)
+            return self._note
         raise AttributeError(name)
 
-    def _note(self, name: str) -> None:
-        self.calls.append((name, torch.are_deterministic_algorithms_enabled()))
+    def _note(self) -> None:
+        self.is_deterministic.add(torch.are_deterministic_algorithms_enabled())
 
     def named_parameters(self) -> list[Any]:
         return []
 
     def load_weights(self, weights: Any) -> set[str]:
-        self._note("load_weights")
+        self._note()
         held = dict(weights)
         self.weights.append(sum(float(tensor.sum()) for tensor in held.values()))
         return set(held)
@@ -71,7 +70,7 @@ class RecordingEngine:
         self.load_weights(weights_iterator)
 
     def infer(self, requests: list[Any], config: Any, use_tqdm: bool) -> list[RolloutOutput]:
-        self._note("infer")
+        self._note()
         found: list[Any] = [wire.read_metadata(request.data_dict) for request in requests]
         words = [request.messages[-1]["content"] for request in requests]
         self.rounds.append(list(zip(words, found, strict=True)))
@@ -108,9 +107,9 @@ class Odd(ORM):
         return [float(i % 2) for i in range(len(completions))]
 
 
-def train(argv: list[str], folder: Path) -> Any:
+def train(argv: list[str]) -> Any:
     """Train in this process, and change its globals for good. Return what the engine got, the
-    warnings, and whether reward functions ran in deterministic mode."""
+    warnings, and the modes of the engine's calls and of reward functions."""
     os.environ["MASTER_PORT"] = "0"  # any free one: another training may hold the usual one
     orms["odd"] = Odd
     warnings: list[str] = []
@@ -119,7 +118,7 @@ def train(argv: list[str], folder: Path) -> Any:
     engine_module.RolloutEngine = RecordingEngine  # type: ignore[assignment, misc]
     rlhf_main(argv)
     engine = RecordingEngine
-    return engine.rounds, engine.weights, engine.calls, warnings, Odd.is_deterministic
+    return engine.rounds, engine.weights, warnings, engine.is_deterministic, Odd.is_deterministic
 
 
 def test_a_training_of_three_steps(assets: Path, tmp_path: Path) -> None:
@@ -148,9 +147,7 @@ def test_a_training_of_three_steps(assets: Path, tmp_path: Path) -> None:
     ]
     gc.freeze()  # if the child collected a group of gloo, it would wait for threads of the parent
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
-        rounds, weights, calls, warnings, modes_of_rewards = pool.submit(
-            train, argv, tmp_path
-        ).result()
+        rounds, weights, warnings, *modes = pool.submit(train, argv).result()
     gc.unfreeze()
 
     # A round serves two iterations. An evaluation numbers its groups over batches, and the last
@@ -186,7 +183,6 @@ def test_a_training_of_three_steps(assets: Path, tmp_path: Path) -> None:
     assert min(line["rollout_gap/mean"] for line in log if "rollout_gap/mean" in line) > 1
     assert any("Step 0: log-probabilities of the rollout" in text for text in warnings)
 
-    # Deterministic mode is off while the engine is made, takes weights or generates.
-    assert calls[0][0] == "made"
-    assert [name for name, is_deterministic in calls if is_deterministic] == []
-    assert modes_of_rewards == {True}
+    # Deterministic mode is off while the engine is made, takes weights or generates, and on in
+    # reward functions.
+    assert modes == [{False}, {True}]
