@@ -98,30 +98,25 @@ def test_positions_are_compared(how: str, warnings: list[str]) -> None:
     positions = (None, ROLLOUT, None)
     samples = [sample(**rows, rollout_prompts=prompts(ids[:5], positions=p)) for p in positions]
 
-    def check(positions: torch.Tensor, **changes: Any) -> None:
-        inputs: dict[str, Any] = {"position_ids": positions}
-        mask = torch.zeros(positions.shape[1:])
-        if how == "right":
-            mask[:, :7] = 1
-        elif how == "left":
-            mask[:, -7:] = 1
-            inputs["position_ids"] = positions.roll(positions.shape[2] - 7, 2)
-        if how in ("right", "left"):
-            inputs["attention_mask"] = mask
-        elif how == "packed":
-            inputs["position_ids"] = positions[:, :, :7].flatten(1)[:, None]
-        else:
-            del inputs["position_ids"]
-        check_positions(samples, inputs, arguments(**changes))
+    def check(*rows: Any, **changes: Any) -> None:
+        positions = placed(*rows, padding=3)
+        mask = (torch.arange(10) < 7).expand(3, -1)
+        layouts = {
+            "right": {"position_ids": positions, "attention_mask": mask},
+            "left": {"position_ids": positions.roll(3, 2), "attention_mask": mask.flip(1)},
+            "packed": {"position_ids": positions[:, :, :7].flatten(1)[:, None]},
+            "counted by the model": {},
+        }
+        check_positions(samples, layouts[how], arguments(**changes))
 
-    check(placed(OTHER, ROLLOUT, OTHER, padding=3))
+    check(OTHER, ROLLOUT, OTHER)
     if how == "counted by the model":
-        check(placed(ROLLOUT, OTHER, ROLLOUT, padding=3))
+        check(ROLLOUT, OTHER, ROLLOUT)
         return
     message = r"sample 1, a row of video: .* from token 4 of 5 on \(\[9, 9, 9\] against \[4, 4, 4\]"
     with pytest.raises(DisagreementError, match=message):
-        check(placed(ROLLOUT, OTHER, ROLLOUT, padding=3))
-    check(placed(ROLLOUT, OTHER, ROLLOUT, padding=3), rollout_mismatch="warn")
+        check(ROLLOUT, OTHER, ROLLOUT)
+    check(ROLLOUT, OTHER, ROLLOUT, rollout_mismatch="warn")
     assert "different positions, from token 4" in warnings[-1]
 
 

@@ -19,7 +19,7 @@ from swift_grpo_ext.training.encode import (
     encode_whole,
     with_text_of,
 )
-from swift_grpo_ext.training.group import DisagreementError, flatten, kind_of_row
+from swift_grpo_ext.training.group import DisagreementError, flatten
 from tests.rig.training.samples import arguments, prompts, sample
 
 PAD, SOFT = 90, 91
@@ -281,16 +281,3 @@ def test_entries_that_cannot_be_aligned_stay() -> None:
     ):
         whole = encoded([1, PAD, 10, 2]) | entry
         assert with_text_of([1, PAD, 2], whole, PLACEHOLDERS, decode, was_cut=False) == {}
-
-
-@pytest.mark.parametrize(
-    ("columns", "kind"),
-    [
-        ({"images": None, "videos": []}, "text"),
-        ({"images": ["a", "b"], "audios": ["c"]}, "images+audio"),
-        ({"videos": ["a", "b"], "images": "c"}, "image+videos"),
-    ],
-)
-def test_kinds_of_rows(columns: dict[str, Any], kind: str) -> None:
-    messages = [{"role": "user", "content": "Is <video> a tag?"}]
-    assert kind_of_row(sample(messages=messages, **columns)) == kind

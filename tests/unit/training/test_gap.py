@@ -61,45 +61,34 @@ def check(*gaps: SampleGap, **changes: Any) -> dict[str, float]:
 
 def test_a_gap_is_that_of_completion_tokens(warnings: list[str]) -> None:
     """It has their absolute differences. Samples and batches without tokens do not count."""
-    text, image = (
-        sample(rollout_infos={"replica": "rank 0"}),
-        sample(rollout_infos={}, images=["x"]),
-    )
+    text = sample(rollout_infos={"replica": "rank 0"})
+    seeing = sample(rollout_infos={}, images=["a", "b"], audios="c", videos=None)
     masked = batch(rollout=((-1.0, -1.0),), training=((-1.5, -9.0),), mask=((1, 0),))
     two = ((-0.5, -1.0), (0.0, 0.0)), ((-0.3, -1.4), (0.0, -0.1)), ((1, 1), (0, 1))
     far = batch(*two)  # 0.2 and 0.4 nats, and 0.1
     batches = [masked, batch(rollout=None), batch(training=None), batch(mask=((0, 0),))]
-    gaps = measure_gap([([text], one) for one in batches] + [([text, image], far)])
-    assert [gap.source for gap in gaps[-2:]] == [("rank 0", "text"), ("", "image")]
+    gaps = measure_gap([([text], one) for one in batches] + [([text, seeing], far)])
+    assert [gap.source for gap in gaps[-2:]] == [("rank 0", "text"), ("", "images+audio")]
     metrics = check(*gaps)
     assert metrics["rollout_gap/mean"] == pytest.approx((0.5 + 0.2 + 0.4 + 0.1) / 4)
     assert metrics["rollout_gap/max"] == pytest.approx(0.5)
     assert check() == {}
     assert warnings == []
     # With other rounding, each sample has a bound.
-    rounded = measure_gap([([text, image], far)], [far.old_per_token_logps + 0.02])
+    rounded = measure_gap([([text, seeing], far)], [far.old_per_token_logps + 0.02])
     assert [gap.gap.rounding.mean for gap in rounded] == pytest.approx([0.02, 0.02])
     assert rounded[0].gap.bound == pytest.approx(1.5 * (1 + 256 / 2) * 0.02)
     assert gaps[-1].gap.bound == math.inf
 
 
-@pytest.mark.parametrize("count", [8, 2**12])
-def test_few_tokens_may_lie_further_apart(count: int, warnings: list[str]) -> None:
-    """The sum may exceed the limit of 0.25 nats by 32 limits: a few tokens with other experts."""
-    bound = 0.25 * (1 + 32 / count)
-    for nats in (bound - 0.01, bound + 0.01, bound + 0.01):
-        check(seen(nats, count=count))
-    [warning] = warnings
-    found = f"{nats:.3g} nats in the mean of {count} tokens, {nats:.3g} at most ({bound:.3g} expl"
-    assert "Step 7: log-probabilities of the rollout and of training differ by" in warning
-    assert f"rank 0 rows of text: {found}" in warning
-    assert "do not see the same weights or prompts" in warning
-
-
 def test_rows_of_one_kind_are_named() -> None:
-    """The videos are one row in fifteen, so the round's mean is small."""
+    """The videos are one row in fifteen, so the round's mean is small. A few tokens may lie further
+    apart, as with other experts: the bound of 0.25 nats is 0.375 for 64 tokens."""
     gaps = [seen(1.5, "video"), *[seen(0.01, "image")] * 6, *[seen(0.01)] * 8]
-    message = "rank 0 rows of video: 1.5 nats in the mean of 64 tokens.* Other rows agree: one side"
+    message = (
+        r"Step 7: log-probabilities of the rollout and of training differ by .* rank 0 rows of "
+        r"video: 1\.5 nats in the mean of 64 tokens, 1\.5 at most \(0\.375 explained\)\. Other rows"
+    )
     with pytest.raises(DisagreementError, match=message) as raised:
         check(*gaps, rollout_mismatch="stop")
     assert "image" not in str(raised.value)
@@ -156,10 +145,11 @@ def test_settings_explain_a_part_of_the_gap(
 ) -> None:
     """A gap beyond both parts is reported with them; NaN always is."""
     assert sampling_shift(arguments(**changes)) == pytest.approx(shift, abs=1e-5)
-    near, far = (0.24 + shift, 0.26 + shift) if shift < 9 else (30.0, NAN)
-    check(seen(near, count=2**14), **changes)
+    near, far = (0.37 + shift, 0.38 + shift) if shift < 9 else (30.0, NAN)
+    check(seen(near), **changes)
     assert warnings == []
-    check(seen(far, count=2**14), **changes)
+    for _ in range(2):
+        check(seen(far), **changes)
     [warning] = warnings
     assert (f" explained, {shift:.3g} of it by sampling settings)" in warning) == (0 < shift < 9)
 

@@ -1,10 +1,13 @@
 """Training leaves out the pass of the old policy where the loss's own pass has its weights (M7); a
 pass that measures rounding is off on GPUs (R8). A rollout that fails on one rank ends all ranks,
-each with the cause (F3). The log begins and ends with a line of the plugin."""
+each with the cause (F3). A prompt that cannot be encoded is replaced as a whole group, the same on
+each rank (M1). Duplicates and uneven groups are counted (G3, G4). Weights are loaded from a
+checkpoint, whatever names its files use (S4). The log begins and ends with a line of the plugin."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +17,20 @@ from swift.rlhf_trainers import GRPOTrainer
 from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
 from swift_grpo_ext.ranks import RankGroup
+from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.training import RolloutGRPOTrainer, summary, trainer
+from swift_grpo_ext.training.checkpoints import holds_whole_model, load_whole_model
+from swift_grpo_ext.training.prompts import (
+    MAX_CANDIDATES,
+    candidate_order,
+    replace_failing_prompts,
+    warn_duplicates,
+    warn_uneven,
+)
 from swift_grpo_ext.training.rollouts import RolloutTraining
 from swift_grpo_ext.training.summary import RunSummary
 from swift_grpo_ext.version import __version__
+from tests.rig.logits.models import add_lora, build
 from tests.rig.ranks import ThreadRanks, run_rank_groups
 from tests.rig.record.rows import ROW, sample_id
 from tests.rig.training.samples import arguments
@@ -172,6 +185,135 @@ def test_a_rollout_that_fails_on_one_rank_fails_on_all(
             alone = Rank(ThreadRanks(0, 2, pytest.fail), **settings)
             with pytest.raises(OSError, match="disk 0 is gone"):
                 alone._infer_single_or_multi_turn(0, None)
+
+
+# --- prompts ---
+
+ROUND, FIRST = RoundId("eval", 3, 1), 7
+
+
+def row(words: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": words}]}
+
+
+def words_of(row: Any) -> str:
+    return row["messages"][0]["content"]
+
+
+def replaced(batch: str, others: str, num_ranks: int = 1) -> list[tuple[str, list[int]]]:
+    """Return each rank's rows afterwards, as letters, and the replaced groups. Groups have two
+    samples; capitals are bad prompts. `others` are the other rows, in the order of trying."""
+    order = candidate_order(42, ROUND, FIRST, len(others))
+    share = len(batch) // num_ranks
+
+    def work(ranks: ThreadRanks) -> tuple[str, list[int]]:
+        rows, groups = replace_failing_prompts(
+            [row(letter) for letter in batch[ranks.rank * share : (ranks.rank + 1) * share]],
+            others=[row(letter) for _, letter in sorted(zip(order, others, strict=True))],
+            round_=ROUND,
+            first_group=FIRST,
+            group_size=2,
+            seed=42,
+            ranks=ranks,
+            error_of=lambda row: "too long" if words_of(row).isupper() else None,
+        )
+        assert len({id(row) for row in rows}) == share  # ms-swift changes each sample's own
+        return "".join(map(words_of, rows)), groups
+
+    return run_rank_groups(num_ranks, work)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_two_bad_groups_at_once(num_ranks: int, warnings: list[str]) -> None:
+    """Each gets another row, on whichever ranks it is; rank 0 names both."""
+    results = replaced("AAbbCCbb", "defgh", num_ranks)
+    assert "".join(rows for rows, _ in results) == "ddbbeebb"
+    assert [groups for _, groups in results] == [[0, 2]] * num_ranks
+    assert len(warnings) == 2
+    for warning, group, words in zip(warnings, (7, 9), "AC", strict=True):
+        name = f"eval round 3.1, group {group}: the row that asks '{words}'"
+        assert warning.startswith(f"{name} cannot be encoded (too long)")
+
+
+@pytest.mark.parametrize(
+    ("batch", "others", "expected"),
+    [
+        ("bbcc", "d", "bbcc"),
+        ("AABB", "CdDf", "ddff"),  # each group has another
+        ("AABB", "Cd", "dddd"),  # while there are any
+        ("bAcc", "d", "ddcc"),  # rows of a group that differ are all looked at
+        ("AA", "CCCCCCCCCd", "dd"),
+    ],
+)
+def test_which_prompt_comes(batch: str, others: str, expected: str, warnings: list[str]) -> None:
+    assert replaced(batch, others)[0][0] == expected
+    assert bool(warnings) == (batch != expected)
+
+
+def test_where_nothing_is_left_every_rank_says_so() -> None:
+    message = rf"1 prompts .* for 1 of them {MAX_CANDIDATES} other .*group 0: too long"
+    with pytest.raises(ValueError, match=message):
+        replaced("AAbb", "ABC", num_ranks=2)
+
+
+def test_the_order_of_candidates_is_the_rounds_own() -> None:
+    orders = [
+        candidate_order(seed, round_, first_group, 100)
+        for seed, round_, first_group in (
+            (42, ROUND, 0),
+            (43, ROUND, 0),
+            (42, ROUND._replace(phase="train"), 0),
+            (42, ROUND._replace(number=0), 0),
+            (42, ROUND._replace(step=4), 0),
+            (42, ROUND, 7),
+        )
+    ]
+    assert sorted(orders[0]) == list(range(100))
+    assert len({tuple(order[:10]) for order in orders}) == len(orders)
+
+
+def test_uneven_groups_and_duplicates_are_warned_of_once(warnings: list[str]) -> None:
+    warn_uneven([])
+    warn_duplicates([["a", "b"], ["c"]], sample_id(3))
+    assert warnings == []
+    for _ in range(2):
+        warn_uneven([sample_id(3, group=1)])
+        warn_duplicates([["a", "b", "b"], ["a"]], sample_id(3, number=1))
+    uneven, duplicates = warnings
+    assert uneven.startswith("1 groups hold rows that differ, the first in train round 3.")
+    assert duplicates.startswith("train round 3.1: 2 of 4 prompts")
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize(("name", "shard_size"), [("Qwen2, tied", "1GB"), ("Qwen2.5-VL", "20KB")])
+def test_every_parameter_comes_in_its_own_type(name: str, shard_size: str, tmp_path: Path) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) is (shard_size == "20KB")
+    assert holds_whole_model(tmp_path)
+    resumed = build(name).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in resumed.parameters():
+            parameter.add_(1.0)
+    pointers = {n: p.data_ptr() for n, p in resumed.named_parameters()}
+    load_whole_model(resumed, tmp_path)
+    loaded, saved = resumed.state_dict(), model.to(torch.bfloat16).state_dict()
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[n], saved[n]) for n in loaded)
+    assert {n: p.data_ptr() for n, p in resumed.named_parameters()} == pointers, "an optimizer's"
+
+
+def test_another_model_is_refused_and_adapters_are_left_to_peft(tmp_path: Path) -> None:
+    build("Qwen2").save_pretrained(tmp_path)
+    # Its configuration, else the vision tower would be a large one.
+    build("Qwen2.5-VL").config.save_pretrained(tmp_path)
+    expected = r"does not hold the weights of .*Qwen2_5_VL.* has no .*visual.*--model"
+    with pytest.raises(ValueError, match=expected):
+        load_whole_model(build("Qwen2.5-VL"), tmp_path)
+    add_lora(build("Qwen2.5-VL")).save_pretrained(adapter := tmp_path / "adapter")
+    assert not holds_whole_model(adapter)
 
 
 # --- the first and the last line ---
