@@ -21,6 +21,7 @@ TEXT: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "initializer_range": 0.5,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -34,13 +35,10 @@ IDS = {
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
 }
-VISION = {
-    **{"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64},
-    "out_hidden_size": 32,
-}
-SIGLIP = {k: TEXT[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads")}
-SIGLIP["num_hidden_layers"] = 1
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+SIZES = {"hidden_size": 32, "intermediate_size": 64}
+VISION = {**SIZES, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+SIGLIP = {**SIZES, "num_attention_heads": 2, "num_hidden_layers": 1}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 KINDS_OF_LAYERS: dict[str, Any] = {
     "initializer_range": 0.2,  # with 0.5, four layers move the last bits by 1e-4
@@ -53,7 +51,6 @@ KINDS_OF_LAYERS: dict[str, Any] = {
 DELTA_NET = {
     **TEXT,
     "initializer_range": 0.05,  # with 0.5, padding alone moves log-probabilities by 1e-4
-    "head_dim": 16,
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_num_key_heads": 2,
@@ -73,7 +70,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2, tied": ("Qwen2", {**TEXT, "tie_word_embeddings": True}),
     "Qwen2, some windows": ("Qwen2", {**TEXT, **KINDS_OF_LAYERS, "use_sliding_window": True}),
     "Mistral": ("Mistral", {**TEXT, "sliding_window": 5}),
-    "soft-capped (Gemma2)": ("Gemma2", {**TEXT, "head_dim": 16, "final_logit_softcapping": 2.0}),
+    "soft-capped (Gemma2)": ("Gemma2", {**TEXT, "final_logit_softcapping": 2.0}),
     "Qwen2.5-VL": (
         "Qwen2_5_VL",
         seeing({"rope_scaling": MROPE}, {**VISION, "fullatt_block_indexes": [0]}, **IDS),
@@ -101,7 +98,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3": (
         "Gemma3",
         seeing(
-            {**KINDS_OF_LAYERS, "head_dim": 16, "query_pre_attn_scalar": 16},
+            {**KINDS_OF_LAYERS, "query_pre_attn_scalar": 16},
             {**SIGLIP, "image_size": 56, "patch_size": 14},
             mm_tokens_per_image=4,
             image_token_id=IMAGE,
@@ -112,7 +109,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4",
         seeing(
             {
-                **{**KINDS_OF_LAYERS, "head_dim": 16, "global_head_dim": 16},
+                **{**KINDS_OF_LAYERS, "global_head_dim": 16},
                 **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
                 "use_bidirectional_attention": "vision",
             },

@@ -37,7 +37,7 @@ from tests.rig.logits.batch import (
     values_and_gradients,
     wrong_parts,
 )
-from tests.rig.logits.models import TEXT, add_lora, build
+from tests.rig.logits.models import CONFIGS, TEXT, add_lora, build
 
 FLOAT32 = 1e-4
 """Bound on errors in float32: sums have other orders."""
@@ -47,9 +47,6 @@ HALF = 0.5
 25% (Qwen2, Qwen2.5-VL, on a CPU), which hides faults. With it, the change is 1 to 5%, while samples
 that attend to each other change gradients by 38 to 76%. Gated delta nets keep their weights: they
 normalize their outputs, and smaller weights make their rounding worse."""
-
-NEEDS = {"Qwen3.5": "Qwen3_5Config", "Gemma3": "Gemma3Config", "Gemma4": "Gemma4Config"}
-"""Configurations that some releases of transformers lack."""
 
 GROUPS: Rows = ((7, 9), (7, 3), (7, 12), (10, 4), (10, 6), (8, 5))
 """No other row has the last prompt."""
@@ -200,7 +197,8 @@ class Compared:
     """A tiny model, and the results of its plain pass; in bfloat16 those of the exact pass too."""
 
     def __init__(self, case: Case) -> None:
-        if not hasattr(transformers, NEEDS.get(case.name, "Qwen2Config")):
+        kind, _ = CONFIGS.get(case.name, ("Qwen2", {}))
+        if not hasattr(transformers, f"{kind}Config"):  # some releases lack it
             pytest.skip(f"transformers {transformers.__version__} has no {case.name}")
         # TF32 would round float32 products to 10 bits, differently for each batch size. By default
         # cudnn's convolutions use it.

@@ -115,13 +115,12 @@ def test_the_loss_is_ms_swifts(
     lacks, results = slice(None) if teacher == "silent" else slice(2, 3), []
     for host in (Upstream, Ours):
         trainer = host(local, served=teacher in ("served", "silent"), **flags)
+
+        def loss(trainer: Any = trainer) -> Any:
+            return trainer.compute_loss(model, inputs_of(batch, lacks, source))[None]
+
         with counted_positions(model) as counts:
-            results.append(
-                values_and_gradients(
-                    model,
-                    lambda: trainer.compute_loss(model, inputs_of(batch, lacks, source))[None],  # noqa: B023
-                )
-            )
+            results.append(values_and_gradients(model, loss))
     assert_close(results[1], results[0])
     num_tokens = int(batch.labels.ne(-100).sum())
     assert max(counts[-1:] if teacher == "itself" else counts) == min(chunk_size, num_tokens)
