@@ -16,22 +16,20 @@ from tests.rig.logits.batch import (
     ROWS,
     UNEQUAL,
     Batch,
+    Ours,
     Rows,
     Run,
-    assert_close,
-    counted_positions,
-    values_and_gradients,
-)
-from tests.rig.logits.models import build
-from tests.rig.logits.trainers import (
-    Ours,
     Upstream,
+    assert_close,
     config_of,
+    counted_positions,
     loss_pass,
     make_pass,
     seen_positions,
     template_of,
+    values_and_gradients,
 )
+from tests.rig.logits.models import build
 from tests.rig.ranks import ThreadRanks, run_rank_groups
 
 WORTH = proof.WORTH

@@ -63,10 +63,7 @@ class Ours(RolloutGKDTrainer):
 
 
 def inputs_of(
-    batch: Batch,
-    lacks: slice = slice(0),
-    source: DataSource = DataSource.STUDENT,
-    **more: Any,
+    batch: Batch, lacks: slice = slice(0), source: DataSource = DataSource.STUDENT, **more: Any
 ) -> dict[str, Any]:
     """Return the inputs of a loss. A teacher's server has scored all tokens except `lacks`."""
     torch.manual_seed(3)
@@ -74,10 +71,7 @@ def inputs_of(
     logprobs = torch.randn(shape).log_softmax(-1)
     rows, columns = batch.labels.ne(-100).nonzero()[lacks].unbind(1)
     logprobs[rows, columns - 1] = float("-inf")
-    scores = {
-        "teacher_topk_logprobs": logprobs,
-        "teacher_topk_indices": torch.randint(150, shape),
-    }
+    scores = {"teacher_topk_logprobs": logprobs, "teacher_topk_indices": torch.randint(150, shape)}
     encoded = {**batch.inputs, "labels": batch.labels}
     both = {"model_inputs": dict(encoded), "teacher_model_inputs": dict(encoded)}
     return {**both, "gkd_batch": GKDBatch(data_source=source, **scores), **more}
