@@ -21,7 +21,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
   logits=(--vocabulary 4096 --lengths 64)
 fi
 # -rP adds to tests.txt what passed tests print: the checksums of deterministic steps.
-files=(tests/gpu tests/unit/logits/test_passes.py tests/unit/logits/test_memory.py)
+files=(tests/gpu tests/unit/logits/test_passes.py)
 "$python" -m pytest "${files[@]}" -n 1 -q -rsP -o faulthandler_timeout=120 "$@" | tee "$out/tests.txt" || status=1
 bench() { # OUTPUT BENCH ARGUMENTS...
   timeout 240 "$python" "scripts/bench/$2.py" "${@:3}" --repetitions 2 --output "$out/$1.json" | tee "$out/$1.md" || status=1

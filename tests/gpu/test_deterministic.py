@@ -1,10 +1,9 @@
-"""With the switch of `--full_determinism true`, training steps are bitwise reproducible; checksums
-detect steps that differ [R9]."""
+"""With the switch of `--full_determinism true`, training steps are bitwise reproducible [R9]. The
+memory of a step's parts is read from a GPU [V5]."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import pytest
@@ -22,8 +21,10 @@ from scripts.bench.passes import (
     why_not_installed,
 )
 from swift_grpo_ext.logits.packed import reason_against
+from swift_grpo_ext.timing import MEMORY_PARTS
 from swift_grpo_ext.upstream.determinism import deterministic
-from tests.rig.logits.compare import DEVICE
+from tests.rig.logits.batch import DEVICE
+from tests.rig.timed import WORK, Trainer
 
 STEPS = 4
 LEARNING_RATE = 1e-3
@@ -95,21 +96,26 @@ def test_steps_twice(attention: str, way: Callable[[Any, Batch], Tensor]) -> Non
         first, second = (train(model, batch, way) for _ in range(2))
     print(f"{attention}, {way.__name__}: after the last step {first[-1]}")
     assert first == second
+    assert len(set(first)) == STEPS, "no weight moved"
 
 
-def test_a_changed_bit_changes_the_checksum() -> None:
-    model = make_model("qwen2_5_vl", "small", 2, "cpu", torch.bfloat16, "sdpa")
-    batch = group_with_image(model, side=8, completion=16, group_size=4)
-    calls = count()
+GIB = 2**30
 
-    def differ_late(model: Any, batch: Batch) -> Tensor:
-        """Change the last bit of one value in the third step of the second training."""
-        values = plain(model, batch)
-        factors = torch.ones_like(values)
-        factors[0] += torch.finfo(values.dtype).eps if next(calls) == STEPS + 2 else 0
-        return values * factors
 
-    one, other = train(model, batch, differ_late), train(model, batch, differ_late)
-    same = [a == b for a, b in zip(one, other, strict=True)]
-    assert same[:3] == [True, True, False]
-    assert len(set(one)) == STEPS, "no weight moved"
+def fill(trainer: Any) -> None:
+    """Leave 1 GiB on the GPU, as a pass with gradients."""
+    trainer.filled = torch.zeros(GIB, dtype=torch.uint8, device=DEVICE)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_each_part_has_its_memory() -> None:
+    torch.cuda.empty_cache()  # else an earlier test's memory might serve
+    trainer = Trainer(device=f"{DEVICE}:0", training_step=(*WORK["training_step"], fill))
+    total = torch.cuda.get_device_properties(0).total_memory / GIB
+    trainer.begin()
+    trainer.step()
+    trainer.clock.log_memory([trainer.clock.memory.take()])
+    log = trainer.logged()
+    memory = {part: log[f"memory/{part}"] for part in MEMORY_PARTS}
+    assert 0 < min(memory.values()) <= max(memory.values()) <= total, memory
+    assert memory["loss"] >= memory["logps"] + 0.9, memory

@@ -3,7 +3,6 @@ and no rank waits for another [L1, L6, R2]."""
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,30 +14,27 @@ import torch
 
 from tests.conftest import ROOT
 from tests.rig.logits import two_ranks
-from tests.rig.logits.compare import assert_close
-from tests.rig.logits.two_ranks import Case, Shared
+from tests.rig.logits.batch import assert_close
+from tests.rig.logits.two_ranks import Case
 
-Results = Callable[[Case | Shared], list[dict[str, Any]]]
+Results = Callable[[Case], list[dict[str, Any]]]
 """Returns each rank's results of a case, after a comparison of values and gradients."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     @cache
-    def results_of(*argv: str) -> list[dict[Any, Any]]:
+    def all_results() -> list[dict[Any, Any]]:
         folder = tmp_path_factory.mktemp("ranks")
-        command = [sys.executable, "-m", "tests.rig.logits.two_ranks", str(folder), *argv]
+        command = [sys.executable, "-m", "tests.rig.logits.two_ranks", str(folder)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-        files = [folder / f"rank{rank}.pt" for rank in range(2)]
         if done.returncode:
-            return [{"error": done.stderr[-3000:]} for _ in files]
-        return [torch.load(file) for file in files]
+            return [{"error": done.stderr[-3000:]}] * 2
+        return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
-    def results_of_case(case: Case | Shared) -> list[dict[str, Any]]:
-        if case.kind == "ZeRO-3" and importlib.util.find_spec("deepspeed") is None:
-            pytest.skip("deepspeed is not installed: ZeRO-3 itself is not tested")
+    def results_of_case(case: Case) -> list[dict[str, Any]]:
         found = []
-        for of_rank in results_of(*(["zero3"] if case.kind == "ZeRO-3" else [])):
+        for of_rank in all_results():
             assert str(case) in of_rank, of_rank["error"]
             result = of_rank[str(case)]
             for step, expected in zip(result["found"], result["expected"], strict=True):
@@ -74,7 +70,7 @@ def calls_of_the_head(case: Case, count: int) -> int:
 
 
 @pytest.mark.parametrize("case", two_ranks.SHARED, ids=str)
-def test_shared_prompts(results: Results, case: Shared) -> None:
+def test_shared_prompts(results: Results, case: Case) -> None:
     """Only rank 0's batches can be packed in the first step, both ranks' in the second one, and
     rank 1's in the third."""
     of_rank_0, of_rank_1 = (result["positions"] for result in results(case))

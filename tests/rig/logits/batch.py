@@ -1,21 +1,35 @@
-"""Batches for tiny models, collated as in ms-swift, and ways to their log-probabilities."""
+"""Batches for tiny models, collated as in ms-swift, ways to their log-probabilities, and the
+comparison of two passes.
+
+In float32, a pass is compared with the plain pass. In bfloat16, both are compared with a float32
+pass of the same weights (the exact pass), and the pass may not be much further away than the plain
+pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from swift.rl_core.data import GRPOBatch
+from swift.rlhf_trainers import GRPOTrainer
 from swift.rlhf_trainers.utils import build_completion_mask_and_seq_lengths
 from torch import Tensor, nn
 
+from swift_grpo_ext.config import RolloutGRPOConfig
+from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.packed import Form, GroupRows, SharedPromptInputs, pack
-from swift_grpo_ext.logits.shim import LogitsShim, base_model
+from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
+from swift_grpo_ext.training import RolloutGRPOTrainer
+from tests.rig.arguments import training_arguments
 from tests.rig.logits.models import IMAGE, IMAGES, PLACEHOLDERS, TYPES
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Rows = Sequence[Sequence[int]]
 
 ROWS: Rows = ((9, 4), (9, 6), (9, 2, 3, 3), (12, 3), (12, 1))
@@ -34,7 +48,6 @@ class Batch:
         """`layout` is the side of padding, or `packed` for padding-free rows."""
         torch.manual_seed(2)
         self.rows, self.layout = [(*row, 0, 0)[:4] for row in rows], layout
-        self.images: list[list[dict[str, Tensor]]] = [[] for _ in rows]
         prompts = {row[0]: torch.randint(3, 150, (row[0],)) for row in rows}
         ids, labels = list[Tensor](), list[Tensor]()
         for prompt, first, tool, second in self.rows:
@@ -55,23 +68,17 @@ class Batch:
             self.inputs = {"input_ids": pad(ids, **side), "attention_mask": mask}
 
     def see(self, model: nn.Module, *, with_images: bool = True) -> Batch:
-        """Add the inputs of the model's template: positions, and images at the beginning of prompts
-        and tools' answers. Text models get none."""
+        """Add the inputs of the model's template: positions, and an image at the beginning of each
+        prompt. Text models get none."""
         base: Any = base_model(model)
         kind, ids = base.config.model_type, self.inputs["input_ids"]
         if with_images and kind in IMAGES:
-            of_prompts = {prompt: IMAGES[kind]() for prompt, *_ in self.rows}
-            of_tools = IMAGES[kind]()
-            firsts = self.inputs["attention_mask"].argmax(1).tolist()
-            for row, (prompt, completion, tool, _) in enumerate(self.rows):
-                first = firsts[row]
+            shape, others = IMAGES[kind]
+            pixels = {prompt: torch.randn(shape) for prompt, *_ in self.rows}
+            self.inputs["pixel_values"] = torch.cat([pixels[prompt] for prompt, *_ in self.rows])
+            self.inputs |= {name: torch.cat([of] * len(ids)) for name, of in others.items()}
+            for row, first in enumerate(self.inputs["attention_mask"].argmax(1).tolist()):
                 ids[row, first : first + len(PLACEHOLDERS)] = PLACEHOLDERS
-                self.images[row] = [of_prompts[prompt]]
-                if tool:
-                    first += prompt + completion
-                    ids[row, first : first + len(PLACEHOLDERS)] = PLACEHOLDERS
-                    self.images[row].append(of_tools)
-            self.inputs |= self.media(range(len(self.rows)))
         if kind in TYPES:
             self.inputs[TYPES[kind]] = (ids == IMAGE).int()
         if "mrope_section" in str(base.config):
@@ -79,11 +86,6 @@ class Batch:
             given = {name: self.inputs[name] for name in names if name in self.inputs}
             self.inputs["position_ids"], _ = base.model.get_rope_index(ids, **given)
         return self
-
-    def media(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Return the model inputs of the images of some rows."""
-        images = [image for row in rows for image in self.images[row]]
-        return {k: torch.cat([image[k] for image in images]) for k in images[0]} if images else {}
 
     def to(self, model: Any) -> Batch:
         """Move the batch to the model's device, and its pixels to the model's precision."""
@@ -127,36 +129,28 @@ class Batch:
         )
 
     def shared(self) -> Batch:
-        """Return the same batch with inputs that may be packed. A row with a tool's image is a
-        group of its own."""
+        """Return the same batch with inputs that may be packed."""
         attended = self.inputs["attention_mask"].bool()
-
-        def group_of(row: int) -> tuple[int, int]:
-            prompt, _, tool, _ = self.rows[row]
-            return prompt, row if tool and self.images[row] else -1
-
         groups, heads = list[GroupRows](), list[int]()
-        for (prompt, _), same in groupby(range(len(self.rows)), key=group_of):
+        for prompt, same in groupby(range(len(self.rows)), key=lambda row: self.rows[row][0]):
             rows = [*same]
             ids, labels = (
                 [values[row][attended[row]].tolist() for row in rows]
                 for values in (self.inputs["input_ids"], self.labels)
             )
-            kind = "image" if self.images[rows[0]] else "text"
+            kind = "image" if "pixel_values" in self.inputs else "text"
             groups.append(GroupRows(prompt if len(rows) > 1 else 0, ids, labels, kind))
             heads.append(max(rows, key=lambda row: sum(self.rows[row])))
         kept = attended[heads].any(0)
         of_heads = {
             name: value[..., heads, :][..., kept]
-            for name, value in self.inputs.items()
             if value.shape[-2:] == attended.shape
+            else value.unflatten(0, (len(attended), -1))[heads].flatten(0, 1)
+            for name, value in self.inputs.items()
         }
-        media = {name: value.to(self.inputs[name]) for name, value in self.media(heads).items()}
         texts = {name: self.inputs[name] for name in ("input_ids", "attention_mask")}
         shared = copy(self)
-        shared.inputs = SharedPromptInputs(
-            texts, groups, of_heads | media, lambda: dict(self.inputs)
-        )
+        shared.inputs = SharedPromptInputs(texts, groups, of_heads, lambda: dict(self.inputs))
         return shared
 
 
@@ -176,30 +170,156 @@ def plain(model: Any, batch: Batch) -> Tensor:
 
 def by_shim(shim: LogitsShim, model: Any, batch: Batch, form: Form | None = None) -> Tensor:
     inputs, predicts = form or (batch.inputs, batch.predicts_BT)
-    logps_N, entropies_N = shim.logps(
+    logps = shim.logps(
         model, inputs, predicts, batch.targets_N, temperature=TEMPERATURE, with_entropy=True
     )
-    assert entropies_N is not None
-    return torch.stack([logps_N, entropies_N])
+    return torch.stack([*logps])
 
 
-def chosen(model: Any, batch: Batch, *, chunk_size: int = LogitsShim.chunk_size) -> Tensor:
-    """Compute the logits of the wanted positions alone."""
+def chosen(
+    model: Any, batch: Batch, *, once: bool = False, chunk_size: int = LogitsShim.chunk_size
+) -> Tensor:
+    """Compute the logits of the wanted positions alone; with `once`, read each prompt once."""
     shim = LogitsShim(model)
     shim.chunk_size = chunk_size
-    return by_shim(shim, model, batch)
-
-
-def packed(model: Any, batch: Batch, *, chunk_size: int = LogitsShim.chunk_size) -> Tensor:
-    """Read each prompt once."""
-    form = packed_form(model, batch)
-    assert form[1].numel() < batch.predicts_BT.numel()
-    shim = LogitsShim(model)
-    shim.chunk_size = chunk_size
-    return by_shim(shim, model, batch, form)
+    return by_shim(shim, model, batch, packed_form(model, batch) if once else None)
 
 
 def packed_form(model: Any, batch: Batch) -> Form:
-    inputs = batch.shared().inputs
-    assert isinstance(inputs, SharedPromptInputs)
-    return pack(inputs, base_model(model))
+    form = pack(batch.shared().inputs, base_model(model))
+    assert form[1].numel() < batch.predicts_BT.numel()
+    return form
+
+
+# --- comparisons ---
+
+Run = tuple[Tensor, dict[str, Tensor]]
+"""Values, and the gradient of a weighted sum of them by each trained weight."""
+
+TIMES_PLAIN, BFLOAT16, MOST = 2.0, 2**-7, 0.35
+"""The bound in bfloat16 is twice the plain pass's error plus one step of bfloat16, and at most
+`MOST`, which wrong passes exceed."""
+
+
+def values_and_gradients(model: Any, values_of: Callable[[], Tensor]) -> Run:
+    """Return the values, and the gradients of a fixed mixture of them by all trained weights."""
+    model.zero_grad(set_to_none=True)
+    values = values_of()
+    mixture = torch.linspace(-1, 1, values.numel(), device=values.device).reshape(values.shape)
+    (values * mixture).sum().backward()
+    learning = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    return values.detach(), {n: p.grad.clone() for n, p in learning.items() if p.grad is not None}
+
+
+def assert_close(found: Run, expected: Run, tolerance: float = 1e-5) -> None:
+    """Assert that all errors are at most `tolerance`."""
+    assert wrong_parts(found, expected, None, tolerance) == {}
+
+
+def wrong_parts(run: Run, plain: Run, exact: Run | None, tolerance: float) -> dict[str, float]:
+    """Return the errors beyond their bound (`errors_of`). `exact` is given in bfloat16."""
+    if exact is not None:
+        rounding = max(errors_of(plain, exact).values())
+        tolerance = min(TIMES_PLAIN * rounding + BFLOAT16, MOST)
+    errors = errors_of(run, exact or plain)
+    return {name: error for name, error in errors.items() if not error <= tolerance}  # also NaN
+
+
+def errors_of(run: Run, expected: Run) -> dict[str, float]:
+    """Return the relative errors of the values, and of the gradient of each weight.
+
+    Gradients that cancel are pure rounding (a key's bias does not change a softmax), so the
+    denominator is at least a tenth of the longest gradient.
+    """
+    assert run[0].shape == expected[0].shape
+    assert run[1].keys() == expected[1].keys() != set(), "other weights have gradients"
+    found, wanted = ({**each[1], "values": each[0]} for each in (run, expected))
+    lengths = {name: float(each.double().norm()) for name, each in wanted.items()}
+    least = max(lengths[name] for name in expected[1]) / 10
+    errors = {}
+    for name, length in lengths.items():
+        apart = float((found[name].double() - wanted[name].double()).norm())
+        # A rank may have no tokens.
+        errors[name] = apart / max(length, 0 if name == "values" else least, 1e-30)
+    return errors
+
+
+@contextmanager
+def counted_positions(model: Any) -> Iterator[list[int]]:
+    """Count the positions that the head computes within the block, one number for each call."""
+    counts: list[int] = []
+    head = output_embedding(base_model(model))
+    assert head is not None
+    # `forward` and not a hook: a chunked pass calls the head within the head's own call.
+    own = type(head).forward
+
+    def forward(hidden: Tensor) -> Tensor:
+        logits = own(head, hidden)
+        counts.append(logits[..., 0].numel())
+        return logits
+
+    head.forward = forward
+    try:
+        yield counts
+    finally:
+        del head.forward
+
+
+# --- ms-swift's trainer and ours, with the attributes that their log-probabilities use ---
+
+
+def config_of(**flags: Any) -> RolloutGRPOConfig:
+    return training_arguments(**{"logits_shim": "strict", **flags})
+
+
+def template_of(*, padding_free: bool = False, parallel: int = 1) -> Any:
+    return SimpleNamespace(padding_free=padding_free, sequence_parallel_size=parallel)
+
+
+class Upstream(GRPOTrainer):
+    """ms-swift's trainer."""
+
+    def __init__(self, *, padding_free: bool = False, **flags: Any) -> None:
+        self.args = config_of(**flags)
+        self.model_kwarg_keys = {"logits_to_keep"}
+        self.temperature = TEMPERATURE
+        self.template = template_of(padding_free=padding_free)
+
+
+class Ours(RolloutGRPOTrainer):
+    """Our trainer; it packs prompts where it can."""
+
+    def __init__(self, *, padding_free: bool = False, **flags: Any) -> None:
+        Upstream.__init__(self, padding_free=padding_free, **flags)
+        self.completion_logps = CompletionLogps(self.args, self.template)
+
+
+def loss_pass(trainer: Any, model: Any, batch: Batch, *, entropy: bool = False) -> Tensor:
+    """Return the log-probabilities (and entropies) of completion tokens. Those of other positions
+    are finite: they are masked by multiplication."""
+    grpo_batch = batch.grpo_batch()
+    logps_BK, entropies_BK = trainer._get_per_token_logps_and_entropies_single(
+        model, copy(batch.inputs), grpo_batch, compute_entropy=entropy
+    )
+    mask = grpo_batch.completion_mask
+    assert logps_BK.shape == mask.shape
+    assert logps_BK.isfinite().all()
+    if entropies_BK is None:
+        return logps_BK[mask]
+    return torch.stack([logps_BK[mask], entropies_BK[mask]])
+
+
+def make_pass(trainer: Any, model: Any, batch: Batch) -> Tensor:
+    """Return log-probabilities without gradients, as of the old policy."""
+    with torch.no_grad():
+        return loss_pass(trainer, model, batch)
+
+
+def seen_positions(model: Any) -> list[int]:
+    """Return a list that gets the number of positions of each later pass of the decoder."""
+    seen: list[int] = []
+    # The last norm: no backward computes it again.
+    base_model(model).get_decoder().norm.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0][..., 0].numel())
+    )
+    return seen

@@ -5,7 +5,6 @@ Most are models of the installed transformers, some are written like remote code
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +13,15 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen2Model
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-VOCABULARY = 160
 IMAGE, VIDEO, VISION_START, VISION_END = 151, 152, 153, 154
 TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": 160,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "initializer_range": 0.5,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -36,29 +35,10 @@ IDS = {
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
 }
-VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
-SIGLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-
-
-def qwen2(**more: Any) -> Any:
-    return transformers.Qwen2ForCausalLM(Qwen2Config(**{**TEXT, **more}))
-
-
-def qwen2_5_vl() -> Any:
-    vision = {**VISION, "out_hidden_size": 32, "fullatt_block_indexes": [0]}
-    text = {**TEXT, "rope_scaling": MROPE}
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **IDS)
-    return transformers.Qwen2_5_VLForConditionalGeneration(config)
-
-
-def mistral() -> Any:
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**TEXT, sliding_window=5))
-
+SIZES = {"hidden_size": 32, "intermediate_size": 64}
+VISION = {**SIZES, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+SIGLIP = {**SIZES, "num_attention_heads": 2, "num_hidden_layers": 1}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 KINDS_OF_LAYERS: dict[str, Any] = {
     "initializer_range": 0.2,  # with 0.5, four layers move the last bits by 1e-4
@@ -68,45 +48,9 @@ KINDS_OF_LAYERS: dict[str, Any] = {
 }
 """Two layers of each kind: completions do not depend on the last layer's results for the prompt."""
 
-
-def some_windows() -> Any:
-    return qwen2(**KINDS_OF_LAYERS, use_sliding_window=True)
-
-
-def gemma3() -> Any:
-    config = transformers.Gemma3Config(
-        text_config={**TEXT, **KINDS_OF_LAYERS, "head_dim": 16, "query_pre_attn_scalar": 16},
-        vision_config={**SIGLIP, "image_size": 56, "patch_size": 14},
-        mm_tokens_per_image=4,
-        image_token_id=IMAGE,
-    )
-    return transformers.Gemma3ForConditionalGeneration(config)
-
-
-GEMMA = {**TEXT, **KINDS_OF_LAYERS, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
-
-
-def gemma4() -> Any:
-    """Like the model of 12B parameters: positions of images see later ones."""
-    text = {**GEMMA, "head_dim": 16, "global_head_dim": 16, "use_bidirectional_attention": "vision"}
-    vision = {**SIGLIP, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
-    config = transformers.Gemma4Config(
-        text_config=text, vision_config=vision, audio_config=None, image_token_id=IMAGE
-    )
-    return transformers.Gemma4ForConditionalGeneration(config)
-
-
-def gemma3n() -> Any:
-    """Its template writes `token_type_ids`, but the model makes no mask of them."""
-    text = {**GEMMA, "head_dim": 16, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
-    config = transformers.Gemma3nTextConfig(**text, activation_sparsity_pattern=[0.0] * 4)
-    return transformers.Gemma3nForCausalLM(config)
-
-
 DELTA_NET = {
     **TEXT,
     "initializer_range": 0.05,  # with 0.5, padding alone moves log-probabilities by 1e-4
-    "head_dim": 16,
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_num_key_heads": 2,
@@ -116,36 +60,66 @@ DELTA_NET = {
 }
 
 
-def qwen3_5() -> Any:
-    text = {**DELTA_NET, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}
-    vision = {**VISION, "out_hidden_size": 32, "num_position_embeddings": 16}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **IDS)
-    return transformers.Qwen3_5ForConditionalGeneration(config)
+def seeing(text: dict[str, Any], vision: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the configuration of a model that sees images."""
+    return {"text_config": {**TEXT, **text}, "vision_config": vision, **more}
 
 
-def qwen3_next() -> Any:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    config = transformers.Qwen3NextConfig(
-        **DELTA_NET, **experts, shared_expert_intermediate_size=16
-    )
-    return transformers.Qwen3NextForCausalLM(config)
-
-
-def qwen3_moe() -> Any:
-    """A mixture of experts with a second layer that is dense."""
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    sizes = {**TEXT, **experts, "num_hidden_layers": 3, "head_dim": 16}
-    model = transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(**sizes, norm_topk_prob=True, mlp_only_layers=[1])
-    )
-    for weight in model.parameters():
-        nn.init.normal_(weight, std=0.3)
-    return model
-
-
-def soft_capped() -> Any:
-    config = transformers.Gemma2Config(**TEXT, head_dim=16, final_logit_softcapping=2.0)
-    return transformers.Gemma2ForCausalLM(config)
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2": ("Qwen2", TEXT),
+    "Qwen2, tied": ("Qwen2", {**TEXT, "tie_word_embeddings": True}),
+    "Qwen2, some windows": ("Qwen2", {**TEXT, **KINDS_OF_LAYERS, "use_sliding_window": True}),
+    "Mistral": ("Mistral", {**TEXT, "sliding_window": 5}),
+    "soft-capped (Gemma2)": ("Gemma2", {**TEXT, "final_logit_softcapping": 2.0}),
+    "Qwen2.5-VL": (
+        "Qwen2_5_VL",
+        seeing({"rope_scaling": MROPE}, {**VISION, "fullatt_block_indexes": [0]}, **IDS),
+    ),
+    "Qwen3.5": (
+        "Qwen3_5",
+        seeing(
+            {**DELTA_NET, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}},
+            {**VISION, "num_position_embeddings": 16},
+            **IDS,
+        ),
+    ),
+    "Qwen3-Next": (
+        "Qwen3Next",
+        {**DELTA_NET, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
+    # A mixture of experts with a second layer that is dense.
+    "Qwen3-MoE": (
+        "Qwen3Moe",
+        {
+            **{**TEXT, **EXPERTS, "num_experts": 8, "num_hidden_layers": 3},
+            **{"norm_topk_prob": True, "mlp_only_layers": [1]},
+        },
+    ),
+    "Gemma3": (
+        "Gemma3",
+        seeing(
+            {**KINDS_OF_LAYERS, "query_pre_attn_scalar": 16},
+            {**SIGLIP, "image_size": 56, "patch_size": 14},
+            mm_tokens_per_image=4,
+            image_token_id=IMAGE,
+        ),
+    ),
+    # Like the model of 12B parameters: positions of images see later ones.
+    "Gemma4": (
+        "Gemma4",
+        seeing(
+            {
+                **{**KINDS_OF_LAYERS, "global_head_dim": 16},
+                **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+                "use_bidirectional_attention": "vision",
+            },
+            {**SIGLIP, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16},
+            audio_config=None,
+            image_token_id=IMAGE,
+        ),
+    ),
+}
+"""The kind and configuration of each model of transformers."""
 
 
 class RemoteCode(PreTrainedModel):
@@ -160,15 +134,11 @@ class RemoteCode(PreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=True)
         self.post_init()
 
-    def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
-    ) -> CausalLMOutputWithPast:
-        return self.output(input_ids, attention_mask, 0)
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> CausalLMOutputWithPast:
+        return self.output(input_ids, attention_mask)
 
-    def output(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, num_kept: int
-    ) -> CausalLMOutputWithPast:
-        hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False)[0]
+    def output(self, ids: Tensor, mask: Tensor, num_kept: int = 0) -> CausalLMOutputWithPast:
+        hidden = self.model(ids, attention_mask=mask, use_cache=False)[0]
         return CausalLMOutputWithPast(logits=self.logits_of(hidden[:, -num_kept:]))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
@@ -189,98 +159,62 @@ class TwiceCallingHead(RemoteCode):
         return (self.lm_head(hidden) + self.lm_head(-hidden)) / 2
 
 
-class Promising(RemoteCode):
-    """Uses the head's weight, not the head. Has a keyword, but ignores it."""
+class KeepingByKeyword(RemoteCode):
+    """Uses the head's weight, not the head. Has the keyword of transformers 4.49 and later."""
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        logits_to_keep: int = 0,
-    ) -> CausalLMOutputWithPast:
-        return self.output(input_ids, attention_mask, 0)
+    keeps = True
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int = 0) -> Any:
+        return self.output(input_ids, attention_mask, logits_to_keep * self.keeps)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden, self.lm_head.weight, self.lm_head.bias)
 
 
-class KeepingByKeyword(Promising):
-    """Has the keyword of transformers 4.49 and later."""
+class Promising(KeepingByKeyword):
+    """Ignores its keyword."""
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        logits_to_keep: int = 0,
-    ) -> CausalLMOutputWithPast:
-        return self.output(input_ids, attention_mask, logits_to_keep)
+    keeps = False
 
 
-class OldSpelling(Promising):
+class OldSpelling(KeepingByKeyword):
     """Has the keyword of transformers 4.45 to 4.48."""
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        num_logits_to_keep: int = 0,
-    ) -> CausalLMOutputWithPast:
+        self, input_ids: Tensor, attention_mask: Tensor, num_logits_to_keep: int = 0
+    ) -> Any:
         return self.output(input_ids, attention_mask, num_logits_to_keep)
 
 
 class FixedLength(RemoteCode):
     """Fails without logits of every position."""
 
-    def output(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, num_kept: int
-    ) -> CausalLMOutputWithPast:
-        output = super().output(input_ids, attention_mask, num_kept)
-        output.logits = output.logits.view(*input_ids.shape, -1)
+    def output(self, ids: Tensor, *args: Any) -> CausalLMOutputWithPast:
+        output = super().output(ids, *args)
+        output.logits = output.logits.view(*ids.shape, -1)
         return output
 
 
-def remote(kind: type[RemoteCode]) -> Callable[[], RemoteCode]:
-    return lambda: kind(Qwen2Config(**TEXT))
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "Qwen2": qwen2,
-    "Qwen2, tied": lambda: qwen2(tie_word_embeddings=True),
-    "Qwen2.5-VL": qwen2_5_vl,
-    "soft-capped (Gemma2)": soft_capped,
-    "Mistral": mistral,
-    "Qwen2, some windows": some_windows,
-    "Gemma3": gemma3,
-    "Gemma3n": gemma3n,
-    "Gemma4": gemma4,
-    "Qwen3.5": qwen3_5,
-    "Qwen3-Next": qwen3_next,
-    "Qwen3-MoE": qwen3_moe,
-    "remote code": remote(RemoteCode),
-    "remote code, squashed": remote(SquashingRemoteCode),
-    "new spelling": remote(KeepingByKeyword),
-    "old spelling": remote(OldSpelling),
-    "calls its head twice": remote(TwiceCallingHead),
-    "names the keyword only": remote(Promising),
-    "insists on all positions": remote(FixedLength),
+REMOTE: dict[str, type[RemoteCode]] = {
+    "remote code": RemoteCode,
+    "remote code, squashed": SquashingRemoteCode,
+    "new spelling": KeepingByKeyword,
+    "old spelling": OldSpelling,
+    "calls its head twice": TwiceCallingHead,
+    "names the keyword only": Promising,
+    "insists on all positions": FixedLength,
 }
 
-IMAGES: dict[str, Callable[[], dict[str, Tensor]]] = {
-    "qwen2_5_vl": lambda: {
-        "pixel_values": torch.randn(16, 1176),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-    },
-    "gemma3": lambda: {"pixel_values": torch.randn(1, 3, 56, 56)},
-    "gemma4": lambda: {
-        "pixel_values": torch.randn(1, 36, 768),
-        "image_position_ids": torch.cartesian_prod(*[torch.arange(6)] * 2)[None],
-    },
-    "qwen3_5": lambda: {
-        "pixel_values": torch.randn(16, 1536),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-    },
+GRID = {"image_grid_thw": torch.tensor([[1, 4, 4]])}
+PLACES = {"image_position_ids": torch.cartesian_prod(*[torch.arange(6)] * 2)[None]}
+IMAGES: dict[str, tuple[tuple[int, ...], dict[str, Tensor]]] = {
+    "qwen2_5_vl": ((16, 1176), GRID),
+    "qwen3_5": ((16, 1536), GRID),
+    "gemma3": ((1, 3, 56, 56), {}),
+    "gemma4": ((1, 36, 768), PLACES),
 }
-"""An image has these inputs by type of model, and takes the tokens `PLACEHOLDERS`."""
+"""An image has pixels of this shape, and these inputs, by type of model. It takes the tokens
+`PLACEHOLDERS`."""
 
 TYPES = {"gemma3": "token_type_ids"} | dict.fromkeys(
     ("gemma4", "qwen2_5_vl", "qwen3_5"), "mm_token_type_ids"
@@ -293,9 +227,18 @@ PLACEHOLDERS = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
 def build(name: str, *, lora: bool = False) -> Any:
     """Return the model in training mode; its weights depend on its name alone."""
     torch.manual_seed(0)
-    model = MODELS[name]().train()
+    if name in REMOTE:
+        model: Any = REMOTE[name](Qwen2Config(**TEXT))
+    else:
+        kind, settings = CONFIGS[name]
+        task = "ConditionalGeneration" if "vision_config" in settings else "CausalLM"
+        config = getattr(transformers, f"{kind}Config")(**settings)
+        model = getattr(transformers, f"{kind}For{task}")(config)
+    if name == "Qwen3-MoE":  # its initial experts are too small
+        for weight in model.parameters():
+            nn.init.normal_(weight, std=0.3)
     model.config.get_text_config().use_cache = False  # as in a training
-    return add_lora(model) if lora else model
+    return add_lora(model.train()) if lora else model.train()
 
 
 def add_lora(model: Any, **more: Any) -> Any:

@@ -1,25 +1,54 @@
-"""Our trainer's log-probabilities equal ms-swift's, over all layouts of a batch [L1, L5, L6]."""
+"""Our trainer's log-probabilities equal ms-swift's, over all layouts of a batch [L1, L5, L6].
+Packed rows are used once they are proven to have the log-probabilities of plain rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
-from swift_grpo_ext.logits import logps
+from swift_grpo_ext.logits import proof
 from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.logits.segments import is_packed
 from swift_grpo_ext.logits.shim import LogitsShim
-from tests.rig.logits.batch import ROWS, UNEQUAL, Batch
-from tests.rig.logits.compare import Run, assert_close, counted_positions, values_and_gradients
-from tests.rig.logits.models import build
-from tests.rig.logits.trainers import (
+from tests.rig.logits.batch import (
+    ROWS,
+    UNEQUAL,
+    Batch,
     Ours,
+    Rows,
+    Run,
     Upstream,
+    assert_close,
     config_of,
+    counted_positions,
     loss_pass,
+    make_pass,
     seen_positions,
     template_of,
+    values_and_gradients,
 )
+from tests.rig.logits.models import build
+from tests.rig.ranks import ThreadRanks, run_rank_groups
+
+WORTH = proof.WORTH
+PACKED, WHOLE = 46, 5 * max(map(sum, ROWS))
+"""Positions of both passes over `ROWS`."""
+
+SHORT: Rows = ((4, 1), (4, 1))
+
+
+@pytest.fixture(autouse=True)
+def _packs_what_saves_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "WORTH", 0.0)
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(proof.logger, "warning", lines.append)
+    return lines
 
 
 def run(trainer: Any, model: Any, batch: Batch, *, entropy: bool = True) -> tuple[Run, list[int]]:
@@ -52,26 +81,14 @@ def test_as_ms_swift_but_for_rounding(
     assert max(theirs) > num_tokens
 
 
-@pytest.mark.usefixtures("packs_what_saves_little")
-@pytest.mark.parametrize(("side", "chunk_size"), [("right", 99), ("left", 4)])
-def test_a_prompt_is_read_once(
-    side: str,
-    chunk_size: int,
-    warned: list[str],
-    informed: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(LogitsShim, "chunk_size", chunk_size)
-    model, batch = build("Qwen2", lora=True), Batch(ROWS, side)
+def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LogitsShim, "chunk_size", 4)
+    model, batch = build("Qwen2", lora=True), Batch(ROWS, "left")
     expected, _ = run(Upstream(), model, batch)
     seen = seen_positions(model)
     found, _ = run(Ours(), model, batch.shared())
     assert_close(found, expected)
-    packed, whole = seen[-1], batch.predicts_BT.numel()
-    assert seen == [packed, whole, whole, packed]  # the first three are the proof
-    assert packed < whole
-    assert f"Qwen2ForCausalLM read {packed} positions instead of {whole}" in informed[-1]
-    assert not warned
+    assert seen == [PACKED, WHOLE, WHOLE, PACKED]  # the first three are the proof
 
 
 def test_without_the_shim() -> None:
@@ -83,15 +100,9 @@ def test_without_the_shim() -> None:
     assert counts == theirs
 
 
-def test_strict_refuses_what_auto_slices() -> None:
-    model, batch = build("names the keyword only"), Batch(UNEQUAL)
-    upstream = Upstream()
-    upstream.model_kwarg_keys = set()
-    expected, _ = run(upstream, model, batch)
-    found, _ = run(Ours(logits_shim="auto"), model, batch)
-    assert_close(found, expected)
+def test_strict_refuses_to_slice() -> None:
     with pytest.raises(RuntimeError, match="computes the logits of all positions"):
-        run(Ours(logits_shim="strict"), model, batch)
+        run(Ours(logits_shim="strict"), build("names the keyword only"), Batch(UNEQUAL))
 
 
 def test_inputs_that_are_not_packed_are_collated_by_ms_swift() -> None:
@@ -122,37 +133,135 @@ def test_inputs_that_are_not_packed_are_collated_by_ms_swift() -> None:
     ],
 )
 def test_what_is_left_alone_is_said(
-    flags: dict[str, Any], parallel: int, reason: str, monkeypatch: pytest.MonkeyPatch
+    flags: dict[str, Any], parallel: int, reason: str, warned: list[str]
 ) -> None:
-    warned: list[str] = []
-    monkeypatch.setattr(logps.logger, "warning", warned.append)
     ours = CompletionLogps(config_of(**flags), template_of(parallel=parallel))
     model, batch = build("Qwen2"), Batch(UNEQUAL).grpo_batch()
     assert (ours.restrict(model, batch) is model) == (parallel > 1)
     assert [reason in text for text in warned] == ([True] if reason else [])
 
 
+def test_where_prompts_are_shared() -> None:
+    def shares(*, padding_free: bool = False, **flags: Any) -> bool:
+        template = template_of(padding_free=padding_free)
+        return CompletionLogps(config_of(**flags), template).shares_prompts
+
+    assert shares()
+    assert not shares(padding_free=True)
+    for flags in (
+        {"logps_shared_prompt": "false"},
+        {"logits_shim": "off"},
+        {"per_device_train_batch_size": 1},
+        {"router_replay_mode": "R3"},
+        {"torch_compile": True},
+    ):
+        assert not shares(**flags), flags
+
+
+# --- the proof ---
+
+
 @pytest.mark.parametrize(
-    ("flags", "padding_free", "shares"),
+    ("name", "batches", "expected"),
     [
-        ({}, False, True),
-        ({"logps_shared_prompt": "false"}, False, False),
-        ({"logits_shim": "off"}, False, False),
-        ({}, True, False),
-        ({"per_device_train_batch_size": 1}, False, False),
-        ({"router_replay_mode": "R3"}, False, False),
-        ({"torch_compile": True}, False, False),
+        # One sample shares nothing; a later micro-batch is the proof.
+        ("Qwen2", (ROWS[:1], ROWS, ROWS), [13, PACKED, WHOLE, WHOLE, PACKED, PACKED]),
+        # Mistral sees 5 positions here: rows within a window prove nothing of longer ones.
+        (
+            "Mistral",
+            (SHORT, SHORT, ROWS[:2], SHORT, ROWS[:2]),
+            [7, 10, 10, 7, 7, 20, 30, 30, 20, 7, 20],
+        ),
     ],
 )
-def test_where_prompts_are_shared(flags: dict[str, Any], padding_free: bool, shares: bool) -> None:
-    template = template_of(padding_free=padding_free)
-    assert CompletionLogps(config_of(**flags), template).shares_prompts == shares
+def test_each_kind_of_row_is_proven_once(
+    name: str, batches: tuple[Rows, ...], expected: list[int], warned: list[str]
+) -> None:
+    trainer, model = Ours(), build(name)
+    seen = seen_positions(model)
+    for rows in batches:
+        make_pass(trainer, model, Batch(rows).shared())
+    assert seen == expected
+    assert not warned
 
 
-def test_one_shim_for_each_model() -> None:
-    ours, batch = CompletionLogps(config_of(), template_of()), Batch(UNEQUAL).grpo_batch()
-    policy, reference = build("Qwen2", lora=True), build("Qwen2")
-    shim = ours.restrict(policy, batch).shim
-    assert ours.restrict(policy, batch).shim is shim
-    assert ours.restrict(policy.get_base_model(), batch).shim is shim
-    assert ours.restrict(reference, batch).shim is not shim
+# --- faults ---
+
+
+def shift(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Move each logit of a packed pass by a thousandth, which is less than the limit between
+    engines and training."""
+    if is_packed(kwargs["attention_mask"]):
+        output.last_hidden_state = output.last_hidden_state * 1.001
+
+
+def shift_images(*args: Any) -> None:
+    if args[2].get("pixel_values") is not None:
+        shift(*args)
+
+
+def refuse(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    if is_packed(kwargs["attention_mask"]):
+        raise KeyError("four dimensions")
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (shift, "rows of text differ by 0.00"),
+        (refuse, "as they are: the first packed pass failed (KeyError: 'four dimensions')"),
+    ],
+)
+def test_a_fault_ends_nothing(fault: Any, text: str, warned: list[str]) -> None:
+    trainer, model = Ours(), build("Qwen2")
+    model.model.register_forward_hook(fault, with_kwargs=True)
+    values = [make_pass(trainer, model, Batch(ROWS).shared()) for _ in range(2)]
+    assert torch.equal(*values)
+    [warning] = warned
+    assert text in warning
+
+
+def test_text_proves_nothing_of_images(warned: list[str]) -> None:
+    trainer, model = Ours(), build("Qwen2.5-VL")
+    model.model.register_forward_hook(shift_images, with_kwargs=True)
+    texts, images = (Batch(ROWS).see(model, with_images=given) for given in (False, True))
+    seen = seen_positions(model)
+    values = [make_pass(trainer, model, each.shared()) for each in (texts, images, images)]
+    assert seen == [PACKED, WHOLE, WHOLE, PACKED, PACKED, *[WHOLE] * 4]
+    assert torch.equal(*values[1:])
+    assert "rows of image differ by" in warned[0]
+
+
+def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
+    """Packing fails on rank 1. Rank 0 makes one pass more, as with a teacher of some rows, and
+    waits for nobody in it."""
+    models = [build("Qwen2") for _ in range(2)]
+    models[1].model.register_forward_hook(shift, with_kwargs=True)
+    seen = [seen_positions(model) for model in models]
+
+    def work(ranks: ThreadRanks) -> None:
+        trainer = Ours()
+        for _ in range(2):
+            for _ in range(2 - ranks.rank):
+                make_pass(trainer, models[ranks.rank], Batch(ROWS).shared())
+            failed = ranks.all_gather(trainer.completion_logps.sharing_failed)
+            trainer.completion_logps.end_round(any(failed))
+
+    run_rank_groups(2, work)
+    first = [PACKED, WHOLE, WHOLE]
+    assert seen == [[*first, PACKED, PACKED, WHOLE, WHOLE], [*first, WHOLE, WHOLE]]
+    other, own = sorted(warned)
+    assert "auto leaves micro-batches of Qwen2ForCausalLM as they are: " in own
+    assert "rows of text differ by" in own
+    assert "from here on: on another rank" in other
+
+
+def test_what_saves_less_than_a_tenth_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    informed: list[str] = []
+    monkeypatch.setattr(proof.logger, "info", informed.append)
+    monkeypatch.setattr(proof, "WORTH", WORTH)
+    model = build("Qwen2")
+    seen = seen_positions(model)
+    make_pass(Ours(), model, Batch(((3, 30), (3, 31))).shared())
+    assert seen == [2 * 34]
+    assert "would save 4%, and 10% is the least" in informed[0]

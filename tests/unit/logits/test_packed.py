@@ -1,5 +1,6 @@
-"""A packed row has each prompt once, and its samples behind it [L6]; some models and inputs cannot
-be packed. `test_passes.py` compares whole models."""
+"""A packed row has each prompt once, and its samples behind it; attention and gated delta nets read
+it by segments [L6]. Some models and inputs cannot be packed. `test_passes.py` compares whole
+models."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from swift_grpo_ext.logits import segments
 from swift_grpo_ext.logits.packed import (
     GroupRows,
     SharedPromptInputs,
@@ -17,6 +20,7 @@ from swift_grpo_ext.logits.packed import (
     reason_against,
     saving,
 )
+from tests.rig.logits.batch import Batch, packed_form
 from tests.rig.logits.models import build
 
 GROUP = GroupRows(
@@ -29,7 +33,8 @@ HEADS = {"input_ids": ONES, "attention_mask": ONES}
 
 
 def test_samples_lie_behind_their_prompt() -> None:
-    """The prompt's last token belongs to each sample, as it predicts the first one of it."""
+    """The prompt's last token belongs to each sample, as it predicts the first one of it. So a
+    prompt of one token is not packed; nor are inputs that are not known."""
     layout = layout_of([GROUP], HEADS)
     assert layout.ids_L.tolist() == [7, 8, 1, 2, 8, 3, 4, 5]
     assert layout.columns_L.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
@@ -37,21 +42,13 @@ def test_samples_lie_behind_their_prompt() -> None:
     assert layout.predicts_L.tolist() == [0, 1, 1, 0, 1, 0, 1, 0]
     inputs = layout.inputs({**HEADS, "second_per_grid_ts": [1.0]})
     assert inputs.keys() == {"input_ids", "position_ids"}
-
-
-def test_inputs_that_are_not_known_are_not_packed() -> None:
-    layout = layout_of([GROUP], HEADS)
     with pytest.raises(UnknownInputError, match=r"the input bias \(1, 5\) is not known"):
         layout.inputs({**HEADS, "bias": torch.zeros(1, 5)})
     with pytest.raises(UnknownInputError, match="attention_mask has the shape"):
         layout_of([GROUP], {**HEADS, "attention_mask": torch.ones(1, 1, 5, 5)})
-
-
-def test_a_prompt_of_one_token_is_not_packed() -> None:
-    """The samples share only the token that predicts their first ones."""
-    groups = [GroupRows(1, [[7, 1], [7, 2]], [[-100, 1], [-100, 2]])]
+    short = [GroupRows(1, [[7, 1], [7, 2]], [[-100, 1], [-100, 2]])]
     with pytest.raises(UnknownInputError, match="a prompt has one token"):
-        pack(SharedPromptInputs({}, groups, {}, dict), build("Qwen2"))
+        pack(SharedPromptInputs({}, short, {}, dict), build("Qwen2"))
 
 
 def test_what_is_expected_to_be_saved() -> None:
@@ -82,3 +79,39 @@ def test_what_cannot_be_packed(
         setattr(model.config.get_text_config(), key, value)
     found = reason_against(model, inputs)
     assert (reason in found) if reason else not found
+
+
+# --- segments ---
+
+ROWS = ((7, 9), (7, 3), (7, 12), (10, 4), (10, 6), (8, 5))
+
+
+def test_attention_that_passes_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("Mistral")
+    inputs, _ = packed_form(model, Batch(ROWS))
+    functions = transformers.models.mistral.modeling_mistral.ALL_ATTENTION_FUNCTIONS
+    own = functions["sdpa"]
+    monkeypatch.setitem(
+        functions, "sdpa", lambda *args, sliding_window, **kwargs: own(*args, **kwargs)
+    )
+    with pytest.raises(ValueError, match="passes no window to its implementation"):
+        model(**inputs)
+
+
+def test_attention_that_looks_its_function_up_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, file = build("Qwen2"), transformers.models.qwen2.modeling_qwen2
+    monkeypatch.delattr(file, "ALL_ATTENTION_FUNCTIONS")
+    assert "not that of transformers' AttentionInterface" in reason_against(model, {})
+
+
+def test_blocks_compute_at_most_twice_what_is_seen() -> None:
+    """Samples after a prompt of 10 share a call as long as they are together no longer than it;
+    blocks are (start, stop)."""
+    sizes = [10, 4, 4, 4, 12, 1, 1]
+    numbers = torch.arange(7).repeat_interleave(torch.tensor(sizes))
+    mask = torch.zeros(1, 1, 4, len(numbers), dtype=torch.int32)
+    mask[0, 0, 1] = numbers
+    blocks = segments.Segments.of(mask).blocks
+    assert [(block.start, block.stop) for block in blocks] == [
+        (0, 10), (10, 18), (18, 22), (22, 34), (34, 36),
+    ]  # fmt: skip

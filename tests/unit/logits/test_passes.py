@@ -1,35 +1,43 @@
 """Chosen positions, chunks and prompts read once have the values and gradients of transformers' own
-pass with all logits [L1, L2, L4, L6]; the comparison detects wrong passes.
+pass with all logits [L1, L2, L4, L6].
 
 `scripts/gpu.sh` runs this file on a GPU too.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from copy import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import modeling_flash_attention_utils as flash
 
 from scripts.bench import passes
+from scripts.bench.measure import peak_bytes
 from swift_grpo_ext.logits.packed import reason_against
 from swift_grpo_ext.logits.shim import base_model
-from tests.rig.logits import flash
-from tests.rig.logits.batch import Batch, Rows, Way, chosen, packed, plain
-from tests.rig.logits.compare import (
+from tests.rig.logits.batch import (
     DEVICE,
+    Batch,
+    Rows,
     Run,
+    Way,
+    chosen,
     counted_positions,
+    plain,
     values_and_gradients,
     wrong_parts,
 )
-from tests.rig.logits.models import add_lora, build
+from tests.rig.logits.models import CONFIGS, TEXT, add_lora, build
 
 FLOAT32 = 1e-4
 """Bound on errors in float32: sums have other orders."""
@@ -40,14 +48,11 @@ HALF = 0.5
 that attend to each other change gradients by 38 to 76%. Gated delta nets keep their weights: they
 normalize their outputs, and smaller weights make their rounding worse."""
 
-NEEDS = {"Qwen3.5": "Qwen3_5Config", "Gemma3": "Gemma3Config", "Gemma4": "Gemma4Config"}
-"""Configurations that some releases of transformers lack."""
-
 GROUPS: Rows = ((7, 9), (7, 3), (7, 12), (10, 4), (10, 6), (8, 5))
 """No other row has the last prompt."""
 
-TOOLS: Rows = ((9, 4), (9, 5), (9, 2, 7, 3), (12, 4, 6, 2), (12, 3), (12, 2))
-"""Rows with a tool's image are groups of one sample."""
+TOOLS: Rows = ((9, 4), (9, 2, 7, 3), (12, 4, 6, 2), (12, 2))
+"""Some samples have a tool's answer, which is not trained on."""
 
 
 def with_hooks(model: Any) -> Any:
@@ -61,17 +66,6 @@ def with_hooks(model: Any) -> Any:
     return model
 
 
-TARGETS = ["q_proj", "v_proj", "in_proj_qkv", "out_proj"]
-ADDITIONS: dict[str, Callable[[Any], Any]] = {
-    "": lambda model: model,
-    "adapters": partial(add_lora, target_modules=TARGETS),
-    "DoRA": partial(add_lora, target_modules=TARGETS, use_dora=True),
-    "adapted head": partial(add_lora, target_modules=["q_proj", "lm_head"]),
-    "trained head": partial(add_lora, modules_to_save=["lm_head"]),
-    "hooked head": with_hooks,
-}
-
-
 def recomputed(model: Any, *, use_reentrant: bool) -> Any:
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -83,8 +77,13 @@ def compiled_in_place(model: Any) -> Any:
     return model
 
 
-MODES: dict[str, Callable[[Any], Any]] = {
-    "": lambda model: model,
+TARGETS = ["q_proj", "v_proj", "in_proj_qkv", "out_proj"]
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "adapters": partial(add_lora, target_modules=TARGETS),
+    "DoRA": partial(add_lora, target_modules=TARGETS, use_dora=True),
+    "adapted head": partial(add_lora, target_modules=["q_proj", "lm_head"]),
+    "trained head": partial(add_lora, modules_to_save=["lm_head"]),
+    "hooked head": with_hooks,
     "recomputed": partial(recomputed, use_reentrant=False),
     "recomputed, reentrant": partial(recomputed, use_reentrant=True),
     "compiled": partial(torch.compile, backend="aot_eager"),
@@ -92,19 +91,68 @@ MODES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# --- flash attention without a GPU ---
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    **_: Any,
+) -> Tensor:
+    """Return [queries, heads, width] of concatenated sequences, like the package `flash_attn`. The
+    last query of a sequence sees its last key; causality and windows are counted from there."""
+    q_sizes, k_sizes = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert (max(q_sizes), max(k_sizes)) == (max_seqlen_q, max_seqlen_k)
+    outputs = []
+    parts = zip(q.split(q_sizes), k.split(k_sizes), v.split(k_sizes), strict=True)
+    for query, key, value in parts:
+        last = len(key) - len(query)
+        ahead = torch.arange(len(key)) - torch.arange(len(query))[:, None] - last
+        seen = ahead <= 0
+        if window_size[0] >= 0:
+            seen &= ahead >= -window_size[0]
+        heads = (x.transpose(0, 1) for x in (query, key, value))
+        options = {"attn_mask": seen, "scale": softmax_scale, "enable_gqa": True}
+        outputs.append(scaled_dot_product_attention(*heads, **options).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def install_flash(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """Let a model use `flash_attention_2`. Transformers' own code around it runs: it removes
+    padding, and passes its arguments on."""
+    package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
+    names = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+    vars(package).update(dict.fromkeys(names, flash_attn_varlen_func))
+    vars(padding).update(pad_input=flash._pad_input, unpad_input=flash._unpad_input)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
+    monkeypatch.setattr(flash, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
+    model.config.get_text_config()._attn_implementation = "flash_attention_2"
+
+
+# --- whole models ---
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
     attention: str = "sdpa"
     dtype: str = "float32"
-    addition: str = ""  # what the plain pass has too
-    mode: str = ""  # what the plain pass does without
+    changes: tuple[str, ...] = ()
     rows: Rows = GROUPS
     side: str = "right"
     with_images: bool = False
 
     def __str__(self) -> str:
-        parts = (self.name, self.attention, self.dtype, self.addition, self.mode, self.side)
+        parts = (self.name, self.attention, self.dtype, *self.changes, self.side)
         return ", ".join(filter(None, parts))
 
 
@@ -128,18 +176,16 @@ CASES = [
     *(Case(name, "flash_attention_2") for name in TEXTS if DEVICE == "cpu"),
     Case("Qwen2, tied"),
     Case("remote code"),
-    Case("remote code", addition="adapted head"),
-    Case("remote code", addition="trained head"),
-    Case("soft-capped (Gemma2)", addition="hooked head"),
-    Case("soft-capped (Gemma2)", mode="compiled"),
-    Case("soft-capped (Gemma2)", mode="compiled in place"),
-    Case("Qwen2.5-VL", addition="adapters", mode="recomputed", with_images=True),
-    Case("Qwen2, some windows", addition="DoRA", mode="recomputed, reentrant"),
-    Case("Qwen2, some windows", addition="adapters", mode="recomputed"),
-    Case("Qwen3.5", addition="DoRA", mode="recomputed, reentrant"),
-    Case("Qwen3.5", addition="adapters", mode="recomputed"),
+    Case("remote code", changes=("adapted head",)),
+    Case("remote code", changes=("trained head",)),
+    Case("soft-capped (Gemma2)", changes=("hooked head",)),
+    Case("soft-capped (Gemma2)", changes=("compiled",)),
+    Case("soft-capped (Gemma2)", changes=("compiled in place",)),
+    Case("Qwen2.5-VL", changes=("adapters", "recomputed"), with_images=True),
+    Case("Qwen2, some windows", changes=("DoRA", "recomputed, reentrant")),
+    Case("Qwen3.5", changes=("DoRA", "recomputed, reentrant")),
+    Case("Qwen3.5", changes=("adapters", "recomputed")),
     # The delta rule is computed in chunks of 64 positions, the convolution sees 4.
-    Case("Qwen3.5", rows=((2, 2), (2, 3))),
     Case("Qwen3.5", rows=((2, 1), (2, 1))),
     Case("Qwen3.5", rows=((4, 1), (4, 70), (4, 1))),
     Case("Qwen3.5", rows=((64, 1), (64, 65), (65, 3), (65, 1))),
@@ -150,15 +196,18 @@ CASES = [
 class Compared:
     """A tiny model, and the results of its plain pass; in bfloat16 those of the exact pass too."""
 
-    def __init__(self, case: Case, device: str = DEVICE) -> None:
-        if not hasattr(transformers, NEEDS.get(case.name, "Qwen2Config")):
+    def __init__(self, case: Case) -> None:
+        kind, _ = CONFIGS.get(case.name, ("Qwen2", {}))
+        if not hasattr(transformers, f"{kind}Config"):  # some releases lack it
             pytest.skip(f"transformers {transformers.__version__} has no {case.name}")
         # TF32 would round float32 products to 10 bits, differently for each batch size. By default
         # cudnn's convolutions use it.
         torch.backends.cudnn.allow_tf32 = False
         torch.set_float32_matmul_precision("highest")
-        self.case, self.exact = case, None
-        self.model = self.called = ADDITIONS[case.addition](build(case.name)).to(device)
+        self.case, self.exact, self.model = case, None, build(case.name)
+        for change in case.changes:
+            self.model = CHANGES[change](self.model)
+        self.model.to(DEVICE)
         if case.dtype == "bfloat16":
             with torch.no_grad():
                 for path, weight in self.model.named_parameters():
@@ -173,7 +222,7 @@ class Compared:
         return self.run(plain)
 
     def run(self, way: Way) -> Run:
-        return values_and_gradients(self.model, lambda: way(self.called, self.batch))
+        return values_and_gradients(self.model, lambda: way(self.model, self.batch))
 
     def wrong_parts(self, way: Way, expected: Run) -> dict[str, float]:
         return wrong_parts(self.run(way), expected, self.exact, FLOAT32)
@@ -186,7 +235,7 @@ def test_each_way(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = Compared(case)
     model = compared.model
     if case.attention == "flash_attention_2" and DEVICE == "cpu":
-        flash.install(monkeypatch, model)
+        install_flash(monkeypatch, model)
     elif reason := passes.why_not_installed(case.attention):
         pytest.skip(reason)
     elif case.attention != "sdpa":
@@ -196,35 +245,26 @@ def test_each_way(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
             pytest.skip(f"transformers: {e}")
     expected = compared.plain(model)
     ways: dict[str, Way] = {"chosen": chosen, "in chunks": partial(chosen, chunk_size=4)}
-    is_compiled = case.mode.startswith("compiled")
+    is_compiled = "compiled" in "".join(case.changes)
     if not is_compiled and not reason_against(base_model(model), compared.batch.inputs):
-        ways |= {"once": packed, "once, in chunks": partial(packed, chunk_size=4)}
-    compared.called = MODES[case.mode](model)
+        ways |= {"once": partial(chosen, once=True)}
+        ways["once, in chunks"] = partial(chosen, once=True, chunk_size=4)
     wrong: dict[str, dict[str, float]] = {}
     for name, way in ways.items():
-        if is_compiled:
+        with nullcontext([]) if is_compiled else counted_positions(model) as counts:
             wrong[name] = compared.wrong_parts(way, expected)
-        else:
-            with counted_positions(model) as counts:
-                wrong[name] = compared.wrong_parts(way, expected)
-            num_tokens = len(compared.batch.targets_N)
-            assert max(counts) == (min(num_tokens, 4) if "chunks" in name else num_tokens)
+        num_tokens = len(compared.batch.targets_N)
+        assert is_compiled or max(counts) == min(num_tokens, 4 if "chunks" in name else 1024)
         wrong[f"plain, after {name}"] = compared.wrong_parts(plain, expected)
     assert {name: parts for name, parts in wrong.items() if parts} == {}
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds", "looks_ahead"),
-    [
-        # In all layers; and in those with a window alone, where audio (3) does not.
-        ("Gemma3", "token_type_ids", True),
-        ("Gemma4", "mm_token_type_ids", True),
-        # Makes no mask of them.
-        ("Gemma3n", "token_type_ids", False),
-    ],
+    ("name", "kinds"), [("Gemma3", "token_type_ids"), ("Gemma4", "mm_token_type_ids")]
 )
-def test_images_whose_positions_see_each_other(name: str, kinds: str, looks_ahead: bool) -> None:
-    """The second image crosses the border of a window. One image is a tool's."""
+def test_images_whose_positions_see_each_other(name: str, kinds: str) -> None:
+    """Gemma 3's do in all layers, Gemma 4's in those with a window, where audio (3) does not. The
+    second image crosses the border of a window. One image is a tool's."""
     compared = Compared(Case(name, rows=((9, 4), (9, 3), (12, 8), (12, 2), (8, 2, 7, 1))))
     causal = compared.plain(compared.model)
     types = torch.zeros_like(compared.batch.inputs["input_ids"])
@@ -233,8 +273,8 @@ def test_images_whose_positions_see_each_other(name: str, kinds: str, looks_ahea
         types[2:4, 6:10], types[4, 16:18] = 2, 3
     compared.batch.inputs[kinds] = types
     expected = compared.run(plain)
-    assert compared.wrong_parts(packed, expected) == {}
-    assert (float((causal[0] - expected[0]).abs().max()) > 0.01) == looks_ahead
+    assert compared.wrong_parts(partial(chosen, once=True), expected) == {}
+    assert float((causal[0] - expected[0]).abs().max()) > 0.01
 
 
 def test_the_benches_time_the_same_passes() -> None:
@@ -243,34 +283,38 @@ def test_the_benches_time_the_same_passes() -> None:
     assert compared.wrong_parts(passes.once, compared.run(passes.plain)) == {}
 
 
-# --- faults are detected ---
-
-
-def blind(model: Any, batch: Batch) -> Tensor:
-    """Hide the first tokens of the prompts."""
-    hidden = copy(batch)
-    attended = batch.inputs["attention_mask"].clone()
-    attended[:, :4] = 0
-    hidden.inputs = {**batch.inputs, "attention_mask": attended}
-    return plain(model, hidden)
-
-
-def without_a_gradient(model: Any, batch: Batch) -> Tensor:
-    """Remove the gradient of a fifth of the values."""
-    values = plain(model, batch)
-    return torch.cat([values[:, :-8], values[:, -8:].detach()], dim=1)
-
-
-def not_a_number(model: Any, batch: Batch) -> Tensor:
-    return plain(model, batch) / 0 * 0
+# --- memory ---
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("way", "are_values_wrong"), [(blind, True), (without_a_gradient, False), (not_a_number, True)]
-)
-def test_a_wrong_pass_is_detected(way: Way, are_values_wrong: bool, dtype: str) -> None:
-    compared = Compared(Case("Qwen2", dtype=dtype), "cpu")
-    wrong = compared.wrong_parts(way, compared.plain(compared.model))
-    assert ("values" in wrong) == are_values_wrong
-    assert wrong.keys() - {"values"}, "no gradient is wrong"
+def test_logits_take_no_more_memory_than_is_asked_for(dtype: str) -> None:
+    """Logits of other positions are never computed, and chunks bound the memory of the others."""
+    rows = ((768, 256), (640, 192))
+    small = {"vocab_size": 151_936 if DEVICE == "cuda" else 16_384, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    settings = {**TEXT, **small, "initializer_range": 0.1, "use_cache": False}
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**settings))
+    model.to(DEVICE, getattr(torch, dtype))
+    batch = Batch(rows).to(model)
+    start = min(prompt for prompt, _ in rows) - 1
+
+    def all_positions() -> Tensor:
+        """As ms-swift: all from the first that any row predicts a completion at."""
+        logits = model(**batch.inputs).logits[:, start:-1].float()
+        targets = batch.inputs["input_ids"][:, start + 1 :, None]
+        return logits.log_softmax(-1).gather(-1, targets)
+
+    ways = {
+        "all": all_positions,
+        "chosen": partial(chosen, model, batch),
+        "chunked": partial(chosen, model, batch, chunk_size=16),
+    }
+    peak = {}
+    for name, way in ways.items():
+        way().sum().backward()  # gradients are there from now on
+        peak[name] = peak_bytes(lambda way=way: way().sum().backward())
+    num_positions = batch.predicts_BT.numel()
+    num_chosen = len(batch.targets_N)
+    assert peak["chosen"] <= (num_chosen / num_positions + 0.05) * peak["all"]
+    # A chunk is a 28th of the completions, which are a 5th of all positions; activations remain.
+    assert peak["chunked"] <= 0.1 * peak["all"]

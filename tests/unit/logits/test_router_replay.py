@@ -18,8 +18,7 @@ from swift_grpo_ext.logits.router_replay import (
     replayed_share,
     routers_of,
 )
-from tests.rig.logits.batch import Batch
-from tests.rig.logits.compare import assert_close, values_and_gradients
+from tests.rig.logits.batch import Batch, assert_close, values_and_gradients
 from tests.rig.logits.models import build
 
 ROWS = ((4, 3), (2, 3))
@@ -67,7 +66,8 @@ def replayed(replay: RouterReplay, model: Any, batch: Batch, experts: Tensor | N
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_the_given_experts_are_used(is_recomputed: bool) -> None:
-    """The backward of two passes follows both forwards."""
+    """The backward of two passes follows both forwards. Tokens without given experts choose their
+    own; experts that the router had chosen too are counted."""
     model, batch = build("Qwen3-MoE"), Batch(ROWS)
     experts = [some_experts(seed, batch) for seed in (1, 2)]
     expected = values_and_gradients(
@@ -77,6 +77,8 @@ def test_the_given_experts_are_used(is_recomputed: bool) -> None:
     assert (plain - expected[0][:2]).abs().max() > 0.1
     assert list(routers_of(model)) == ["model.layers.0", "model.layers.2"]
     replay = RouterReplay(model)
+    assert torch.equal(replayed(replay, model, batch, None), plain)
+    assert replay.take_counts() == (0, 0)
     if is_recomputed:
         model.gradient_checkpointing_enable()
     found = values_and_gradients(
@@ -84,25 +86,17 @@ def test_the_given_experts_are_used(is_recomputed: bool) -> None:
     )
     assert_close(found, expected)
     assert torch.equal(model(**batch.inputs).logits, plain)  # a pass of its own
-
-
-def test_the_share_of_experts_that_the_trainers_router_had_chosen_too() -> None:
-    model, batch = build("Qwen3-MoE"), Batch(ROWS)
-    experts = some_experts(1, batch)
-    plain = model(**batch.inputs).logits
-    replay = RouterReplay(model)
-    assert torch.equal(replayed(replay, model, batch, None), plain)
-    assert replay.take_counts() == (0, 0)  # nothing was replayed
-    replayed(replay, model, batch, experts)
+    replay.take_counts()
+    with torch.no_grad():
+        replayed(replay, model, batch, experts[0])
     num_equal, num_given = replay.take_counts()
     assert 0 < num_equal < num_given == 2 * 2 * (6 + 4)  # layers, experts, tokens
-    other_rank = (0.0, num_given)
-    share = replayed_share([(num_equal, num_given), other_rank])["router_replay/equal"]
-    assert share == num_equal / num_given / 2
     assert replay.take_counts() == (0, 0)
+
+
+def test_the_share_of_equal_experts_is_that_of_all_ranks() -> None:
+    assert replayed_share([(3.0, 8.0), (0.0, 8.0)]) == {"router_replay/equal": 3 / 16}
     assert replayed_share([(0, 0)] * 2) == {}
-    given_none = torch.full_like(experts, NOT_GIVEN)
-    assert torch.equal(replayed(replay, model, batch, given_none), plain)
 
 
 def test_other_models_get_no_experts() -> None:
@@ -122,30 +116,28 @@ def test_other_models_get_no_experts() -> None:
 # --- batches ---
 
 
-def sample(length: int, experts: np.ndarray | None) -> SimpleNamespace:
-    return SimpleNamespace(sample_id="train-0", encoded={"length": length}, routed_experts=experts)
-
-
-def rows(*numbers: int) -> np.ndarray:
-    """Return experts of one layer, each the number of its token."""
-    return np.array(numbers, np.uint8)[:, None, None]
-
-
-def batch(samples: list[Any], **template: Any) -> list[list[int]]:
+def batch(*samples: tuple[int, list[int] | None], **template: Any) -> list[list[int]]:
+    """Return the experts of samples with these lengths and experts, in a model of one layer."""
     settings = SimpleNamespace(**{"padding_free": False, "padding_side": "right", **template})
-    made = batch_experts(samples, template=settings, device=torch.device("cpu"), max_seq_len=1)
-    assert made.shape[2:] == (1, 1)
-    values: list[list[int]] = made[:, :, 0, 0].tolist()
-    return values
+    rows = [
+        SimpleNamespace(
+            sample_id="train-0",
+            encoded={"length": length},
+            routed_experts=None if own is None else np.array(own, np.uint8)[:, None, None],
+        )
+        for length, own in samples
+    ]
+    made = batch_experts(rows, template=settings, device=torch.device("cpu"), max_seq_len=1)
+    return made.squeeze((2, 3)).tolist()
 
 
 def test_experts_stand_where_their_tokens_do() -> None:
     """A rollout chooses no experts for a sample's last token."""
-    samples = [sample(3, rows(1, 2)), sample(5, rows(1, 2, 3, 4, 5))]
-    assert batch(samples) == [[1, 2, -1, -1, -1], [1, 2, 3, 4, 5]]
-    assert batch(samples, padding_side="left") == [[-1, -1, 1, 2, -1], [1, 2, 3, 4, 5]]
-    assert batch(samples, padding_free=True) == [[1, 2, -1, 1, 2, 3, 4, 5]]
+    samples = (3, [1, 2]), (5, [1, 2, 3, 4, 5])
+    assert batch(*samples) == [[1, 2, -1, -1, -1], [1, 2, 3, 4, 5]]
+    assert batch(*samples, padding_side="left") == [[-1, -1, 1, 2, -1], [1, 2, 3, 4, 5]]
+    assert batch(*samples, padding_free=True) == [[1, 2, -1, 1, 2, 3, 4, 5]]
     with pytest.raises(RuntimeError, match=r"train-0 has the experts of 2 tokens, and 5 to"):
-        batch([sample(5, rows(1, 2))])
+        batch((5, [1, 2]))
     with pytest.raises(RuntimeError, match=r"train-0 came without its experts\. .*swift rol"):
-        batch([sample(5, None)])
+        batch((5, None))

@@ -19,7 +19,7 @@ from swift_grpo_ext.training.encode import (
     encode_whole,
     with_text_of,
 )
-from swift_grpo_ext.training.group import DisagreementError, flatten, kind_of_row
+from swift_grpo_ext.training.group import DisagreementError, flatten
 from tests.rig.training.samples import arguments, prompts, sample
 
 PAD, SOFT = 90, 91
@@ -36,8 +36,25 @@ def decode(ids: list[int]) -> str:
 PIXELS = torch.arange(8.0).reshape(2, 4)
 
 
+def encoded(prompt: list[int], own: Any = (5, 6), mask: Any = (1, 1)) -> dict[str, Any]:
+    """Return an encoded row with the response `own`, of which `mask` is trained on."""
+    ids = [*prompt, *own]
+    kinds = [int(i < 0 or i in PLACEHOLDERS) for i in ids]
+    trained = [i if kept else -100 for i, kept in zip(own, mask, strict=True)]
+    return {
+        "input_ids": ids,
+        "labels": [*[-100] * len(prompt), *trained],
+        "length": len(ids),
+        "loss_scale": [0.0] * len(prompt) + [float(kept) for kept in mask],
+        "token_type_ids": kinds,
+        "mm_token_type_ids": torch.tensor(kinds),
+        "pixel_values": PIXELS,
+    }
+
+
 class Template(SimpleNamespace):
-    """Encodes a prompt of two placeholders and the sample's words, and counts its calls."""
+    """Encodes a prompt of two placeholders and the sample's words, and counts its calls. ms-swift's
+    method `_add_dynamic_eos` would label ends of turns that were not sampled."""
 
     tokenizer = SimpleNamespace(decode=decode)
     placeholder_tokens: ClassVar[list[int]] = [PAD, SOFT]
@@ -47,21 +64,12 @@ class Template(SimpleNamespace):
     num_encoded = 0
 
     def encode(self, one: Any) -> dict[str, Any]:
+        assert hasattr(self, "_add_dynamic_eos") == bool(one.response_token_ids)
         self.num_encoded += 1
-        prompt, ids = [*self.head, *one.words], [*flatten(one.response_token_ids), *self.tail]
-        mask = [*flatten(one.response_loss_mask)] or [1] * (len(ids) - len(self.tail))
-        kinds = [int(i == PAD) for i in (*prompt, *ids)]
-        trained = [i if own else -100 for i, own in zip(ids, mask, strict=False)]
-        return {
-            "input_ids": [*prompt, *ids],
-            "labels": [-100] * len(prompt) + trained + [-100] * len(self.tail),
-            "loss_scale": [0.0] * len(prompt) + [float(own) for own in mask],
-            "mm_token_type_ids": kinds,
-            "token_type_ids": torch.tensor([kinds]),
-            "pixel_values": PIXELS,
-            "length": len(prompt) + len(ids),
-            "_extra_kwargs": {},
-        }
+        own = [*flatten(one.response_token_ids)]
+        mask = [*flatten(one.response_loss_mask)] or [1] * len(own)
+        row = encoded([*self.head, *one.words], [*own, *self.tail], [*mask, *[0] * len(self.tail)])
+        return row | {"_extra_kwargs": {}}
 
 
 def group_of(*answers: Any, **fields: Any) -> list[Any]:
@@ -99,10 +107,9 @@ def test_a_group_is_encoded_once() -> None:
     found = [encoder.encode(one) for one in samples]
     assert made.num_encoded == 1
     for one, row in zip(samples, found, strict=True):
-        whole = made.encode(one)
-        del whole["_extra_kwargs"]
+        whole = encode_whole(one, made, None)
         assert row.keys() == whole.keys()
-        assert torch.equal(row["token_type_ids"], whole.pop("token_type_ids"))
+        assert torch.equal(row["mm_token_type_ids"], whole.pop("mm_token_type_ids"))
         assert row["pixel_values"] is whole.pop("pixel_values") is PIXELS
         assert {name: row[name] for name in whole} == whole
     assert len({id(row.prompt) for row in found}) == 1
@@ -110,6 +117,7 @@ def test_a_group_is_encoded_once() -> None:
     found[0].pop("pixel_values")
     assert encoder.encode(samples[1])["input_ids"][-1] == 7
     assert encoder.fault == ""
+    assert not hasattr(made, "_add_dynamic_eos")
 
 
 TURNS = {"response_token_ids": [[5], [6]], "response_loss_mask": []}
@@ -140,12 +148,9 @@ def test_what_is_encoded_whole(changes: dict[str, Any], number: int) -> None:
 
 
 def test_rows_that_do_not_end_with_their_response() -> None:
-    """If a template adds tokens after the response, samples share nothing."""
     encoder, made = encoder_of()
     made.tail = (99,)
-    found = [encoder.encode(one) for one in group_of(*ANSWERS[:2])]
-    assert made.num_encoded == 2
-    assert [row.prompt for row in found] == [None, None]
+    assert [encoder.encode(one).prompt for one in group_of(*ANSWERS[:2])] == [None, None]
 
 
 def test_conversations_share_a_prompt_of_text() -> None:
@@ -193,98 +198,45 @@ def test_a_prompt_that_differs_is_named_or_warned_of_once(warnings: list[str]) -
     assert "Training goes on (--rollout_mismatch warn)" in warning
 
 
-def test_a_whole_encode() -> None:
-    """It labels only sampled tokens, and has the rollout's text."""
-    made, seen = Template(), list[bool]()
-
-    def encode(one: Any) -> dict[str, Any]:
-        seen.append(hasattr(made, "_add_dynamic_eos"))
-        return {"input_ids": [1, 2, 3, 90, 4, 5], "labels": [-100] * 5 + [5], "_extra_kwargs": {}}
-
-    made.encode = encode
-    found = encode_whole(sample(rollout_prompts=prompts([3, 90, 4])), made, 3)
-    assert found == {"input_ids": [3, 90, 4, 5], "labels": [-100] * 3 + [5]}
-    assert seen == [True]
-    assert not hasattr(made, "_add_dynamic_eos")
-
-
 # --- prompts that differ ---
 
 
-def compare(of_turns: list[list[int]], training: list[int], agrees: bool, message: str) -> None:
-    drawn = sample(rollout_prompts=prompts(*of_turns), encoded={"input_ids": training})
-    with nullcontext() if agrees else pytest.raises(DisagreementError, match=message):
-        check_rollout_prompts(drawn, drawn.encoded, Template(), PLACEHOLDERS)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
-    ("rollout", "training", "first"),
+    ("rollout", "training", "first", "later"),
     [
-        ([], [5], None),
-        ([1, 2], [1, 2, 5], None),
-        ([1, PAD, PAD, 2], [1, PAD, PAD, 2, 5], None),
-        ([1, 2, PAD], [1, 2, PAD, 5], None),
-        ([1, PAD, PAD, 2], [1, -200, 2, 5], None),  # Phi-3-Vision, Ovis2.5
-        ([PAD, PAD, 2, PAD, 2], [-1, 2, -2, 2, 5], None),
-        ([1, SOFT, SOFT, 2], [1, PAD, PAD, 2, 5], None),  # frames of InternVL
-        ([1, 2, 3], [1, 2, 9, 5], 2),
-        ([3, 4], [1, 2, 3, 4, 5], 0),  # it was cut
-        ([1, 2], [1], 1),
-        ([1, PAD, PAD, 2], [1, PAD, PAD, PAD, 2, 5], 3),  # other pixel limits
-        ([1, SOFT, SOFT, 2], [1, PAD, PAD, PAD, 2, 5], 1),
-        ([1, SOFT, PAD, 2], [1, PAD, PAD, 2, 5], 1),
-        ([1, PAD, 2], [1, PAD, 10, 2, 5], 2),
-        ([1, PAD, 2], [1, 2, 5], 1),
-        ([1, 2], [1, PAD, 2, 5], 1),
-        ([1, PAD, 2, PAD], [1, PAD, 2], 3),
-        ([1, 2, PAD, 3], [1, PAD, 3, 5], 1),
+        ([1, PAD, PAD, 2], [1, PAD, PAD, 2, 5], None, None),
+        ([1, 2, PAD], [1, 2, PAD, 5], None, None),
+        ([PAD, PAD, 2, PAD, 2], [-1, 2, -2, 2, 5], None, None),  # Phi-3-Vision, Ovis2.5
+        ([1, SOFT, SOFT, 2], [1, PAD, PAD, 2, 5], None, None),  # frames of InternVL
+        ([1, 2, 3], [1, 2, 9, 5], 2, 2),
+        ([1, 2], [1], 1, 1),
+        ([1, PAD, PAD, 2], [1, PAD, PAD, PAD, 2, 5], 3, 3),  # other pixel limits
+        ([1, SOFT, PAD, 2], [1, PAD, PAD, 2, 5], 1, 1),
+        ([1, PAD, 2, PAD], [1, PAD, 2], 3, 3),
+        ([1, 2, PAD, 3], [1, PAD, 3, 5], 1, 1),
+        ([1, PAD, 2, 5, PAD, 7], [1, PAD, 2, 5, 7, 6], 4, 4),  # an image that was not repeated
+        # line breaks beside media
+        ([1, PAD, 10, 2, 5, 7], [1, PAD, 2, 5, 7, 6], 2, None),
+        ([1, PAD, 2, 5, PAD, 7], [1, PAD, 2, 5, 10, PAD, 10, 7, 6], 4, None),
     ],
 )
 def test_prompts_that_differ_are_named(
-    rollout: list[int], training: list[int], first: int | None
+    rollout: list[int], training: list[int], first: int | None, later: int | None
 ) -> None:
-    """Another notation of the same medium is no difference."""
-    message = rf"group 2, sample 1: .* of {len(rollout)} tokens .* from token {first} on.* Give"
-    compare([rollout], training, first is None, message)
-
-
-@pytest.mark.parametrize(
-    ("rollout", "training", "first"),
-    [
-        ([1, 2, 3, 5, 7], [1, 2, 3, 5, 7, 6], None),
-        ([1, PAD, 10, 2, 5, 7], [1, PAD, 2, 5, 7, 6], None),  # line breaks beside media
-        ([1, PAD, 2, 5, PAD, 7], [1, PAD, 2, 5, 10, PAD, 10, 7, 6], None),
-        ([1, 2, 3, 9, 7], [1, 2, 3, 5, 7, 6], 3),  # tokenized again, or thoughts dropped
-        ([1, PAD, 2, 5, PAD, 7], [1, PAD, 2, 5, 7, 6], 4),  # an image that was not repeated
-        ([3, 5, 7], [1, 2, 3, 5, 7, 6], 0),  # cut
-    ],
-)
-@pytest.mark.parametrize("turn", [2, 3])
-def test_each_turn_of_a_conversation(
-    rollout: list[int], training: list[int], first: int | None, turn: int
-) -> None:
-    """Training has all tokens that the engine saw; line breaks beside media may differ."""
-    of_turns = [training[:1]] * 2
-    of_turns.insert(turn - 1, rollout)
-    message = rf"sample 1 in turn {turn}: .* from token {first} on.*`rollout_infos\['images'\]`"
-    compare(of_turns, training, first is None, message)
+    """Another notation of the same medium is no difference. In the turns of a conversation, line
+    breaks beside media are none."""
+    for turn, position in ((1, first), (2, later), (3, later)):
+        of_turns = [training[:1]] * 2 if turn > 1 else []
+        of_turns.insert(turn - 1, rollout)
+        drawn = sample(rollout_prompts=prompts(*of_turns), encoded={"input_ids": training})
+        where = rf" in turn {turn}: .*`rollout_infos\['images'\]`" if turn > 1 else ": .* Give"
+        where = where.replace(".*", rf".* of {len(rollout)} tokens .* from token {position} on.*")
+        differs = pytest.raises(DisagreementError, match=f"group 2, sample 1{where}")
+        with nullcontext() if position is None else differs:
+            check_rollout_prompts(drawn, drawn.encoded, Template(), PLACEHOLDERS)
 
 
 # --- prompts that are made equal ---
-
-
-def encoded(prompt: list[int]) -> dict[str, Any]:
-    ids = [*prompt, 5, 6]
-    kinds = [int(i < 0 or i in PLACEHOLDERS) for i in ids]
-    return {
-        "input_ids": ids,
-        "labels": [*[-100] * len(prompt), 5, 6],
-        "length": len(ids),
-        "token_type_ids": kinds,
-        "mm_token_type_ids": torch.tensor(kinds),
-        "pixel_values": torch.zeros(len(ids), 4),
-        "loss_scale": None,
-    }
 
 
 @pytest.mark.parametrize(
@@ -293,18 +245,12 @@ def encoded(prompt: list[int]) -> dict[str, Any]:
         ([1, PAD, PAD, 2], [1, PAD, PAD, 10, 2], [1, PAD, PAD, 2], False),  # InternVL: a line more
         ([PAD, 11, 1, PAD, 2], [PAD, 1, PAD, 10, 2], [PAD, 11, 1, PAD, 2], False),
         ([1, SOFT, 2], [1, PAD, 10, 2], [1, PAD, 2], False),  # its frames
-        ([1, 12, PAD, 2], [1, 10, 11, PAD, 2], [1, 12, PAD, 2], False),  # Gemma3
         ([1, PAD, PAD, 2, 11], [1, -200, 10, 2, 10], [1, -200, 2, 11], False),  # Ovis2.5
-        ([3, 4], [1, 2, 3, 4], [3, 4], True),
-        ([PAD, PAD, 3, 4], [1, PAD, PAD, 2, 3, 4], [PAD, PAD, 3, 4], True),
         ([PAD, PAD, 4], [1, -200, 3, 4], [-200, 4], True),
         ([1, PAD, 2], [1, PAD, 10, 2], [1, PAD, 2], True),  # long, and not cut
         # What cannot be made equal stays
-        ([1, PAD, 2], [1, PAD, 2], None, True),
         ([1, 10, 2], [1, 2], None, False),  # no media: no template writes that
         ([1, PAD, 3], [1, PAD, 10, 1], None, False),  # words
-        ([1, PAD, PAD], [1, PAD, 10], None, False),  # other pixel limits
-        ([1, PAD, 2, PAD], [1, PAD, 10, 2], None, False),
         ([3, 4], [1, 2, 3, 4], None, False),  # no limit explains it
         ([1, 2], [1, 2, 3], None, True),  # cut on the right
         ([2, 4], [1, 2, 3, 4], None, True),  # in the middle
@@ -323,43 +269,15 @@ def test_training_gets_the_text_of_the_rollout(
         return
     wanted = encoded(expected)
     assert torch.equal(changed.pop("mm_token_type_ids"), wanted.pop("mm_token_type_ids"))
-    del wanted["pixel_values"], wanted["loss_scale"]
+    del wanted["pixel_values"]
     assert changed == wanted
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
+def test_entries_that_cannot_be_aligned_stay() -> None:
+    for entry in (
         {"position_ids": [0, 1, 2, 3, 4, 5]},  # not known for a shorter text
         {"labels": None},
         {"input_ids": torch.tensor([1, PAD, 10, 2, 5])},
-    ],
-)
-def test_entries_that_cannot_be_aligned_stay(entry: dict[str, Any]) -> None:
-    whole = encoded([1, PAD, 10, 2]) | entry
-    assert with_text_of([1, PAD, 2], whole, PLACEHOLDERS, decode, was_cut=False) == {}
-
-
-# --- kinds of rows ---
-
-SEEN = {"type": "image_url", "image_url": {"url": "1.png"}}
-HEARD = {"type": "audio", "audio": "1.wav"}
-TAGGED = f"<img>{__file__}</img>"
-"""ms-swift reads a tag as an image if its file exists."""
-
-
-@pytest.mark.parametrize(
-    ("content", "columns", "kind"),
-    [
-        ("Is <video> a tag?", {"images": None, "videos": []}, "text"),
-        ("?", {"images": ["a", "b"], "audios": ["c"]}, "images+audio"),
-        ("?", {"videos": ["a", "b"], "images": "c"}, "image+videos"),
-        ([SEEN, HEARD, SEEN], {"images": []}, "images+audio"),
-        ([{"type": "video", "video": ["1.png", "2.png"]}], {}, "video"),
-        (f"{TAGGED} or {TAGGED}?", {}, "images"),
-        ([{"type": "image"}], {"images": ["a"]}, "image"),  # it stands for the column
-    ],
-)
-def test_kinds_of_rows(content: Any, columns: dict[str, Any], kind: str) -> None:
-    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": [5, 6]}]
-    assert kind_of_row(sample(messages=messages, **columns)) == kind
+    ):
+        whole = encoded([1, PAD, 10, 2]) | entry
+        assert with_text_of([1, PAD, 2], whole, PLACEHOLDERS, decode, was_cut=False) == {}

@@ -1,0 +1,359 @@
+"""Training leaves out the pass of the old policy where the loss's own pass has its weights (M7); a
+pass that measures rounding is off on GPUs (R8). A rollout that fails on one rank ends all ranks,
+each with the cause (F3). A prompt that cannot be encoded is replaced as a whole group, the same on
+each rank (M1). Duplicates and uneven groups are counted (G3, G4). Weights are loaded from a
+checkpoint, whatever names its files use (S4). The log begins and ends with a line of the plugin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from swift.rlhf_trainers import GRPOTrainer
+from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
+
+from swift_grpo_ext.ranks import RankGroup
+from swift_grpo_ext.sampling.seeding import RoundId
+from swift_grpo_ext.training import RolloutGRPOTrainer, summary, trainer
+from swift_grpo_ext.training.checkpoints import holds_whole_model, load_whole_model
+from swift_grpo_ext.training.prompts import (
+    MAX_CANDIDATES,
+    candidate_order,
+    replace_failing_prompts,
+    warn_duplicates,
+    warn_uneven,
+)
+from swift_grpo_ext.training.rollouts import RolloutTraining
+from swift_grpo_ext.training.summary import RunSummary
+from swift_grpo_ext.version import __version__
+from tests.rig.logits.models import add_lora, build
+from tests.rig.ranks import ThreadRanks, run_rank_groups
+from tests.rig.record.rows import ROW, sample_id
+from tests.rig.training.samples import arguments
+
+# --- passes ---
+
+LOGPS = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+
+
+class Host(RolloutGRPOTrainer):
+    """The attributes of ms-swift's trainer that the passes read."""
+
+    def __init__(self, *, steps: int = 2, sp: int = 1, training: bool = True, **own: Any) -> None:
+        counts = {"gradient_accumulation_steps": steps, "steps_per_generation": 2}
+        self.args = arguments(**counts, use_vllm=own.get("use_vllm", True))
+        self.template = SimpleNamespace(sequence_parallel_size=sp)
+        self.model = SimpleNamespace(training=training)
+        self._has_teacher_explicit = lambda: own.get("teacher", False)
+        self.kl_in_reward, self.beta = own.get("kl_in_reward", False), own.get("beta", 0.0)
+        self.use_liger_loss, self.ref_model = own.get("liger", False), own.get("reference")
+        self.dynamic_num_samples = own.get("dynamic", False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs"),
+    [
+        ({}, False),
+        ({"steps": 4, "beta": 0.04}, False),  # two rounds for an update; no reference's pass
+        ({"steps": 1}, True),  # two updates from a round
+        ({"steps": 3}, True),
+        ({"steps": 1, "training": False}, False),  # an evaluation updates nothing
+        ({"steps": 4, "sp": 2}, False),
+        ({"steps": 2, "sp": 2}, True),
+        ({"teacher": True}, True),
+        ({"kl_in_reward": True, "beta": 0.04}, True),
+        ({"kl_in_reward": True}, False),
+        ({"liger": True}, True),
+        ({"dynamic": True}, True),
+        # A reference of LoRA's `disable_adapter` fails on weights that only the generation's
+        # inference mode has gathered.
+        ({"zero3": True, "beta": 0.04, "use_vllm": False}, True),
+        ({"zero3": True, "beta": 0.04}, False),
+        ({"zero3": True, "beta": 0.04, "use_vllm": False, "reference": object()}, False),
+        ({"beta": 0.04, "use_vllm": False}, False),
+    ],
+)
+def test_which_rounds_need_the_old_policys_pass(
+    settings: dict[str, Any], needs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_zero3 = settings.get("zero3", False)
+    monkeypatch.setattr(trainer, "is_deepspeed_zero3_enabled", lambda: is_zero3)
+    assert Host(**settings).needs_old_logps() is needs
+    assert Host(**settings).needs_old_logps(has_views=True)
+
+
+def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's pass is made. The loss's first pass gives the old policy's values, to which a
+    second iteration compares."""
+    compute = "_get_per_token_logps_and_entropies"
+    monkeypatch.setattr(GRPOTrainer, compute, lambda *_, **__: (LOGPS, None))
+    host = Host()
+    host._skips_old_pass = True
+    batches = [SimpleNamespace(old_per_token_logps=None) for _ in range(2)]
+    for batch in batches:
+        assert host._get_per_token_logps_and_entropies(None, {}, batch)[0] is None
+        reference, _ = host._get_per_token_logps_and_entropies(None, {}, batch)
+        assert reference is LOGPS
+        assert batch.old_per_token_logps is None
+    host._skips_old_pass = False
+    kept = SimpleNamespace(old_per_token_logps=-LOGPS)
+    for batch, expected in ((batches[0], LOGPS), (kept, -LOGPS)):
+        assert host._get_per_token_logps_and_entropies(None, {}, batch)[0] is LOGPS
+        assert torch.equal(batch.old_per_token_logps, expected)
+    assert not batches[0].old_per_token_logps.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_compared"),
+    [
+        ({}, True),
+        ({"is_early": False}, False),
+        ({"training": False}, False),  # an evaluation
+        ({"bits": 8}, False),  # the noise has no steps of quantized numbers
+        ({"top_p": 0.9}, False),  # sampling settings move log-probabilities
+        ({"use_vllm": False}, False),
+        ({"torch_compile": True}, False),  # compiled layers ignore the noise
+        ({"gpu": True}, False),  # no GPU has run it
+    ],
+)
+def test_early_rounds_have_a_pass_with_other_rounding(
+    changes: dict[str, Any], is_compared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(training=changes.get("training", True))
+    host.least_bits = changes.get("bits", 16)
+    host._gap_check = SimpleNamespace(is_early=changes.get("is_early", True))
+    host.args = arguments(**{n: v for n, v in changes.items() if hasattr(host.args, n)})
+    monkeypatch.setattr(trainer, "has_accelerator", lambda: changes.get("gpu", False))
+    host.rounded_logps = list
+    assert host._rounded_logps([{}, {}]) == ([{}, {}] if is_compared else [])
+
+
+# --- failures ---
+
+
+class Rank(RolloutTraining):
+    """A rank without model and engine."""
+
+    def __init__(self, ranks: RankGroup, *, generates: bool = True, **own: Any) -> None:
+        self.ranks, self.waits = ranks, list[float]()
+        self._settings = SimpleNamespace(generates=generates)
+        self._clock = SimpleNamespace(record_wait=self.waits.append)
+        self.multi_turn_scheduler = own.get("scheduler")
+        self.enable_server_multi_turn = own.get("on_server", False)
+
+
+OWN = [f"OSError: disk {rank} is gone" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ((), [0, 1]),
+        ((1,), [f"RolloutError: The rollout failed on rank 1: {OWN[1]}", OWN[1]]),
+        ((0, 1), OWN),
+    ],
+)
+def test_a_rollout_that_fails_on_one_rank_fails_on_all(
+    failing: tuple[int, ...], expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank waits for another one, except between collectives of ms-swift: there, the other rank
+    would not answer."""
+
+    def infer(self: Rank, samples: Any, *_: Any) -> Any:
+        if self.ranks.rank in failing:
+            raise OSError(f"disk {self.ranks.rank} is gone")
+        return samples
+
+    monkeypatch.setattr(RolloutTrainerMixin, "_infer_single_or_multi_turn", infer)
+
+    def work(ranks: ThreadRanks) -> Any:
+        rank = Rank(ranks)
+        try:
+            found = rank._infer_single_or_multi_turn(ranks.rank, None)
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+        assert len(rank.waits) == 1
+        return found
+
+    assert run_rank_groups(2, work) == expected
+    for settings in ({"generates": False}, {"scheduler": object()}, {"on_server": True}):
+        if 0 in failing:
+            alone = Rank(ThreadRanks(0, 2, pytest.fail), **settings)
+            with pytest.raises(OSError, match="disk 0 is gone"):
+                alone._infer_single_or_multi_turn(0, None)
+
+
+# --- prompts ---
+
+ROUND, FIRST = RoundId("eval", 3, 1), 7
+
+
+def row(words: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": words}]}
+
+
+def words_of(row: Any) -> str:
+    return row["messages"][0]["content"]
+
+
+def replaced(batch: str, others: str, num_ranks: int = 1) -> list[tuple[str, list[int]]]:
+    """Return each rank's rows afterwards, as letters, and the replaced groups. Groups have two
+    samples; capitals are bad prompts. `others` are the other rows, in the order of trying."""
+    order = candidate_order(42, ROUND, FIRST, len(others))
+    share = len(batch) // num_ranks
+
+    def work(ranks: ThreadRanks) -> tuple[str, list[int]]:
+        rows, groups = replace_failing_prompts(
+            [row(letter) for letter in batch[ranks.rank * share : (ranks.rank + 1) * share]],
+            others=[row(letter) for _, letter in sorted(zip(order, others, strict=True))],
+            round_=ROUND,
+            first_group=FIRST,
+            group_size=2,
+            seed=42,
+            ranks=ranks,
+            error_of=lambda row: "too long" if words_of(row).isupper() else None,
+        )
+        assert len({id(row) for row in rows}) == share  # ms-swift changes each sample's own
+        return "".join(map(words_of, rows)), groups
+
+    return run_rank_groups(num_ranks, work)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_two_bad_groups_at_once(num_ranks: int, warnings: list[str]) -> None:
+    """Each gets another row, on whichever ranks it is; rank 0 names both."""
+    results = replaced("AAbbCCbb", "defgh", num_ranks)
+    assert "".join(rows for rows, _ in results) == "ddbbeebb"
+    assert [groups for _, groups in results] == [[0, 2]] * num_ranks
+    assert len(warnings) == 2
+    for warning, group, words in zip(warnings, (7, 9), "AC", strict=True):
+        name = f"eval round 3.1, group {group}: the row that asks '{words}'"
+        assert warning.startswith(f"{name} cannot be encoded (too long)")
+
+
+@pytest.mark.parametrize(
+    ("batch", "others", "expected"),
+    [
+        ("bbcc", "d", "bbcc"),
+        ("AABB", "CdDf", "ddff"),  # each group has another
+        ("AABB", "Cd", "dddd"),  # while there are any
+        ("bAcc", "d", "ddcc"),  # rows of a group that differ are all looked at
+        ("AA", "CCCCCCCCCd", "dd"),
+    ],
+)
+def test_which_prompt_comes(batch: str, others: str, expected: str, warnings: list[str]) -> None:
+    assert replaced(batch, others)[0][0] == expected
+    assert bool(warnings) == (batch != expected)
+
+
+def test_where_nothing_is_left_every_rank_says_so() -> None:
+    message = rf"1 prompts .* for 1 of them {MAX_CANDIDATES} other .*group 0: too long"
+    with pytest.raises(ValueError, match=message):
+        replaced("AAbb", "ABC", num_ranks=2)
+
+
+def test_the_order_of_candidates_is_the_rounds_own() -> None:
+    orders = [
+        candidate_order(seed, round_, first_group, 100)
+        for seed, round_, first_group in (
+            (42, ROUND, 0),
+            (43, ROUND, 0),
+            (42, ROUND._replace(phase="train"), 0),
+            (42, ROUND._replace(number=0), 0),
+            (42, ROUND._replace(step=4), 0),
+            (42, ROUND, 7),
+        )
+    ]
+    assert sorted(orders[0]) == list(range(100))
+    assert len({tuple(order[:10]) for order in orders}) == len(orders)
+
+
+def test_uneven_groups_and_duplicates_are_warned_of_once(warnings: list[str]) -> None:
+    warn_uneven([])
+    warn_duplicates([["a", "b"], ["c"]], sample_id(3))
+    assert warnings == []
+    for _ in range(2):
+        warn_uneven([sample_id(3, group=1)])
+        warn_duplicates([["a", "b", "b"], ["a"]], sample_id(3, number=1))
+    uneven, duplicates = warnings
+    assert uneven.startswith("1 groups hold rows that differ, the first in train round 3.")
+    assert duplicates.startswith("train round 3.1: 2 of 4 prompts")
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize(("name", "shard_size"), [("Qwen2, tied", "1GB"), ("Qwen2.5-VL", "20KB")])
+def test_every_parameter_comes_in_its_own_type(name: str, shard_size: str, tmp_path: Path) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) is (shard_size == "20KB")
+    assert holds_whole_model(tmp_path)
+    resumed = build(name).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in resumed.parameters():
+            parameter.add_(1.0)
+    pointers = {n: p.data_ptr() for n, p in resumed.named_parameters()}
+    load_whole_model(resumed, tmp_path)
+    loaded, saved = resumed.state_dict(), model.to(torch.bfloat16).state_dict()
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[n], saved[n]) for n in loaded)
+    assert {n: p.data_ptr() for n, p in resumed.named_parameters()} == pointers, "an optimizer's"
+
+
+def test_another_model_is_refused_and_adapters_are_left_to_peft(tmp_path: Path) -> None:
+    build("Qwen2").save_pretrained(tmp_path)
+    # Its configuration, else the vision tower would be a large one.
+    build("Qwen2.5-VL").config.save_pretrained(tmp_path)
+    expected = r"does not hold the weights of .*Qwen2_5_VL.* has no .*visual.*--model"
+    with pytest.raises(ValueError, match=expected):
+        load_whole_model(build("Qwen2.5-VL"), tmp_path)
+    add_lora(build("Qwen2.5-VL")).save_pretrained(adapter := tmp_path / "adapter")
+    assert not holds_whole_model(adapter)
+
+
+# --- the first and the last line ---
+
+
+def test_the_first_and_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training scores two rounds and a batch of an evaluation."""
+    lines: list[str] = []
+    monkeypatch.setattr(summary.logger, "info", lines.append)
+    shown = {"output_dir": "/runs/my run", "callbacks": ["diversity"], "sample_log": "all"}
+    sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    logs = [{"step": 1, "rollout_gap/mean": 1e-4, "rollout_gap/max": 2e-3}, {"step": 1}]
+    host: Any = SimpleNamespace(
+        args=arguments(**shown, **sampling),
+        completion_logps=SimpleNamespace(shares_prompts=True),
+        needs_old_logps=lambda: False,
+        gap_limit=0.01,
+        score_listeners=[],
+        ranks=SimpleNamespace(rank=0),
+        state=SimpleNamespace(log_history=logs),
+    )
+    run = RunSummary(host, num_dropouts=3)
+    run.begin()
+    run.end()  # before any round: nothing was seen
+    for name in (sample_id(0), sample_id(0, index=1), sample_id(1), sample_id(1, phase="eval")):
+        for listener in host.score_listeners:
+            listener([replace(ROW, sample_id=name)])
+    run.end()
+    assert lines == [
+        f"swift-grpo-ext {__version__}: a seed for each sample; training reads prompts once a "
+        "group where that saves time; the loss's pass serves as the old policy's; 3 dropouts are "
+        "off (--lora_dropout is ignored); the rollout gap is held to a limit; diversity is "
+        "watched; samples are recorded. Look at it meanwhile: swift-grpo-ext view '/runs/my run'",
+        "Seen by swift-grpo-ext: 2 rounds of training, 1 of evaluation; a rollout gap of 0.0001 "
+        "nats (rounding explains 0.01), 0.002 at most; no alarm of diversity.",
+    ]
+    host.state.log_history = [{"step": s, "diversity/collapse": s / 2} for s in range(3)]
+    run.end()
+    assert lines[2].endswith("1 of evaluation; alarms of diversity at 2 steps, from step 1 on.")
+    host.ranks.rank = 1
+    run.begin()
+    run.end()
+    assert len(lines) == 3
