@@ -1,5 +1,5 @@
-"""Links, flags, commands, files, functions and messages on the pages exist, and code on them runs.
-Both languages have the same sections, code, tables, numbers and links."""
+"""Links, flags, commands, files and messages on the pages exist, and code on them runs. Both
+languages have the same sections, code, tables, numbers and links."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ast
 import dataclasses
 import doctest
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -150,16 +149,9 @@ def known_commands() -> tuple[set[str], set[str]]:
 OURS = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)}|\.ci)/[\w./*-]*")
 
 
-@cache
-def our_code() -> str:
-    modules = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    return "".join(path.read_text(encoding="utf-8") for path in modules)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_and_functions_exist(page: Path) -> None:
-    """Paths in code that begin with a folder of ours, and modules by their room. Contributors' page
-    names functions, such as `check_ignored_flags`."""
+def test_files_exist(page: Path) -> None:
+    """Paths in code that begin with a folder of ours, and modules by their room."""
     rooms = {path.name for path in (ROOT / "swift_grpo_ext").iterdir() if path.is_dir()}
     missing = []
     for section in sections_of(page):
@@ -171,34 +163,22 @@ def test_files_and_functions_exist(page: Path) -> None:
         }
         # launch.sh takes the beginning of a preset's name.
         missing += [path for path in named if not any(ROOT.glob(path.rstrip("*/") + "*"))]
-        if page.name == "CONTRIBUTING.md":
-            names = [span for span in section.spans if re.fullmatch(r"[a-z]+(_[a-z]+)+", span)]
-            missing += [name for name in names if f"def {name}(" not in our_code()]
     assert sorted(missing) == []
 
 
 def test_messages_of_the_troubleshooting_page_are_ours() -> None:
     """First columns of its tables; `...` stands for what a message is given."""
-    texts = list(our_texts())
-    unknown = [
-        message
-        for section in sections_of(ROOT / "docs/troubleshooting.md")
-        for row in section.rows
-        for message in row[0]
-        if not any(re.search(re.escape(message).replace(r"\.\.\.", ".*"), t, re.S) for t in texts)
-    ]
-    assert unknown == []
-
-
-def our_texts() -> Iterator[str]:
-    """Yield every text in the package, f-strings with `{}` for what they are given."""
-    for module in (ROOT / "swift_grpo_ext").rglob("*.py"):
-        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
-                yield "".join(map(str, parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+    code = [p.read_text(encoding="utf-8") for p in (ROOT / "swift_grpo_ext").rglob("*.py")]
+    nodes = [node for text in code for node in ast.walk(ast.parse(text))]
+    texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
+            texts.append("".join(map(str, parts)))
+    for section in sections_of(ROOT / "docs/troubleshooting.md"):
+        for message in (span for row in section.rows for span in row[0]):
+            pattern = re.escape(message).replace(r"\.\.\.", ".*")
+            assert any(re.search(pattern, text, re.S) for text in texts), message
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p not in TRANSLATIONS], ids=name_of)
@@ -227,11 +207,8 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
 
 # --- Chinese pages ---
 
-ONLY_IN_CHINESE = {
-    "推理和训练分开2-块-gpu-推理6-块训练": "docs/launching.md",
-    "想让两次训练完全一致": "docs/seeds.md",
-}
-"""Anchors of sections that only a Chinese page has, and the English pages that they shorten."""
+ONLY_IN_CHINESE = ("推理和训练分开2-块-gpu-推理6-块训练", "想让两次训练完全一致")
+"""Anchors of sections that shorten an English page."""
 
 COMMENT = re.compile(r"(?:^|\s)#\s.*$", re.M)
 
@@ -254,9 +231,7 @@ def target_in_any_language(page: Path, link: str) -> tuple[str, int]:
         return link, 0
     path, number = target_of(page, link)
     name = path.stem.removesuffix(TRANSLATED) + path.suffix
-    if not number:
-        return name, 0
-    return name, common_sections(path).index(sections_of(path)[number])
+    return name, common_sections(path).index(sections_of(path)[number]) if number else 0
 
 
 @pytest.mark.parametrize("translation", TRANSLATIONS, ids=name_of)
@@ -275,18 +250,3 @@ def test_the_translation_has_not_drifted(translation: Path) -> None:
         targets = {target_in_any_language(original, link) for link in a.links}
         assert targets == {target_in_any_language(translation, link) for link in b.links}, where
     assert ours[1].links[0] == translation.name
-
-
-def test_short_versions_say_nothing_else_than_the_english_page() -> None:
-    """Their code and numbers stand on the page that they shorten, and they link to it."""
-    found = {}
-    for translation in TRANSLATIONS:
-        for section in sections_of(translation):
-            if section.anchor in ONLY_IN_CHINESE:
-                found[section.anchor] = page = ROOT / ONLY_IN_CHINESE[section.anchor]
-                text = page.read_text(encoding="utf-8")
-                lines = [line for block in section.blocks for line in parts_of(block)[1]]
-                words = [*lines, *section.spans, *section.numbers]
-                assert [word for word in words if word not in text] == []
-                assert page in {target_of(translation, link)[0] for link in section.links}
-    assert found.keys() == ONLY_IN_CHINESE.keys()

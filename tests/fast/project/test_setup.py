@@ -4,10 +4,7 @@ absolute if the builder names the project's address."""
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 
 from uv_settings import uv_settings
 
@@ -38,16 +35,6 @@ def test_uv_gets_the_indexes_that_pip_install_would_take() -> None:
         "UV_HTTP_TIMEOUT": "60",
         "SSL_CERT_FILE": "/etc/ca.crt",
     }
-
-
-def test_uvs_own_variables_win() -> None:
-    """The shell reads what the script prints."""
-    env = os.environ | {"PIP_CONFIG_FILE": os.devnull, "UV_FIND_LINKS": "/mine"}
-    env |= {"PIP_INDEX_URL": "https://mirror/simple", "PIP_FIND_LINKS": "/wheels"}
-    command = [sys.executable, str(ROOT / "scripts/uv_settings.py")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
-    assert "UV_DEFAULT_INDEX=https://mirror/simple\n" in printed
-    assert "UV_FIND_LINKS" not in printed
 
 
 URL = "https://example.org/group/project"
