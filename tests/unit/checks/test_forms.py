@@ -4,9 +4,8 @@ in a row, good or bad (M1)."""
 from __future__ import annotations
 
 import base64
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from swift_grpo_ext.training.prompts import named_request
 from swift_grpo_ext.upstream.rows import read_row
 from tests.rig.encoders import BothSides
 from tests.rig.releases import IS_BEFORE_0_28
-from tests.rig.rounds import web, write_video
+from tests.rig.rounds import web, write_lines, write_video
 
 Row = dict[str, Any]
 Cases = dict[str, tuple[list[Row], Any]]
@@ -46,6 +45,7 @@ def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         image.save(folder / name)
     (folder / "text.png").write_text("no image")
     (folder / "cut.jpg").write_bytes((folder / "1.jpg").read_bytes()[:-200])
+    Image.new("L", (28, 28)).save(folder / "tiny.png")  # its base64 is as short as a name
     Image.new("RGB", (20_000, 28)).save(folder / "wide.png")
     Image.new("RGB", (700, 700)).save(folder / "large.png")
     Image.new("1", (20_000, 10_000)).save(folder / "huge.png")  # 200 million pixels in 25 kB
@@ -109,6 +109,7 @@ def good(folder: Path, url: str) -> Cases:
         "file URL": ([shows(f"file://{png}")], [1]),
         "file URL in a part": ([parts(part("image", f"file://{png}"))], [1]),
         "spaces around": ([shows(f" {png} ")], [1]),
+        "short base64": ([shows(base64_of(str(folder / "tiny.png")))], [1]),
         "img": ([asks(f"<img>{png}</img>Which?")], [1]),
         "img beside a video": ([asks(f"<video><img>{png}</img>?", videos=[mp4])], [2]),
         "query": ([{"query": "<image>Which?", "images": [png], "response": "7"}], [1]),
@@ -159,6 +160,9 @@ def bad(folder: Path) -> Faults:
         "list in a part": (parts(part("image", [png])), f"{first}: is ['{png}']; expected a path"),
         "text of a list": (asks(images=str([png])), "does not exist"),
         "missing file": (shows("none.png"), f"images[0]: {is_missing}"),
+        "long name": (shows("a" * 255), "does not exist"),
+        "longer name": (shows("a" * 256), no_image),  # without a dot: base64
+        "long path": (shows("/none/" + "a" * 246 + ".png"), "does not exist"),
         "missing file URL": (shows("file:///none.png"), "does not exist"),
         "missing video": (asks("<video>", videos=["none.mp4"]), "'none.mp4' does not exist"),
         "missing frame": (parts(part("video", [png, "none.png"])), f"{first}: {is_missing}"),
@@ -214,90 +218,71 @@ def met(folder: Path, url: str) -> Faults:
     }
 
 
-def loaded(cases: Cases, folder: Path) -> dict[str, list[Row]]:
-    """Return the rows of each case as ms-swift loads them; cases with equal columns and types are
-    one file, since each file takes half a second."""
+def loaded(cases: Cases, folder: Path) -> Iterator[tuple[str, list[Row], Any]]:
+    """Yield the rows of each case as ms-swift loads them, with the case's name and what is expected
+    of it. Cases with equal columns and types are one file, since each file takes half a second."""
     files = defaultdict[str, list[str]](list)
     for name, (rows, _) in cases.items():
         try:
             files[str(pa.Table.from_pylist(rows).schema)].append(name)
         except pa.ArrowException:  # rows of several types
             files[name].append(name)
-    found = {}
     for number, names in enumerate(files.values()):
         rows = [row for name in names for row in cases[name][0]]
-        path = folder / f"{number}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        data, _ = load_dataset([str(path)], remove_unused_columns=False)
+        data, _ = load_dataset(
+            [str(write_lines(folder / f"{number}.jsonl", rows))], remove_unused_columns=False
+        )
         assert len(data) == len(rows)
         left = iter(data)
-        found |= {name: [next(left) for _ in cases[name][0]] for name in names}
-    return found
+        for name in names:
+            yield name, [next(left) for _ in cases[name][0]], cases[name][1]
 
 
-def wrong(cases: Cases, folder: Path, check: Callable[[list[Row], Any], None]) -> dict[str, str]:
-    """Return the failed checks, by case."""
-    found = {}
-    for name, rows in loaded(cases, folder).items():
-        try:
-            check(rows, cases[name][1])
-        except Exception as e:
-            found[name] = f"{type(e).__name__}: {e}"[:600]
-    return found
-
-
-def in_a_round(encoder: BothSides, row: Row) -> None:
-    """Process a row as a round does, up to vLLM's core; raises only `RowError`."""
+def in_a_round(encoder: BothSides, row: Row) -> str:
+    """Process a row as a round does, up to vLLM's core; return the fault of a `RowError`."""
     sample = GRPOSample.from_row(prompt_of(row))
-    request = named_request(
-        sample, lambda samples: [s.to_infer_request() for s in samples], encoder.placeholder_texts
-    )
-    encoder.process(request)
+    try:
+        encoder.process(
+            named_request(
+                sample, lambda each: [s.to_infer_request() for s in each], encoder.placeholder_texts
+            )
+        )
+    except RowError as e:
+        return e.fault
+    return ""
 
 
-def fault_in_a_round(encoder: BothSides, row: Row) -> str:
-    with pytest.raises(RowError) as raised:
-        in_a_round(encoder, row)
-    return raised.value.fault
-
-
-def test_forms_that_are_read(encoder: BothSides, folder: Path, url: str, tmp_path: Path) -> None:
-    def check(rows: list[Row], counts: list[int]) -> None:
-        for row, count in zip(rows, counts, strict=True):
-            assert row_fault(row, encoder.placeholder_texts) is None
-            assert len(read_row(row).media) == count
-            assert encoder.refusal(row) is None
-            in_a_round(encoder, row)
-            prompt, fault = encoder.encode(row)
-            assert prompt.num_media == count
-            has_video = any(medium.kind == "video" for medium in read_row(row).media)
-            assert bool(fault) == (IS_BEFORE_0_28 and has_video), fault
-
-    assert wrong(good(folder, url), tmp_path, check) == {}
-
-
-def test_faults_that_headers_show(encoder: BothSides, folder: Path, tmp_path: Path) -> None:
-    """They are found before a model is loaded."""
-
-    def check(rows: list[Row], expected: str) -> None:
-        fault = row_fault(rows[0], encoder.placeholder_texts)
-        assert expected in str(fault)
-        assert encoder.refusal(rows[0]) == fault
-        assert fault_in_a_round(encoder, rows[0]) == fault
-
-    cases: Cases = {name: ([row], fault) for name, (row, fault) in bad(folder).items()}
-    assert wrong(cases, tmp_path, check) == {}
-
-
-def test_faults_that_show_when_a_row_is_met(
-    encoder: BothSides, folder: Path, url: str, tmp_path: Path
+def test_forms_that_are_read(
+    encoder: BothSides, folder: Path, url: str, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    def check(rows: list[Row], expected: str) -> None:
-        assert row_fault(rows[0], encoder.placeholder_texts) is None
-        assert expected in str(encoder.refusal(rows[0]))
-        fault = fault_in_a_round(encoder, rows[0])
-        # vLLM has its own words for lengths.
-        assert expected in fault or "maximum" in fault
+    for name, rows, counts in loaded(good(folder, url), tmp_path):
+        with subtests.test(name):
+            for row, count in zip(rows, counts, strict=True):
+                media = read_row(row).media
+                assert len(media) == count
+                assert row_fault(row, encoder.placeholder_texts) is None
+                assert encoder.refusal(row) is None
+                assert in_a_round(encoder, row) == ""
+                prompt, fault = encoder.encode(row)
+                assert prompt.num_media == count
+                has_video = any(medium.kind == "video" for medium in media)
+                assert bool(fault) == (IS_BEFORE_0_28 and has_video), fault
 
-    cases: Cases = {name: ([row], fault) for name, (row, fault) in met(folder, url).items()}
-    assert wrong(cases, tmp_path, check) == {}
+
+def test_faults(
+    encoder: BothSides, folder: Path, url: str, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """Faults that headers show are found before a model is loaded, others once a row is met."""
+    early, late = bad(folder), met(folder, url)
+    cases: Cases = {name: ([row], fault) for name, (row, fault) in (early | late).items()}
+    for name, [row], expected in loaded(cases, tmp_path):
+        with subtests.test(name):
+            found, refusal = row_fault(row, encoder.placeholder_texts), encoder.refusal(row)
+            fault = in_a_round(encoder, row)
+            assert expected in str(refusal)
+            if name in early:
+                assert found == refusal == fault
+            else:
+                assert found is None
+                # vLLM has its own words for lengths.
+                assert expected in fault or "maximum" in fault
