@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,7 @@ from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.version import __version__
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/flags.md"
-COMMANDS = [
-    *("check", "selftest", "init", "plugin-path", "flags"),
-    *("view", "replay", "diff", "compare"),
-]
+COMMANDS = ("check", "selftest", "init", "flags", "view", "replay", "diff", "compare")
 
 
 @pytest.mark.parametrize(
@@ -49,19 +45,6 @@ def test_help_says_something_of_each_argument(
         described = re.search(r"\S {2,}\S", lines[i]) or re.match(r" {10,}\S", [*lines, ""][i + 1])
         assert described or lines[i].strip().startswith("{"), lines[i]
     assert any("default: train" in line for line in lines) == (name in ("replay", "compare"))
-
-
-def test_an_error_of_a_command_is_a_line_and_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for error in (ValueError("no such round"), OSError("no such round")):
-
-        def run(options: Namespace, error: Exception = error) -> None:
-            raise error
-
-        monkeypatch.setattr("swift_grpo_ext.tools.cli.view", run)
-        assert main(["view", "run"]) == 2
-        assert capsys.readouterr().err == "loading ...\nswift-grpo-ext view: no such round\n"
 
 
 def test_flags_and_the_version_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,19 +20,13 @@ from tests.rig.record.rows import ROW, sample_id, write_session
 from tests.rig.view.runs import add_tokenizer
 
 SETTINGS: dict[str, Any] = {
-    "vllm_mode": "colocate",
-    "tuner_type": "full",
-    "model": "models/tiny",
-    "seed": 42,
+    **{"vllm_mode": "colocate", "tuner_type": "full", "model": "models/tiny", "seed": 42},
     "dataset": ["train.jsonl"],
 }
 
 
 def seeded(name: SampleId = ROW.sample_id, **changes: Any) -> SampleRow:
     return replace(ROW, sample_id=name, seed=sample_seed(42, name), **changes)
-
-
-# --- the command ---
 
 
 def test_the_result_as_lines_and_as_json(
@@ -76,9 +70,6 @@ def test_the_result_as_lines_and_as_json(
     assert (printed["notes"], printed["weights"]) == ([note], "other")
 
 
-# --- runs and weights ---
-
-
 def test_settings_of_a_run(tmp_path: Path) -> None:
     args = tmp_path / "args.json"
     with pytest.raises(ValueError, match=r"args\.json, a run's settings, cannot be read"):
@@ -117,9 +108,6 @@ def test_samples_that_cannot_be_generated_again() -> None:
         check_seeds([row, replace(row, seed=None)], SETTINGS)
     with pytest.raises(ValueError, match=r"has the seed \d+, and --seed 7 .*--set seed=N"):
         check_seeds([row], {**SETTINGS, "seed": 7})
-
-
-# --- samples and prompts ---
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>哪个?"}]

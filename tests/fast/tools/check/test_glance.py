@@ -107,14 +107,12 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_glance_imports_nothing_that_takes_long(tmp_path: Path) -> None:
     """With its imports it took 30 seconds to name a missing file."""
     (tmp_path / "run.yaml").write_text("num_generation: 8")
-    code = "import sys; from swift_grpo_ext.tools.cli import main; print(main(sys.argv[1:]))"
-    loaded = (
-        "; print(*{'torch', 'transformers', 'swift', 'vllm', 'numpy', 'pyarrow'} & {*sys.modules})"
+    code = (
+        "import sys; from swift_grpo_ext.tools.cli import main; print(main(['check', 'run.yaml']));"
+        "print(*{'torch', 'transformers', 'swift', 'vllm', 'numpy', 'pyarrow'} & {*sys.modules})"
     )
-    for file, status in (("run.yaml", "1"), ("none.yaml", "2")):
-        argv = [sys.executable, "-c", code + loaded, "check", file]
-        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
-        assert done.stdout.splitlines()[-2:] == [status, ""]
+    printed = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
+    assert printed.splitlines()[-2:] == ["1", ""]
 
 
 # --- names and reading ---
@@ -123,15 +121,15 @@ def test_a_glance_imports_nothing_that_takes_long(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("diversity_acton", "error: --diversity_acton: is no setting of swift rlhf; did you mean "
-                            "diversity_action?"),
-        ("zzz_zzz", "error: --zzz_zzz: is no setting of swift rlhf; leave it out."),
+        ("diversity_acton", "is no setting of swift rlhf; did you mean diversity_action?"),
+        ("zzz_zzz", "is no setting of swift rlhf; leave it out."),
         ("num_generations_e", ""),  # ms-swift takes abbreviations of its flags
         ("no_include_stop_str_in_output", ""),
     ],
-)  # fmt: skip
+)
 def test_names(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert texts_of(check_names("training", [name])) == [expected] * bool(expected)
+    found = texts_of(check_names("training", [name]))
+    assert found == [f"error: --{name}: {expected}"] * bool(expected)
     monkeypatch.setattr(glance, "SOURCES", glance.SOURCES[:2])
     monkeypatch.setattr(glance, "upstream_flags", glance.upstream_flags.__wrapped__)
     # If a class is not found in the source, the parser checks names later.
