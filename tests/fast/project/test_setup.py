@@ -1,41 +1,11 @@
-"""`scripts/setup.sh` takes the indexes that pip would take, and links of the package's page are
-absolute if the builder names the project's address."""
+"""Links of the package's page are absolute if the builder names the project's address."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 
-from uv_settings import uv_settings
-
 from tests.conftest import ROOT
-
-LISTING = r"""
-:env:.extra-index-url='file:///a/simple\nhttps://b/simple'
-:env:.find-links='/wheels /more'
-:env:.no-color='1'
-global.cert='/etc/ca.crt'
-global.constraint='/etc/constraints.txt'
-global.extra-index-url='https://c/simple'
-global.index-url='https://mirror/simple'
-global.timeout='60'
-install.index-url='https://user:secret@mirror/simple'
-install.trusted-host='mirror'
-download.index-url='https://other/simple'
-"""
-
-
-def test_uv_gets_the_indexes_that_pip_install_would_take() -> None:
-    """Settings of `pip install` win over global ones, and environment variables over both."""
-    assert uv_settings(LISTING) == {
-        "UV_DEFAULT_INDEX": "https://user:secret@mirror/simple",
-        "UV_INDEX": "file:///a/simple https://b/simple",
-        "UV_FIND_LINKS": "/wheels,/more",
-        "UV_INSECURE_HOST": "mirror",
-        "UV_HTTP_TIMEOUT": "60",
-        "SSL_CERT_FILE": "/etc/ca.crt",
-    }
-
 
 URL = "https://example.org/group/project"
 
