@@ -1,11 +1,13 @@
 """Links, flags, commands, files and messages on the pages exist, and code on them runs. Both
-languages have the same sections, code, tables, numbers and links."""
+languages have the same sections, code, tables, numbers and links. Links of the package's page are
+absolute if the builder names the project's address."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import doctest
+import importlib.util
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -109,6 +111,31 @@ def test_links_lead_somewhere(page: Path) -> None:
             path, number = target_of(page, link)
             is_found = path.exists() and path.is_relative_to(ROOT) and number is not None
             assert is_found, f"{section.title!r}: {link}"
+
+
+ADDRESS = "https://example.org/group/project"
+
+
+def test_links_become_absolute() -> None:
+    spec = importlib.util.spec_from_file_location("setup_of_the_package", ROOT / "setup.py")
+    assert spec and spec.loader  # noqa: PT018
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    others = "[c](https://c.org/d.md) [here](#top)"
+    text = f"[a](docs/a.md#b) ![p](x/p.png) {others}"
+    assert module.absolute_links(text, ADDRESS, "v1") == (
+        f"[a]({ADDRESS}/blob/v1/docs/a.md#b) ![p]({ADDRESS}/raw/v1/x/p.png) {others}"
+    )
+    named = module.metadata(ADDRESS)
+    assert set(named["project_urls"].values()) == {
+        ADDRESS,
+        f"{ADDRESS}/tree/HEAD/docs",
+        f"{ADDRESS}/issues",
+    }
+    targets = re.findall(r"\]\(([^)]+)\)", named["long_description"])
+    assert len(targets) > 20
+    assert all(target.startswith("https://") for target in targets)
+    assert f"]({ADDRESS}/raw/HEAD/docs/img/view_group.png)" in named["long_description"]
 
 
 FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")

@@ -11,17 +11,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Union, get_type_hints
+from typing import Any
 
 import pytest
 from swift.arguments import RLHFArguments, RolloutArguments
 from swift.utils.utils import _patch_get_type_hints, parse_args
-from transformers import HfArgumentParser, hf_argparser
+from transformers import HfArgumentParser
 
 import swift_grpo_ext
 from swift_grpo_ext import command_line
 from swift_grpo_ext.checks import rules
 from swift_grpo_ext.flags import flag_names
+from swift_grpo_ext.tools.check.glance import upstream_flags
 
 PLUGIN = Path(__file__).resolve().parents[3] / "plugins/grpo_ext.py"
 KINDS = pytest.mark.parametrize("registered", [False, True], ids=["by flag", "register() first"])
@@ -132,23 +133,6 @@ def test_arguments_made_in_python_keep_their_values(
     assert (args.logits_shim, args.stop_token_ids) == ("auto", [5] if is_ours else [])
 
 
-def test_json_flags_do_not_depend_on_what_was_imported_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Python caches `Union[str, dict]` and `Union[dict, str]` as one type: the first one that is
-    written decides the order, and argparse converts with the later member."""
-
-    def reordered(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        hints = get_type_hints(*args, **kwargs)
-        first = Union[str, dict, None]  # noqa: UP007
-        return {name: first if hint == first else hint for name, hint in hints.items()}
-
-    monkeypatch.setattr(hf_argparser, "get_type_hints", reordered)
-    parser = command_line.Parser([command_line.RLHFExtArguments], allow_abbrev=False)
-    namespace, leftover = parser.parse_known_args(["--model_kwargs", '{"a": 1}'])
-    assert (namespace.model_kwargs, leftover) == ('{"a": 1}', [])
-
-
 def test_a_training_of_megatron_is_refused() -> None:
     """Ray's driver parses its arguments first, before it connects to Ray."""
     # In a process of its own: stand-ins for Megatron's packages confuse what is imported here.
@@ -166,6 +150,14 @@ def test_a_training_of_megatron_is_refused() -> None:
 
 
 # --- the parser ---
+
+
+@pytest.mark.parametrize("upstream", [RLHFArguments, RolloutArguments])
+def test_names_of_flags_are_known_without_ms_swift(upstream: type) -> None:
+    """The tools read them from ms-swift's source: its import takes ten seconds."""
+    extended = command_line.EXTENDED[upstream]
+    known = {action.dest for action in command_line.Parser([extended])._actions} - {"help"}
+    assert {*upstream_flags(), *flag_names()} >= known
 
 
 @pytest.mark.parametrize("upstream", [RLHFArguments, RolloutArguments])

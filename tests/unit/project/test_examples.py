@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 from types import SimpleNamespace
 
 import band
 import pytest
 import records
 from rewards import DigitAccuracy, DigitFormat
+from swift.rewards import orms
+
+from swift_grpo_ext.tools.share import SHARE
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 PASSAGES = ["Eiffel Tower: in Paris, of 1889", "Paris: the capital of France", "Rhine: a river"]
@@ -62,3 +66,9 @@ def test_a_search_is_answered_and_its_last_answer_rewarded(
     assert result.messages[-1] == {"role": "user", "content": "<result>Rhine: a river</result>"}
     answers = ["<answer>Seine</answer> no: <answer>The Rhine.</answer>", "The Rhine"]
     assert search.SearchAnswer()(answers, solution=["The Rhine"] * 2) == [1.0, 0.0]
+
+
+def test_the_reward_to_start_from() -> None:
+    run_path(str(SHARE / "plugins/my_reward.py"))
+    completions = ["<think>2 + 1</think> <answer> 3\n</answer>", "<answer>4</answer>", "3"]
+    assert orms["my_reward"]()(completions, solution=["3"] * 3) == [1.0, 0.0, 0.0]

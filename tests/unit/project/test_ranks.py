@@ -27,15 +27,14 @@ def exchange(group: RankGroup, everyone: list[int]) -> Seen:
     """Make each exchange on a rank of this group; return its results. `everyone` has the numbers of
     the group's ranks in the training."""
     own, asks = everyone[group.rank], group.drives_engine
-    seen: Seen = {"rank": group.rank, "asks": asks}
-    seen["gathered"] = group.all_gather(f"parts of {own}")
+    seen: Seen = {"rank": group.rank, "asks": asks, "gathered": group.all_gather(own)}
     seen["rows"] = group.gather(f"row of {own}")
     seen["share"] = group.scatter([f"samples of {rank}" for rank in everyone] if asks else None)
     try:
         group.scatter(ConnectionError("server 1 is gone") if asks else None)
     except Exception as e:
         seen["failed"] = f"{type(e).__name__}: {e}"
-    seen["after"] = group.scatter(list(range(10, 10 + len(everyone))) if asks else None)
+    seen["after"] = group.scatter([10 + rank for rank in everyone] if asks else None)
     return seen
 
 
@@ -73,9 +72,7 @@ def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
         assert ("Connection " in seen.get("ended", "")) is (rank != 1)
         error = "ConnectionError: server 1 is gone"
         assert seen["main"] == {
-            "rank": rank,
-            "asks": rank == 0,
-            "gathered": ["parts of 0", "parts of 1", "parts of 2"],
+            **{"rank": rank, "asks": rank == 0, "gathered": [0, 1, 2]},
             "rows": [] if rank else [f"row of {r}" for r in range(NUM_RANKS)],
             "share": f"samples of {rank}",
             "failed": f"RolloutError: The rollout failed on rank 0: {error}" if rank else error,
@@ -83,13 +80,9 @@ def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
         }
         if rank in TENSOR_PARALLEL:
             assert seen["tensor parallel"] == {
-                "rank": rank - 1,
-                "asks": True,
-                "gathered": ["parts of 1", "parts of 2"],
+                **{"rank": rank - 1, "asks": True, "gathered": TENSOR_PARALLEL},
                 "rows": ["row of 1", "row of 2"],
-                "share": f"samples of {rank}",
-                "failed": error,
-                "after": 9 + rank,
+                **{"share": f"samples of {rank}", "failed": error, "after": 10 + rank},
             }
 
 

@@ -8,20 +8,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.tools import harness
 from swift_grpo_ext.tools.cli import main
-from swift_grpo_ext.tools.selftest import checks, command
-from swift_grpo_ext.tools.selftest.checks import shared_noise, spread
+from swift_grpo_ext.tools.selftest import command
+from swift_grpo_ext.tools.selftest.checks import shared_noise
 from swift_grpo_ext.tools.selftest.command import CHANGED, plan, read_training
 from swift_grpo_ext.tools.selftest.outcome import (
     ALL,
@@ -74,40 +72,6 @@ def test_noise_of_a_later_round_or_another_seed_is_shared_or_not(
         surprisals = [-10 * float(np.log(2))] * 8
         rounds.append([sample(i, rng.integers(0, 1024, 8).tolist(), surprisals) for i in range(4)])
     assert shared_noise(rounds) == pytest.approx((log10_p, 16 * 80), abs=0.1)
-
-
-def test_a_known_change_touches_both_tensors_of_adapters() -> None:
-    """B is 0 at first, so a change of A alone would change nothing."""
-    for num_layers, num_changed in ((1, 14), (8, 38), (80, 32)):
-        some = spread([f"{number}{t}" for number in range(7 * num_layers) for t in "AB"])
-        assert {name[-1] for name in some} == {"A", "B"}
-        assert len(some) == num_changed
-
-
-@pytest.mark.parametrize(
-    ("bits", "temperature", "gap", "is_fault"),
-    [
-        (32, 1.0, 0.0, False),
-        (32, 1.0, 0.002, True),
-        (32, 0.25, 0.002, False),  # logits are divided by it, and so is their rounding
-        # Measured in bfloat16, at a largest logit of 66.
-        (16, 1.0, 0.251, False),
-        (16, 1.0, 0.6, True),
-        (32, 1.0, float("nan"), True),
-    ],
-)
-def test_passes_agree_as_far_as_rounding_lets_them(
-    bits: int, temperature: float, gap: float, is_fault: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def logps(_: Any, __: Any, flags: dict[str, Any]) -> torch.Tensor:
-        return torch.tensor([-1.0, -1.0 if flags.get("logits_shim") == "off" else -1.0 + gap])
-
-    sample = SimpleNamespace(response_token_ids=[[7]], response_loss_mask=[])
-    monkeypatch.setattr(checks, "unequal_samples", lambda _: [sample])
-    monkeypatch.setattr(checks, "_logps", logps)
-    trainer = SimpleNamespace(number_bits=bits, temperature=temperature)
-    _, faults = checks.check_logits(cast("Any", SimpleNamespace(trainer=trainer)))
-    assert bool(faults) == is_fault
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ VIEW = (
 @pytest.fixture(scope="module")
 def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     with open_chrome(tmp_path_factory.mktemp("profile")) as chrome:
-        chrome.resize(1280)
         yield chrome
 
 
