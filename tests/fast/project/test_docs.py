@@ -104,15 +104,6 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
-    for section in sections_of(page):
-        for link in filter(is_relative, section.links):
-            path, number = target_of(page, link)
-            is_found = path.exists() and path.is_relative_to(ROOT) and number is not None
-            assert is_found, f"{section.title!r}: {link}"
-
-
 ADDRESS = "https://example.org/group/project"
 
 
@@ -146,16 +137,6 @@ FOREIGN_FLAGS = {
 """Flags of docker, pip, Slurm, pytest and TensorBoard."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-@pytest.mark.skipif(not is_newest("swift"), reason="pages speak of the newest ms-swift")
-def test_flags_and_commands_exist(page: Path) -> None:
-    commands, flags = known_commands()
-    for section in sections_of(page):
-        for text in section.code:
-            assert set(FLAG.findall(text)) <= flags, section.title
-            assert set(re.findall(r"swift-grpo-ext ([a-z][a-z-]*)", text)) <= commands
-
-
 @cache
 def known_commands() -> tuple[set[str], set[str]]:
     """Return our commands; and all flags: ours, ms-swift's, those of our commands and scripts."""
@@ -177,20 +158,29 @@ OURS = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)}|\.ci)/[\w./*-]*")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_exist(page: Path) -> None:
-    """Paths in code that begin with a folder of ours, and modules by their room."""
+@pytest.mark.skipif(not is_newest("swift"), reason="pages speak of the newest ms-swift")
+def test_what_a_page_names_exists(page: Path) -> None:
+    """Links, flags, our commands, paths that begin with a folder of ours, and modules by their
+    room."""
+    commands, flags = known_commands()
     rooms = {path.name for path in (ROOT / "swift_grpo_ext").iterdir() if path.is_dir()}
     missing = []
     for section in sections_of(page):
-        named = {path.rstrip(".") for text in section.code for path in OURS.findall(text)}
-        named |= {
-            f"swift_grpo_ext/{span}"
-            for span in section.spans
-            if re.fullmatch(r"\w+/[\w/]+\.py", span) and span.partition("/")[0] in rooms
-        }
+        for link in filter(is_relative, section.links):
+            path, number = target_of(page, link)
+            is_found = path.exists() and path.is_relative_to(ROOT) and number is not None
+            missing += [] if is_found else [link]
+        named = set[str]()
+        for text in section.code:
+            missing += set(FLAG.findall(text)) - flags
+            missing += set(re.findall(r"swift-grpo-ext ([a-z][a-z-]*)", text)) - commands
+            named |= {path.rstrip(".") for path in OURS.findall(text)}
+        for span in section.spans:
+            if re.fullmatch(r"\w+/[\w/]+\.py", span) and span.partition("/")[0] in rooms:
+                named.add(f"swift_grpo_ext/{span}")
         # launch.sh takes the beginning of a preset's name.
         missing += [path for path in named if not any(ROOT.glob(path.rstrip("*/") + "*"))]
-    assert sorted(missing) == []
+    assert missing == []
 
 
 def test_messages_of_the_troubleshooting_page_are_ours() -> None:

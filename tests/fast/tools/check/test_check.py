@@ -199,7 +199,8 @@ def test_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "tried_packages", lambda: tried)
     assert_says(machine.check_versions(), "ok: Versions: ms-swift 4.6.0, vllm 0.32.0+cpu")
     tried["vllm"] = "0.32.1"
-    assert_says(machine.check_versions(), "note: Versions: not tried: vllm 0.32.1... selftest")
+    untried, _ = machine.check_versions()
+    assert_says([untried], "note: Versions: not tried: vllm 0.32.1... selftest")
     expected = "error: Shared memory: 0.2 GiB are free in /dev/shm. ...--shm-size"
     for mib, refused in ((255, expected), (256, None)):
         usage = SimpleNamespace(free=mib * 2**20)
