@@ -75,8 +75,7 @@ def test_the_list_counts_and_else_the_command_line(
     given = ["rlhf_type", "model", "external_plugins", *MEANT]
     assert found == {**MEANT, "given": given[:-1]}
     monkeypatch.setattr(sys, "argv", ["script.py", *BASE, "--stop_token_ids", "9"])
-    found = parsed(None, registered=registered)
-    assert found["stop_token_ids"] == [9]
+    assert parsed(None, registered=registered)["stop_token_ids"] == [9]
 
 
 MISSPELT = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,12 +14,13 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.tools import harness
 from swift_grpo_ext.tools.cli import main
-from swift_grpo_ext.tools.selftest import command
+from swift_grpo_ext.tools.selftest import checks, command
 from swift_grpo_ext.tools.selftest.checks import shared_noise
 from swift_grpo_ext.tools.selftest.command import CHANGED, plan, read_training
 from swift_grpo_ext.tools.selftest.outcome import (
@@ -75,27 +77,44 @@ def test_noise_of_a_later_round_or_another_seed_is_shared_or_not(
 
 
 @pytest.mark.parametrize(
+    ("bits", "temperature", "gap", "is_fault"),
+    [
+        *((32, 1.0, 0.0, False), (32, 1.0, 0.002, True), (32, 1.0, math.nan, True)),
+        (32, 0.25, 0.002, False),  # logits are divided by it, and so is their rounding
+        *((16, 1.0, 0.251, False), (16, 1.0, 0.6, True)),  # measured, at a largest logit of 66
+    ],
+)
+def test_passes_agree_as_far_as_rounding_lets_them(
+    bits: int, temperature: float, gap: float, is_fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def logps(_: Any, __: Any, flags: dict[str, Any]) -> torch.Tensor:
+        return torch.tensor([-1.0, -1.0 if flags.get("logits_shim") == "off" else -1.0 + gap])
+
+    drawn = Mock(response_token_ids=[[7]], response_loss_mask=[])
+    monkeypatch.setattr(checks, "unequal_samples", lambda _: [drawn])
+    monkeypatch.setattr(checks, "_logps", logps)
+    _, faults = checks.check_logits(Mock(trainer=Mock(number_bits=bits, temperature=temperature)))
+    assert bool(faults) == is_fault
+
+
+CRASH = "the check itself failed (ZeroDivisionError: x)"
+
+
+@pytest.mark.parametrize(
     ("outcome", "status", "reason", "remedy"),
     [
         ([], "holds", "", ""),
         (["x", "y"], "does not hold", "x; y", REPORT),
         (WeightUpdateError("lost"), "does not hold", "WeightUpdateError: lost", REPORT),
         (NotTriedError("no rows"), "could not be tried", "no rows", ""),
-        (
-            ZeroDivisionError("x"),
-            "could not be tried",
-            "the check itself failed (ZeroDivisionError: x)",
-            "Report it.",
-        ),
+        (ZeroDivisionError("x"), "could not be tried", CRASH, "Report it."),
     ],
 )
 def test_the_result_of_a_check(outcome: Any, status: Any, reason: str, remedy: str) -> None:
     values = {"a": 1} if isinstance(outcome, list) else {}
     check = Mock(side_effect=[(values, outcome)] if values else outcome)
-    result = command.attempt(Mock(), "stops", check)
-    assert result == Result(
-        check="stops", status=status, values=values, reason=reason, remedy=remedy
-    )
+    expected = {"status": status, "values": values, "reason": reason, "remedy": remedy}
+    assert command.attempt(Mock(), "stops", check) == Result(check="stops", **expected)
 
 
 # --- settings and topologies ---
