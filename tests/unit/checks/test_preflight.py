@@ -59,12 +59,14 @@ def test_a_mistake_is_printed_alone_and_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "excepthook", lambda kind, raised, trace: shown.append(raised))
     monkeypatch.setattr(sys, "__stderr__", printed := io.StringIO())
     finding.hide_tracebacks()
-    for rank in ("0", "1"):
-        monkeypatch.setenv("LOCAL_RANK", rank)
+    for num_printed, rank in enumerate(("1", "0", None)):
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        if rank:
+            monkeypatch.setenv("LOCAL_RANK", rank)
         for raised in (mistake, other):
             sys.excepthook(type(raised), raised, None)
-    assert printed.getvalue() == "error: --seed -1: expected 0 or more.\n"
-    assert shown == [other, other]
+        assert printed.getvalue() == "error: --seed -1: expected 0 or more.\n" * num_printed
+    assert shown == [other] * 3
 
 
 def test_the_first_error_is_raised_after_the_warnings(
