@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from swift_grpo_ext.checks.finding import Finding
-from tests.rig.arguments import command_line_arguments, training_arguments
 
 GIVEN: dict[str, Any] = {
     **{"model": "org/name", "tuner_type": "full", "num_generations": 8, "temperature": 1.0},
@@ -17,6 +16,8 @@ GIVEN: dict[str, Any] = {
 def arguments(training: dict[str, Any] | None = None, **changes: Any) -> Any:
     """Return arguments of `swift rlhf`, or of `swift rollout` if `changes` has a port. Their model
     is not on this machine. `training` has changes of ms-swift's training arguments."""
+    from tests.rig.arguments import command_line_arguments, training_arguments
+
     if "port" in changes:
         given = {"model": "org/name", "vllm_enforce_eager": True}
         return command_line_arguments("rollout", **{**given, **changes})

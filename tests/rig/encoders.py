@@ -71,6 +71,9 @@ def _start(settings: dict[str, Any]) -> tuple[Any, Any]:
     args = BaseArguments(**{"truncation_strategy": "left", **of_template, **own})
     template = args.get_template()
     template.set_mode("train")
+    # vLLM and transformers copy it again and again: ten seconds for a vocabulary of 150,000 words.
+    kind, shared = type(template.tokenizer), {"__deepcopy__": lambda tokenizer, _: tokenizer}
+    template.tokenizer.__class__ = type(kind.__name__, (kind,), shared)
     others = {name: settings.get(name, value) for name, value in NO_TEMPLATES.items()}
     others["truncation_strategy"] = settings.get("truncation_strategy", "left")
     return SimpleNamespace(model_dir=args.model_dir, **others), template

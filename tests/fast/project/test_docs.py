@@ -1,13 +1,14 @@
-"""Links, flags, commands, files, functions and messages on the pages exist, and code on them runs.
-Both languages have the same sections, code, tables, numbers and links."""
+"""Links, flags, commands, files and messages on the pages exist, and code on them runs. Both
+languages have the same sections, code, tables, numbers and links. Links of the package's page are
+absolute if the builder names the project's address."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import doctest
+import importlib.util
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -76,15 +77,12 @@ def sections_of(page: Path) -> list[Section]:
     return sections
 
 
-def target_of(page: Path, link: str) -> tuple[Path, int | None]:
-    """Return the file of a relative link, and the number of the section that it names: 0 for none,
-    None where there is no such section."""
+def leads_somewhere(page: Path, link: str) -> bool:
+    """Return whether a relative link's file is ours and has the section that the link names."""
     path, _, anchor = unquote(link).partition("#")
     target = (page.parent / path).resolve() if path else page
-    if not anchor:
-        return target, 0
-    anchors = [section.anchor for section in sections_of(target)]
-    return target, anchors.index(anchor) if anchor in anchors else None
+    is_ours = target.exists() and target.is_relative_to(ROOT)
+    return is_ours and (not anchor or anchor in [s.anchor for s in sections_of(target)])
 
 
 def is_relative(link: str) -> bool:
@@ -103,13 +101,29 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
-    for section in sections_of(page):
-        for link in filter(is_relative, section.links):
-            path, number = target_of(page, link)
-            is_found = path.exists() and path.is_relative_to(ROOT) and number is not None
-            assert is_found, f"{section.title!r}: {link}"
+ADDRESS = "https://example.org/group/project"
+
+
+def test_links_become_absolute() -> None:
+    spec = importlib.util.spec_from_file_location("setup_of_the_package", ROOT / "setup.py")
+    assert spec and spec.loader  # noqa: PT018
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    others = "[c](https://c.org/d.md) [here](#top)"
+    text = f"[a](docs/a.md#b) ![p](x/p.png) {others}"
+    assert module.absolute_links(text, ADDRESS, "v1") == (
+        f"[a]({ADDRESS}/blob/v1/docs/a.md#b) ![p]({ADDRESS}/raw/v1/x/p.png) {others}"
+    )
+    named = module.metadata(ADDRESS)
+    assert set(named["project_urls"].values()) == {
+        ADDRESS,
+        f"{ADDRESS}/tree/HEAD/docs",
+        f"{ADDRESS}/issues",
+    }
+    targets = re.findall(r"\]\(([^)]+)\)", named["long_description"])
+    assert len(targets) > 20
+    assert all(target.startswith("https://") for target in targets)
+    assert f"]({ADDRESS}/raw/HEAD/docs/img/view_group.png)" in named["long_description"]
 
 
 FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")
@@ -118,16 +132,6 @@ FOREIGN_FLAGS = {
     *("durations", "logdir"),
 }
 """Flags of docker, pip, Slurm, pytest and TensorBoard."""
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-@pytest.mark.skipif(not is_newest("swift"), reason="pages speak of the newest ms-swift")
-def test_flags_and_commands_exist(page: Path) -> None:
-    commands, flags = known_commands()
-    for section in sections_of(page):
-        for text in section.code:
-            assert set(FLAG.findall(text)) <= flags, section.title
-            assert set(re.findall(r"swift-grpo-ext ([a-z][a-z-]*)", text)) <= commands
 
 
 @cache
@@ -150,55 +154,43 @@ def known_commands() -> tuple[set[str], set[str]]:
 OURS = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)}|\.ci)/[\w./*-]*")
 
 
-@cache
-def our_code() -> str:
-    modules = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    return "".join(path.read_text(encoding="utf-8") for path in modules)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_and_functions_exist(page: Path) -> None:
-    """Paths in code that begin with a folder of ours, and modules by their room. Contributors' page
-    names functions, such as `check_ignored_flags`."""
+@pytest.mark.skipif(not is_newest("swift"), reason="pages speak of the newest ms-swift")
+def test_what_a_page_names_exists(page: Path) -> None:
+    """Links, flags, our commands, paths that begin with a folder of ours, and modules by their
+    room."""
+    commands, flags = known_commands()
     rooms = {path.name for path in (ROOT / "swift_grpo_ext").iterdir() if path.is_dir()}
     missing = []
     for section in sections_of(page):
-        named = {path.rstrip(".") for text in section.code for path in OURS.findall(text)}
-        named |= {
-            f"swift_grpo_ext/{span}"
-            for span in section.spans
-            if re.fullmatch(r"\w+/[\w/]+\.py", span) and span.partition("/")[0] in rooms
-        }
+        links = filter(is_relative, section.links)
+        missing += [link for link in links if not leads_somewhere(page, link)]
+        named = set[str]()
+        for text in section.code:
+            missing += set(FLAG.findall(text)) - flags
+            missing += set(re.findall(r"swift-grpo-ext ([a-z][a-z-]*)", text)) - commands
+            named |= {path.rstrip(".") for path in OURS.findall(text)}
+        for span in section.spans:
+            if re.fullmatch(r"\w+/[\w/]+\.py", span) and span.partition("/")[0] in rooms:
+                named.add(f"swift_grpo_ext/{span}")
         # launch.sh takes the beginning of a preset's name.
         missing += [path for path in named if not any(ROOT.glob(path.rstrip("*/") + "*"))]
-        if page.name == "CONTRIBUTING.md":
-            names = [span for span in section.spans if re.fullmatch(r"[a-z]+(_[a-z]+)+", span)]
-            missing += [name for name in names if f"def {name}(" not in our_code()]
-    assert sorted(missing) == []
+    assert missing == []
 
 
 def test_messages_of_the_troubleshooting_page_are_ours() -> None:
     """First columns of its tables; `...` stands for what a message is given."""
-    texts = list(our_texts())
-    unknown = [
-        message
-        for section in sections_of(ROOT / "docs/troubleshooting.md")
-        for row in section.rows
-        for message in row[0]
-        if not any(re.search(re.escape(message).replace(r"\.\.\.", ".*"), t, re.S) for t in texts)
-    ]
-    assert unknown == []
-
-
-def our_texts() -> Iterator[str]:
-    """Yield every text in the package, f-strings with `{}` for what they are given."""
-    for module in (ROOT / "swift_grpo_ext").rglob("*.py"):
-        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
-                yield "".join(map(str, parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+    code = [p.read_text(encoding="utf-8") for p in (ROOT / "swift_grpo_ext").rglob("*.py")]
+    nodes = [node for text in code for node in ast.walk(ast.parse(text))]
+    texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
+            texts.append("".join(map(str, parts)))
+    for section in sections_of(ROOT / "docs/troubleshooting.md"):
+        for message in (span for row in section.rows for span in row[0]):
+            pattern = re.escape(message).replace(r"\.\.\.", ".*")
+            assert any(re.search(pattern, text, re.S) for text in texts), message
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p not in TRANSLATIONS], ids=name_of)
@@ -227,11 +219,8 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
 
 # --- Chinese pages ---
 
-ONLY_IN_CHINESE = {
-    "推理和训练分开2-块-gpu-推理6-块训练": "docs/launching.md",
-    "想让两次训练完全一致": "docs/seeds.md",
-}
-"""Anchors of sections that only a Chinese page has, and the English pages that they shorten."""
+ONLY_IN_CHINESE = ("推理和训练分开2-块-gpu-推理6-块训练", "想让两次训练完全一致")
+"""Anchors of sections that shorten an English page."""
 
 COMMENT = re.compile(r"(?:^|\s)#\s.*$", re.M)
 
@@ -243,20 +232,9 @@ def parts_of(block: tuple[str, str]) -> tuple[str, list[str], set[str]]:
     return language, code, set(NUMBER.findall(" ".join(COMMENT.findall(text))))
 
 
-def common_sections(page: Path) -> list[Section]:
-    """Return the sections that both languages have."""
-    return [section for section in sections_of(page) if section.anchor not in ONLY_IN_CHINESE]
-
-
-def target_in_any_language(page: Path, link: str) -> tuple[str, int]:
-    """Return a link's file in English and the section's place among the common ones."""
-    if not is_relative(link):
-        return link, 0
-    path, number = target_of(page, link)
-    name = path.stem.removesuffix(TRANSLATED) + path.suffix
-    if not number:
-        return name, 0
-    return name, common_sections(path).index(sections_of(path)[number])
+def files_of(section: Section) -> set[str]:
+    """Return the pages that a section links to, by their names in English."""
+    return {link.partition("#")[0].replace(f"{TRANSLATED}.", ".") for link in section.links}
 
 
 @pytest.mark.parametrize("translation", TRANSLATIONS, ids=name_of)
@@ -264,7 +242,8 @@ def test_the_translation_has_not_drifted(translation: Path) -> None:
     """Each section has the code, the tables, the numbers and the links of the English one. Only
     comments are translated. How often a sentence repeats a flag or a number is free."""
     original = translation.with_stem(translation.stem.removesuffix(TRANSLATED))
-    ours, theirs = sections_of(original), common_sections(translation)
+    ours, theirs = sections_of(original), sections_of(translation)
+    theirs = [section for section in theirs if section.anchor not in ONLY_IN_CHINESE]
     assert [section.heading for section in ours] == [section.heading for section in theirs]
     for a, b in zip(ours, theirs, strict=True):
         where = f"{a.title!r} / {b.title!r}"
@@ -272,21 +251,5 @@ def test_the_translation_has_not_drifted(translation: Path) -> None:
         of_a, of_b = ([[set(cell) for cell in row] for row in each.rows] for each in (a, b))
         assert of_a == of_b, where
         assert (set(a.spans), a.numbers) == (set(b.spans), b.numbers), where
-        targets = {target_in_any_language(original, link) for link in a.links}
-        assert targets == {target_in_any_language(translation, link) for link in b.links}, where
+        assert files_of(a) == files_of(b), where
     assert ours[1].links[0] == translation.name
-
-
-def test_short_versions_say_nothing_else_than_the_english_page() -> None:
-    """Their code and numbers stand on the page that they shorten, and they link to it."""
-    found = {}
-    for translation in TRANSLATIONS:
-        for section in sections_of(translation):
-            if section.anchor in ONLY_IN_CHINESE:
-                found[section.anchor] = page = ROOT / ONLY_IN_CHINESE[section.anchor]
-                text = page.read_text(encoding="utf-8")
-                lines = [line for block in section.blocks for line in parts_of(block)[1]]
-                words = [*lines, *section.spans, *section.numbers]
-                assert [word for word in words if word not in text] == []
-                assert page in {target_of(translation, link)[0] for link in section.links}
-    assert found.keys() == ONLY_IN_CHINESE.keys()

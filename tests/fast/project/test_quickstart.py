@@ -26,17 +26,6 @@ def blocks(language: str) -> list[str]:
     return [textwrap.dedent(text) for text in found]
 
 
-def trainings() -> list[tuple[int, list[str]]]:
-    """Return the ranks and the arguments of each `swift rlhf` that the page prints."""
-    commands = "".join(blocks("bash")).replace("\\\n", " ").splitlines()
-    found = []
-    for words in (shlex.split(command, comments=True) for command in commands):
-        if "rlhf" in words and words[words.index("rlhf") + 1] == "train.yaml":
-            env = dict(word.split("=") for word in words[: words.index("swift")])
-            found.append((int(env.get("NPROC_PER_NODE", 1)), words[words.index("rlhf") + 2 :]))
-    return found
-
-
 @pytest.mark.skipif(not is_newest("swift"), reason="pages speak of the newest ms-swift")
 def test_each_training_of_the_page_holds_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -49,14 +38,17 @@ def test_each_training_of_the_page_holds_together(
     (tmp_path / "train.yaml").write_text(settings, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     rounds = []
-    for ranks, argv in trainings():
+    commands = "".join(blocks("bash")).replace("\\\n", " ")
+    pattern = r"^(?:NPROC_PER_NODE=(\d+) )?swift rlhf train\.yaml(.*)$"
+    for ranks, words in re.findall(pattern, commands, re.M):
+        argv = shlex.split(words, comments=True)
         status = cli.main(["check", "train.yaml", "--settings-only", "--", *argv])
         assert status == 0, capsys.readouterr().out
         given = read_sources("train.yaml", overrides=argv)["training"].given
         assert given.keys() <= known
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
         size, steps, group = (int(given[name][0]) for name in names)
-        rounds.append(divmod(ranks * size * steps, group))
+        rounds.append(divmod(int(ranks or 1) * size * steps, group))
     assert rounds == [(4, 0), (16, 0), (4, 0), (4, 0)]
 
 

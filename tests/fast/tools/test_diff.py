@@ -1,9 +1,11 @@
-"""`diff` finds the first sample, turn or token, and the first update, at which two runs differ."""
+"""`diff` finds the first sample, turn or token, and the first update, at which two runs differ.
+`compare` pairs runs by seed and prompts by hash, with intervals (V3)."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,18 @@ import pytest
 
 from swift_grpo_ext.record.query import open_record
 from swift_grpo_ext.tools.cli import main
-from swift_grpo_ext.tools.diff import Diff, compare_updates, diff, find_decoder, logprob_gap
+from swift_grpo_ext.tools.diff import (
+    Comparison,
+    Diff,
+    Pair,
+    compare,
+    compare_updates,
+    diff,
+    find_decoder,
+    logprob_gap,
+    pair_by_seed,
+    read_pair,
+)
 from tests.rig.view.runs import Writer, add_tokenizer, make_conversations, make_rows, score
 
 Place = tuple[int, int]
@@ -24,20 +37,25 @@ def write(
     changed: Place | None = None,
     *,
     steps: int = 3,
-    reward: float | None = None,
+    run_seed: int | None = None,
+    rewards: Sequence[float] | None = None,
     **changes: Any,
 ) -> Path:
-    """Write a run with other values, or another reward, in one sample of round 1."""
+    """Write a run, with other values or another `reward` in one sample of round 1. With `rewards`
+    of both groups, the rewards of step n are n + 1 times these."""
     writer = Writer(folder)
+    reward = changes.pop("reward", None)
     for step in range(steps):
         rows = [replace(row, logprobs=[-0.5, -1.0, -1.5]) for row in make_rows(step)]
-        scores = [score(row) for row in rows]
+        scores = [score(r, rewards and (1 + step) * rewards[r.sample_id.group]) for r in rows]
         for index, row in enumerate(rows):
             if step == 1 and changed == (row.sample_id.group, row.sample_id.index):
                 rows[index] = replace(row, **changes)
                 scores[index] = score(row, reward)
         writer.write(rows, scored=False)
         writer.append_scores(scores)
+    if run_seed is not None:
+        (folder / "args.json").write_text(json.dumps({"seed": run_seed}), encoding="utf-8")
     return folder
 
 
@@ -59,6 +77,8 @@ def first_difference(one: Path, other: Path) -> str:
     assert found is not None
     return found.describe()
 
+
+# --- samples ---
 
 OTHER = '[{"role": "user", "content": "<image>Other"}]'
 NEAR = [-0.5, -1.25, -2.0]
@@ -121,13 +141,13 @@ def test_the_turn_at_which_two_conversations_part(
     else:
         rows[place] = replace(rows[place], **change)
     Writer(b).write(rows)
-    where = "train round 0.0, group 0, sample 1, "
-    assert first_difference(a, b).startswith(f"{where}{expected}")
-    assert first_difference(b, a).startswith(f"{where}turn ")
+    where = "train round 0.0, group 0, sample "
+    assert first_difference(a, b).startswith(f"{where}1, {expected}")
+    assert first_difference(b, a).startswith(f"{where}1, turn ")
     assert compared(a, a).num_samples == 4
     rows[0] = replace(rows[0], seed=7)
     Writer(c).write(rows)
-    assert first_difference(a, c).startswith("train round 0.0, group 0, sample 0: seed is ")
+    assert first_difference(a, c).startswith(f"{where}0: seed is ")
 
 
 def test_infinite_log_probabilities_of_one_sign_do_not_differ() -> None:
@@ -146,43 +166,6 @@ def test_rounds_and_samples_that_only_one_run_has(one: Path, tmp_path: Path) -> 
     Writer(tmp_path / "d").write(make_rows(5))
     with pytest.raises(ValueError, match="no round in common"):
         compared(one, tmp_path / "d")
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = write(tmp_path / "a")
-    other = write(tmp_path / "b", (1, 1), logprobs=[-0.5, -1.0, -1.25])
-    assert main(["diff", str(one), str(other)]) == 0
-    assert capsys.readouterr().out == (
-        f"A: {one}\nB: {other}\nEqual: 12 samples (prompts, media, seeds, tokens, rewards and "
-        "advantages; log-probabilities within 2.5e-01 nats), 0 logged steps (learning_rate, loss, "
-        "grad_norm, kl), and the weights of no checkpoint.\n"
-    )
-    other = write(tmp_path / "c", (1, 1), seed=9)
-    log(one, 1, 2)
-    assert main(["diff", str(one), str(one)]) == 0
-    printed = capsys.readouterr().out
-    assert "\nEqual to the end: 12 samples (" in printed
-    assert ", 2 logged steps (" in printed
-    assert printed.endswith(", and the weights of checkpoint-2.\n")
-    log(other, 1, 2, loss=0.5)
-    (one / "args.json").write_text('{"seed": 42, "output_dir": "a", "top_k": 5}')
-    (other / "args.json").write_text('{"seed": 9, "output_dir": "b", "top_k": 5}')
-    assert main(["diff", str(one), str(other)]) == 1
-    assert capsys.readouterr().out.splitlines()[3:] == [
-        "First difference: train round 1.0, group 1, sample 1: seed is "
-        f"{2**62 + 111} in A and 9 in B.",
-        "First update that differs: step 2: loss is 0.2 in A and 0.5 in B.",
-        "Settings that differ, in A and B:",
-        "  --seed: 42 and 9",
-    ]
-    assert main(["diff", str(one), str(other), "--json"]) == 1
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["settings"] == {"seed": [42, 9]}
-    assert printed["difference"]["values"] == [2**62 + 111, 9]
-    log(write(tmp_path / "d"), 1, 2, loss=0.5)  # an update alone differs
-    assert main(["diff", str(one), str(tmp_path / "d")]) == 1
-    assert main(["diff", str(one), str(tmp_path / "none")]) == 2
-    assert f"{tmp_path}/none holds no run" in capsys.readouterr().err
 
 
 # --- updates ---
@@ -218,10 +201,8 @@ def test_the_first_value_of_an_update_that_differs(
     tmp_path: Path, changes: dict[str, Any], expected: str | None
 ) -> None:
     one, other = log(tmp_path / "a", 1, 2, 3), log(tmp_path / "b", 1, 2, **changes)
-    *_, found = compare_updates(one, other)
-    assert found == expected
-    *_, found = compare_updates(other, log(tmp_path / "c", 1, 2, **changes))
-    assert found is None
+    assert compare_updates(one, other)[2] == expected
+    assert compare_updates(other, log(tmp_path / "c", 1, 2, **changes))[2] is None
 
 
 def test_weights_that_no_log_tells_of(tmp_path: Path) -> None:
@@ -234,3 +215,120 @@ def test_weights_that_no_log_tells_of(tmp_path: Path) -> None:
     assert compare_updates(one, other) == expected
     (other / "checkpoint-2/model.safetensors").unlink()
     assert compare_updates(one, other) == expected
+
+
+def test_the_command_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "a")
+    other = write(tmp_path / "b", (1, 1), logprobs=[-0.5, -1.0, -1.25])
+    assert main(["diff", str(one), str(other)]) == 0
+    assert capsys.readouterr().out == (
+        f"A: {one}\nB: {other}\nEqual: 12 samples (prompts, media, seeds, tokens, rewards and "
+        "advantages; log-probabilities within 2.5e-01 nats), 0 logged steps (learning_rate, loss, "
+        "grad_norm, kl), and the weights of no checkpoint.\n"
+    )
+    other = log(write(tmp_path / "c", (1, 1), seed=9), 1, 2, loss=0.5)
+    log(one, 1, 2)
+    assert main(["diff", str(one), str(one)]) == 0
+    printed = capsys.readouterr().out
+    assert "\nEqual to the end: 12 samples (" in printed
+    assert printed.endswith(", and the weights of checkpoint-2.\n")
+    (one / "args.json").write_text('{"seed": 42, "output_dir": "a", "top_k": 5}')
+    (other / "args.json").write_text('{"seed": 9, "output_dir": "b", "top_k": 5}')
+    assert main(["diff", str(one), str(other)]) == 1
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "First difference: train round 1.0, group 1, sample 1: seed is "
+        f"{2**62 + 111} in A and 9 in B.",
+        "First update that differs: step 2: loss is 0.2 in A and 0.5 in B.",
+        "Settings that differ, in A and B:",
+        "  --seed: 42 and 9",
+    ]
+    assert main(["diff", str(one), str(other), "--json"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["settings"] == {"seed": [42, 9]}
+    assert printed["difference"]["values"] == [2**62 + 111, 9]
+    log(write(tmp_path / "d"), 1, 2, loss=0.5)  # an update alone differs
+    assert main(["diff", str(one), str(tmp_path / "d")]) == 1
+
+
+# --- compare ---
+
+
+def pair(one: Sequence[float], other: Sequence[float], num_alone: int = 0) -> Pair:
+    """Return a pair of runs with these mean rewards by prompt."""
+    means = {str(number): each for number, each in enumerate(zip(one, other, strict=True))}
+    return Pair(means, num_alone, (0, 2))
+
+
+def test_prompts_count_of_one_pair_and_runs_of_several() -> None:
+    """Student's t at 97.5%: 4.303 with 2 degrees of freedom, 12.706 with 1."""
+    base = [1, 2, 3]
+    one = compare({"1": pair(base, [1, 3, 5])})
+    assert one.interval == pytest.approx((1 - 4.303 / 3**0.5, 1 + 4.303 / 3**0.5), abs=1e-3)
+    two = compare({"1": pair(base, [1, 3, 5], num_alone=2), "2": pair(base, [5, 5, 5])})
+    assert two.interval == pytest.approx((2 - 12.706, 2 + 12.706), abs=1e-3)
+    assert two == Comparison(
+        num_pairs=2,
+        num_prompts=6,
+        num_alone=2,
+        baseline=2.0,
+        candidate=4.0,
+        difference=2.0,
+        interval=two.interval,
+        differences={"1": 1.0, "2": 3.0},
+        steps={"1": (0, 2), "2": (0, 2)},
+    )
+    assert compare({"1": pair([0, 0], [1, 1])}).interval == (1.0, 1.0)
+    with pytest.raises(ValueError, match=r"seed 1 have 1 prompts in common.*one data set in one"):
+        compare({"1": pair([0], [1])})
+
+
+def test_runs_are_paired_by_seed_and_prompts_by_their_first_turn(tmp_path: Path) -> None:
+    """A conversation's turns are one sample: a prompt's mean is over samples, not over turns."""
+    a1, a2, b1, b2, b3 = (tmp_path / name for name in ("a1", "a2", "b1", "b2", "b3"))
+    for folder in (a1, a2, b1, b2, b3):
+        write(folder, steps=1, run_seed=int(folder.name[1]))
+    assert pair_by_seed([a1, a2], [b2, b1]) == {"1": (a1, b1), "2": (a2, b2)}
+    assert pair_by_seed([a1], [b3]) == {"1": (a1, b3)}
+    assert pair_by_seed([tmp_path], [b3]) == {"unknown": (tmp_path, b3)}
+    for other in ([b3, b1], [b1, b1], [b1]):
+        with pytest.raises(ValueError, match="expected each seed once on both sides"):
+            pair_by_seed([a1, a2], other)
+    rows, one, other = make_conversations(0), tmp_path / "one", tmp_path / "other"
+    Writer(one).write(rows)
+    Writer(other).write([*rows, *make_rows(0, num_groups=3)[-2:]])
+    found = read_pair(open_record(one), open_record(other))
+    assert found.means == {f"{0:032x}": (0.0, 0.0), f"{1:032x}": (0.5, 0.5)}
+    assert found.num_alone == 1
+
+
+def test_the_command_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of runs of different lengths the common steps are compared: rewards rise equally in both, and
+    the longer run does not count as better."""
+    runs = {"a": (3, [0, 1], 2), "b": (4, [0, 1], 2), "c": (3, [1, 2], 2), "d": (4, [2, 3], 9)}
+    a, b, c, d = (
+        str(write(tmp_path / name, steps=steps, run_seed=seed, rewards=rewards))
+        for name, (seed, rewards, steps) in runs.items()
+    )
+    one_pair = ["compare", "--baseline", a, "--candidate", c]
+    assert main([*one_pair, "--json", "--steps", "1:1"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["baseline"], result["candidate"]) == (1.0, 3.0)
+    assert (result["interval"], result["differences"]) == ([2.0, 2.0], {"3": 2.0})
+    assert main([*one_pair, "--reward", "Format"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1 pair(s) of runs, 2 prompts",
+        "  baseline      1.0000",
+        "  candidate     1.0000",
+        "  difference   +0.0000  [+0.0000, +0.0000] (95%)",
+        "  seed 3       +0.0000  in the steps 0 to 1, which both runs have",
+        "One pair says nothing about other seeds.",
+    ]
+    assert main(["compare", "--baseline", a, b, "--candidate", d, c]) == 0
+    assert "  seed 4       +3.0000  in the steps 0 to 1" in capsys.readouterr().out
+    for argv, expected in (
+        (["--reward", "Acuracy"], f"--reward 'Acuracy': {a} has Accuracy, Format"),
+        (["--phase", "eval"], "expected common scored eval steps "),
+        (["--steps", "7:9"], f"{c} has the steps 0 to 1."),
+    ):
+        assert main([*one_pair, *argv]) == 2
+        assert expected in capsys.readouterr().err

@@ -20,10 +20,7 @@ from tests.rig.record.rows import ROW, sample_id, write_session
 from tests.rig.view.runs import add_tokenizer
 
 SETTINGS: dict[str, Any] = {
-    "vllm_mode": "colocate",
-    "tuner_type": "full",
-    "model": "models/tiny",
-    "seed": 42,
+    **{"vllm_mode": "colocate", "tuner_type": "full", "model": "models/tiny", "seed": 42},
     "dataset": ["train.jsonl"],
 }
 
@@ -32,14 +29,10 @@ def seeded(name: SampleId = ROW.sample_id, **changes: Any) -> SampleRow:
     return replace(ROW, sample_id=name, seed=sample_seed(42, name), **changes)
 
 
-# --- the command ---
-
-
 def test_the_result_as_lines_and_as_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One sample is equal, the other one differs from its second token on. Later turns are left
-    out."""
+    """One sample is equal, the other differs from its second token on. Later turns are left out."""
     ids = [sample_id(index=0), sample_id(index=1), sample_id(index=1, turn=1)]
     write_session(tmp_path, [seeded(name, token_ids=[1, 2], logprobs=[-0.5, -1.0]) for name in ids])
     (tmp_path / "args.json").write_text(json.dumps(SETTINGS))
@@ -66,17 +59,11 @@ def test_the_result_as_lines_and_as_json(
         f"Note: {tool.DIFFERENT}",
         f"Note: {note}",
     ]
-    assert main([*command, "--json"]) == 1
-    printed = json.loads(capfd.readouterr().out)
-    assert (printed["weights"], printed["weight_version"]) == ("models/tiny", 0)
-    assert [sample["logprob_gap"] for sample in printed["samples"]] == [0.5, 0.0]
     draws[1] = [1, 2]
     assert main([*command, "--json", "--set", "model=other"]) == 0
     printed = json.loads(capfd.readouterr().out)
-    assert (printed["notes"], printed["weights"]) == ([note], "other")
-
-
-# --- runs and weights ---
+    assert (printed["notes"], printed["weights"], printed["weight_version"]) == ([note], "other", 0)
+    assert [sample["logprob_gap"] for sample in printed["samples"]] == [0.5, 0.5]
 
 
 def test_settings_of_a_run(tmp_path: Path) -> None:
@@ -94,14 +81,16 @@ def test_settings_of_a_run(tmp_path: Path) -> None:
 def test_weights(tmp_path: Path) -> None:
     for name in ("checkpoint-10", "checkpoint-4", "before/checkpoint-2"):
         (tmp_path / name).mkdir(parents=True)
-    fourth, before = tmp_path / "checkpoint-4", tmp_path / "before/checkpoint-2"
+    before = tmp_path / "before/checkpoint-2"
     resumed = {**SETTINGS, "resume_from_checkpoint": str(before)}
-    weights_alone = {**resumed, "resume_only_model": True}
-    assert find_checkpoint(tmp_path, SETTINGS, 0) is None
-    assert find_checkpoint(tmp_path, SETTINGS, 4) == fourth
-    assert find_checkpoint(tmp_path, resumed, 2) == before
-    assert find_checkpoint(tmp_path, resumed, 0) is None
-    assert find_checkpoint(tmp_path, weights_alone, 0) == before
+    for settings, version, expected in (
+        (SETTINGS, 0, None),
+        (SETTINGS, 4, tmp_path / "checkpoint-4"),
+        (resumed, 2, before),
+        (resumed, 0, None),
+        ({**resumed, "resume_only_model": True}, 0, before),
+    ):
+        assert find_checkpoint(tmp_path, settings, version) == expected
     named = r"checkpoint-6 is not there .* has checkpoint-10, checkpoint-4\).*--save_steps 1.* of 6"
     with pytest.raises(ValueError, match=named):
         find_checkpoint(tmp_path, SETTINGS, 6)
@@ -117,9 +106,6 @@ def test_samples_that_cannot_be_generated_again() -> None:
         check_seeds([row, replace(row, seed=None)], SETTINGS)
     with pytest.raises(ValueError, match=r"has the seed \d+, and --seed 7 .*--set seed=N"):
         check_seeds([row], {**SETTINGS, "seed": 7})
-
-
-# --- samples and prompts ---
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>哪个?"}]

@@ -33,7 +33,7 @@ def open_chrome(profile: Path) -> Iterator[Chrome]:
     options = [
         *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--lang=en-US"),
         *("--disable-quic", "--no-first-run", "--disable-background-networking"),
-        *("--disable-component-update", "--disable-sync"),
+        *("--disable-component-update", "--disable-sync", "--window-size=1280,900"),
         *("--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"),
     ]
     process = subprocess.Popen([str(BROWSER), *options], stderr=subprocess.DEVNULL)
@@ -118,7 +118,3 @@ class Chrome:
         script = f"[...document.querySelectorAll({selector!r})].map(e => e.innerText)"
         found: list[str] = self.run(script)
         return found
-
-    def resize(self, width: int) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900,
-                  deviceScaleFactor=1, mobile=width < 500)  # fmt: skip

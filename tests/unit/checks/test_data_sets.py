@@ -111,45 +111,48 @@ def test_data_sets(rows: Any, eval_rows: Any, changes: dict[str, Any], expected:
     assert_says(preflight.check_datasets(arguments(**changes), rows, eval_rows), expected)
 
 
-def test_one_rank_of_a_machine_looks_at_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank, expected in (("0", "error: --dataset: the row"), ("1", None)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        assert_says(preflight.check_datasets(arguments(), BAD, None), expected)
-
-
-def test_placeholders_in_text_are_refused(assets: Path) -> None:
-    """Without the check they end the run in the first training forward."""
-    args = arguments()
-    args.model_dir = str(assets / "tiny_vlm")
+def test_one_rank_of_a_machine_looks_at_rows(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placeholders in a text would end the run in the first training forward."""
+    args = arguments(model_dir=str(assets / "tiny_vlm"))
     typed = {"role": "user", "content": "<image><|vision_start|><|image_pad|><|vision_end|>Which?"}
     rows: Any = [*GOOD, {"messages": [typed], "images": ["http://x"]}]
     refused = "error: --dataset: the row that asks '<image><|vision_start|>...holds '<|image_pad|>'"
-    assert_says(preflight.check_datasets(args, rows, None), refused)
+    for rank, expected in (("0", refused), ("1", None)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert_says(preflight.check_datasets(args, rows, None), expected)
 
 
 # --- models ---
 
 
-def test_speculation_cannot_leave_placeholders_out() -> None:
-    """vLLM would refuse the first request."""
-    config = {"method": "ngram", "num_speculative_tokens": 2}
-    server = arguments(port=8000, vllm_speculative_config=config)
-    refused = "error: --vllm_speculative_config {'method': 'ngram'"
-    for args in (server, arguments(vllm_engine_kwargs={"speculative_config": config})):
-        for is_multimodal, expected in ((True, refused), (False, None)):
-            args.model_meta = SimpleNamespace(is_multimodal=is_multimodal, model_type="any")
-            assert_says(rules_of_model(args), expected)
-    for args in (arguments(port=8000), arguments(vllm_speculative_config=config)):
-        assert_says(rules_of_model(args), None)  # a training does not read the flag
+CONFIG = {"method": "ngram", "num_speculative_tokens": 2}
+SPECULATES = {"vllm_engine_kwargs": {"speculative_config": CONFIG}}
+REFUSED = "error: --vllm_speculative_config {'method': 'ngram'"
+REPLAY = {"router_replay_mode": "R3"}
+NO_EXPERTS = "error: --router_replay_mode R3: expected a mixture of experts...; qwen3_vl has no"
 
 
-def test_only_experts_are_replayed() -> None:
-    args = arguments(router_replay_mode="R3")
-    args.model_meta = SimpleNamespace(is_multimodal=True, model_type="qwen3_vl")
-    refused = "error: --router_replay_mode R3: expected a mixture of experts...; qwen3_vl has no"
-    for is_moe_model, expected in ((True, None), (False, refused)):
-        args.model_info = SimpleNamespace(is_moe_model=is_moe_model)
-        assert_says(rules_of_model(args), expected)
+@pytest.mark.parametrize(
+    ("changes", "is_multimodal", "has_experts", "expected"),
+    [
+        ({"port": 8000, "vllm_speculative_config": CONFIG}, True, False, REFUSED),
+        ({"port": 8000, "vllm_speculative_config": CONFIG}, False, False, None),
+        ({"port": 8000}, True, False, None),
+        (SPECULATES, True, False, REFUSED),
+        (SPECULATES, False, False, None),
+        ({"vllm_speculative_config": CONFIG}, True, False, None),  # a training does not read it
+        (REPLAY, True, True, None),
+        (REPLAY, True, False, NO_EXPERTS),
+    ],
+)
+def test_models(
+    changes: dict[str, Any], is_multimodal: bool, has_experts: bool, expected: str | None
+) -> None:
+    """A speculation cannot leave placeholders out: vLLM would refuse the first request."""
+    args = arguments(**changes)
+    args.model_meta = SimpleNamespace(is_multimodal=is_multimodal, model_type="qwen3_vl")
+    args.model_info = SimpleNamespace(is_moe_model=has_experts)
+    assert_says(rules_of_model(args), expected)
 
 
 def test_new_tokens_need_free_rows_of_the_model_on_disk(tmp_path: Path) -> None:
@@ -160,17 +163,17 @@ def test_new_tokens_need_free_rows_of_the_model_on_disk(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     Qwen2Config(vocab_size=40).save_pretrained(tmp_path)
 
-    def check(expected: str | None, *tokens: str, **changes: Any) -> None:
-        args = arguments(new_special_tokens=[*tokens], **{"model_dir": str(tmp_path), **changes})
-        assert_says(rules_of_model(args), expected)
-
     new = [f"<|new-{i}|>" for i in range(10)]
-    check(None, *new[:9], "<|endoftext|>")
-    check(None, *new, use_vllm=False)
-    check(None, model_dir="nothing is read")
     refused = (
         "error: --new_special_tokens <|new-0|> ...: 10 new tokens do not fit ..."
         "(40 rows, 31 taken, 9 free)...Save a model that has them"
     )
-    check(refused, *new)
-    check(refused, *new, port=0)
+    for tokens, changes, expected in (
+        ([*new[:9], "<|endoftext|>"], {}, None),
+        (new, {"use_vllm": False}, None),
+        ([], {"model_dir": "nothing is read"}, None),
+        (new, {}, refused),
+        (new, {"port": 0}, refused),
+    ):
+        args = arguments(new_special_tokens=tokens, **{"model_dir": str(tmp_path), **changes})
+        assert_says(rules_of_model(args), expected)

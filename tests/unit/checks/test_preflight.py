@@ -18,17 +18,8 @@ from packaging.version import Version
 from swift.arguments import RolloutArguments
 from swift.utils import find_free_port
 
-from swift_grpo_ext.checks import preflight, rules
-from swift_grpo_ext.checks.finding import (
-    SettingsError,
-    did_you_mean,
-    enforce,
-    error,
-    hide_tracebacks,
-    note,
-    ok,
-    warning,
-)
+from swift_grpo_ext.checks import finding, preflight, rules
+from swift_grpo_ext.checks.finding import SettingsError, enforce, error, note, ok, warning
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.upstream.contract import TRIED, tried_packages
 from tests.rig.checks import arguments, assert_says
@@ -36,16 +27,17 @@ from tests.rig.checks import arguments, assert_says
 TAKES_ANY_START = Version(tried_packages()["vllm"]) < Version("0.32")
 SERVER = {"port": 0}
 SERVED = {"vllm_mode": "server"}
-LORA = {"tuner_type": "lora", "vllm_enable_lora": True}
-NO_EFFECT = "warning: --vllm_enable_lora true: has no effect without --use_vllm true, --tuner_t"
 ALONE = {"use_vllm": False, "vllm_mode": None}
 """ms-swift generates, with the model itself."""
 
-TRAINED = ("adalora", "boft", "dummy", "fourierft", "full", "ia3", "lora", "lora_llm", "vera")
+LORA = {"tuner_type": "lora", "vllm_enable_lora": True}
 UNMERGED = ("adapter", "llamapro", "reft")
+NO_EFFECT = "warning: --vllm_enable_lora true: has no effect without --use_vllm true, --tuner_t"
 NO_SCHEDULER = "warning: --tool_timeout: has no effect without --multi_turn_scheduler."
 REPLAY = {"router_replay_mode": "R3"}
 NO_REPLAY = "error: --router_replay_mode R3: does not go with"
+EXACT = {"full_determinism": True}
+INEXACT = "warning: --full_determinism true: does not hold for a resumed run with"
 TEACHER = {"teacher_model_server": "http://teacher:8000"}
 NOT_TAKEN = "error: --vllm_enable_lora true: vLLM does not take the adapter"
 
@@ -66,13 +58,15 @@ def test_a_mistake_is_printed_alone_and_once(monkeypatch: pytest.MonkeyPatch) ->
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, raised, trace: shown.append(raised))
     monkeypatch.setattr(sys, "__stderr__", printed := io.StringIO())
-    hide_tracebacks()
-    for rank in ("0", "1"):
-        monkeypatch.setenv("LOCAL_RANK", rank)
+    finding.hide_tracebacks()
+    for num_printed, rank in enumerate(("1", "0", None)):
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        if rank:
+            monkeypatch.setenv("LOCAL_RANK", rank)
         for raised in (mistake, other):
             sys.excepthook(type(raised), raised, None)
-    assert printed.getvalue() == "error: --seed -1: expected 0 or more.\n"
-    assert shown == [other, other]
+        assert printed.getvalue() == "error: --seed -1: expected 0 or more.\n" * num_printed
+    assert shown == [other] * 3
 
 
 def test_the_first_error_is_raised_after_the_warnings(
@@ -81,13 +75,11 @@ def test_the_first_error_is_raised_after_the_warnings(
     """A setting that is no flag gets no dashes."""
     monkeypatch.setattr(logging.getLogger("swift"), "propagate", True)
     findings = [ok("a", "holds"), note("b", "is so"), warning("seed", "is odd.", "Leave it.")]
-    enforce(findings)
-    assert [record.getMessage() for record in caplog.records] == ["--seed: is odd. Leave it."]
     for first, said_of_it in (("model /none", "--model /none"), ("MASTER_PORT 7", "MASTER_PORT 7")):
+        caplog.clear()
         with pytest.raises(ValueError, match=rf"^{said_of_it}: is no folder\. Give one\.$"):
             enforce([*findings, error(first, "is no folder.", "Give one."), error("b", "is bad.")])
-    assert did_you_mean("sed", ["model", "seed", "seeds"]) == "did you mean seed?"
-    assert did_you_mean("zzz", ["seed", "model"]) == ""
+        assert [record.getMessage() for record in caplog.records] == ["--seed: is odd. Leave it."]
 
 
 # --- arguments ---
@@ -96,24 +88,33 @@ def test_the_first_error_is_raised_after_the_warnings(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, None),
-        (SERVER, None),
+        *(({**side, "temperature": 0.9}, None) for side in ({}, SERVER)),
         ({"rollout_timeout": 0.5}, "error: --rollout_timeout 0.5: expected a number of seconds"),
         ({"tool_timeout": 0.0}, "error: --tool_timeout 0.0: expected a number of seconds, more"),
         ({"rollout_timeout": 1.0, "sample_log_gb": 0.0}, None),
         ({"sample_log_gb": -0.5}, "error: --sample_log_gb -0.5: expected 0 or more"),
-        *(({"tuner_type": name}, None) for name in TRAINED),
         *(({"tuner_type": n}, f"error: --tuner_type {n}: adds parts that ca") for n in UNMERGED),
         *(({"tuner_type": name, **ALONE}, None) for name in UNMERGED),
+        *(({"tuner_type": name}, None) for name in ("full", "lora", *rules.MERGED_TUNERS)),
         ({"seed": -1}, "error: --seed -1: expected 0 or more"),
         ({"seed": -1, "rollout_seed_mode": "engine"}, None),
+        ({"streaming": True}, "error: --streaming true: expected false: a stream cannot repeat"),
+        # Experts that are replayed
         (REPLAY, None),
         ({**REPLAY, "torch_compile": True}, f"{NO_REPLAY} --torch_compile true: compiled layers"),
         ({**REPLAY, "use_liger_kernel": True}, f"{NO_REPLAY} --use_liger_kernel true: its loss"),
         ({**REPLAY, "teacher_model": "t"}, f"{NO_REPLAY} --teacher_model: a teacher has other"),
         ({**REPLAY, "sequence_parallel_size": 2}, f"{NO_REPLAY} --sequence_parallel_size: it spl"),
         ({**REPLAY, "use_vllm": False}, f"{NO_REPLAY} --use_vllm false: ms-swift's own rollouts"),
-        ({"streaming": True}, "error: --streaming true: expected false: a stream cannot repeat"),
+        # Settings that make two runs differ (R9)
+        ({**EXACT, "dataloader_num_workers": 4, "use_liger_kernel": True, "bf16": True}, None),
+        ({**EXACT, "rollout_seed_mode": "engine"}, f"{INEXACT} --rollout_seed_mode engine"),
+        ({**EXACT, "rollout_seed_mode": "engine", "use_vllm": False}, None),
+        ({**EXACT, "async_generate": True}, f"{INEXACT} --async_generate true"),
+        ({**EXACT, "sync_ref_model": True}, f"{INEXACT} --sync_ref_model true"),
+        ({**EXACT, "save_only_model": True}, f"{INEXACT} ...the optimizer's state. Leave that fl"),
+        ({"save_only_model": True}, None),
+        # Names
         ({"callbacks": ["diversity"]}, None),
         ({"callbacks": ["diversty"]}, "error: --callbacks diversty: ...did you mean diversity?"),
         ({"callbacks": ["zzz"]}, "error: --callbacks zzz: is registered by...known: ...perf_log"),
@@ -125,7 +126,6 @@ def test_the_first_error_is_raised_after_the_warnings(
             {**SERVER, "multi_turn_scheduler": "gym_schedular"},
             "error: --multi_turn_scheduler gym_schedular: ...mean gym_scheduler?",
         ),
-        ({"temperature": 0.9}, None),
         (
             {**TEACHER, "temperature": 0.9},
             "warning: --teacher_model_server: gives log-probabilities at temperature 1, the policy "
@@ -135,27 +135,6 @@ def test_the_first_error_is_raised_after_the_warnings(
 )
 def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
     assert_says(rules.check_arguments(arguments(**changes), ["model", "seed"]), expected)
-
-
-SAME = "warning: --full_determinism true: does not hold for a resumed run with"
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"dataloader_num_workers": 4, "use_liger_kernel": True, "bf16": True}, None),
-        ({"rollout_seed_mode": "engine"}, f"{SAME} --rollout_seed_mode engine"),
-        ({"rollout_seed_mode": "engine", "use_vllm": False}, None),
-        ({"async_generate": True}, f"{SAME} --async_generate true"),
-        ({"sync_ref_model": True}, f"{SAME} --sync_ref_model true"),
-        ({"save_only_model": True}, f"{SAME} ...the optimizer's state. Leave that flag out."),
-        ({"save_only_model": True, "full_determinism": False}, None),
-    ],
-)
-def test_settings_that_make_two_runs_differ(changes: dict[str, Any], expected: str | None) -> None:
-    """`--full_determinism true` promises equal ones (R9)."""
-    args = arguments(**{"full_determinism": True, **changes})
-    assert_says(rules.check_arguments(args, ()), expected)
 
 
 @pytest.mark.parametrize(
@@ -190,91 +169,78 @@ def test_only_whole_checkpoints_are_resumed_from(tmp_path: Path) -> None:
         folders[number].mkdir()
         if state is not None:
             (folders[number] / "trainer_state.json").write_text(state, encoding="utf-8")
-
-    def check(folder: Path, expected: str | None, **changes: Any) -> None:
+    for folder, expected, changes in (
+        (folders[9], None, {}),
+        (folders[10], f"Resume from {folders[9]}, the last whole one.", {}),
+        (folders[11], f"is missing or cut short. Resume from {folders[9]}", {}),
+        (folders[10], None, {"resume_only_model": True}),
+        (tmp_path / "none" / "checkpoint-1", "Start without it.", {}),
+    ):
         args = arguments(resume_from_checkpoint=str(folder), **changes)
         refused = expected and f"error: --resume_from_checkpoint {folder}: is no whole checkpoint"
         assert_says(rules.check_arguments(args, ()), refused and f"{refused}...{expected}")
-
-    check(folders[9], None)
-    check(folders[10], f"Resume from {folders[9]}, the last whole one.")
-    check(folders[11], f"is missing or cut short. Resume from {folders[9]}")
-    check(folders[10], None, resume_only_model=True)
-    check(tmp_path / "none" / "checkpoint-1", "Start without it.")
-
-
-def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else name)
-    missing = "error: The package vllm: is not installed. pip"
-    for changes, expected in (({}, missing), (SERVER, missing), (ALONE, None)):
-        assert_says(rules.check_arguments(arguments(**changes), []), expected)
 
 
 def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:
     """vLLM has one weight for embedding and head."""
     config = tmp_path / "config.json"
-    config.write_text('{"tie_word_embeddings": true}')
     both = {"model": str(tmp_path), "tuner_type": "lora", "modules_to_save": ["merger", "lm_head"]}
-
-    def check(expected: str | None, **changes: Any) -> None:
+    refused = "error: --modules_to_save lm_head: vLLM has one weight for embedding and ...type full"
+    for is_tied, changes, expected in (
+        (True, {}, refused),
+        (True, {"modules_to_save": ["all-embedding"]}, "error: --modules_to_save all-embedding: "),
+        (True, {"modules_to_save": ["merger"]}, None),
+        (True, {"use_vllm": False}, None),
+        (True, {"tuner_type": "full"}, None),
+        (False, {}, None),
+    ):
+        config.write_text(json.dumps({"tie_word_embeddings": is_tied}))
         assert_says(rules.check_arguments(arguments(**{**both, **changes}), []), expected)
-
-    check("error: --modules_to_save lm_head: vLLM has one weight for embedding and ...type full")
-    check("error: --modules_to_save all-embedding: ", modules_to_save=["all-embedding"])
-    check(None, modules_to_save=["merger"])
-    check(None, use_vllm=False)
-    check(None, tuner_type="full")
-    config.write_text('{"tie_word_embeddings": false}')
-    check(None)
 
 
 # --- adapters ---
 
 
 @pytest.mark.parametrize(
-    ("vllm", "has_gpu", "expected"),
-    [
-        ("0.32.0", False, None),
-        ("0.27.1", False, "true: does not work without an accelerator with vLLM 0.27.1"),
-        ("0.27.1", True, None),
-    ],
-)
-def test_what_adapters_in_the_engine_need(
-    vllm: str, has_gpu: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rules, "tried_packages", lambda: {"vllm": vllm})
-    monkeypatch.setattr(rules, "has_accelerator", lambda: has_gpu)
-    expected = expected and f"error: --vllm_enable_lora {expected}... or leave it out, here and on"
-    for asked in (LORA, {**SERVER, "vllm_enable_lora": True}):
-        assert_says(preflight.check_model(arguments(**asked)), expected)
-    assert_says(preflight.check_model(arguments()), None)
-
-
-@pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"use_dora": True}, f"{NOT_TAKEN}: vLLM does not ... Change the adapter, or leave this"),
-        ({"modules_to_save": ["a", "b"]}, f"{NOT_TAKEN}: vLLM only supports modules_to_save"),
-        ({"lora_bias": "all"}, f"{NOT_TAKEN}: ...bias"),
+        (LORA, None),
+        ({**LORA, "use_dora": True}, f"{NOT_TAKEN}: vLLM does not ... Change the adapter, or leav"),
+        ({**LORA, "modules_to_save": ["a", "b"]}, f"{NOT_TAKEN}: vLLM only supports modules_to_s"),
+        ({**LORA, "lora_bias": "all"}, f"{NOT_TAKEN}: ...bias"),
         pytest.param(
-            {"init_weights": "pissa"},
+            {**LORA, "init_weights": "pissa"},
             f"{NOT_TAKEN}: ...init_lora_weights='pissa'",
             marks=pytest.mark.skipif(TAKES_ANY_START, reason="vLLM before 0.32 takes it"),
         ),
-        *(({"init_weights": name}, None) for name in (True, False, "gaussian", "lora-ga")),
-        ({"vllm_enable_lora": False, "use_dora": True, "init_weights": "olora"}, None),
-        ({"tuner_type": "lora_llm", "use_dora": True}, NO_EFFECT),
-        ({"tuner_type": "full"}, NO_EFFECT),
-        (ALONE, NO_EFFECT),
-        ({"vllm_mode": "server", "use_dora": True}, None),  # servers are asked, on the first rank
-        (SERVER, None),
+        *(({**LORA, "init_weights": name}, None) for name in (True, False, "gaussian", "lora-ga")),
+        ({"tuner_type": "lora", "use_dora": True, "init_weights": "olora"}, None),
+        ({**LORA, "tuner_type": "lora_llm", "use_dora": True}, NO_EFFECT),
+        ({**LORA, "tuner_type": "full"}, NO_EFFECT),
+        ({**LORA, **ALONE}, NO_EFFECT),
+        ({**LORA, **SERVED, "use_dora": True}, None),  # servers are asked, on the first rank
+        ({**SERVER, "vllm_enable_lora": True}, None),
     ],
 )
 def test_adapters_that_vllm_refuses(changes: dict[str, Any], expected: str | None) -> None:
     """Otherwise vLLM refuses it after two minutes."""
-    of_trainings = {} if "port" in changes else {"tuner_type": "lora"}
-    args = arguments(**{**of_trainings, "vllm_enable_lora": True, **changes})
-    assert_says(preflight.check_model(args), expected)
+    assert_says(preflight.check_model(arguments(**changes)), expected)
+
+
+def test_vllm_before_0_28_needs_an_accelerator_for_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = "does not work without an accelerator with vLLM 0.27.1... or leave it out, here and on"
+    for vllm, has_gpu, expected in (
+        ("0.28.0", False, None),
+        ("0.27.1", False, f"error: --vllm_enable_lora true: {old}"),
+        ("0.27.1", True, None),
+    ):
+        monkeypatch.setattr(rules, "tried_packages", lambda vllm=vllm: {"vllm": vllm})
+        monkeypatch.setattr(rules, "has_accelerator", lambda has_gpu=has_gpu: has_gpu)
+        for asked in (LORA, {**SERVER, "vllm_enable_lora": True}):
+            assert_says(preflight.check_model(arguments(**asked)), expected)
+        assert_says(preflight.check_model(arguments()), None)
 
 
 def test_an_adapter_that_is_trained_on_keeps_its_settings(tmp_path: Path) -> None:
@@ -290,11 +256,11 @@ def test_an_adapter_that_is_trained_on_keeps_its_settings(tmp_path: Path) -> Non
         assert_says(preflight.check_model(args), expected)
 
 
-@pytest.mark.parametrize("tuner", [*TRAINED, "bone"])
+@pytest.mark.parametrize("tuner", ["full", "lora", "lora_llm", *rules.MERGED_TUNERS])
 def test_servers_say_whether_they_hold_adapters_apart(tuner: str) -> None:
     """The training may not give `--vllm_enable_lora` itself, or give it with other servers."""
-    own = rules.MERGED_TUNERS
-    refused = f"error: --tuner_type {tuner}: does not go with" if tuner in own else None
+    is_merged = tuner in rules.MERGED_TUNERS
+    refused = f"error: --tuner_type {tuner}: does not go with" if is_merged else None
     for serves, trains, expected in (
         (True, False, refused),
         (True, True, refused),
@@ -307,7 +273,7 @@ def test_servers_say_whether_they_hold_adapters_apart(tuner: str) -> None:
         assert_says(preflight.check_model(args), expected)
 
 
-# --- the process: other ranks, ports, devices ---
+# --- the process: other ranks, ports, devices, packages ---
 
 
 def test_a_server_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,27 +314,32 @@ def test_a_port_in_use_is_refused_and_old_connections_hold_none(
 
 def test_sharding_and_sleep_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU, `--fsdp` would train unsharded, with empty reference models on all ranks but one."""
+
+    def check(expected: str | None, **changes: Any) -> None:
+        assert_says(rules.check_arguments(arguments(**changes), []), expected)
+
     monkeypatch.setattr(rules, "has_accelerator", lambda: False)
     for name, value in (("deepspeed", "zero3"), ("fsdp", "fsdp2"), ("sleep_level", 1)):
-        expected = f"error: --{name} {value}: needs accelerators, and this machine has none"
-        assert_says(rules.check_arguments(arguments(**{name: value}), []), expected)
-        assert_says(rules.check_arguments(arguments(**{name: None}), []), None)
-    elsewhere = arguments(sleep_level=1, vllm_mode="server")  # ms-swift sets it to 0
-    assert_says(rules.check_arguments(elsewhere, []), None)
+        check(f"error: --{name} {value}: needs accelerators, and this machine", **{name: value})
+    check(None, sleep_level=1, vllm_mode="server")  # ms-swift sets it to 0
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")  # accelerate is told to take it for one
-    assert_says(rules.check_arguments(arguments(fsdp="fsdp2"), []), None)
+    check(None, fsdp="fsdp2")
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
     monkeypatch.setattr(rules, "has_accelerator", lambda: True)
-    assert_says(rules.check_arguments(arguments(deepspeed="zero3"), []), None)
+    check(None, deepspeed="zero3")
 
 
-@pytest.mark.parametrize(("ranks", "mode"), [(7, "colocate"), (8, "colocate"), (7, "server")])
-def test_an_engine_that_ranks_cannot_share(
-    ranks: int, mode: str, monkeypatch: pytest.MonkeyPatch
+def test_ranks_that_cannot_share_an_engine_and_a_missing_vllm(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """ms-swift's trainer would refuse it after it has loaded the model."""
-    monkeypatch.setattr(rules, "get_dist_setting", lambda: (0, 0, ranks, ranks))
-    refused = "error: --vllm_tensor_parallel_size 2: does not divide the 7 training ranks"
-    args = arguments(vllm_tensor_parallel_size=2, vllm_mode=mode)
-    is_refused = ranks == 7 and mode == "colocate"
-    assert_says(rules.check_arguments(args, []), refused if is_refused else None)
+    """ms-swift's trainer would refuse the ranks after it has loaded the model."""
+    uneven = "error: --vllm_tensor_parallel_size 2: does not divide the 7 training ranks"
+    missing = "error: The package vllm: is not installed. pip"
+    cases = ((7, "colocate", uneven), (8, "colocate", None), (7, "server", None))
+    for ranks, mode, expected in cases:
+        monkeypatch.setattr(rules, "get_dist_setting", lambda ranks=ranks: (0, 0, ranks, ranks))
+        args = arguments(vllm_tensor_parallel_size=2, vllm_mode=mode)
+        assert_says(rules.check_arguments(args, []), expected)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else name)
+    for changes, expected in (({}, missing), (SERVER, missing), (ALONE, None)):
+        assert_says(rules.check_arguments(arguments(**changes), []), expected)

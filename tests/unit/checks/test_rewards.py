@@ -3,8 +3,8 @@ refused (R6)."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -27,59 +27,25 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def calls(function: Callable[..., Any]) -> type[ORM]:
-    """Return a reward of ms-swift's form that calls a function without `self`."""
-    return type("Reward", (ORM,), {"__call__": lambda self, *args, **kw: function(*args, **kw)})
+def reward(call: Any, base: type = ORM, **methods: Any) -> type:
+    return type("Reward", (base,), {"__call__": call, **methods})
 
 
-def returns(value: Any) -> type[ORM]:
-    return calls(lambda completions, **_: value)
+def returns(value: Any) -> type:
+    return reward(lambda _, completions, **__: value)
 
 
-def takes_columns(completions: list[str], answer: list[Any], **kwargs: Any) -> Any:
+def takes_columns(_: Any, completions: list[str], answer: list[Any], **kwargs: Any) -> Any:
     assert completions == [messages[-1]["content"] for messages in kwargs["messages"]]
     assert (answer, kwargs["level"]) == (["7", None, "7"], [None, 2, None])
     assert kwargs["trainer_state"].global_step == 0
     return [1, None, np.float32(0.5)]
 
 
-def waits(completions: list[str], **kwargs: Any) -> Any:
+def waits(*_: Any, **__: Any) -> Any:
     while True:
         with suppress(Exception):
             time.sleep(60)
-
-
-class Waits(AsyncORM):
-    async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
-        return [0.0] * len(completions)
-
-
-class Solution(ORM):
-    def __call__(self, completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
-        raise AssertionError
-
-
-class Closed(ORM):
-    def __call__(self, completions: list[str], answer: list[str]) -> list[float]:
-        raise AssertionError
-
-
-class Served(ORM):
-    def __call__(self, completions: list[str], trajectory_inputs: Any, **kwargs: Any) -> Any:
-        raise AssertionError
-
-
-class Loads(Closed):
-    def __init__(self, args: Any = None, **kwargs: Any) -> None:
-        raise RuntimeError("no GPU")
-
-    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
-        raise AssertionError
-
-
-class Plain:
-    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
-        raise AssertionError
 
 
 def told(made: Any, monkeypatch: pytest.MonkeyPatch, **how: Any) -> str:
@@ -89,22 +55,24 @@ def told(made: Any, monkeypatch: pytest.MonkeyPatch, **how: Any) -> str:
     return "\n".join(said(found))
 
 
-COLUMNS = "--dataset rows.jsonl has the columns messages, images, answer, level."
+SOLUTION = reward(lambda _, completions, solution, **__: [])
+NOT_CALLED = {"__init__": lambda _, args=None, **__: 1 / 0}  # it may load a model
 MISFIT = "error: --reward_funcs named: does not fit ms-swift's call: "
+COLUMNS = "--dataset rows.jsonl has the columns messages, images, answer, level."
 RETURNED = "error: --reward_funcs named: returned"
 
 
 @pytest.mark.parametrize(
     ("made", "how", "expected"),
     [
-        (calls(takes_columns), {}, ""),
-        (Waits, {}, ""),
+        (reward(takes_columns), {}, ""),
+        (reward(lambda _, texts, **__: asyncio.sleep(0, [0.0] * 3), AsyncORM), {}, ""),
         (returns(torch.zeros(3)), {}, ""),
         (returns([None, None, None]), {}, ""),
-        (Solution, {}, f"{MISFIT}missing a required argument: 'solution'; {COLUMNS} Add the col"),
-        (Solution, {"rows": []}, ""),
-        (Closed, {}, f"{MISFIT}got an unexpected keyword"),
-        (Plain, {}, "cannot make it by orms['named'](args=...): TypeError: got an unexp"),
+        (SOLUTION, {}, f"{MISFIT}missing a required argument: 'solution'; {COLUMNS} Add the col"),
+        (SOLUTION, {"rows": []}, ""),
+        (reward(lambda _, completions, answer: []), {}, f"{MISFIT}got an unexpected keyword"),
+        (reward(waits, object), {}, "cannot make it by orms['named'](args=...): TypeError: got an"),
         (lambda completions, **kwargs: [0.0], {}, "TypeError: missing a required argument: 'comp"),
         # Values: one of them would be spread over all samples
         (returns([1.0]), {}, f"{RETURNED} values of shape [1] for 3 completions."),
@@ -112,15 +80,8 @@ RETURNED = "error: --reward_funcs named: returned"
         (returns(["a", 1, 2]), {}, f"{RETURNED} list ['a', 1, 2] for 3 completions."),
         (returns([[1.0]] * 3), {}, f"{RETURNED} values of shape [3, 1] for 3 completions. Expecte"),
         (returns([1.0]), {"calls": False}, ""),
-        # A user's code may raise or change for good reasons.
-        (
-            calls(lambda texts, **_: {}[texts[0]]),
-            {},
-            "warning: --reward_funcs named: raised KeyEr",
-        ),
-        (Served, {}, ""),
-        (Loads, {}, ""),
-        (lambda args: Waits(args), {}, ""),
+        (reward(waits, **NOT_CALLED), {}, ""),
+        (lambda args: reward(lambda *_, **__: [0.0] * 3)(args), {}, ""),
     ],
 )
 def test_a_reward_function(
@@ -136,21 +97,19 @@ def test_what_rewards_of_ms_swift_need() -> None:
     """ms-swift would report it after it has loaded the model."""
     args = SimpleNamespace(soft_cache_length=2, soft_max_length=1)
     [found] = check_rewards(["soft_overlong"], [], args, setting="dataset")
-    assert found.sentence.startswith(
-        "--reward_funcs soft_overlong: ms-swift cannot make it by orms"
-    )
+    expected = "--reward_funcs soft_overlong: ms-swift cannot make it by orms"
+    assert found.sentence.startswith(expected)
     assert "AssertionError: orm.py, line " in found.sentence
 
 
-def test_a_slow_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_that_are_not_waited_for_or_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow one ends; one that needs other ranks or a server's conversations is left alone."""
     monkeypatch.setattr(rewards, "MAX_SECONDS", 1)
     expected = "skipped: --reward_funcs named: gave no values for 3 made-up completions within 1 s"
-    assert told(calls(waits), monkeypatch).startswith(expected)
-
-
-def test_a_reward_that_speaks_to_other_ranks_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards.inspect, "getsource", lambda _: "torch.distributed.barrier()")
-    assert told(returns([1.0]), monkeypatch) == ""
+    assert told(reward(waits), monkeypatch).startswith(expected)
+    for source in ("torch.distributed.barrier()", "kwargs['trajectory_inputs']"):
+        monkeypatch.setattr(rewards.inspect, "getsource", lambda _, source=source: source)
+        assert told(returns([1.0]), monkeypatch) == ""
 
 
 @pytest.mark.parametrize(
@@ -163,6 +122,7 @@ def test_a_reward_that_speaks_to_other_ranks_is_not_called(monkeypatch: pytest.M
 def test_the_users_own_line_is_named(
     name: str, call: str, raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A user's code may raise for good reasons: this is a warning."""
     source = f"import json\nclass Judge:\n  def __init__(self, args): ...\n  {call}\n"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,5 +1,5 @@
-"""A row whose images cannot be read, or whose prompt cannot be encoded, is named with its field and
-fault (M1, G4)."""
+"""A row whose images cannot be read, whose prompt cannot be encoded, or that ms-swift leaves out,
+is named with its field and fault (M1, G4)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import re
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import pandas as pd
 import pytest
 from PIL import Image
-from swift.dataset import load_dataset
+from swift.dataset import DATASET_MAPPING, DatasetMeta, RowPreprocessor, load_dataset
 from swift.model import get_processor
 from swift.template import get_template
 
 from swift_grpo_ext.checks import rows as checked
+from swift_grpo_ext.checks.finding import Finding, collected
+from swift_grpo_ext.checks.left_out import left_out_rows_named
 from swift_grpo_ext.checks.rows import (
     check_rows,
     encoding_error,
@@ -32,6 +35,7 @@ from swift_grpo_ext.checks.rows import (
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
 from tests.rig import checks
+from tests.rig.rounds import write_lines
 
 PICTURE = "https://example.com/7.png"
 DATA_URL = "data:image/png;base64," + "A" * 300
@@ -50,7 +54,7 @@ def template(assets: Path) -> Any:
     return get_template(processor, template_type="qwen2_5_vl", max_length=100)
 
 
-def asks(text: str, **columns: Any) -> dict[str, Any]:
+def asks(text: str | None, **columns: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **columns}
 
 
@@ -64,46 +68,21 @@ def said(data: Any, **options: Any) -> list[str]:
 # --- one row ---
 
 
-def test_readable_in_every_form(png: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_a_row(png: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_forms.py` has the other forms."""
     monkeypatch.setenv("ROOT_IMAGE_DIR", str(png.parent))
-    Image.new("L", (1, 1)).save(tiny := png.with_name("tiny.png"))
-    text, short = (base64.b64encode(path.read_bytes()).decode() for path in (png, tiny))
-    assert len(short) < 255  # as short as a name
-    forms = [png.name, png.read_bytes(), text + "A" * 256, short, Image.new("RGB", (1, 1)), PICTURE]
-    assert [unreadable(form) for form in forms] == [None] * len(forms)
-
-
-@pytest.mark.parametrize(
-    ("image", "reason"),
-    [
-        ("/", "is not a file"),
-        ("a" * 255, "does not exist"),
-        ("a" * 256, "is not an image that can be read"),  # without a dot: base64
-        ("/none/" + "a" * 246 + ".png", "does not exist"),
-        (b"", "is not an image that can be read"),
-        (b"\x89PNG\r\n\x1a\n", "is not an image that can be read"),
-    ],
-)
-def test_unreadable(image: Any, reason: str) -> None:
-    assert str(unreadable(image)).startswith(reason)
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
+    text = base64.b64encode(png.read_bytes()).decode()
+    for image in (png.name, png.read_bytes(), text + "A" * 256, Image.new("RGB", (1, 1)), PICTURE):
+        assert unreadable(image) is None
+    for content in (b"", b"\x89PNG\r\n\x1a\n"):
+        assert str(unreadable(content)).startswith("is not an image that can be read")
+    for row, fault in (
         ({"messages": None}, None),
-        ({"messages": []}, None),
-        ({"images": PICTURE}, None),
-        (
-            {"images": [{"bytes": b"no image", "path": None}]},
-            "images[0]: <8 bytes> is not an image",
-        ),
+        ({"images": [{"bytes": b"no image", "path": None}]}, "images[0]: <8 bytes> is not an imag"),
         ({"images": {"path": "/none.png", "bytes": None}}, "images: '/none.png' does not exist"),
         ({"images": [PICTURE, DATA_URL]}, f"images[1]: '{DATA_URL[:60]}'... (322 character"),
-    ],
-)
-def test_images_of_a_row(row: Any, reason: str | None) -> None:
-    assert str(row_fault(row)).startswith(str(reason))
+    ):
+        assert str(row_fault(row)).startswith(str(fault))
 
 
 def test_a_mark_that_is_a_token_of_the_model(template: Any) -> None:
@@ -161,27 +140,27 @@ def test_a_row_is_named_by_its_number_in_its_file(suffix: str, tmp_path: Path) -
 
 
 def test_a_prompt_that_cannot_be_encoded(template: Any, png: Path) -> None:
-    answered = asks("Which?")
-    answered["messages"].append({**ANSWER, "content": "7 " * 50})
+    """A row's own answer counts in distillation only. A teacher's view is encoded too."""
+    question = asks("Which?")["messages"]
+    answered = {"messages": [*question, {**ANSWER, "content": "7 " * 50}]}
     assert encoding_error(template, answered) is None
     assert len(answered["messages"]) == 2
-    template.set_mode("train")  # as in distillation, for the answers of its data
+    template.set_mode("train")
     whole = encoding_error(template, answered, strip_response=False)
     assert str(whole).startswith("MaxLengthError: ")
-    short = {"messages": [*asks("Which?")["messages"], ANSWER]}
+    short = {"messages": [*question, ANSWER]}
     assert encoding_error(template, short, 10, strip_response=False) is None  # no engine draws
     assert encoding_error(template, {"messages": []}) == "it has no messages"
-    # What a teacher is shown is encoded too.
-    told = asks("Which?", teacher_prompt="a b " * 100)
-    assert str(encoding_error(template, told)).startswith("MaxLengthError: ")
     (cut := png.with_name("cut.png")).write_bytes(png.read_bytes()[:-40])
-    seen = asks("Which?", images=[str(png)], teacher_images=[str(png), str(cut)])
-    fault = str(encoding_error(template, seen))
-    assert fault.startswith(f"teacher_images[1]: '{cut}' is not an image that can be read (")
-    assert encoding_error(template, {**seen, "teacher_images": None}) is None
-    seen["images"] = [{"bytes": cut.read_bytes(), "path": None}]  # as Parquet has them
-    fault = str(encoding_error(template, {**seen, "teacher_images": None}))
-    assert "bytes> is not an image that can be read (OSError: image file is truncated" in fault
+    content = [{"bytes": cut.read_bytes(), "path": None}]  # as Parquet has them
+    for columns, fault in (
+        ({"teacher_prompt": "a b " * 100}, "MaxLengthError: "),
+        ({"teacher_images": [str(png), str(cut)]}, f"teacher_images[1]: '{cut}' is not an image"),
+        ({"teacher_images": None}, "None"),
+        ({"images": content}, "images[0]: <"),
+    ):
+        row = asks("Which?", **{"images": [str(png)], **columns})
+        assert str(encoding_error(template, row)).startswith(fault)
 
 
 # --- data sets ---
@@ -246,3 +225,69 @@ def test_content_in_rows_is_read_up_to_a_limit(
         monkeypatch.setattr(checked, "MAX_CONTENT", limit)
         [warned] = said(data)
         assert warned.startswith(f"warning: --dataset: {expected} repeat an earlier row's prompt")
+
+
+# --- rows that ms-swift leaves out ---
+
+BOXES = {"ref": ["a"], "bbox": [[1, 2, 3, 4]]}
+HALF = [asks("Which?", objects=objects) for objects in (BOXES, {}) * 3]
+SOME = "warning: Data set {0}: ms-swift leaves out "
+EMPTY = "KeyError: 'bbox' (objects: {{}}; expected {{"
+NUMBERS = [{"question": "?", "solution": number} for number in (1, 2, 3)]
+
+
+class Renamed(RowPreprocessor):
+    def preprocess(self, row: Any) -> Any:
+        return asks(row["question_text"])
+
+
+class Even(RowPreprocessor):
+    """Filters, as ms-swift's documentation shows it."""
+
+    def preprocess(self, row: Any) -> Any:
+        return asks(row["question"]) if row["solution"] % 2 == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        ([asks("?"), asks("?", objects=None), asks("?", objects=BOXES)], {}, None),
+        (HALF, {}, SOME + "3 of 6 rows; the first is row 2 of {0}..." + EMPTY),
+        (HALF, {"num_proc": 2}, SOME + "3 of 6 rows; the first is row 2 of {0}..." + EMPTY),
+        (HALF[1::2], {}, "error: Data set {0}: no row is left of 3; the first is row 1 of {0}"),
+        (
+            [HALF[0], asks("?", objects={"bbox": [1, 2]})],
+            {},
+            SOME + "...: TypeError: object of typ",
+        ),
+        ([HALF[0], asks(None)], {}, SOME + "...: AssertionError: message: {{'role': 'user', 'cont"),
+        ([HALF[0], {"messages": []}], {}, SOME + "...: MessagesPreprocessor returns no row for it"),
+        (
+            NUMBERS,
+            {"preprocessor": Renamed()},
+            "error: Data set {0}: no row is left of 3; the first is row 1 of {0}: KeyError:",
+        ),
+        (
+            NUMBERS,
+            {"preprocessor": Even()},
+            "note: Data set {0}: ms-swift leaves out 2 of 3 rows; the first is row 1 of {0}:",
+        ),
+    ],
+)
+def test_rows_that_a_training_leaves_out(
+    rows: list[Any],
+    options: dict[str, Any],
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    if preprocessor := options.pop("preprocessor", None):
+        meta = DatasetMeta(dataset_path=str(path), preprocess_func=preprocessor)
+        monkeypatch.setitem(DATASET_MAPPING, "mine", meta)  # as `register_dataset` does
+        monkeypatch.setattr("swift.dataset.dataset_syntax._dataset_meta_mapping", None)
+    found: list[Finding] = []
+    with collected(found.append), left_out_rows_named(), suppress(ZeroDivisionError):
+        load_dataset([str(path)], remove_unused_columns=False, shuffle=True, **options)
+    checks.assert_says(found, expected and expected.format(path))
+    assert "(objects" not in "".join(checks.said(found)) or any("objects" in row for row in rows)

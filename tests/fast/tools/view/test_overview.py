@@ -50,12 +50,9 @@ def test_what_was_logged(tmp_path: Path) -> None:
     assert seconds["time/generate"] == [(2, pytest.approx(0.6))]
 
 
-def test_the_mean_of_the_last_steps() -> None:
+def test_long_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert overview.mean_of_last([(step, float(step)) for step in range(1, 41)]) == 30.5
     assert overview.mean_of_last([]) is None
-
-
-def test_long_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert overview.evenly_spaced(list(range(101)), 5) == [0, 25, 50, 75, 100]
     assert overview.evenly_spaced([1, 2], 5) == [1, 2]
     monkeypatch.setattr(overview, "MAX_POINTS", 3)
@@ -84,8 +81,7 @@ def test_a_chart() -> None:
     alarm = MagicMock(verdict="broken", steps_done=9)
     [chart, short] = overview.draw({"reward": curves, "loss": {"loss": [(9, 0.0)]}}, [[alarm]])
     reward, evaluated = chart["curves"]
-    assert (reward["name"], reward["last"]) == ("reward", 1.0)
-    assert reward["line"] == "68.2,172.2 391.8,15.8"
+    assert reward == {"name": "reward", "line": "68.2,172.2 391.8,15.8", "last": 1.0}
     assert evaluated["line"] == "230.0,94.0 230.0,94.0"
     assert chart["value_ticks"] == [(0.0, 172.2), (0.5, 94.0), (1.0, 15.8)]
     assert chart["step_ticks"] == short["step_ticks"] == [(5.0, 230.0)]
@@ -116,7 +112,7 @@ def test_frozen_noise(tmp_path: Path) -> None:
 
 
 def collapsed(step: int) -> list[SampleRow]:
-    """Return a round with four equal samples whose surprisal makes that likely."""
+    """Return four equal samples whose surprisal makes that likely."""
     return group_of(*[[1, step]] * 4, step=step, bits=0.01)
 
 
@@ -169,10 +165,7 @@ def test_the_worst_groups_of_alarms(tmp_path: Path) -> None:
 def test_several_runs_side_by_side(tmp_path: Path) -> None:
     runs = []
     for number, num_steps in enumerate((3, 2)):
-        folder = tmp_path / f"run-{number}"
-        writer = Writer(folder)
-        for step in range(num_steps):
-            writer.write(make_rows(step))
+        Writer(folder := tmp_path / f"run-{number}").write(make_rows(0))
         settings = {"seed": number, "output_dir": str(folder)}
         (folder / "args.json").write_text(json.dumps(settings))
         add_logs(folder, *[1.0] * num_steps)
@@ -194,8 +187,6 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     text = write_page([run.run_dir for run in runs], tmp_path / "page.html").read_text()
     assert str(runs[1].run_dir) in text.partition('id="runs"')[2]
     assert 'href="' not in text.partition("<main")[2]
-
-
-def test_settings_that_a_run_lacks_differ() -> None:
+    # A setting that a run lacks differs; a run without any says nothing.
     assert differing_settings({"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}) == {"b": (2, None, 2)}
     assert differing_settings({"a": 1}, {}) == {}

@@ -1,23 +1,26 @@
-"""A run is read while it goes on; filters, orders, and groups (V2)."""
+"""A run is read while it goes on; filters, orders and groups; the pages' words, numbers and links
+(V2)."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from swift_grpo_ext.sampling.seeding import RoundId
-from swift_grpo_ext.tools.view import runs
+from swift_grpo_ext.tools.view import pages, runs
 from swift_grpo_ext.tools.view.pages import render, write_page
-from swift_grpo_ext.tools.view.runs import Run, find_samples, list_groups, text_of
+from swift_grpo_ext.tools.view.runs import Run, find_samples, list_groups
 from tests.rig.view.runs import Writer, add_logs, make_rows, make_run, open_run, score
 
 
 def rewards_of(run: Run) -> list[float | None]:
-    """Return rewards by step, group, index and turn."""
-    order = 'order by step, "group", "index", turn'
-    return [row["reward"] for row in run.record.rows(f"select reward from scored {order}")]
+    query = 'select reward from scored order by step, "group", "index", turn'
+    return [row["reward"] for row in run.record.rows(query)]
 
 
 def test_a_run_is_followed_from_before_its_first_round(tmp_path: Path) -> None:
@@ -79,14 +82,12 @@ def test_a_log_ends_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"min_step": "1", "max_step": "1"}, "1.0.0 1.0.1 1.1.0 1.1.1"),
         ({"min_step": "1", "min_reward": "0.5", "max_step": "1"}, "1.1.1"),
         ({"max_step": "0", "max_reward": "0.5"}, "0.0.0 0.0.1 0.1.0"),
         ({"min_step": "2", "truncated": "false"}, "3.0.0 3.1.0 2.0.0 2.1.0"),
         ({"finish_reason": "length", "max_step": "2"}, "1.0.0"),
         ({"text": "G1 I0"}, "3.1.0 2.1.0 1.1.0 0.1.0"),
         ({"text": "a.c"}, "2.1.1"),
-        ({"text": "g. i1", "max_step": "0"}, ""),
         ({"text": "question 1", "where": "prompt", "max_step": "0"}, "0.1.0 0.1.1"),
         ({"text": '"s1', "where": "columns", "max_step": "0"}, "0.1.0 0.1.1"),
         ({"min_reward.Accuracy": "1", "max_step": "1", "max_reward.Format": "1"}, "1.1.1 0.1.1"),
@@ -132,11 +133,6 @@ def test_groups_of_a_round(run: Run) -> None:
     assert (conversations["rewards"], conversations["reward"]) == ([0.0, 1.0], 0.5)
 
 
-def test_what_a_message_says() -> None:
-    assert text_of({"role": "user", "content": "七", "loss": True}) == "七"
-    assert text_of({"role": "user", "content": [{"type": "text"}]}) == '[{"type": "text"}]'
-
-
 def test_names_of_functions_are_text(tmp_path: Path) -> None:
     names = ["it's", 'a "name"', "准确", "a]b"]
     rows, writer = make_rows(0), Writer(tmp_path)
@@ -146,3 +142,68 @@ def test_names_of_functions_are_text(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     for name in names:
         assert find_samples(run, {f"min_reward.{name}": "0.5", "sort": f"reward.{name}"})[0] == 4
+
+
+# --- pages ---
+
+
+def test_a_saved_page_is_whole(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    rows = [
+        replace(r, media=["https://example.com/8.png"], fingerprint="new") for r in make_rows(4)
+    ]
+    Writer(run_dir, session=1, start_step=4).write(rows)
+    text = write_page([run_dir], tmp_path / "page.html", 10).read_text(encoding="utf-8")
+    loaded = {
+        address.partition(",")[0]
+        for address in re.findall(r'<[^a][^>]*(?:src|href)="([^"]*)', text)
+    }
+    assert loaded == {"data:", "", "data:image/png;base64"}  # no URL
+    assert "8.png" in text
+    assert text.count("<script") == 1  # hostile text is text
+    ids = {*re.findall(r'\bid="([^"]+)"', text)}
+    assert {"overview", "groups", "group-train.4.0-1"} <= ids
+    assert {*re.findall(r'<a [^>]*href="#([^"]+)"', text)} <= ids
+
+
+def test_a_prompt_stands_once_above_its_samples(run: Run) -> None:
+    page = render([run], 0, "samples", {"min_step": "1", "max_step": "1"})
+    assert page.count("Question 1?") == 1
+    assert page.count('class="sample"') == 4
+    assert page.count('<b class="chip" style="--share:1.00">1</b>') == 1
+    page = render([run], 0, "samples", {"text": "nowhere"})
+    assert '<span id="count">0 / 20</span>' in page
+
+
+def test_rounds_lead_to_their_neighbours(run: Run) -> None:
+    names = [RoundId("train", step, 0) for step in range(4)]
+    rounds = {
+        "0": ([], names[0], [names[1]]),
+        "1": ([names[0]], names[1], [names[2]]),
+        "3": ([names[2]], names[3], []),
+    }
+    for step, beside in rounds.items():
+        assert pages.groups_values(run, {"round": f"train.{step}.0"})["rounds"] == beside
+    assert pages.groups_values(run, {})["rounds"] == rounds["3"]  # the newest is the first
+    text = render([run], 0, "groups", {"round": "train.1.0"})
+    assert {"round=train.0.0", "round=train.2.0"} <= {*re.findall(r'href="groups\?(.*?)"', text)}
+
+
+def test_all_words_are_there_in_both_languages() -> None:
+    """Each key in a template has words, and all words are used and exist in Chinese."""
+    chinese = re.compile(r"[一-鿿]")
+    assert {k for k, (_, text) in pages.words().items() if not chinese.search(text)} == {"language"}
+    texts = [path.read_text(encoding="utf-8") for path in (pages.HERE / "templates").iterdir()]
+    keys = {key for text in texts for key in re.findall(r'"(\w+)"', text)}
+    own = json.loads((pages.HERE / "words.json").read_text(encoding="utf-8"))
+    by_value = re.compile("panel_.*|summary_.*|by_.*|overview|samples|groups|runs|none")
+    assert {key for key in own if not by_value.fullmatch(key)} - keys == set()
+    named = {key for text in texts for key in re.findall(r'\bt\("(\w+)"[,)]', text)}
+    assert named - set(pages.words()) == set()
+    assert str(pages.word("step")) == '<span lang="en">Step</span><span lang="zh">步</span>'
+
+
+def test_numbers() -> None:
+    values = [None, 0, 12345.0, -0.5, 0.00051, math.inf, 2**62, "stop", 1 / 3]
+    expected = ["–", "0", "12,345", "-0.5", "0.00051", "inf", str(2**62), "stop", "0.3333"]
+    assert [pages.number(v) for v in values] == expected

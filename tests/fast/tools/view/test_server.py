@@ -37,14 +37,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
         yield client
 
 
-def image(round_: str = "train.2.0", group: int = 1, number: object = 0) -> str:
-    return f"image?round={round_}&group={group}&index=0&turn=0&number={number}&size=full"
-
-
-def test_nothing_without_the_token(client: TestClient) -> None:
-    for path in ("0/samples", "t0ken/0/samples"):
-        answer = client.get(f"http://127.0.0.1/{path}")
-        assert (answer.status_code, answer.text) == (404, "Not Found")
+def image(round_: str = "train.2.0", number: object = 0) -> str:
+    return f"image?round={round_}&group=1&index=0&turn=0&number={number}&size=full"
 
 
 def test_the_page_may_run_its_own_script_only(client: TestClient) -> None:
@@ -95,19 +89,20 @@ def test_the_state_tells_when_something_is_new(client: TestClient, tmp_path: Pat
         image(number=1),
         image(number=-1),
         image("..%2F..%2Fsecret.txt"),
-        "..%2f..%2fsecret.txt",
+        *("..%2f..%2fsecret.txt", "http://127.0.0.1/0/samples", "http://127.0.0.1/t0ken/0/samples"),
     ],
 )
-def test_wrong_questions_and_other_files(client: TestClient, path: str) -> None:
+def test_wrong_questions_other_files_and_no_token(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 404
     assert answer.headers["content-type"].startswith("text/plain")
-    assert answer.text.startswith("Not found: " if "%2fsecret" not in path else "Not Found")
+    is_no_route = "%2fsecret" in path or path.startswith("http")
+    assert answer.text.startswith("Not Found" if is_no_route else "Not found: ")
     assert SECRET not in answer.text
 
 
 @pytest.mark.parametrize(
-    ("host", "listens_at", "name", "remote"),
+    ("host", "at", "name", "remote"),
     [
         ("localhost", "127.0.0.1", "127.0.0.1", " run: ssh -N -L 80:127.0.0.1:80 ann@gpu-7"),
         ("::1", "::1", "[::1]", "On another machine, run: ssh -N -L 80:[::1]:80 ann@gpu-7"),
@@ -116,37 +111,27 @@ def test_wrong_questions_and_other_files(client: TestClient, path: str) -> None:
     ],
 )
 def test_the_address_that_is_printed(
-    host: str,
-    listens_at: str,
-    name: str,
-    remote: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    host: str, at: str, name: str, remote: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """It has the token, and the way to reach it from another machine, or that it is not encrypted.
     A stand-in listens: this machine may have no such address."""
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-7")
     monkeypatch.setenv("USER", "ann")
-    listener, served = MagicMock(), []
-    listener.getsockname.return_value = (listens_at, 80, 0, 0)
+    listener, run = MagicMock(), MagicMock(side_effect=KeyboardInterrupt)
+    listener.getsockname.return_value = (at, 80, 0, 0)
     listens = {(host, 0): listener}
     monkeypatch.setattr(socket, "create_server", lambda address, family: listens[address])
-
-    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
-        served.append((server.config.app, sockets))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(uvicorn.Server, "run", run)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: run(server.config, sockets))
     server.serve([tmp_path], 0, host)
     address, words, shown, *_ = capsys.readouterr().out.splitlines()
     assert words == "Only people with this address can open the pages. Ctrl-C stops the server."
     assert remote in shown
     token = address.removeprefix(f"http://{name}:80/").rstrip("/")
     assert re.fullmatch(r"[\w-]{20,}", token)
-    [(app, sockets)] = served
+    config, sockets = run.call_args.args
     assert sockets == [listener]
-    with TestClient(app) as client:
+    with TestClient(config.app) as client:
         assert "<main" in client.get(f"/{token}/").text
 
 

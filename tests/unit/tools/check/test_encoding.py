@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,15 +26,13 @@ from tiny_vlm.families import FAMILIES, make_config, make_processor, make_tokeni
 LONG = "Many words come first. " * 20
 
 
-def write_rows(folder: Path, *rows: tuple[str, dict[str, Sequence[str]]]) -> tuple[str, Any]:
-    """Write rows of a question and its media; return the path and the rows that ms-swift reads."""
-    path = folder / "rows.jsonl"
-    lines = [
-        json.dumps({"messages": [{"role": "user", "content": question}], **media})
-        for question, media in rows
-    ]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return str(path), load_dataset([str(path)], remove_unused_columns=False)[0]
+def asks(question: str, **media: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}], **media}
+
+
+def loaded(path: Path, *rows: dict[str, Any]) -> Any:
+    """Write rows, and return them as ms-swift reads them."""
+    return load_dataset([str(rounds.write_lines(path, rows))], remove_unused_columns=False)[0]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +40,11 @@ def image(assets: Path) -> str:
     """A picture of 112 x 112 pixels."""
     [row] = rounds.digits(assets, [0])
     return str(row["images"][0])
+
+
+def videos_of(image: str, folder: Path, *lengths: int) -> list[str]:
+    """Return videos of these numbers of frames."""
+    return [str(rounds.write_video([image] * n, folder / f"{n}.mp4")) for n in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +56,11 @@ def sides(assets: Path) -> BothSides:
 
 
 def test_rows_that_are_right(sides: BothSides, image: str, tmp_path: Path) -> None:
-    _, rows = write_rows(
-        tmp_path,
-        ("<image>Which digit?", {"images": [image]}),
-        ("Here:\n<image>\n and <image>?", {"images": [image] * 2}),
-        *(("Which digit?", {}) for _ in range(38)),  # the first 16 rows, and 16 of the others
+    rows = loaded(
+        tmp_path / "rows.jsonl",
+        asks("<image>Which digit?", images=[image]),
+        asks("Here:\n<image>\n and <image>?", images=[image] * 2),
+        *[asks("Which digit?")] * 38,  # the first 16 rows, and 16 of the others
     )
     sample = sample_of(sides.template, rows[0])
     assert not difference(sides.template, sample, sides.encode(rows[0])[0])
@@ -81,20 +82,16 @@ def test_positions_behind_long_videos(
     transformers 5.19. Positions that differ are named."""
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
-    for name, count in (("long", 12), ("short", 4)):
-        rounds.write_video([image] * count, tmp_path / f"{name}.mp4")
-    long, short = str(tmp_path / "long.mp4"), str(tmp_path / "short.mp4")
-    path, rows = write_rows(
-        tmp_path,
-        ("<video>What is seen?", {"videos": [long]}),
-        ("<video> or <image> and <video>?", {"videos": [long, short], "images": [image]}),
-        ("Which digit?", {}),
+    long, short = videos_of(image, tmp_path, 12, 4)
+    rows = loaded(
+        path := tmp_path / "rows.jsonl",
+        asks("<video>What is seen?", videos=[long]),
+        asks("<video> or <image> and <video>?", videos=[long, short], images=[image]),
+        asks("Which digit?"),
     )
     for holder in (sides.engine, sides.engine.engine.model_config):
         monkeypatch.setattr(holder, "max_model_len", 4096)
-    assert sides.check(rows)[0] == "ok: 3 rows with 4 media are equal in rollout and training, " + (
-        "in tokens and positions."
-    )
+    assert sides.check(rows)[0].startswith("ok: 3 rows with 4 media are equal in rollout and trai")
     count = Qwen2_5_VLModel.get_rope_index
 
     def elsewhere(model: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,12 +109,12 @@ def test_positions_behind_long_videos(
 def test_rows_that_are_wrong(
     sides: BothSides, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, rows = write_rows(
-        tmp_path,
-        (f"<image>{LONG}Which?", {"images": [image]}),
-        (f"<image> or <image>{LONG}Both?", {"images": [image] * 2}),
-        ("<video>What?", {"videos": ["none.mp4"]}),  # the check of rows names it
-        (f"Three: {'<image>' * 15}", {"images": [image] * 15}),
+    rows = loaded(
+        path := tmp_path / "rows.jsonl",
+        asks(f"<image>{LONG}Which?", images=[image]),
+        asks(f"<image> or <image>{LONG}Both?", images=[image] * 2),
+        asks("<video>What?", videos=["none.mp4"]),  # the check of rows names it
+        asks(f"Three: {'<image>' * 15}", images=[image] * 15),
     )
     monkeypatch.setattr(sides.args, "max_completion_length", 200)
     too_long, differs, cut, room = sides.check(rows)
@@ -157,9 +154,7 @@ def test_videos_and_images_of_unequal_sizes(image: str, tmp_path: Path) -> None:
     make_processor(family, tokenizer).save_pretrained(tmp_path)
     settings = {"model": str(tmp_path), "model_type": "internvl", "template": "internvl_hf"}
     sides = BothSides(**settings, torch_dtype="float32", vllm_max_model_len=2048)
-    short, long = (
-        str(rounds.write_video([image] * frames, tmp_path / f"{frames}.mp4")) for frames in (2, 5)
-    )
+    short, long = videos_of(image, tmp_path, 2, 5)
     wide = str(tmp_path / "wide.png")
     Image.open(image).crop((0, 0, 112, 56)).save(wide)
     for question, media, num_tiles in (
@@ -167,18 +162,15 @@ def test_videos_and_images_of_unequal_sizes(image: str, tmp_path: Path) -> None:
         ("<video><image><video>?", {"videos": [long, short], "images": [wide]}, 10),
         ("<image>?<image>", {"images": [image, wide]}, 8),
     ):
-        row = {"messages": [{"role": "user", "content": question}], **media}
-        _, fault = sides.encode(row)
-        assert fault == ""
+        row = asks(question, **media)
+        assert sides.encode(row)[1] == ""
         made = sides.process(sample_of(sides.template, row).to_infer_request())
-        pixels_of_vllm = []
-        for feature in sorted(made.mm_features, key=lambda feature: feature.mm_position.offset):
-            data = feature.data.get_data()
-            pixels_of_vllm += [values for name, values in data.items() if "pixel" in name]
-        answered = {**row, "messages": [*row["messages"], {"role": "assistant", "content": "7"}]}
-        pixels = sides.template.encode(answered)["pixel_values"]
+        features = sorted(made.mm_features, key=lambda feature: feature.mm_position.offset)
+        data = [named for feature in features for named in feature.data.get_data().items()]
+        expected = torch.cat([values for name, values in data if "pixel" in name])
+        row["messages"].append({"role": "assistant", "content": "7"})
+        pixels = sides.template.encode(row)["pixel_values"]
         assert len(pixels) == num_tiles
-        expected = torch.cat(pixels_of_vllm)
         assert torch.equal(expected, pixels.to(expected.dtype))
 
 
