@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import tempfile
@@ -66,6 +67,7 @@ def _parsed(command: str) -> Any:
     file = Path(f"{tempfile.gettempdir()}/swift-grpo-ext-arguments-{run}-{command}")
     if not file.is_file():
         if (child := os.fork()) == 0:
+            gc.freeze()  # freed in the child, a database of the parent would join absent threads
             try:
                 _parse(command, file)
             except BaseException:

@@ -84,12 +84,12 @@ PLAIN_PROMPT = '[{"role": "user", "content": "几?"}]'
 
 def test_all_of_an_answer_is_recorded(tmp_path: Path) -> None:
     """Text may be invalid in UTF-8. Media in parts of a message are media: as text they took 50
-    bytes a token. Of other columns, long values are cut, and null values and ms-swift's own are
-    left out. What a teacher sees is a column."""
-    extra = {"solution": "七\ud83d", "long": [1] * 1000, "absent": None, "_id": 1}
+    bytes a token. Of other columns, long values are cut, values that are no JSON are shown, and
+    null values and ms-swift's own are left out. What a teacher sees is a column."""
+    extra = {"solution": "七\ud83d", "long": [1] * 1000, "absent": None, "_id": 1, "day": {7}}
     in_parts = OnPolicySample([{"role": "user", "content": IN_PARTS}], extra=extra)
     in_parts = replace(in_parts, teacher_images=["sharp.png"])
-    columns = f'{{"solution": "七\\ud83d", "long": "[{"1, " * 666}1 …", '
+    columns = f'{{"solution": "七\\ud83d", "long": "[{"1, " * 666}1 …", "day": "{{7}}", '
     cases: list[tuple[OnPolicySample, Completion, dict[str, Any]]] = [
         (
             SAMPLE,
