@@ -1,5 +1,6 @@
 """ms-swift's GRPO options with the plugin, several in each training (R1).
 
+Ranks that share an engine have the tokens of one rank's engine (S2, M4).
 A colocated rank trains a few steps. Its first round has the tokens of the plain run, losses are
 finite, gradients flow, and rollout and training see the same weights and prompts in each round.
 """
@@ -120,6 +121,7 @@ CASES: dict[str, Case] = {
         steps=4,
         rounds=("0.0", "2.0"),
     ),
+    "tensor parallel": options("--vllm_tensor_parallel_size 2", ranks=2),
     "offload": options(
         f"{' '.join(LORA)} --offload_model true --offload_optimizer true --move_model_batches 2 "
         "--modules_to_save merger"
@@ -278,6 +280,14 @@ def assert_trains(run: Path, case: Case) -> None:
     assert case.gap == math.inf or 0 < max(gaps) < case.gap
     for name in case.begins:
         assert abs(steps[0][name]) < 1e-6 < 1e-5 < steps[1][name], name
+
+
+def test_all_completions_are_cut(assets: Path, rows: Path, tmp_path: Path) -> None:
+    """A training goes on although it has nothing to learn from."""
+    argv = ("--overlong_filter", "true", "--max_completion_length", "1")
+    train(assets, rows, tmp_path, *argv, *LEARN, *LORA, steps=2)
+    steps = logged_steps(tmp_path / "run")
+    assert [(step["loss"], step["grad_norm"]) for step in steps] == [(0, 0)] * 2
 
 
 def test_servers_of_rollouts_and_of_a_teacher(assets: Path, places: Places, tmp_path: Path) -> None:
