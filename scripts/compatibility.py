@@ -88,7 +88,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     # losses of ms-swift's GKD, and a teacher server
     "distillation": (
         "tests/stack/test_distillation.py::test_losses_are_ms_swifts",
-        "tests/stack/test_distillation.py::test_a_teachers_server",
+        "tests/extra/test_distillation.py::test_a_teachers_server",
     ),
     # a client without the plugin; wrong weights
     "watch": (
