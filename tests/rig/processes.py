@@ -104,17 +104,16 @@ def started(
     env: dict[str, str] | None = None,
     *,
     out: Path | None = None,
-    real: bool = False,
 ) -> Iterator[Running]:
     """Start a process in a group of its own; kill it and its descendants at the end of the block.
 
-    Python and `swift` are forked from the zygote, which has their imports, unless `real`. Both
-    outputs go to `log`; standard output goes to `out` if given.
+    Python and `swift` are forked from the zygote, which has their imports. Both outputs go to
+    `log`; standard output goes to `out` if given.
     """
     marker = uuid.uuid4().hex
     own = {**_OWN, "MASTER_PORT": str(free_port()), **(env or {}), MARKER: marker}
     environment = {**os.environ, **own}
-    is_forked = not real and command[0] in (str(SWIFT), sys.executable)
+    is_forked = command[0] in (str(SWIFT), sys.executable)
     process: subprocess.Popen[bytes] | Forked
     with reserved(needed(command, env or {})):
         log.touch()

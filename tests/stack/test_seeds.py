@@ -285,8 +285,7 @@ def test_a_clients_own_seed_wins_where_it_means_something(
 def test_megatrons_updates_and_rollouts(
     assets: Path, servers: tuple[int, int], group: list[dict[str, Any]]
 ) -> None:
-    """It sends whole weights in buckets with an adapter, moved ones, the first ones again, and then
-    an adapter alone."""
+    """It sends whole weights in buckets with an adapter, and then an adapter alone."""
     client = MegatronClient(servers[1], free_port())
     try:
         weights = load_file(assets / "tiny_vlm/model.safetensors")
@@ -298,11 +297,6 @@ def test_megatrons_updates_and_rollouts(
                 adapter[f"{module}.lora_A.weight"] = torch.randn(8, weight.shape[1])
                 adapter[f"{module}.lora_B.weight"] = torch.zeros(weight.shape[0], 8)
 
-        def change() -> float:
-            """Return how far log-probabilities are from those of the first weights."""
-            found = logprobs(client.draw([*group, *group], temperature=0.0))
-            return (found - before).abs().max().item()
-
         client.send(weights, adapter, config)
         before = logprobs(client.draw([*group, *group], temperature=0.0))
         assert (before[:4] - before[4:]).abs().max() < SAME  # replica 0's and replica 1's
@@ -311,16 +305,11 @@ def test_megatrons_updates_and_rollouts(
         named = {f"base_model.model.{name}" for name in adapter}  # as PEFT names them
         assert first["loaded"].keys() == {*weights, *named}
         assert (first["adapter_fault"], first["faults"]) == ("", [])
-        torch.manual_seed(0)
-        moved = {name: w + 0.1 * w.abs() * torch.randn_like(w) for name, w in weights.items()}
-        client.send(moved, adapter, config)
-        assert change() > SAME
-        client.send(weights, adapter, config)
-        assert change() < SAME
         for name in adapter:
             if "lora_B" in name:
                 adapter[name] = torch.full_like(adapter[name], 0.02)
         client.send_adapter(adapter, config)
-        assert change() > SAME
+        after = logprobs(client.draw([*group, *group], temperature=0.0))
+        assert (after - before).abs().max() > SAME
     finally:
         client.close()
