@@ -5,7 +5,6 @@ row, and the group of each bad one is replaced as a whole (M1, M3, M5).
 from __future__ import annotations
 
 import base64
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -137,23 +136,19 @@ def write(assets: Path, folder: Path, url: str) -> tuple[list[str], set[str], se
     return [str(path), str(folder / "inline.parquet")], *names
 
 
-@pytest.mark.parametrize("mode", ["colocate", "server"])
-def test_rows_of_all_forms(mode: str, assets: Path, tmp_path: Path) -> None:
+def test_rows_of_all_forms(assets: Path, tmp_path: Path) -> None:
     env = {"SWIFT_ALLOW_INTERNAL_URL": "true"}
-    with ExitStack() as stack:
-        url = stack.enter_context(web(tmp_path))
+    command = server_argv(assets, *LENGTH, "--vllm_engine_kwargs", NO_CACHE)
+    server = rollout_server(*command, log=tmp_path / "server.log", env=env)
+    with web(tmp_path) as url, server as port:
         files, good, bad = write(assets, tmp_path, url)
         size, rest = divmod(len(good | bad), STEPS)
         assert rest == 0, "the sampler leaves out the rest"
         argv = [
             *("--dataset", *files, "--truncation_strategy", "delete", "--max_length", "1500"),
             *("--per_device_train_batch_size", str(size * GROUP_SIZE), *LORA, *LENGTH),
-            *("--learning_rate", "2e-3", "--reward_funcs", "name"),
+            *("--learning_rate", "2e-3", "--reward_funcs", "name", *client_argv(port)),
         ]
-        if mode == "server":
-            command = server_argv(assets, *LENGTH, "--vllm_engine_kwargs", NO_CACHE)
-            server = rollout_server(*command, log=tmp_path / "server.log", env=env)
-            argv += client_argv(stack.enter_context(server))
         run = tmp_path / "run"
         finished = run_training(assets, Path(files[0]), run, *argv, steps=STEPS, env=env)
     assert finished.returncode == 0, finished.cause

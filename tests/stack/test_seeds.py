@@ -190,7 +190,6 @@ def test_async_generation(
     argv = [*client_argv(servers[0]), "--async_generate", "true"]
     argv += ["--val_dataset", str(rows), "--eval_strategy", "steps", "--eval_steps", "2"]
     argv += ["--per_device_eval_batch_size", "2", "--num_generations_eval", "2"]
-    argv += ["--callbacks", "diversity"]
     samples = train(assets, rows, folder / "ahead", *argv, ranks=2, steps=3)
     training = {n: s for n, s in samples.items() if SampleId.parse(n).phase == "train"}
     evaluation = [SampleId.parse(name) for name in samples.keys() - training.keys()]
@@ -205,12 +204,6 @@ def test_async_generation(
         if sample_id.step > 0:
             before = f"train-{sample_id.step - 1}.0-{sample_id.group}-{sample_id.index}"
             assert sample["images"] == reference[before]["images"]
-    # The monitor gets each round, and each batch of an evaluation, when it is complete and scored.
-    records = read_diversity(folder / "ahead/run")
-    trained = [(r.round.step, r.num_samples) for r in records if r.round.phase == "train"]
-    assert trained == [(step, BATCH) for step in range(3)]
-    assert {r.num_samples for r in records if r.round.phase == "eval"} == {4}
-    assert all("pass_at_1" in r.metrics for r in records)
 
 
 # --- clients without the plugin: ms-swift's, and one with the requests of Megatron's trainers ---
