@@ -25,11 +25,6 @@ OWN = (
     *("--lr_scheduler_type", "constant", "--learning_rate", "0"),
 )
 LEARNS = ("--learning_rate", "0.05", "--optim", "sgd", "--max_grad_norm", "1000")
-ON_VLLM = (
-    *("--use_vllm", "true", "--vllm_max_model_len", "512", "--vllm_enforce_eager", "true"),
-    *("--vllm_engine_kwargs", '{"kv_cache_memory_bytes": 134217728}'),
-)
-COLOCATED = (*ON_VLLM, "--vllm_mode", "colocate")
 
 
 def prepared(assets: Path, factory: pytest.TempPathFactory) -> Path:

@@ -80,10 +80,6 @@ class Running:
             time.sleep(0.2)
         return alive
 
-    def interrupt(self) -> None:
-        """Do what Ctrl-C does in a terminal: send SIGINT to the whole process group."""
-        os.killpg(self.process.pid, signal.SIGINT)
-
 
 def family(marker: str, session: int) -> list[psutil.Process]:
     """Return all living processes that inherited `marker` or are in this session, whatever their
@@ -167,7 +163,7 @@ def rollout_server(
         running.wait_for("Uvicorn running on", seconds=600)
         yield port
         if by_ctrl_c:
-            running.interrupt()
+            os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
             assert running.survivors(SECONDS_TO_END) == []
 
 
