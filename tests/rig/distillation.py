@@ -19,7 +19,6 @@ from tests.rig.fixtures import once
 from tests.rig.processes import PLUGIN, Finished, rollout_server
 from tests.rig.rounds import BATCH, digits, server_argv, write_lines
 
-STEPS = 3
 OWN = (
     *("--lmbda", "1", "--ddp_find_unused_parameters", "true"),
     *("--lr_scheduler_type", "constant", "--learning_rate", "0"),

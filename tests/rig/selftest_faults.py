@@ -150,10 +150,9 @@ def main(output: Path, argv: list[str]) -> None:
             with fault(rig):
                 found["faulty"][name] = tried(name)
         rig.update_weights()
-        found["sight"] = {}
         for name in SIGHT:
             sight.set_fault(name)
-            found["sight"][name] = tried("weights")
+            found["faulty"][name] = tried("weights")
         sight.set_fault("")
         found["again"] = {"weights": tried("weights")}
         output.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")

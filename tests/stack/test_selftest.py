@@ -53,19 +53,15 @@ def test_a_healthy_stack_holds(found: dict[str, Any]) -> None:
     assert found["again"]["weights"]["status"] == "holds", "a fault left something behind"
 
 
-@pytest.mark.parametrize("check", FAULTS)
-def test_a_fault_is_found(check: str, found: dict[str, Any]) -> None:
-    result = found["faulty"][check]
+@pytest.mark.parametrize("name", [*FAULTS, *SIGHT])
+def test_a_fault_is_found(name: str, found: dict[str, Any]) -> None:
+    """An engine that sees images wrongly agrees in rows of text. Some rows with media differ by
+    more than rounding."""
+    result = found["faulty"][name]
     assert result["status"] == "does not hold"
-    assert FAULTS[check][1] in result["reason"]
     assert result["remedy"]
-
-
-@pytest.mark.parametrize("name", SIGHT)
-def test_an_engine_that_sees_images_wrongly_is_found(name: str, found: dict[str, Any]) -> None:
-    """Rows of text agree; some rows with media differ by more than rounding."""
-    result = found["sight"][name]
-    assert result["status"] == "does not hold"
-    kinds = set(re.findall(r"rows of (\S+) lie", result["reason"]))
-    assert kinds
-    assert kinds <= SEEN_WRONGLY[name]
+    if name in SIGHT:
+        kinds = set(re.findall(r"rows of (\S+) lie", result["reason"]))
+        assert set() < kinds <= SEEN_WRONGLY[name]
+    else:
+        assert FAULTS[name][1] in result["reason"]
