@@ -211,8 +211,24 @@ def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
         tagged.append({**row, "kind": ("even", "odd")[int(digit) % 2]})
         answer = {"role": "assistant", "content": f"<answer>{digit}</answer>"}
         experts.append({**row, "messages": [*row["messages"], answer]})
-    make_adapter(folder / "adapter", model)
-    make_judge(folder / "judge", model)
+    # A LoRA that changes the language model a little.
+    torch.manual_seed(0)
+    lora = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
+    adapted = get_peft_model(AutoModelForImageTextToText.from_pretrained(model), lora)
+    adapted.save_pretrained(folder / "adapter")
+    # The model as a reward model: its head gives one number.
+    judge = folder / "judge"
+    shutil.copytree(model, judge, copy_function=os.symlink)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+    (judge / "config.json").unlink()
+    (judge / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return {
         "rows": rows,
         "model": model,
@@ -220,32 +236,8 @@ def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
         "tagged": write_lines(folder / "tagged.jsonl", tagged),
         "experts": write_lines(folder / "experts.jsonl", experts),
         "adapter": folder / "adapter",
-        "judge": folder / "judge",
+        "judge": judge,
     }
-
-
-def make_adapter(folder: Path, model: Path) -> None:
-    """Save a LoRA that changes the language model a little."""
-    torch.manual_seed(0)
-    config = LoraConfig(
-        r=4,
-        lora_alpha=8,
-        target_modules=["q_proj"],
-        task_type="CAUSAL_LM",
-        init_lora_weights=False,
-    )
-    get_peft_model(AutoModelForImageTextToText.from_pretrained(model), config).save_pretrained(
-        folder
-    )
-
-
-def make_judge(folder: Path, model: Path) -> None:
-    """Save the model as a reward model: its head gives one number."""
-    shutil.copytree(model, folder, copy_function=os.symlink)
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -154,7 +154,13 @@ def test_rows_of_all_forms(assets: Path, tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.cause
     samples = recorded(run)
     assert_logged(run / "run", samples, ranks=1)
-    assert_groups_are_whole(samples, good)
+    prompts: dict[tuple[int, int], set[str]] = {}
+    for name, sample in samples.items():
+        sample_id = SampleId.parse(name)
+        prompts.setdefault((sample_id.step, sample_id.group), set()).add(sample["solution"])
+    assert len(samples) == GROUP_SIZE * len(prompts)
+    assert all(len(names) == 1 for names in prompts.values())
+    assert set().union(*prompts.values()) == good
 
     log = finished.output
     names = good | bad
@@ -177,14 +183,3 @@ def test_rows_of_all_forms(assets: Path, tmp_path: Path) -> None:
     for found in read_records(run / "record", "advantages"):
         expected = ADVANTAGES[SampleId.parse(found["name"]).index]
         assert found["advantage"] == pytest.approx(expected, abs=1e-3)
-
-
-def assert_groups_are_whole(samples: dict[str, Any], good: set[str]) -> None:
-    """Assert that each group has one good row, and each good row a group."""
-    prompts: dict[tuple[int, int], set[str]] = {}
-    for name, sample in samples.items():
-        sample_id = SampleId.parse(name)
-        prompts.setdefault((sample_id.step, sample_id.group), set()).add(sample["solution"])
-    assert len(samples) == GROUP_SIZE * len(prompts)
-    assert all(len(names) == 1 for names in prompts.values())
-    assert set().union(*prompts.values()) == good
