@@ -87,8 +87,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "resumed": ("tests/extra/test_determinism.py::test_lora",),
     # losses of ms-swift's GKD, and a teacher server
     "distillation": (
-        "tests/stack/test_distillation.py::test_losses_are_ms_swifts",
-        "tests/stack/test_distillation.py::test_a_teachers_server",
+        "tests/stack/test_upstream.py::test_losses_of_gkd_are_ms_swifts",
+        "tests/extra/test_distillation.py::test_a_teachers_server",
     ),
     # a client without the plugin; wrong weights
     "watch": (

@@ -25,7 +25,7 @@ case "${1:-}" in
   --stack) shift && exec python scripts/compatibility.py --cells "$@" ;;
   "") set -- "${units[@]}" \
     'tests/stack/test_training.py::test_engine_samples_with_the_trained_weights[learned_full]' \
-    tests/stack/test_determinism.py \
+    tests/stack/test_training.py::test_killed_and_resumed \
     tests/stack/test_tool_call.py ;;
   --core) set -- "${units[@]}" tests/stack tests/extra \
     --extra-shard "$(git rev-list --count HEAD 2>/dev/null || echo 0)" "${@:2}" ;;

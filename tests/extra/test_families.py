@@ -40,24 +40,20 @@ FROZEN = ("--freeze_vit", "true", "--freeze_aligner", "true")
 
 @pytest.fixture(scope="module")
 def model(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose logits of placeholders are the largest, or the smallest, at every position."""
+
     def make(folder: Path) -> None:
         make_family(family, folder, seed=0)
-        want_placeholders(folder)
+        tensors = load_file(folder / "model.safetensors")
+        heads = [name for name in tensors if name.endswith("lm_head.weight")]
+        heads = heads or [name for name in tensors if name.endswith("embed_tokens.weight")]
+        [head] = (tensors[name] for name in heads)
+        for i in configured_placeholders(folder):
+            if i < len(head):
+                head[i] *= 20
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     return once(tmp_path_factory, f"family-{family.name}", make)
-
-
-def want_placeholders(folder: Path) -> None:
-    """Make the head's logits of placeholders the largest, or the smallest, at every position."""
-    tensors = load_file(folder / "model.safetensors")
-    heads = [name for name in tensors if name.endswith("lm_head.weight")]
-    heads = heads or [name for name in tensors if name.endswith("embed_tokens.weight")]
-    assert len(heads) == 1, heads
-    head = tensors[heads[0]]
-    for i in configured_placeholders(folder):
-        if i < len(head):
-            head[i] *= 20
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def configured_placeholders(folder: Path) -> list[int]:

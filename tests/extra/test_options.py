@@ -1,5 +1,6 @@
 """ms-swift's GRPO options with the plugin, several in each training (R1).
 
+Ranks that share an engine have the tokens of one rank's engine (S2, M4).
 A colocated rank trains a few steps. Its first round has the tokens of the plain run, losses are
 finite, gradients flow, and rollout and training see the same weights and prompts in each round.
 """
@@ -120,6 +121,7 @@ CASES: dict[str, Case] = {
         steps=4,
         rounds=("0.0", "2.0"),
     ),
+    "tensor parallel": options("--vllm_tensor_parallel_size 2", ranks=2),
     "offload": options(
         f"{' '.join(LORA)} --offload_model true --offload_optimizer true --move_model_batches 2 "
         "--modules_to_save merger"
@@ -209,8 +211,24 @@ def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
         tagged.append({**row, "kind": ("even", "odd")[int(digit) % 2]})
         answer = {"role": "assistant", "content": f"<answer>{digit}</answer>"}
         experts.append({**row, "messages": [*row["messages"], answer]})
-    make_adapter(folder / "adapter", model)
-    make_judge(folder / "judge", model)
+    # A LoRA that changes the language model a little.
+    torch.manual_seed(0)
+    lora = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
+    adapted = get_peft_model(AutoModelForImageTextToText.from_pretrained(model), lora)
+    adapted.save_pretrained(folder / "adapter")
+    # The model as a reward model: its head gives one number.
+    judge = folder / "judge"
+    shutil.copytree(model, judge, copy_function=os.symlink)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+    (judge / "config.json").unlink()
+    (judge / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return {
         "rows": rows,
         "model": model,
@@ -218,32 +236,8 @@ def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
         "tagged": write_lines(folder / "tagged.jsonl", tagged),
         "experts": write_lines(folder / "experts.jsonl", experts),
         "adapter": folder / "adapter",
-        "judge": folder / "judge",
+        "judge": judge,
     }
-
-
-def make_adapter(folder: Path, model: Path) -> None:
-    """Save a LoRA that changes the language model a little."""
-    torch.manual_seed(0)
-    config = LoraConfig(
-        r=4,
-        lora_alpha=8,
-        target_modules=["q_proj"],
-        task_type="CAUSAL_LM",
-        init_lora_weights=False,
-    )
-    get_peft_model(AutoModelForImageTextToText.from_pretrained(model), config).save_pretrained(
-        folder
-    )
-
-
-def make_judge(folder: Path, model: Path) -> None:
-    """Save the model as a reward model: its head gives one number."""
-    shutil.copytree(model, folder, copy_function=os.symlink)
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -278,6 +272,14 @@ def assert_trains(run: Path, case: Case) -> None:
     assert case.gap == math.inf or 0 < max(gaps) < case.gap
     for name in case.begins:
         assert abs(steps[0][name]) < 1e-6 < 1e-5 < steps[1][name], name
+
+
+def test_all_completions_are_cut(assets: Path, rows: Path, tmp_path: Path) -> None:
+    """A training goes on although it has nothing to learn from."""
+    argv = ("--overlong_filter", "true", "--max_completion_length", "1")
+    train(assets, rows, tmp_path, *argv, *LEARN, *LORA, steps=2)
+    steps = logged_steps(tmp_path / "run")
+    assert [(step["loss"], step["grad_norm"]) for step in steps] == [(0, 0)] * 2
 
 
 def test_servers_of_rollouts_and_of_a_teacher(assets: Path, places: Places, tmp_path: Path) -> None:

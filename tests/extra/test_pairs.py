@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.server.client import RolloutServers
 from tests.rig.fixtures import once
 from tests.rig.processes import rollout_server
 from tests.rig.rounds import (
@@ -115,7 +113,7 @@ def test_who_leads_and_who_draws(
     tmp_path: Path,
     colocated: Samples,
 ) -> None:
-    """All replicas of a server have the weights, and each sample names its replica."""
+    """Each sample names its replica."""
     training_flags, server_flags = LEADERS[leader]
     expected = turns_of(colocated)
     replicas, ranks = DEPLOYMENTS[deployment]
@@ -129,9 +127,6 @@ def test_who_leads_and_who_draws(
         argv = (*(client_argv(*ports) if ports else ()), *training_flags)
         samples = train(assets, rows, tmp_path / "s", *argv, ranks=ranks, steps=STEPS)
         if deployment == "two replicas":
-            client = VLLMInferClient(base_urls=[f"http://127.0.0.1:{ports[0]}"])
-            (_, first), (_, second) = RolloutServers(client, timeout=600.0).weight_reports()
-            assert first.loaded == second.loaded != {}
             drawers = read_samples(tmp_path / "s/run", columns=["replica"])["replica"]
             names = {name.split(") ")[1] for name in drawers.to_pylist()}
             assert names == {"replica 0", "replica 1"}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from PIL import Image
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
@@ -20,21 +21,18 @@ torch's log_softmax errs by 2.4e-4 with AVX-512, and by 6.0e-4 with AVX2, which 
 One training step moves log-probabilities by 1 and more."""
 
 
-def load_policy(checkpoint: Path, base: Path) -> Any:
-    """Load the model of a checkpoint; merge an adapter into `base`."""
-    if not (checkpoint / "adapter_config.json").is_file():
-        return Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-    from peft import PeftModel
-
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
-    return PeftModel.from_pretrained(model, checkpoint).merge_and_unload()
-
-
 @torch.no_grad()
 def max_logprob_gap(checkpoint: Path, base: Path, records: Sequence[dict[str, Any]]) -> float:
-    """Largest |log-probability of the rollout - of the checkpoint| over all tokens, in nats."""
+    """Return the largest |log-probability of the rollout - of the checkpoint| over all tokens, in
+    nats. An adapter is merged into `base`."""
     processor = AutoProcessor.from_pretrained(base)
-    model = load_policy(checkpoint, base).eval()
+    has_adapter = (checkpoint / "adapter_config.json").is_file()
+    model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        base if has_adapter else checkpoint, dtype=torch.float32
+    )
+    if has_adapter:
+        model = PeftModel.from_pretrained(model, checkpoint).merge_and_unload()
+    model.eval()
     gaps = []
     for record in records:
         # ms-swift writes `<image>` into the text; the chat template expects parts.

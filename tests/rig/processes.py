@@ -80,10 +80,6 @@ class Running:
             time.sleep(0.2)
         return alive
 
-    def interrupt(self) -> None:
-        """Do what Ctrl-C does in a terminal: send SIGINT to the whole process group."""
-        os.killpg(self.process.pid, signal.SIGINT)
-
 
 def family(marker: str, session: int) -> list[psutil.Process]:
     """Return all living processes that inherited `marker` or are in this session, whatever their
@@ -104,17 +100,16 @@ def started(
     env: dict[str, str] | None = None,
     *,
     out: Path | None = None,
-    real: bool = False,
 ) -> Iterator[Running]:
     """Start a process in a group of its own; kill it and its descendants at the end of the block.
 
-    Python and `swift` are forked from the zygote, which has their imports, unless `real`. Both
-    outputs go to `log`; standard output goes to `out` if given.
+    Python and `swift` are forked from the zygote, which has their imports. Both outputs go to
+    `log`; standard output goes to `out` if given.
     """
     marker = uuid.uuid4().hex
     own = {**_OWN, "MASTER_PORT": str(free_port()), **(env or {}), MARKER: marker}
     environment = {**os.environ, **own}
-    is_forked = not real and command[0] in (str(SWIFT), sys.executable)
+    is_forked = command[0] in (str(SWIFT), sys.executable)
     process: subprocess.Popen[bytes] | Forked
     with reserved(needed(command, env or {})):
         log.touch()
@@ -168,7 +163,7 @@ def rollout_server(
         running.wait_for("Uvicorn running on", seconds=600)
         yield port
         if by_ctrl_c:
-            running.interrupt()
+            os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
             assert running.survivors(SECONDS_TO_END) == []
 
 

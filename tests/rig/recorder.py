@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -53,9 +52,7 @@ class RecordingTrainer(RolloutGRPOTrainer):
                 weights=self._last_loaded_step,
                 step=self.state.global_step,
                 messages=sample.messages,
-                images=[media_name(m.value) for m in read_row(sample).shown_as("image")],
-                videos=[media_name(m.value) for m in read_row(sample).shown_as("video")],
-                audios=[media_name(m.value) for m in read_row(sample).shown_as("audio")],
+                **{f"{kind}s": _names(sample, kind) for kind in ("image", "video", "audio")},
                 solution=sample.extra.get("solution"),
                 token_ids=choice.token_ids,
                 turns=output.response_token_ids,
@@ -67,11 +64,8 @@ class RecordingTrainer(RolloutGRPOTrainer):
     def _postprocess_batch(self, samples: Any, batches: Any) -> None:
         super()._postprocess_batch(samples, batches)
         for sample in samples:
-            self._write(
-                "advantages",
-                name=sample.request_id,
-                advantage=float(sample.advantages),
-            )
+            advantage = float(sample.advantages)
+            self._write("advantages", name=sample.request_id, advantage=advantage)
 
     def _write(self, kind: str, **record: Any) -> None:
         path = Path(os.environ["RECORD_DIR"]) / f"{kind}{self.accelerator.process_index}.jsonl"
@@ -81,7 +75,7 @@ class RecordingTrainer(RolloutGRPOTrainer):
 
 def _count_work(engine: Any, path: Path) -> None:
     """Record each request to vLLM and the images that its vision tower encodes; also, of rollout
-    and training, each decoded image and each call of Qwen-VL's processor, with its thread."""
+    and training, each decoded image and each call of Qwen-VL's processor."""
     add_request, model = engine.engine.add_request, engine.inner_model
     embed_multimodal = getattr(model, "embed_multimodal", None)  # text models have none
 
@@ -103,7 +97,7 @@ def _count_work(engine: Any, path: Path) -> None:
         original = getattr(owner, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            write({label: threading.current_thread().name})
+            write({label: 1})
             return original(*args, **kwargs)
 
         setattr(owner, name, counted)
@@ -113,6 +107,10 @@ def _count_work(engine: Any, path: Path) -> None:
     engine.engine.add_request = counted_request
     if embed_multimodal is not None:
         model.embed_multimodal = counted_embed
+
+
+def _names(sample: Any, kind: Any) -> list[str]:
+    return [media_name(media.value) for media in read_row(sample).shown_as(kind)]
 
 
 def _logprobs(output: Any) -> list[float]:

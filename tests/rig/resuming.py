@@ -21,19 +21,6 @@ from tests.rig.rounds import recorded, run_training, training_command
 SECONDS = 600
 
 
-def train_and_kill(folder: Path, step: int, *data: Any, **kwargs: Any) -> None:
-    """Kill all processes of a training once its checkpoint of this step is whole."""
-    command, env = training_command(*data, **kwargs)
-    checkpoint, deadline = folder / f"run/checkpoint-{step}", time.monotonic() + SECONDS
-    with started([str(SWIFT), *command], folder / "log", env) as running:
-        while not is_whole(checkpoint):
-            assert running.process.poll() is None, running.output[-3000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.killpg(running.process.pid, signal.SIGKILL)
-        assert running.wait(SECONDS).returncode == -signal.SIGKILL
-
-
 def weights_of(checkpoint: Path) -> dict[str, str]:
     """Return digests of the files of all weights, and of the optimizer's state."""
     files = [*checkpoint.glob("*.safetensors"), checkpoint / "optimizer.pt"]
@@ -48,8 +35,16 @@ def assert_same_killed_and_resumed(
     log-probabilities, losses, gradients, weights and optimizer's state of the whole run."""
     killed, resumed = folder / "killed", folder / "resumed"
     counts = {"ranks": ranks, "steps": LEARNED_STEPS}
-    train_and_kill(killed, 2, *data, killed, *argv, **counts)
-    halfway = killed / "run/checkpoint-2"
+    command, env = training_command(*data, killed, *argv, **counts)
+    halfway, deadline = killed / "run/checkpoint-2", time.monotonic() + SECONDS
+    with started([str(SWIFT), *command], killed / "log", env) as running:
+        while not is_whole(halfway):
+            assert running.process.poll() is None, running.output[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(running.process.pid, signal.SIGKILL)
+        assert running.wait(SECONDS).returncode == -signal.SIGKILL
+
     again = ("--output_dir", str(killed / "run"), "--resume_from_checkpoint", str(halfway))
     finished = run_training(*data, resumed, *argv, *again, **counts)
     assert finished.returncode == 0, finished.cause

@@ -80,17 +80,19 @@ def rows(assets: Path, folder: Path) -> list[dict[str, Any]]:
     return made
 
 
-def train(
-    assets: Path, folder: Path, dtype: str, faults: list[str], *argv: str, served: bool = False
-) -> list[dict[str, Any]]:
-    """Train with these faults of the rounds; return what each round named."""
+def assert_each_fault_is_named_in_its_round(
+    assets: Path, folder: Path, dtype: str, *, served: bool
+) -> None:
+    """Train with a fault in every other round."""
+    faults = FAULTS | (FINE if dtype == "float32" else {})
+    of_rounds = ["", *(name for fault in faults for name in (fault, ""))]
     path = write_lines(folder / "rows.jsonl", rows(assets, folder))
-    own = [
+    argv = [
         *("--torch_dtype", dtype, "--rollout_mismatch", "warn", "--temperature", "1.5"),
         *("--num_generations", str(GROUP_SIZE), "--per_device_train_batch_size", "16"),
         *("--gradient_accumulation_steps", str(NUM_PROMPTS * GROUP_SIZE // 16)),
         *("--learning_rate", "2e-3", "--lr_scheduler_type", "polynomial"),
-        *("--lr_scheduler_kwargs", '{"power": 8}', "--freeze_vit", "false", *argv),
+        *("--lr_scheduler_kwargs", '{"power": 8}', "--freeze_vit", "false"),
     ]
     env = {"SIGHT": str(folder)}
     with ExitStack() as servers:
@@ -99,27 +101,17 @@ def train(
             # The plugin has to be in the process of vLLM's core.
             own_env = {**env, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             server = rollout_server(*command, log=folder / "server.log", env=own_env)
-            own += client_argv(servers.enter_context(server))
+            argv += client_argv(servers.enter_context(server))
         finished = run_training(
-            *(assets, path, folder / "training", *own),
-            steps=len(faults),
+            *(assets, path, folder / "training", *argv),
+            steps=len(of_rounds),
             plugins=[PLUGIN],
-            env={**env, "SIGHT_ROUNDS": json.dumps(faults)},
+            env={**env, "SIGHT_ROUNDS": json.dumps(of_rounds)},
         )
     assert finished.returncode == 0, finished.cause
-    assert len(logged_steps(folder / "training/run")) == len(faults)
-    return read_lines(folder / "rounds")
-
-
-def assert_each_fault_is_named_in_its_round(
-    assets: Path, folder: Path, dtype: str, *, served: bool
-) -> None:
-    faults = FAULTS | (FINE if dtype == "float32" else {})
-    rounds = ["", *(name for fault in faults for name in (fault, ""))]
+    assert len(logged_steps(folder / "training/run")) == len(of_rounds)
     unnamed = []
-    for fault, found in zip(
-        rounds, train(assets, folder, dtype, rounds, served=served), strict=True
-    ):
+    for fault, found in zip(of_rounds, read_lines(folder / "rounds"), strict=True):
         assert found["fault"] == fault
         kinds = {source.rpartition(" ")[2] for source in found["named"]}
         expected = faults.get(fault, set())

@@ -38,21 +38,16 @@ def begun(sources: Mapping[str, Source], folder: Path) -> dict[str, list[Finding
     return found
 
 
-def start(name: str, source: Source, findings: list[Finding]) -> None:
-    if name == HEALTHY:
-        begin_run({source.side: source}, findings.append)
-        return
-    started = begin(source, findings.append)
-    if started is not None and source.side == "training":
-        findings += describe_rounds(started)
-
-
 def main(cases: Path, found: Path) -> None:
     for name, case in json.loads(cases.read_text()).items():
         if not (child := os.fork()):
             findings = list[Finding]()
+            source = Source(*case)
             try:
-                start(name, Source(*case), findings)
+                if name == HEALTHY:
+                    begin_run({source.side: source}, findings.append)
+                elif (run := begin(source, findings.append)) and source.side == "training":
+                    findings += describe_rounds(run)
             except BaseException:
                 traceback.print_exc()
             with found.open("a") as file:

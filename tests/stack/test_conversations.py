@@ -149,7 +149,11 @@ def test_a_server_leads_them_while_others_fail(
         finally:
             waits.mkdir(exist_ok=True)
             (waits / "go").touch()
-            end_training(tmp_path / "a")
+            log = str(tmp_path / "a/log")  # the training's processes write to it
+            for process in psutil.process_iter():
+                with suppress(psutil.Error):
+                    if any(file.path == log for file in process.open_files()):
+                        process.kill()
         finished = training.result()
         samples = recorded(tmp_path / "a")
         for step in range(2):
@@ -160,9 +164,9 @@ def test_a_server_leads_them_while_others_fail(
             "told by its end, not by a timeout"
         )
         number = ports.index(lost)
-        log = (tmp_path / ("one.log", "two.log")[number]).read_text(encoding="utf-8")
-        assert "this replica ends with it" in log
-        assert "Restarting replica 0 (1 of 3)" in log
+        server_log = (tmp_path / ("one.log", "two.log")[number]).read_text(encoding="utf-8")
+        assert "this replica ends with it" in server_log
+        assert "Restarting replica 0 (1 of 3)" in server_log
         assert f"server {number} (http://127.0.0.1:{lost}) answers again" in finished.output
         [lives] = [port for port in ports if health(port)[0] == 200]
 
@@ -175,12 +179,3 @@ def test_a_server_leads_them_while_others_fail(
         "train round 0.0, group 1, sample 2 in turn 1: --multi_turn_scheduler: ByGroup.step "
         f"has not returned for {TOOL_WAIT} s (--tool_timeout)" in finished.output
     ), finished.cause
-
-
-def end_training(folder: Path) -> None:
-    """Kill the processes that write to a training's log."""
-    log = str(folder / "log")
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if any(file.path == log for file in process.open_files()):
-                process.kill()

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -35,13 +34,9 @@ from tests.rig.rounds import (
 SAVING = (*FATE, "--save_strategy", "steps", "--save_steps", "1")
 
 
-@dataclass(frozen=True)
-class Killed:
-    """A run with a rank that was killed, and its server, which lives on."""
-
-    folder: Path
-    finished: Finished
-    port: int
+Killed = tuple[Path, Finished, int]
+"""The folder of a run with a rank that was killed, its end, and the port of its server, which lives
+on."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +77,7 @@ def killed(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
                 wait_until(waits[1].exists, training)
             with anew:
                 (waits[1] / "go").touch()
-                yield Killed(folder, training.result(), port)
+                yield folder, training.result(), port
         finally:
             for wait in waits:
                 wait.mkdir(exist_ok=True)
@@ -90,20 +85,21 @@ def killed(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_a_lost_replica_and_a_lost_server_come_back(killed: Killed, reference: Samples) -> None:
-    samples = recorded(killed.folder / "run")
+    folder, finished, port = killed
+    samples = recorded(folder / "run")
     assert_same(samples, reference)
     drawn_by: dict[int, set[str]] = {}
     for name, sample in samples.items():
         replica = sample["infos"]["replica"].rpartition("replica ")[2]
         drawn_by.setdefault(SampleId.parse(name).step, set()).add(replica)
     assert drawn_by == {0: {"0"}, 1: {"0", "1"}, 2: {"0"}}
-    log = (killed.folder / "first.log").read_text(encoding="utf-8")
+    log = (folder / "first.log").read_text(encoding="utf-8")
     assert "A replica is lost (a replica has ended (EOFError))" in log
     assert "Restarting replica 1 (1 of 3)" in log
-    output = killed.finished.output
+    output = finished.output
     assert "has reconnected; weights go to its 2 replicas" in output
-    assert f"server 0 (http://127.0.0.1:{killed.port}) was restarted" in output
-    assert killed.finished.returncode != 0
+    assert f"server 0 (http://127.0.0.1:{port}) was restarted" in output
+    assert finished.returncode != 0
     assert "rank 1 has ended: -9" in output
 
 
@@ -114,20 +110,21 @@ def test_a_resumed_run_loses_its_servers_one_by_one(
     killed in round 3. With none left, the run ends within its bound."""
     env = {**faults({"step": 2, "kind": "hang"}), "MAX_RESTARTS": "0"}
     server = server_argv(assets, "--rollout_timeout", "30", plugins=[FAULTY])
-    checkpoint = killed.folder / "run/run/checkpoint-2"
+    folder, _, first = killed
+    checkpoint = folder / "run/run/checkpoint-2"
     with rollout_server(*server, log=tmp_path / "two.log", env=env) as port:
-        argv = (*SAVING, "--rollout_timeout", "60", *client_argv(killed.port, port))
+        argv = (*SAVING, "--rollout_timeout", "60", *client_argv(first, port))
         argv = (*argv, "--resume_from_checkpoint", str(checkpoint))
         finished = train_with_faults(assets, rows, tmp_path / "a", *argv, ranks=2, steps=5)
         ended = time.time()
     assert finished.returncode != 0
     assert "RolloutError" in finished.output, finished.cause
-    assert f"server 0 (http://127.0.0.1:{killed.port}) answered 503: " in finished.output
+    assert f"server 0 (http://127.0.0.1:{first}) answered 503: " in finished.output
     assert "a replica has ended (EOFError)" in finished.output
     assert f"server 1 (http://127.0.0.1:{port})" in finished.output
     assert "Seen by swift-grpo-ext: 1 rounds of training" in finished.output
     assert_same(recorded(tmp_path / "a"), reference, steps=range(2, 3))
-    assert ended - float((killed.folder / "lost_at").read_text()) < SECONDS_TO_END
+    assert ended - float((folder / "lost_at").read_text()) < SECONDS_TO_END
 
 
 def test_a_run_that_hangs_says_who_waits_for_whom(assets: Path, rows: Path, tmp_path: Path) -> None:

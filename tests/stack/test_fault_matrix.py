@@ -6,32 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rig.server.forked import (
-    REPLICA_PHASES,
-    Cell,
-    Fault,
-    cells,
-    check,
-    run,
-    undisturbed,
-)
+from tests.rig.server.forked import Cell, cells, check
 
 
 @pytest.mark.parametrize("cell", cells(in_pairs=True), ids=str)
 def test_faults(cell: Cell) -> None:
     check(cell)
-
-
-@pytest.mark.parametrize(
-    ("phase", "replicas"), [("idle", (1,)), ("round", (1, 1)), ("loading", (2,))]
-)
-def test_a_replica_that_was_lost_comes_back(phase: str, replicas: tuple[int, ...]) -> None:
-    """It gets the next weights and generates again, and tokens are the same (F4)."""
-    method, _ = REPLICA_PHASES[phase]
-    outcome, [first, *_], last_drew = run(replicas, Fault("kill", method), restarts=1)
-    assert outcome == undisturbed()
-    [connection] = [c for c in first.connections if c.number == 0]
-    assert connection.name == "0.1"
-    assert connection.holds_weights
-    assert len(first.connections) == replicas[0]
-    assert connection.process.pid in last_drew

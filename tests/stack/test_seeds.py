@@ -1,10 +1,10 @@
 """A sample's tokens depend on its (round, group, index) alone, however a run is deployed, and each
 sample has its own noise (S1-S4, S7).
 
-Also: a group is asked for once (G2, G4) and read once (L6), replicas have the trained weights (M4),
-a server refuses bad requests and clients without its key (F5, F7), and serves clients without the
-plugin (C1, C3). Most runs have the same weights (learning rate 0) and `--seed`. The data set has
-few rows, so prompts come back, and three equal ones, so a batch can hold duplicates.
+Also: a group is asked for once (G2, G4) and read once (L6), a server refuses bad requests and
+clients without its key (F5, F7), and serves clients without the plugin (C1, C3). All runs have the
+same weights (learning rate 0) and `--seed`. The data set has few rows, so prompts come back, and
+three equal ones, so a batch can hold duplicates.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import to_rows
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.server.routes import REPORTS_PATH
-from tests.rig import policy
 from tests.rig.fixtures import BY_NAME, STEPS
 from tests.rig.megatron_client import MegatronClient, Weights
 from tests.rig.policy import SAME
@@ -41,15 +40,12 @@ from tests.rig.record.rows import read_diversity
 from tests.rig.rounds import (
     BATCH,
     GROUP_SIZE,
-    LEARNING,
-    LORA,
     Samples,
     assert_same,
     client_argv,
     digits,
     logged_steps,
     read_records,
-    run_training,
     server_argv,
     train,
 )
@@ -149,7 +145,7 @@ def test_two_servers(
     assets: Path, rows: Path, folder: Path, servers: tuple[int, int], reference: Samples
 ) -> None:
     """All three replicas generate for three ranks. No file holds the key, neither in plain text nor
-    in base64."""
+    in base64. A server listens at the address that it was given, and nowhere else."""
     samples = train(assets, rows, folder / "two-servers", *client_argv(*servers), ranks=3)
     assert_same(samples, reference)
     assert len({sample["infos"]["replica"] for sample in samples.values()}) == 3
@@ -160,20 +156,12 @@ def test_two_servers(
         content = path.read_bytes()
         for secret in (KEY.encode(), base64.b64encode(f"swift:{KEY}".encode())):
             assert secret not in content, path
-
-
-def test_without_the_key_a_training_ends(
-    assets: Path, rows: Path, folder: Path, servers: tuple[int, int], tmp_path: Path
-) -> None:
-    """The server listens at the address that it was given, and nowhere else."""
-    nothing = {"NETRC": "/dev/null"}
-    finished = run_training(assets, rows, tmp_path, *client_argv(servers[0]), steps=1, env=nothing)
-    assert finished.returncode != 0
-    assert "401 Unauthorized: the API key is missing" in finished.output
-    assert "`machine HOST login swift password KEY` in ~/.netrc" in finished.output
+    assert "api_key='***'" in (folder / "servers/one.log").read_text(encoding="utf-8")
+    with requests.Session() as anonymous:
+        anonymous.trust_env = False  # without the netrc
+        assert anonymous.get(f"http://127.0.0.1:{servers[0]}{REPORTS_PATH}").status_code == 401
     with pytest.raises(ConnectionRefusedError), socket.socket() as elsewhere:
         elsewhere.connect(("127.0.0.2", servers[0]))  # this machine too
-    assert "api_key='***'" in (folder / "servers/one.log").read_text(encoding="utf-8")
 
 
 def test_a_bad_request_is_refused(servers: tuple[int, int]) -> None:
@@ -202,7 +190,6 @@ def test_async_generation(
     argv = [*client_argv(servers[0]), "--async_generate", "true"]
     argv += ["--val_dataset", str(rows), "--eval_strategy", "steps", "--eval_steps", "2"]
     argv += ["--per_device_eval_batch_size", "2", "--num_generations_eval", "2"]
-    argv += ["--callbacks", "diversity"]
     samples = train(assets, rows, folder / "ahead", *argv, ranks=2, steps=3)
     training = {n: s for n, s in samples.items() if SampleId.parse(n).phase == "train"}
     evaluation = [SampleId.parse(name) for name in samples.keys() - training.keys()]
@@ -217,21 +204,6 @@ def test_async_generation(
         if sample_id.step > 0:
             before = f"train-{sample_id.step - 1}.0-{sample_id.group}-{sample_id.index}"
             assert sample["images"] == reference[before]["images"]
-    # The monitor gets each round, and each batch of an evaluation, when it is complete and scored.
-    records = read_diversity(folder / "ahead/run")
-    trained = [(r.round.step, r.num_samples) for r in records if r.round.phase == "train"]
-    assert trained == [(step, BATCH) for step in range(3)]
-    assert {r.num_samples for r in records if r.round.phase == "eval"} == {4}
-    assert all("pass_at_1" in r.metrics for r in records)
-
-
-def test_replicas_sample_with_the_trained_weights(
-    assets: Path, learning_rows: Path, folder: Path, servers: tuple[int, int]
-) -> None:
-    """Two ranks train LoRA and send merged weights."""
-    argv = (*LEARNING, *LORA, *client_argv(servers[0]))
-    train(assets, learning_rows, folder / "learning", *argv, ranks=2)
-    policy.assert_sampled_with_trained_weights(folder / "learning", assets / "tiny_vlm", 3)
 
 
 # --- clients without the plugin: ms-swift's, and one with the requests of Megatron's trainers ---
@@ -306,8 +278,7 @@ def test_a_clients_own_seed_wins_where_it_means_something(
 def test_megatrons_updates_and_rollouts(
     assets: Path, servers: tuple[int, int], group: list[dict[str, Any]]
 ) -> None:
-    """It sends whole weights in buckets with an adapter, moved ones, the first ones again, and then
-    an adapter alone."""
+    """It sends whole weights in buckets with an adapter, and then an adapter alone."""
     client = MegatronClient(servers[1], free_port())
     try:
         weights = load_file(assets / "tiny_vlm/model.safetensors")
@@ -319,11 +290,6 @@ def test_megatrons_updates_and_rollouts(
                 adapter[f"{module}.lora_A.weight"] = torch.randn(8, weight.shape[1])
                 adapter[f"{module}.lora_B.weight"] = torch.zeros(weight.shape[0], 8)
 
-        def change() -> float:
-            """Return how far log-probabilities are from those of the first weights."""
-            found = logprobs(client.draw([*group, *group], temperature=0.0))
-            return (found - before).abs().max().item()
-
         client.send(weights, adapter, config)
         before = logprobs(client.draw([*group, *group], temperature=0.0))
         assert (before[:4] - before[4:]).abs().max() < SAME  # replica 0's and replica 1's
@@ -332,16 +298,11 @@ def test_megatrons_updates_and_rollouts(
         named = {f"base_model.model.{name}" for name in adapter}  # as PEFT names them
         assert first["loaded"].keys() == {*weights, *named}
         assert (first["adapter_fault"], first["faults"]) == ("", [])
-        torch.manual_seed(0)
-        moved = {name: w + 0.1 * w.abs() * torch.randn_like(w) for name, w in weights.items()}
-        client.send(moved, adapter, config)
-        assert change() > SAME
-        client.send(weights, adapter, config)
-        assert change() < SAME
         for name in adapter:
             if "lora_B" in name:
                 adapter[name] = torch.full_like(adapter[name], 0.02)
         client.send_adapter(adapter, config)
-        assert change() > SAME
+        after = logprobs(client.draw([*group, *group], temperature=0.0))
+        assert (after - before).abs().max() > SAME
     finally:
         client.close()

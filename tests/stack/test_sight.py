@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.rig.seeing import FAULTS as FAULTS
 from tests.rig.seeing import assert_each_fault_is_named_in_its_round
-from tests.rig.seeing import rows as rows
 
 
 def test_each_fault_is_named_in_its_round(assets: Path, tmp_path: Path) -> None:

@@ -1,18 +1,36 @@
 """A colocated engine samples with the trained weights (M4), the parts of a step add up to its time
-(V5), and the log begins with features and ends with results."""
+(V5), and the log begins with features and ends with results. `replay` generates recorded groups
+again from their checkpoints. A run that is killed and resumed equals an uninterrupted one, bit for
+bit (S4, R9)."""
 
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from swift_grpo_ext.record.query import read_group
+from swift_grpo_ext.record.tables import LOGPROB_STEPS
 from swift_grpo_ext.timing.step_clock import PARTS, ROLLOUT_PARTS
 from tests.rig import policy
 from tests.rig.fixtures import LEARNED_STEPS
-from tests.rig.rounds import logged_steps, read_lines
+from tests.rig.processes import COMMAND, started
+from tests.rig.resuming import assert_same_killed_and_resumed
+from tests.rig.rounds import (
+    BATCH,
+    GROUP_SIZE,
+    LEARNING,
+    best_argv,
+    logged_steps,
+    read_lines,
+)
+
+SAME_MERGED = 1e-4
+"""Bound in nats on log-probabilities of the same weights in float32. The record rounds them beside,
+and LoRA weights are merged again."""
 
 
 @pytest.mark.parametrize("run", ["learned_full", "learned_lora"])
@@ -52,3 +70,46 @@ def assert_timed(folder: Path, ranks: int) -> None:
         assert ("time/wait" in log) == (ranks > 1)
         assert 0 <= log.get("time/wait", 0) < parts["generate"]
     assert steps[0]["time/send"] > 0  # before later ones, the evaluation has sent the weights
+
+
+@pytest.mark.parametrize(
+    ("training", "step", "as_content"), [("learned_full", 2, True), ("learned_lora", 1, False)]
+)
+def test_a_group_is_drawn_again(
+    training: str, step: int, as_content: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A group's image was given as content, or as a path."""
+    run: Path = request.getfixturevalue(training) / "run"
+    before = sorted(path.name for path in run.iterdir())
+    numbers = range(BATCH // GROUP_SIZE)
+    groups = (read_group(run, phase="train", step=step, number=0, group=n) for n in numbers)
+    rows = next(g for g in groups if g[0].media[0].startswith("blake2b:") == as_content)
+    place = ("--round", str(step), "--group", str(rows[0].sample_id.group))
+    command = [*COMMAND, "replay", str(run), *place, "--json"]
+    env = {"RECORD_DIR": str(tmp_path)}  # for the run's own plugin (`recorder.py`)
+    out = tmp_path / "out"
+    with started(command, tmp_path / "log", env, out=out) as running:
+        finished = running.wait(900)
+    assert finished.returncode == 0, finished.cause
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert result["weight_version"] == step
+    assert result["weights"].endswith(f"checkpoint-{step}")
+    assert result["equal"] is True
+    for sample, row in zip(result["samples"], rows, strict=True):
+        assert sample["num_tokens"] == len(row.token_ids)
+        # The record's rounding may change a log-probability by one of its steps.
+        assert sample["logprob_gap"] < SAME_MERGED + 1 / LOGPROB_STEPS
+    # A model that was merged for it is gone.
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+def test_killed_and_resumed(
+    assets: Path, learning_rows: Path, learned_full: Path, tmp_path: Path
+) -> None:
+    """At its end the run loads its best weights."""
+    argv = (*LEARNING, *best_argv(learning_rows))
+    finished = assert_same_killed_and_resumed(
+        learned_full, tmp_path, assets, learning_rows, argv=argv, ranks=1
+    )
+    # Of the checkpoint to resume from, and of the best one.
+    assert len(re.findall(r"The weights of \S+ are loaded", finished.output)) == 2

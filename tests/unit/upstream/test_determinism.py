@@ -1,5 +1,5 @@
 """Deterministic mode is on for the passes alone, and its environment slows nothing [R9].
-`tests/stack/test_determinism.py` compares whole runs."""
+`tests/stack/test_training.py` compares whole runs."""
 
 from __future__ import annotations
 
