@@ -1,5 +1,5 @@
-"""`--rlhf_type gkd` with vLLM: samples depend on `--seed` alone (S2), and a teacher's server has to
-read images as the student does."""
+"""`--rlhf_type gkd` in real processes: samples depend on `--seed` alone (S2), and a teacher's
+server has to read images as the student does."""
 
 from __future__ import annotations
 
@@ -8,23 +8,58 @@ from pathlib import Path
 import pytest
 
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
-from tests.rig.distillation import distill, prepared, recorded_tokens, teacher_server
-from tests.rig.rounds import BATCH, LORA, logged_steps
-
-COLOCATED = (
-    *("--use_vllm", "true", "--vllm_max_model_len", "512", "--vllm_enforce_eager", "true"),
-    *("--vllm_engine_kwargs", '{"kv_cache_memory_bytes": 134217728}', "--vllm_mode", "colocate"),
-    # Room for four images: vLLM's cache of media turns over in each round (ms-swift issue 7965).
-    *("--vllm_mm_processor_cache_gb", "0.0003"),
+from tests.rig.distillation import (
+    COLOCATED,
+    ON_VLLM,
+    STEPS,
+    distill,
+    prepared,
+    recorded_tokens,
+    teacher,
+    teacher_server,
 )
+from tests.rig.processes import rollout_server
+from tests.rig.rounds import BATCH, LORA, client_argv, logged_steps, server_argv
+
+SEED = 42  # ms-swift's default
 
 
-def test_a_teachers_server(
-    assets: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+@pytest.fixture(scope="module")
+def places(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(assets, tmp_path_factory)
+
+
+def test_samples_follow_from_the_seed_alone(assets: Path, places: Path, tmp_path: Path) -> None:
+    """All samples are equal over one rank, and three ranks with a server of two replicas. Each has
+    its own noise."""
+    data = (assets, places / "rows.jsonl")
+    # Room for four images: vLLM's cache of media turns over in each round (ms-swift issue 7965).
+    argv = (*COLOCATED, "--vllm_mm_processor_cache_gb", "0.0003", *teacher(places))
+    runs = [distill(*data, tmp_path / "colocated", *argv)]
+    replicas = server_argv(assets, "--vllm_data_parallel_size", "2")
+    with rollout_server(*replicas, log=tmp_path / "server.log") as port:
+        argv = (*ON_VLLM, *client_argv(port), *teacher(places))
+        runs.append(distill(*data, tmp_path / "served", *argv, ranks=3))
+    for finished in runs:
+        assert finished.returncode == 0, finished.cause
+
+    expected = recorded_tokens(tmp_path / "colocated")
+    assert len(expected) == BATCH * STEPS
+    assert recorded_tokens(tmp_path / "served") == expected
+    for name, (seed, _) in expected.items():
+        assert seed == sample_seed(SEED, SampleId.parse(name))
+    assert len({seed for seed, _ in expected.values()}) == len(expected)
+    assert len({tuple(tokens) for _, tokens in expected.values()}) > BATCH
+    for run in ("colocated", "served"):
+        for log in logged_steps(tmp_path / run / "run"):
+            assert log["rollout_gap/mean"] < 0.001
+            assert "time/rollout" in log
+
+
+def test_a_teachers_server(assets: Path, places: Path, tmp_path: Path) -> None:
     """The teacher has the student's first weights, so the first loss is 0. A server that reads
     images differently is refused on every rank before the first step."""
-    data = (assets, prepared(assets, tmp_path_factory) / "rows.jsonl")
+    data = (assets, places / "rows.jsonl")
     with teacher_server(assets, tmp_path / "teacher.log") as port:
         served = ("--teacher_model_server", f"http://127.0.0.1:{port}", "--gkd_logits_topk", "20")
         argv = (*served, *COLOCATED, *LORA, "--learning_rate", "2e-3")
@@ -32,14 +67,8 @@ def test_a_teachers_server(
         larger = {"MIN_PIXELS": str(140 * 140)}
         refused = distill(*data, tmp_path / "larger", *argv, ranks=2, env=larger)
     assert finished.returncode == 0, finished.cause
-    logs = logged_steps(tmp_path / "served/run")
-    first, *later = (step["loss"] for step in logs)
+    first, *later = (step["loss"] for step in logged_steps(tmp_path / "served/run"))
     assert abs(first) < 1e-5 < min(later)
-    assert max(step["rollout_gap/mean"] for step in logs) < 0.001
-    samples = recorded_tokens(tmp_path / "served")
-    assert len({seed for seed, _ in samples.values()}) == len(samples) == BATCH * 3
-    for name, (seed, _) in samples.items():
-        assert seed == sample_seed(42, SampleId.parse(name))  # ms-swift's default --seed
     assert refused.returncode != 0
     assert "the teacher's server scored" in refused.cause
     assert logged_steps(tmp_path / "larger/run") == []

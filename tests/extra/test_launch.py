@@ -1,5 +1,5 @@
-"""`scripts/launch_2x6.sh` starts and ends all processes of real servers and a real training. Other
-tests fork their processes from the zygote."""
+"""`scripts/launch_2x6.sh` starts and ends all processes of real servers and a real training, and so
+does Ctrl-C. Most other tests fork their processes from the zygote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import to_rows
 from tests.rig.memory import COLOCATED_RANK, REPLICA, TRAINING_RANK, reserved
-from tests.rig.processes import SECONDS_TO_END, free_port, started
+from tests.rig.processes import SECONDS_TO_END, SWIFT, free_port, started
+from tests.rig.rounds import client_argv, server_argv, training_command
 
 
 def test_two_deploy_and_six_train_on_conversations(assets: Path, tmp_path: Path) -> None:
@@ -50,3 +51,21 @@ def test_two_deploy_and_six_train_on_conversations(assets: Path, tmp_path: Path)
     assert len(stopped) > 0.5 * len(rows)
     assert all(row.text.endswith("</answer>") for row in stopped)
     assert "NaN" not in (tmp_path / "run/logging.jsonl").read_text(encoding="utf-8")
+
+
+def test_ctrl_c_ends_everything(assets: Path, rows: Path, tmp_path: Path) -> None:
+    """Ctrl-C ends the ranks of a training, then a server with its two replicas."""
+    port = free_port()
+    server = [str(SWIFT), "rollout", *server_argv(assets, "--vllm_data_parallel_size", "2")]
+    server += ["--host", "127.0.0.1", "--port", str(port)]
+    argv, env = training_command(assets, rows, tmp_path, *client_argv(port), ranks=2, steps=1000)
+    training = [str(SWIFT), *argv]
+    with started(server, tmp_path / "server.log", real=True) as serving:
+        serving.wait_for("Uvicorn running on", seconds=900)
+        with started(training, tmp_path / "log", env, real=True) as running:
+            running.wait_for("'global_step/max_steps': '1/1000'", seconds=900)
+            running.interrupt()
+            assert running.survivors(SECONDS_TO_END) == []
+            assert running.process.wait(5) != 0
+        serving.interrupt()
+        assert serving.survivors(SECONDS_TO_END) == []

@@ -19,45 +19,58 @@ from tests.rig.fixtures import once
 from tests.rig.processes import PLUGIN, Finished, rollout_server
 from tests.rig.rounds import BATCH, digits, server_argv, write_lines
 
+STEPS = 3
 OWN = (
     *("--lmbda", "1", "--ddp_find_unused_parameters", "true"),
     *("--lr_scheduler_type", "constant", "--learning_rate", "0"),
 )
 LEARNS = ("--learning_rate", "0.05", "--optim", "sgd", "--max_grad_norm", "1000")
+ON_VLLM = (
+    *("--use_vllm", "true", "--vllm_max_model_len", "512", "--vllm_enforce_eager", "true"),
+    *("--vllm_engine_kwargs", '{"kv_cache_memory_bytes": 134217728}'),
+)
+COLOCATED = (*ON_VLLM, "--vllm_mode", "colocate")
 
 
 def prepared(assets: Path, factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `teacher`, a model with random weights, one layer more than the tiny one
-    and wider MLPs, and `rows.jsonl`, whose rows have one, no and two images and answers of unequal
-    length; some are equal."""
+    """Return a folder with `teacher` and `rows.jsonl`."""
 
     def make(folder: Path) -> None:
-        source = assets / "tiny_vlm"
-        pattern = shutil.ignore_patterns("*.safetensors*")
-        shutil.copytree(source, folder / "teacher", ignore=pattern)
-        config = AutoConfig.from_pretrained(source)
-        text = config.get_text_config()
-        text.num_hidden_layers += 1
-        text.layer_types = [*text.layer_types, text.layer_types[-1]]
-        text.intermediate_size += 64
-        torch.manual_seed(7)
-        AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "teacher")
-
-        rows = digits(assets, range(BATCH))
-        for number, row in enumerate(rows):
-            if number % 4 == 1:
-                row["messages"][0]["content"] = f"Count to {number}."
-                row["images"] = []
-            elif number % 4 == 2:
-                row["messages"][0]["content"] = "<image><image>Which is larger?"
-                row["images"] += rows[number - 2]["images"]
-            elif number % 4 == 3:
-                row["messages"][0]["content"] += " Explain it to a child, at length." * number
-            answer = " ".join(map(str, range(1 + number % 7)))
-            row["messages"].append({"role": "assistant", "content": f"It is {answer}."})
-        write_lines(folder / "rows.jsonl", rows)
+        folder.mkdir()
+        write_teacher(assets, folder / "teacher")
+        write_rows(assets, folder / "rows.jsonl")
 
     return once(factory, "distillation", make)
+
+
+def write_teacher(assets: Path, folder: Path) -> None:
+    """Save a model with random weights, one layer more than the tiny one and wider MLPs."""
+    source = assets / "tiny_vlm"
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = AutoConfig.from_pretrained(source)
+    text = config.get_text_config()
+    text.num_hidden_layers += 1
+    text.layer_types = [*text.layer_types, text.layer_types[-1]]
+    text.intermediate_size += 64
+    torch.manual_seed(7)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+
+
+def write_rows(assets: Path, path: Path) -> None:
+    """Write rows with one, no and two images, some of them equal, and answers of unequal length."""
+    rows = digits(assets, range(BATCH))
+    for number, row in enumerate(rows):
+        if number % 4 == 1:
+            row["messages"][0]["content"] = f"Count to {number}."
+            row["images"] = []
+        elif number % 4 == 2:
+            row["messages"][0]["content"] = "<image><image>Which is larger?"
+            row["images"] += rows[number - 2]["images"]
+        elif number % 4 == 3:
+            row["messages"][0]["content"] += " Explain it to a child, at length." * number
+        answer = " ".join(map(str, range(1 + number % 7)))
+        row["messages"].append({"role": "assistant", "content": f"It is {answer}."})
+    write_lines(path, rows)
 
 
 def teacher(places: Path) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """A real training with the monitor ends on all ranks at frozen noise, with a checkpoint (D2, D3).
-`test_seeds.py` has sound noise."""
+
+`test_seeds.py` has sound noise, `tests/extra/test_collapse.py` a policy that collapses.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +9,22 @@ from collections import defaultdict
 from pathlib import Path
 
 from swift_grpo_ext.record.query import read_samples
-from swift_grpo_ext.tools.runs import find_run
-from tests.rig.processes import PLUGIN, swift
+from tests.rig.diversity.runs import train_watched
 from tests.rig.record.rows import read_diversity
-from tests.rig.rounds import HOT, PRESET, digits, write_lines
+from tests.rig.rounds import HOT, digits, write_lines
 
 
 def test_frozen_noise_stops_the_run_in_its_second_round(assets: Path, tmp_path: Path) -> None:
     """With ms-swift's own seeds and tensor parallel 2, every step generates the samples of the
     first. This is the plugin's reason, and proves that the tests of invariance would notice it."""
     equal_rows = write_lines(tmp_path / "rows.jsonl", digits(assets, [0] * 3))
-    command = [
-        *("rlhf", str(PRESET), "--external_plugins", PLUGIN, "examples/digits/rewards.py"),
-        *("--model", str(assets / "tiny_vlm"), "--dataset", str(equal_rows)),
-        *("--output_dir", str(tmp_path / "run"), "--callbacks", "diversity"),
-        *("--num_generations", "4", "--rollout_seed_mode", "engine"),
+    finished, run = train_watched(
+        *(assets, equal_rows, tmp_path, "--num_generations", "4", "--rollout_seed_mode", "engine"),
         *("--learning_rate", "1e-5", "--warmup_steps", "0", *HOT),
         *("--vllm_tensor_parallel_size", "2", "--per_device_train_batch_size", "6"),
         *("--max_steps", "5", "--diversity_action", "stop"),
-    ]
-    finished = swift(*command, log=tmp_path / "log", env={"NPROC_PER_NODE": "2"})
-    assert finished.returncode == 0, finished.cause
-    run = find_run(tmp_path / "run")
+        ranks=2,
+    )
     healthy, broken = read_diversity(run)
     assert (healthy.verdict, broken.verdict) == ("healthy", "broken")
     assert "broken randomness in train round 1.0" in finished.output

@@ -1,10 +1,10 @@
 """One data set with rows of all forms, good and bad: rollout and training see the same of each good
-row, and the group of each bad one is replaced as a whole (M1, M3, M5).
-`tests/unit/checks/test_forms.py` has more forms."""
+row, and the group of each bad one is replaced as a whole (M1, M3, M5)."""
 
 from __future__ import annotations
 
 import base64
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +80,26 @@ def good_rows(digit: str, own: list[str], videos: list[str], folder: Path, url: 
     Image.new("RGB", (1, 1), "white").save(folder / "pixel.png")
     files = ("cmyk.jpg", "16bit.png", "animated.gif", "pixel.png")
     long, short = videos
+    content = [base64.b64encode(Path(path).read_bytes()).decode() for path in own]
+    inline = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content[2]}"}}
     return [
         asks("text alone", mark=""),
+        asks("columns that are null", mark="", images=None, videos=None),
         asks("a path", own[0]),
         asks("two images", *own[1:3], mark="<image> and <image>"),
         asks("two images in a row", *own[4:], mark="<image>Upright, <image>and "),
         *(asks(name, str(folder / name)) for name in files),
-        asks("base64", base64.b64encode(Path(own[3]).read_bytes()).decode()),
+        asks("base64", content[3]),
+        asks("data URL", f"data:image/png;base64,{content[2]}"),
         asks("URL", f"{url}/1.png"),
+        asks("file URL", f"file://{digit}"),
+        asks("one path", images=digit),
         asks("a video", mark="<video>", videos=[long], images=[]),
         asks("a video and", own[0], mark="<image>Beside <video>", videos=[short]),
         asks("surplus marks", digit, mark="<image> and <image>: "),
+        asks("a tag", mark="Of the tag <image>: "),
         in_parts("a part", {"type": "image", "image": digit}),
+        in_parts("a part of a data URL", inline),
     ]
 
 
@@ -102,18 +110,24 @@ def bad_rows(digit: str, folder: Path, url: str) -> list[Row]:
     image.save(folder / "whole.jpg")
     (folder / "cut.jpg").write_bytes((folder / "whole.jpg").read_bytes()[:-200])
     Image.new("RGB", (20_000, 28)).save(folder / "wide.png")
+    image.save(folder / "page.pdf")
     (folder / "frames").mkdir()
     image.save(folder / "frames/1.png")
-    lost = ("none.png", "text.png", "cut.png", "cut.jpg", "wide.png")
+    lost = ("none.png", "text.png", "cut.png", "cut.jpg", "wide.png", "page.pdf")
     return [
         *(asks(name, str(folder / name)) for name in lost),
+        asks("dead URL", "http://127.0.0.1:9/digit.png"),
         asks("no such URL", f"{url}/none.png"),
         asks("too long", digit, text=" again" * 2000),
         asks("beyond the engine", digit, text=" again" * 1200),
         asks("folder", mark="<video>", videos=[str(folder / "frames")]),
         asks("lost for a teacher", digit, teacher_images=[str(folder / "none.png")]),
         asks("cut for a teacher", digit, teacher_images=[str(folder / "cut.png")]),
+        asks("list in a text", images=str([digit])),
+        asks("placeholder", digit, text="<|image_pad|>"),
         in_parts("cut part", {"type": "image", "image": str(folder / "cut.jpg")}),
+        in_parts("PDF part", {"type": "image", "image": str(folder / "page.pdf")}),
+        in_parts("no type", {"image": digit}),
     ]
 
 
@@ -136,31 +150,29 @@ def write(assets: Path, folder: Path, url: str) -> tuple[list[str], set[str], se
     return [str(path), str(folder / "inline.parquet")], *names
 
 
-def test_rows_of_all_forms(assets: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_rows_of_all_forms(mode: str, assets: Path, tmp_path: Path) -> None:
     env = {"SWIFT_ALLOW_INTERNAL_URL": "true"}
-    command = server_argv(assets, *LENGTH, "--vllm_engine_kwargs", NO_CACHE)
-    server = rollout_server(*command, log=tmp_path / "server.log", env=env)
-    with web(tmp_path) as url, server as port:
+    with ExitStack() as stack:
+        url = stack.enter_context(web(tmp_path))
         files, good, bad = write(assets, tmp_path, url)
         size, rest = divmod(len(good | bad), STEPS)
         assert rest == 0, "the sampler leaves out the rest"
         argv = [
             *("--dataset", *files, "--truncation_strategy", "delete", "--max_length", "1500"),
             *("--per_device_train_batch_size", str(size * GROUP_SIZE), *LORA, *LENGTH),
-            *("--learning_rate", "2e-3", "--reward_funcs", "name", *client_argv(port)),
+            *("--learning_rate", "2e-3", "--reward_funcs", "name"),
         ]
+        if mode == "server":
+            command = server_argv(assets, *LENGTH, "--vllm_engine_kwargs", NO_CACHE)
+            server = rollout_server(*command, log=tmp_path / "server.log", env=env)
+            argv += client_argv(stack.enter_context(server))
         run = tmp_path / "run"
         finished = run_training(assets, Path(files[0]), run, *argv, steps=STEPS, env=env)
     assert finished.returncode == 0, finished.cause
     samples = recorded(run)
     assert_logged(run / "run", samples, ranks=1)
-    prompts: dict[tuple[int, int], set[str]] = {}
-    for name, sample in samples.items():
-        sample_id = SampleId.parse(name)
-        prompts.setdefault((sample_id.step, sample_id.group), set()).add(sample["solution"])
-    assert len(samples) == GROUP_SIZE * len(prompts)
-    assert all(len(names) == 1 for names in prompts.values())
-    assert set().union(*prompts.values()) == good
+    assert_groups_are_whole(samples, good)
 
     log = finished.output
     names = good | bad
@@ -183,3 +195,14 @@ def test_rows_of_all_forms(assets: Path, tmp_path: Path) -> None:
     for found in read_records(run / "record", "advantages"):
         expected = ADVANTAGES[SampleId.parse(found["name"]).index]
         assert found["advantage"] == pytest.approx(expected, abs=1e-3)
+
+
+def assert_groups_are_whole(samples: dict[str, Any], good: set[str]) -> None:
+    """Assert that each group has one good row, and each good row a group."""
+    prompts: dict[tuple[int, int], set[str]] = {}
+    for name, sample in samples.items():
+        sample_id = SampleId.parse(name)
+        prompts.setdefault((sample_id.step, sample_id.group), set()).add(sample["solution"])
+    assert len(samples) == GROUP_SIZE * len(prompts)
+    assert all(len(names) == 1 for names in prompts.values())
+    assert set().union(*prompts.values()) == good
