@@ -135,6 +135,15 @@ def rules_of_training(args: RLHFArguments) -> Findings:
         f"vLLM has one weight for embedding and head of {args.model} (tie_word_embeddings).",
         "Leave them out, or train all weights (--tuner_type full).",
     )
+    # ms-swift 4.6, rollout_mixin.py, `split_batches`: the names of its batches are PEFT's.
+    saves = args.modules_to_save and args.tuner_type != "full"
+    yield from rule(
+        f"move_model_batches {args.move_model_batches}",
+        args.move_model_batches and saves and args.use_vllm,
+        f"leaves out --modules_to_save {' '.join(args.modules_to_save)}: vLLM would keep its first "
+        "weights of them.",
+        "Leave one of both flags out.",
+    )
     # ms-swift 4.6, rollout_mixin.py:279: servers score at temperature 1, in GRPO too.
     has_server = args.rlhf_type == "grpo" and getattr(args, "teacher_model_server", None)
     yield from advice(

@@ -123,11 +123,10 @@ CASES: dict[str, Case] = {
     ),
     "tensor parallel": options("--vllm_tensor_parallel_size 2", ranks=2),
     "offload": options(
-        f"{' '.join(LORA)} --offload_model true --offload_optimizer true --move_model_batches 2 "
-        "--modules_to_save merger"
+        f"{' '.join(LORA)} --offload_model true --offload_optimizer true --move_model_batches 2"
     ),
     "DoRA": options(
-        f"{' '.join(LORA)} --use_dora true --gradient_checkpointing true "
+        f"{' '.join(LORA)} --use_dora true --modules_to_save merger --gradient_checkpointing true "
         "--vit_gradient_checkpointing true"
     ),
     "compiled": options("--torch_compile true --freeze_vit true"),

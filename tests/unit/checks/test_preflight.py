@@ -181,8 +181,8 @@ def test_only_whole_checkpoints_are_resumed_from(tmp_path: Path) -> None:
         assert_says(rules.check_arguments(args, ()), refused and f"{refused}...{expected}")
 
 
-def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:
-    """vLLM has one weight for embedding and head."""
+def test_trained_modules_that_vllm_would_not_get(tmp_path: Path) -> None:
+    """vLLM has one weight for a tied embedding and head; batches of weights leave modules out."""
     config = tmp_path / "config.json"
     both = {"model": str(tmp_path), "tuner_type": "lora", "modules_to_save": ["merger", "lm_head"]}
     refused = "error: --modules_to_save lm_head: vLLM has one weight for embedding and ...type full"
@@ -190,6 +190,10 @@ def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:
         (True, {}, refused),
         (True, {"modules_to_save": ["all-embedding"]}, "error: --modules_to_save all-embedding: "),
         (True, {"modules_to_save": ["merger"]}, None),
+        (
+            *(False, {"modules_to_save": ["merger"], "move_model_batches": 2}),
+            "error: --move_model_batches 2: leaves out --modules_to_save merger: ...flags out.",
+        ),
         (True, {"use_vllm": False}, None),
         (True, {"tuner_type": "full"}, None),
         (False, {}, None),
