@@ -120,6 +120,9 @@ ENDINGS: dict[str, tuple[tuple[str, ...], dict[str, str], int, bool, str]] = {
     "the last one dies": ((PRESET,), {**MORTAL, **LONG}, 1, True, "[server0] last"),
     "one of two dies": (TWO, {**MORTAL, **BRIEF}, 0, True, "1 server(s) of this"),
     "a signal is ignored": ((PRESET,), {"SERVER_0": "stubborn"}, 0, True, "status 0"),
+    "a bad key": ((PRESET,), {"VLLM_API_KEY": "two words"}, 1, False, "error: VLLM_API_KEY"),
+    "uneven": (("--rollout-gpus", "0,1,9", *TWO), {}, 1, False, "0 1 9 cannot be shared evenly"),
+    "one GPU for both": (("--train-gpus", "1-3", PRESET), {}, 1, False, "GPU 1 is in both"),
 }
 """Arguments, environment, exit status, whether the training starts, and a part of the output."""
 
@@ -174,11 +177,16 @@ def test_the_servers_api_key_reaches_the_training_by_its_netrc(tmp_path: Path) -
         assert not path.is_file() or KEY not in path.read_text(), path
 
 
-def test_ctrl_c_ends_all(tmp_path: Path) -> None:
-    with launched(tmp_path, PRESET, **LONG) as run:
-        run.wait_for("training examples", 120)
-        os.killpg(run.process.pid, signal.SIGINT)
-        assert end(run) == 130
+@pytest.mark.parametrize(
+    ("phase", "number", "status"),
+    [("a server that is", signal.SIGINT, 130), ("training examples", signal.SIGTERM, 143)],
+)
+def test_a_signal_ends_all(phase: str, number: signal.Signals, status: int, tmp_path: Path) -> None:
+    mode = "deaf" if phase.startswith("a server") else "ok"
+    with launched(tmp_path, PRESET, SERVER_0=mode, **LONG) as run:
+        run.wait_for(phase, 120)
+        os.killpg(run.process.pid, number)
+        assert end(run) == status
 
 
 def test_torchrun_gets_a_port_that_nobody_holds(tmp_path: Path) -> None:
