@@ -242,6 +242,7 @@ def test_what_a_colocated_engine_takes_is_compared(
     weights = WeightSync(RankGroup(), None)
 
     def load(state_dict: StateDict) -> None:
+        assert state_dict is WEIGHTS
         engine.load_weights(taken.items())
 
     for _ in range(2):
