@@ -62,8 +62,8 @@ Outcome = list[list[int]] | str  # the tokens of the samples, or the error that 
 class Fault:
     """A fault of one replica, or of a connection to its server."""
 
-    # kill, stop, corrupt: a fault of the replica in its first start. cut, lose: the connection
-    # breaks before the server has the request, or before the client has the answer.
+    # kill, stop, corrupt: a fault of the replica. cut, lose: the connection breaks before the
+    # server has the request, or before the client has the answer.
     action: str
     method: str  # of the replica, at which it happens; for connections a route; `idle`: in no call
     call: int = 1  # the number of the call at which it happens
@@ -168,9 +168,7 @@ def run_echo(
 class EchoServer(Deployed):
     """ms-swift's server with echoing replicas, which are forked and not spawned."""
 
-    def __init__(
-        self, num_replicas: int, timeout: float, restarts: int, fault: Fault | None
-    ) -> None:
+    def __init__(self, num_replicas: int, timeout: float, fault: Fault | None) -> None:
         super().__init__(timeout=timeout)
         vars(self.args).update(
             vllm_tensor_parallel_size=1,
@@ -180,20 +178,18 @@ class EchoServer(Deployed):
             fork=self.fork,
         )
         self.every_process: list[Any] = []
-        self._starts: Counter[int] = Counter()
         self.fault = fault
         self.num_connections, self.master_port = num_replicas, 0
         self._start_data_parallel_workers()
-        self.restarts = Restarts(self, restarts)
+        self.restarts = Restarts(self, 0)
         for connection in self.connections:
             assert connection.recv() == {"status": "ready"}
 
     def fork(self, target: Any, args: Any) -> Any:
         """Make the process of a replica, with this process's imports; ms-swift's would spawn."""
         replica, fault = args[1], self.fault
-        self._starts[replica] += 1
-        is_due = fault and fault.replica == replica and self._starts[replica] == 1
-        own = fault if is_due and fault.action not in OF_CONNECTIONS else None
+        is_hit = fault and fault.replica == replica and fault.action not in OF_CONNECTIONS
+        own = fault if is_hit else None
         made = get_context("fork").Process(target=run_echo, args=(own, target, *args), daemon=True)
         self.every_process.append(made)
         return made
@@ -220,7 +216,7 @@ def breaking(fault: Fault) -> type[H11Protocol]:
 
 @contextmanager
 def deployed(
-    replicas: Sequence[int], timeout: float, fault: Fault | None = None, restarts: int = 0
+    replicas: Sequence[int], timeout: float, fault: Fault | None
 ) -> Iterator[tuple[list[EchoServer], list[str]]]:
     """Run servers with these numbers of replicas; yield them and their URLs. Replicas are forked
     before there are threads."""
@@ -246,7 +242,7 @@ def deployed(
         stack.callback(end_replicas)  # also replicas that were started by a server's last answer
         for number, count in enumerate(replicas):
             own = fault if fault and fault.server == number else None
-            servers.append(EchoServer(count, timeout, restarts, own))
+            servers.append(EchoServer(count, timeout, own))
         urls = []
         for server in servers:
             settings: dict[str, Any] = {}
@@ -370,17 +366,14 @@ def cells(*, in_pairs: bool) -> Iterator[Cell]:
                     yield Cell(phase, where, replicas, error)
 
 
-def run(
-    replicas: tuple[int, ...], fault: Fault | None, timeout: float = TIMEOUT, restarts: int = 0
-) -> tuple[Outcome, list[EchoServer], set[int]]:
-    """Make the rounds as rank 0 of a trainer. Return the outcome, the servers, and the process ids
-    of the replicas that generated the last round."""
+def run(replicas: tuple[int, ...], fault: Fault | None, timeout: float = TIMEOUT) -> Outcome:
+    """Make the rounds as rank 0 of a trainer; return the outcome."""
     trainer: Any = None
-    tokens, drew = [], set[int]()
+    tokens = []
     args: Any = SimpleNamespace(rollout_timeout=timeout, output_dir="run")
     args.new_special_tokens, args.full_determinism = [], False
     row = RolloutInferRequest(messages=[{"role": "user", "content": "?"}])
-    with deployed(replicas, timeout, fault, restarts) as (running, urls):
+    with deployed(replicas, timeout, fault) as (running, urls):
         try:
             ports = [free_port() for _ in urls]
             trainer = VLLMClient(urls, group_ports=ports, connection_timeout=5.0)
@@ -394,19 +387,13 @@ def run(
                     updates.update(partial(_move, trainer, updates, step))
                 metadatas = metadatas_of(step, phase)
                 answers = servers.infer([row] * GROUPS, metadatas, RequestConfig(max_tokens=8))
-                drawn = [completion for completions, _ in answers for completion in completions]
-                tokens += [list(completion.token_ids) for completion in drawn]
-                drew = {int(completion.replica.split()[-1]) for completion in drawn}
+                tokens += [list(c.token_ids) for completions, _ in answers for c in completions]
                 if fault and fault.method == "idle" and step == 0:
                     process = running[fault.server].processes[fault.replica]
                     os.kill(process.pid, SIGNALS[fault.action])
-                deadline = time.monotonic() + timeout
-                for starting in (c for one in running for c in one.restarts.starting):
-                    while not starting.poll() and time.monotonic() < deadline:
-                        time.sleep(0.01)
-            return tokens, running, drew
+            return tokens
         except Exception as e:
-            return f"{type(e).__name__}: {e}", running, drew
+            return f"{type(e).__name__}: {e}"
         finally:
             if trainer is not None:
                 atexit.unregister(trainer.close_communicator)
@@ -419,7 +406,7 @@ def check(cell: Cell) -> None:
     waits = cell.fault.action == "stop" or cell.phase == "connecting"
     timeout = OF_ONE_THAT_STOPS if waits else TIMEOUT
     began = time.monotonic()
-    outcome, *_ = run(cell.replicas, cell.fault, timeout)
+    outcome = run(cell.replicas, cell.fault, timeout)
     assert time.monotonic() - began < BOUND * timeout
     if not cell.error:
         assert outcome == undisturbed()
