@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
-import traceback
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from swift.pipelines.infer.rollout import SwiftRolloutDeploy
-from swift.pipelines.train.rlhf import SwiftRLHF
+from filelock import FileLock
 
 from swift_grpo_ext.config import RolloutGKDConfig, RolloutGRPOConfig
-from swift_grpo_ext.upstream.accelerator import has_accelerator
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTH = ["--external_plugins", str(ROOT / "plugins/grpo_ext.py"), "--template", "qwen2_5_vl"]
@@ -61,31 +59,43 @@ def _changed(args: Any, changes: dict[str, Any]) -> Any:
 
 @cache
 def _parsed(command: str) -> Any:
-    """Parse once for all of pytest's workers. A child of this process does it, since ms-swift sets
-    environment variables and makes a process group; imports of its own would take it a minute."""
+    """Parse once for all of pytest's workers, in another process: ms-swift sets environment
+    variables and makes a process group."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
-    file = Path(f"{tempfile.gettempdir()}/swift-grpo-ext-arguments-{run}-{command}")
-    if not file.is_file():
-        if (child := os.fork()) == 0:
-            gc.freeze()  # freed in the child, a database of the parent would join absent threads
-            try:
-                _parse(command, file)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert file.is_file(), f"arguments of {command} were not parsed: see the output"
+    found = f"{tempfile.gettempdir()}/swift-grpo-ext-arguments-{run}"
+    file = Path(f"{found}-{command}")
+    with FileLock(f"{found}.lock"):
+        if not file.is_file():
+            _parse_elsewhere(found)
     return pickle.loads(file.read_bytes())
 
 
-def _parse(command: str, found: Path) -> None:
-    """Parse in this process, and write the result to a file."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        os.environ.pop(name, None)
+def _parse_elsewhere(found: str) -> None:
+    """Start this module: a fork of pytest would wait for ever for threads that it lacks."""
+    own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    env = {name: value for name, value in os.environ.items() if name not in own}
     # Any free port: another run of the tests may parse at the same time.
-    os.environ.update(CUDA_VISIBLE_DEVICES="", MASTER_PORT="0")
-    has_accelerator.cache_clear()
-    pipeline = SwiftRLHF if command in TYPES else SwiftRolloutDeploy
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "MASTER_PORT": "0"}
+    argv = [sys.executable, "-m", "tests.rig.arguments", found]
+    finished = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
+def _parse_all(found: str) -> None:
+    """Parse each command in a child of this process: most of the time goes into imports."""
+    from swift.pipelines.infer.rollout import SwiftRolloutDeploy
+    from swift.pipelines.train.rlhf import SwiftRLHF
+
+    for command in (*TYPES, "rollout"):
+        if os.fork() == 0:
+            pipeline = SwiftRLHF if command in TYPES else SwiftRolloutDeploy
+            _parse(pipeline, command, Path(f"{found}-{command}"))
+            os._exit(0)
+        os.wait()
+
+
+def _parse(pipeline: Any, command: str, found: Path) -> None:
+    """Parse in this process, and write the result to a file."""
 
     class Parser:
         args_class = pipeline.args_class
@@ -104,3 +114,7 @@ def _parse(command: str, found: Path) -> None:
     unfinished = found.with_suffix(f".{os.getpid()}")
     unfinished.write_bytes(parsed)
     unfinished.rename(found)
+
+
+if __name__ == "__main__":
+    _parse_all(sys.argv[1])

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift_grpo_ext.logits import proof
 from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
+from tests.rig.arguments import training_arguments
 from tests.rig.logits import models
 from tests.rig.logits.batch import ROWS, Batch, Ours, Rows, Run, loss_pass, plain, seen_positions
 from tests.rig.ranks import start_processes
@@ -219,4 +220,5 @@ def run(rank: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    training_arguments()  # parsed once for both ranks
     start_processes(run)
