@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types and tests.
 #   bash scripts/test.sh                   unit tests, and a few real trainings and servers
-#   bash scripts/test.sh --core            unit tests, each promise on real processes, and a sixth of
+#   bash scripts/test.sh --core            unit tests, each promise on real processes, and a tenth of
 #                                          tests/extra, by the number of commits (CI)
 #   bash scripts/test.sh --all             all tests
 #   bash scripts/test.sh tests/fast        other arguments go to pytest

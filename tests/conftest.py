@@ -18,7 +18,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parents[1]
-NUM_SHARDS = 6
+NUM_SHARDS = 10
 DURATIONS = ROOT / "tests/durations.json"
 """Seconds by file. `KEEP_DURATIONS=1`, which CI sets, writes those of a run."""
 
