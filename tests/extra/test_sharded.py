@@ -57,8 +57,9 @@ DEEPSPEED = {
 }
 ON_CPU = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_CPU": "false"}
 GENERATES_SHARDED = ("--ds3_gather_for_generation", "false")
-"""For ZeRO-3 without vLLM. Otherwise TRL 0.29 registers DeepSpeed's hooks again after each rollout,
-with other numbers, and DeepSpeed 0.18 looks up the old ones ("pop from an empty deque")."""
+"""ZeRO-3 without vLLM needs it. Otherwise TRL 0.29 registers DeepSpeed's hooks again after each
+rollout, with other numbers, and DeepSpeed 0.18 looks up the old ones ("pop from an empty
+deque")."""
 
 STRICT = ("--logits_shim", "strict")
 COLOCATED = ("--vllm_mode", "colocate", "--temperature", "1.0")

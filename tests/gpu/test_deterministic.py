@@ -1,5 +1,5 @@
-"""With the switch of `--full_determinism true`, training steps are bitwise reproducible [R9]. The
-memory of a step's parts is read from a GPU [V5]."""
+"""`--full_determinism true` makes training steps bitwise reproducible [R9]. The memory of a
+step's parts is read from a GPU [V5]."""
 
 from __future__ import annotations
 

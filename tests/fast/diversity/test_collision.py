@@ -96,7 +96,7 @@ def test_bound_holds_exactly_for_every_policy_and_level(weights: list[float]) ->
 def test_the_p_value_is_its_definition(
     prompts: list[tuple[list[list[int]], list[list[int]]]], bits: float
 ) -> None:
-    """By brute force over all prefixes of each prompt's samples, now and before. Odd samples are
+    """Brute force goes over all prefixes of each prompt's samples, now and before. Odd samples are
     given twice the surprisal: the least counts."""
     sizes = [(len(now), len(before)) for now, before in prompts]
     families = 2 if any(m for _, m in sizes) else 1

@@ -302,7 +302,7 @@ def test_runs_are_paired_by_seed_and_prompts_by_their_first_turn(tmp_path: Path)
 
 
 def test_the_command_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of runs of different lengths the common steps are compared: rewards rise equally in both, and
+    """The common steps of runs of different lengths are compared: rewards rise equally in both, and
     the longer run does not count as better."""
     runs = {"a": (3, [0, 1], 2), "b": (4, [0, 1], 2), "c": (3, [1, 2], 2), "d": (4, [2, 3], 9)}
     a, b, c, d = (
