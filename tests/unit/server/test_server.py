@@ -181,7 +181,8 @@ def test_a_slow_answer_begins_at_once_and_is_given_up_with_its_client(
         headers = {wire.STATUS_HEADER: "1"}
         ask = partial(requests.post, f"{url}/infer/", json=BODY, headers=headers, timeout=10)
         answer = ask(stream=True)
-        assert next(answer.iter_content(1)) == b" "
+        content = answer.iter_content(1)  # kept: the end of this generator closes the connection
+        assert next(content) == b" "
         assert not slow.goes_on.is_set()
         answer.close()
         wait_until(slow.goes_on.is_set)
