@@ -65,17 +65,11 @@ def test_low_32_bits_differ_within_a_round() -> None:
     """2**14 samples a group and 2**18 groups fill the 32 bits, and do not overlap. torch's
     generator on CPU drops the upper half of a seed. Other indices are refused."""
     places = [(group, index) for group in range(256) for index in range(64)]
-    last = MAX_GROUP_SIZE - 1
-    places += [
-        (group, i) for group in (2**17, 2**18 - 2, 2**18 - 1) for i in (0, 1, last - 1, last)
-    ]
+    places += product((2**17, 2**18 - 2, 2**18 - 1), (0, 1, MAX_GROUP_SIZE - 2, MAX_GROUP_SIZE - 1))
     seeds = [sample_seed(42, replace(PLACE, group=group, index=i)) for group, i in places]
     assert len({seed % 2**32 for seed in seeds}) == len(places)
-
     for index in (-1, MAX_GROUP_SIZE):
-        with pytest.raises(
-            ValueError, match=rf"index {index} in a group: expected 0 to 16383; use"
-        ):
+        with pytest.raises(ValueError, match=rf"index {index} in a group: expected 0 to 16383;"):
             sample_seed(42, replace(PLACE, index=index))
 
 
@@ -104,14 +98,7 @@ def test_a_name_tells_its_sample(name: SampleId) -> None:
 
 def test_what_is_no_name_is_refused() -> None:
     name = "train-12.0-5-3"
-    for wrong in (
-        name[:-2],
-        f"{name}-1",
-        "train-12.0-5--3",
-        f"x{name}",
-        f"{name}\n",
-        "eval-1x0-5-3",
-    ):
+    for wrong in (name[:-2], f"{name}-1", f"x{name}", f"{name}\n", "eval-1x0-5-3"):
         with pytest.raises(ValueError, match=r"is no name of a sample, such as train-12\.0-5-3"):
             SampleId.parse(wrong)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ STEP = {
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Any:
     def begin(trainer: Any) -> Any:
-        monkeypatch.setattr(step_clock, "perf_counter", trainer.read_clock)
+        monkeypatch.setattr(step_clock, "perf_counter", lambda: trainer.now)
         monkeypatch.setattr(memory, "used_bytes", lambda _: int(trainer.now * 2**30))
         trainer.begin()
         return trainer
@@ -111,22 +112,6 @@ def test_where_time_of_other_trainers_belongs(
     assert trainer.logged() == {**STEP, **changes}
 
 
-def test_an_exception_leaves_the_parts_right(begin: Any) -> None:
-    def fail(trainer: Any) -> None:
-        if trainer.now < 200:
-            raise ConnectionError("no answer")
-
-    trainer = begin(Trainer(_infer_single_or_multi_turn=(100, fail)))
-    with pytest.raises(ConnectionError, match="no answer"):
-        trainer.training_step()
-    trainer.evaluation_loop()
-    trainer.step()
-    seconds = trainer.logged()
-    assert sum(seconds[part] for part in PARTS) == trainer.now
-    assert seconds["rollout"] == 2 * STEP["rollout"] - 16  # the engine was not put to sleep
-    assert seconds["logps"] == STEP["logps"]
-
-
 def test_a_step_logs_how_long_ranks_waited_for_the_slowest(begin: Any) -> None:
     """The waits of its rounds add up. An evaluation is not timed."""
     wait = (100, lambda trainer: trainer.clock.record_wait(3.0))
@@ -140,18 +125,12 @@ def test_a_step_logs_how_long_ranks_waited_for_the_slowest(begin: Any) -> None:
 
 
 def test_a_trainer_is_left_as_it_was(begin: Any) -> None:
-    """The clock costs two reads for each of 11 calls, one after the optimizer and one at the end
-    of the step, also in a second training."""
+    """Also by a second training, after one that failed."""
     trainer = Trainer()
     own = dict(vars(trainer))
     begin(trainer).training_step()
     trainer.clock.on_train_begin()
-    num_reads = trainer.num_reads
-    trainer.step()
-    assert trainer.num_reads - num_reads == 24
-    first = trainer.clock
-    for clock in (first, begin(trainer).clock):  # as in a bench
-        clock.on_train_end()
+    trainer.clock.on_train_end()
     assert {name: vars(trainer)[name] for name in WORK} == {name: own[name] for name in WORK}
 
 
@@ -218,23 +197,12 @@ def test_ranks_that_do_the_same_share_a_line(capsys: pytest.CaptureFixture[str])
     assert not capsys.readouterr().err
 
 
-def test_a_server_reports_what_it_waits_for(
+def test_an_idle_server_reports_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stalls, "MINUTES", 0.5 / 60)
-    with StallReports():
-        time.sleep(1.2)  # idle
-        assert not capsys.readouterr().err
-        ended = threading.Event()
-
-        def wait() -> None:
-            with waiting("replica 0.0: `infer`"):
-                ended.wait(10)
-
-        threading.Thread(target=wait).start()
-        deadline = time.monotonic() + 10
-        while not (said := capsys.readouterr().err) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        ended.set()
-    assert said.startswith("\nNo part of the step has ended for 0.00833333 minutes.\n")
-    assert "  rank 0: waits for replica 0.0: `infer` (0 min)" in said
+    monkeypatch.setattr(stalls, "MINUTES", 0.2 / 60)
+    for waits in (nullcontext(), waiting("replica 0.0: `infer`")):
+        with StallReports(), waits:
+            time.sleep(1.2)
+        is_idle = isinstance(waits, nullcontext)
+        assert ("rank 0: waits for replica" in capsys.readouterr().err) != is_idle

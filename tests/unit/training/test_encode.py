@@ -205,7 +205,6 @@ def test_a_prompt_that_differs_is_named_or_warned_of_once(warnings: list[str]) -
     ("rollout", "training", "first", "later"),
     [
         ([1, PAD, PAD, 2], [1, PAD, PAD, 2, 5], None, None),
-        ([1, 2, PAD], [1, 2, PAD, 5], None, None),
         ([PAD, PAD, 2, PAD, 2], [-1, 2, -2, 2, 5], None, None),  # Phi-3-Vision, Ovis2.5
         ([1, SOFT, SOFT, 2], [1, PAD, PAD, 2, 5], None, None),  # frames of InternVL
         ([1, 2, 3], [1, 2, 9, 5], 2, 2),
@@ -213,8 +212,6 @@ def test_a_prompt_that_differs_is_named_or_warned_of_once(warnings: list[str]) -
         ([1, PAD, PAD, 2], [1, PAD, PAD, PAD, 2, 5], 3, 3),  # other pixel limits
         ([1, SOFT, PAD, 2], [1, PAD, PAD, 2, 5], 1, 1),
         ([1, PAD, 2, PAD], [1, PAD, 2], 3, 3),
-        ([1, 2, PAD, 3], [1, PAD, 3, 5], 1, 1),
-        ([1, PAD, 2, 5, PAD, 7], [1, PAD, 2, 5, 7, 6], 4, 4),  # an image that was not repeated
         # line breaks beside media
         ([1, PAD, 10, 2, 5, 7], [1, PAD, 2, 5, 7, 6], 2, None),
         ([1, PAD, 2, 5, PAD, 7], [1, PAD, 2, 5, 10, PAD, 10, 7, 6], 4, None),
@@ -243,7 +240,6 @@ def test_prompts_that_differ_are_named(
     ("rollout", "training", "expected", "was_cut"),
     [
         ([1, PAD, PAD, 2], [1, PAD, PAD, 10, 2], [1, PAD, PAD, 2], False),  # InternVL: a line more
-        ([PAD, 11, 1, PAD, 2], [PAD, 1, PAD, 10, 2], [PAD, 11, 1, PAD, 2], False),
         ([1, SOFT, 2], [1, PAD, 10, 2], [1, PAD, 2], False),  # its frames
         ([1, PAD, PAD, 2, 11], [1, -200, 10, 2, 10], [1, -200, 2, 11], False),  # Ovis2.5
         ([PAD, PAD, 4], [1, -200, 3, 4], [-200, 4], True),
@@ -252,10 +248,8 @@ def test_prompts_that_differ_are_named(
         ([1, 10, 2], [1, 2], None, False),  # no media: no template writes that
         ([1, PAD, 3], [1, PAD, 10, 1], None, False),  # words
         ([3, 4], [1, 2, 3, 4], None, False),  # no limit explains it
-        ([1, 2], [1, 2, 3], None, True),  # cut on the right
         ([2, 4], [1, 2, 3, 4], None, True),  # in the middle
         ([3, PAD, 4], [1, PAD, PAD, 3, 4], None, True),  # a medium, or a part of one
-        ([PAD, SOFT, 4], [1, PAD, 2, SOFT, 4], None, True),  # side by side, they count as one
         ([0, 1, 2, 3], [1, 2, 3], None, True),  # the rollout saw more
     ],
 )

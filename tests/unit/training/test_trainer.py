@@ -95,16 +95,17 @@ class RecordingEngine:
 
 
 class Odd(ORM):
-    """Rewards that differ within every group."""
+    """Rewards that differ within each group, except in the first round."""
 
     is_deterministic: ClassVar[set[bool]] = set()
 
     def __call__(
         self, completions: list[str], trainer_state: TrainerState, **kwargs: Any
     ) -> list[float]:
+        is_first = not self.is_deterministic
         if trainer_state.max_steps:  # 0 while it is tried before the training
             self.is_deterministic.add(torch.are_deterministic_algorithms_enabled())
-        return [float(i % 2) for i in range(len(completions))]
+        return [0.0 if is_first else float(i % 2) for i in range(len(completions))]
 
 
 def train(argv: list[str]) -> Any:
@@ -143,22 +144,26 @@ def test_a_training_of_three_steps(assets: Path, tmp_path: Path) -> None:
         *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--logging_steps", "1"),
         *("--dataloader_persistent_workers", "false", "--report_to", "none"),
         *("--save_strategy", "no", "--add_version", "false", "--rollout_mismatch", "warn"),
-        *("--full_determinism", "true", "--output_dir", str(tmp_path)),
+        *("--full_determinism", "true", "--output_dir", str(tmp_path), "--dynamic_sample", "true"),
     ]
     gc.freeze()  # if the child collected a group of gloo, it would wait for threads of the parent
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
         rounds, weights, warnings, *modes = pool.submit(train, argv).result()
     gc.unfreeze()
 
-    # A round serves two iterations. An evaluation numbers its groups over batches, and the last
-    # step is evaluated too.
+    # A round serves two iterations. Dynamic sampling adds a round to the first one, in a second
+    # wave, and then expects to need another one. An evaluation numbers its groups over batches, and
+    # the last step is evaluated too.
     names = [[each.sample_id.request_id for _, each in pairs] for pairs in rounds]
-    training = [[f"train-{step}.0-{group}-0" for group in (0, 1)] for step in (0, 2)]
+    training = [
+        [f"train-{name}-{group}-0" for name in of_wave for group in (0, 1)]
+        for of_wave in (["0.0"], ["0.1"], ["2.0", "2.1"])
+    ]
     evaluations = [
         [[f"eval-{step}.0-{group}-0" for group in groups] for groups in ((0, 1), (2, 3))]
         for step in (2, 3)
     ]
-    assert names == [training[0], *evaluations[0], training[1], *evaluations[1]]
+    assert names == [*training[:2], *evaluations[0], training[2], *evaluations[1]]
     for asked, metadata in (pair for pairs in rounds for pair in pairs):
         assert asked in words[:3]
         assert (metadata.count, metadata.run_seed, metadata.as_arrays) == (2, 42, True)
