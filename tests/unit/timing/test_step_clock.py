@@ -112,28 +112,6 @@ def test_where_time_of_other_trainers_belongs(
     assert trainer.logged() == {**STEP, **changes}
 
 
-def test_a_step_logs_how_long_ranks_waited_for_the_slowest(begin: Any) -> None:
-    """The waits of its rounds add up. An evaluation is not timed."""
-    wait = (100, lambda trainer: trainer.clock.record_wait(3.0))
-    trainer = begin(Trainer(_infer_single_or_multi_turn=wait))
-    for num_rounds in (1, 2):
-        for _ in range(num_rounds):
-            trainer.training_step()
-        trainer.evaluation_loop()
-        trainer.clock.on_step_end()
-        assert trainer.logged()["wait"] == 3 * num_rounds
-
-
-def test_a_trainer_is_left_as_it_was(begin: Any) -> None:
-    """Also by a second training, after one that failed."""
-    trainer = Trainer()
-    own = dict(vars(trainer))
-    begin(trainer).training_step()
-    trainer.clock.on_train_begin()
-    trainer.clock.on_train_end()
-    assert {name: vars(trainer)[name] for name in WORK} == {name: own[name] for name in WORK}
-
-
 MEMORY = {"send": 12.5, "wake": 14.5, "generate": 114.5, "sleep": 130.5, "rewards": 1130.5}
 MEMORY |= {"logps": 6130.5, "batch": 6130.5, "loss": 9194.5, "optimizer": 9450.5}
 """The GiB at the end of a first step's parts, if the trainer takes 1 GiB in each second."""

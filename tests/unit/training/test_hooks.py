@@ -237,8 +237,7 @@ def test_two_bad_groups_at_once(num_ranks: int, warnings: list[str]) -> None:
     ("batch", "others", "expected"),
     [
         ("bbcc", "d", "bbcc"),
-        ("AABB", "CdDf", "ddff"),  # each group has another
-        ("AABB", "Cd", "dddd"),  # while there are any
+        ("AABB", "Cd", "dddd"),  # there is only one
         ("bAcc", "d", "ddcc"),  # rows of a group that differ are all looked at
         ("AA", "CCCCCCCCCd", "dd"),
     ],
@@ -255,17 +254,9 @@ def test_where_nothing_is_left_every_rank_says_so() -> None:
 
 
 def test_the_order_of_candidates_is_the_rounds_own() -> None:
-    orders = [
-        candidate_order(seed, round_, first_group, 100)
-        for seed, round_, first_group in (
-            (42, ROUND, 0),
-            (43, ROUND, 0),
-            (42, ROUND._replace(phase="train"), 0),
-            (42, ROUND._replace(number=0), 0),
-            (42, ROUND._replace(step=4), 0),
-            (42, ROUND, 7),
-        )
-    ]
+    others = ROUND._replace(phase="train"), ROUND._replace(number=0), ROUND._replace(step=4)
+    places = [(42, ROUND, 0), (43, ROUND, 0), (42, ROUND, 7), *((42, each, 0) for each in others)]
+    orders = [candidate_order(*place, num_rows=100) for place in places]
     assert sorted(orders[0]) == list(range(100))
     assert len({tuple(order[:10]) for order in orders}) == len(orders)
 
