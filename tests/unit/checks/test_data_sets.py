@@ -23,9 +23,9 @@ ONE = {"num_generations_eval": 1}
 FILE = {"val_dataset": ["v.jsonl"]}
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_eval", "training", "changes", "expected"),
-    [
+def test_rows_that_fill_no_batch() -> None:
+    """A batch has 8 prompts, and 4 in an evaluation."""
+    for num_rows, num_eval, training, changes, expected in (
         (16, 8, STEPS, {}, None),
         (7, None, {}, {}, "error: --dataset rows.jsonl: 7 rows are fewer than the 8"),
         (16, 5, STEPS, {}, "warning: --split_dataset_ratio: 1 of 5 rows are left out of each eval"),
@@ -35,45 +35,32 @@ FILE = {"val_dataset": ["v.jsonl"]}
         (16, 3, EPOCH, {}, "error: --split_dataset_ratio: 3 rows make no batch"),
         (16, 5, {}, {}, None),
         (16, 5, {}, FILE, "warning: --val_dataset v.jsonl: is never evaluated"),
-    ],
-)
-def test_rows_that_fill_no_batch(
-    num_rows: int,
-    num_eval: int | None,
-    training: dict[str, Any],
-    changes: dict[str, Any],
-    expected: str | None,
-) -> None:
-    """A batch has 8 prompts, and 4 in an evaluation."""
-    training = {"per_device_eval_batch_size": 8, "eval_strategy": "no", **training}
-    args = arguments(training, **{"num_generations": 2, **changes})
-    rows = None if num_eval is None else range(num_eval)
-    assert_says(rules_of_data(args, range(num_rows), rows), expected)
+    ):
+        sizes = {"per_device_eval_batch_size": 8, "eval_strategy": "no"}
+        args = arguments({**sizes, **training}, **{"num_generations": 2, **changes})
+        rows = None if num_eval is None else range(num_eval)
+        assert_says(rules_of_data(args, range(num_rows), rows), expected)
 
 
-@pytest.mark.parametrize(
-    ("training", "updates"),
-    [
+def test_checkpoints_in_the_middle_of_a_round() -> None:
+    """The gradients of two batches make an update. Such a checkpoint breaks R9."""
+    for training, updates in (
         ({}, 0),
         ({"num_iterations": 2}, 2),
         ({"num_iterations": 2, "save_steps": 4}, 0),
         ({"num_iterations": 2, "save_strategy": "epoch"}, 0),
         ({"num_iterations": 2, "save_steps": 0.5}, 0),
         ({"steps_per_generation": 6}, 3),
-    ],
-)
-def test_checkpoints_in_the_middle_of_a_round(training: dict[str, Any], updates: int) -> None:
-    """The gradients of two batches make an update. Such a checkpoint breaks R9."""
-    args = arguments(
-        {"steps_per_generation": 2, "save_steps": 1, **training}, full_determinism=True
-    )
-    expected = (
-        f"warning: --full_determinism true: ...one rollout serves {updates} updates, and "
-        f"--save_steps 1 saves between them...a multiple of {updates}."
-    )
-    assert_says(rules_of_data(args, range(9), None), expected if updates else None)
-    args.full_determinism = False
-    assert_says(rules_of_data(args, range(9), None), None)
+    ):
+        settings = {"steps_per_generation": 2, "save_steps": 1, **training}
+        args = arguments(settings, full_determinism=True)
+        expected = (
+            f"warning: --full_determinism true: ...one rollout serves {updates} updates, and "
+            f"--save_steps 1 saves between them...a multiple of {updates}."
+        )
+        assert_says(rules_of_data(args, range(9), None), expected if updates else None)
+        args.full_determinism = False
+        assert_says(rules_of_data(args, range(9), None), None)
 
 
 # --- rows and columns ---
@@ -86,9 +73,8 @@ ANSWERED = {**GOOD[0], "messages": [*QUESTION, {"role": "assistant", "content": 
 UNREWARDED: dict[str, Any] = {"reward_funcs": []}
 
 
-@pytest.mark.parametrize(
-    ("rows", "eval_rows", "changes", "expected"),
-    [
+def test_data_sets() -> None:
+    cases: list[tuple[Any, ...]] = [
         (GOOD, GOOD, {}, None),
         (BAD, GOOD, {}, "error: --dataset: the row"),
         (GOOD, BAD, {}, "error: --val_dataset: the row"),
@@ -102,10 +88,9 @@ UNREWARDED: dict[str, Any] = {"reward_funcs": []}
         (GOOD, None, {**UNREWARDED, "teacher_model": "org/teacher"}, None),
         (GOOD, None, {**UNREWARDED, "vllm_mode": "server"}, None),  # with a gym, perhaps
         ([{**GOOD[0], "teacher_prompt": "?"}, GOOD[1]], None, UNREWARDED, None),
-    ],
-)
-def test_data_sets(rows: Any, eval_rows: Any, changes: dict[str, Any], expected: str) -> None:
-    assert_says(preflight.check_datasets(arguments(**changes), rows, eval_rows), expected)
+    ]
+    for rows, eval_rows, changes, expected in cases:
+        assert_says(preflight.check_datasets(arguments(**changes), rows, eval_rows), expected)
 
 
 def test_one_rank_of_a_machine_looks_at_rows(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +114,9 @@ REPLAY = {"router_replay_mode": "R3"}
 NO_EXPERTS = "error: --router_replay_mode R3: expected a mixture of experts...; qwen3_vl has no"
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_multimodal", "has_experts", "expected"),
-    [
+def test_models() -> None:
+    """A speculation cannot leave placeholders out: vLLM would refuse the first request."""
+    cases: list[tuple[Any, ...]] = [
         ({"port": 8000, "vllm_speculative_config": CONFIG}, True, False, REFUSED),
         ({"port": 8000, "vllm_speculative_config": CONFIG}, False, False, None),
         ({"port": 8000}, True, False, None),
@@ -140,16 +125,12 @@ NO_EXPERTS = "error: --router_replay_mode R3: expected a mixture of experts...; 
         ({"vllm_speculative_config": CONFIG}, True, False, None),  # a training does not read it
         (REPLAY, True, True, None),
         (REPLAY, True, False, NO_EXPERTS),
-    ],
-)
-def test_models(
-    changes: dict[str, Any], is_multimodal: bool, has_experts: bool, expected: str | None
-) -> None:
-    """A speculation cannot leave placeholders out: vLLM would refuse the first request."""
-    args = arguments(**changes)
-    args.model_meta = SimpleNamespace(is_multimodal=is_multimodal, model_type="qwen3_vl")
-    args.model_info = SimpleNamespace(is_moe_model=has_experts)
-    assert_says(rules_of_model(args), expected)
+    ]
+    for changes, is_multimodal, has_experts, expected in cases:
+        args = arguments(**changes)
+        args.model_meta = SimpleNamespace(is_multimodal=is_multimodal, model_type="qwen3_vl")
+        args.model_info = SimpleNamespace(is_moe_model=has_experts)
+        assert_says(rules_of_model(args), expected)
 
 
 def test_new_tokens_need_free_rows_of_the_model_on_disk(tmp_path: Path) -> None:

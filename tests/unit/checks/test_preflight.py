@@ -130,9 +130,8 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
     assert_says(rules.check_arguments(arguments(**changes), ["model", "seed"]), expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "given", "expected"),
-    [
+def test_flags_that_nobody_reads() -> None:
+    cases: list[tuple[Any, ...]] = [
         (SERVER, ["logits_shim"], "warning: --logits_shim: is ignored by `swift rollout`; `swift"),
         (SERVER, ["rollout_timeout", *rules.ENGINE_FLAGS_OF_SERVERS], None),
         (SERVER, ["rollout_seed_mode", "sample_log", "sample_log_gb"], None),
@@ -146,12 +145,9 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
         (SERVED, ["sleep_level"], "warning: --sleep_level: has no effect with"),
         (SERVED, ["vllm_quantization"], "warning: --vllm_quantization: has no ef"),
         (SERVED, ["vllm_server_port", "vllm_enable_lora"], None),
-    ],
-)
-def test_flags_that_nobody_reads(
-    changes: dict[str, Any], given: list[str], expected: str | None
-) -> None:
-    assert_says(rules.rules_of_ignored_flags(arguments(**changes), given), expected)
+    ]
+    for changes, given, expected in cases:
+        assert_says(rules.rules_of_ignored_flags(arguments(**changes), given), expected)
 
 
 def test_only_whole_checkpoints_are_resumed_from(tmp_path: Path) -> None:
@@ -198,18 +194,15 @@ def test_trained_modules_that_vllm_would_not_get(tmp_path: Path) -> None:
 # --- adapters ---
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
+def test_adapters_that_vllm_refuses() -> None:
+    """Otherwise vLLM refuses it after two minutes."""
+    pissa = [({**LORA, "init_weights": "pissa"}, f"{NOT_TAKEN}: ...init_lora_weights='pissa'")]
+    cases: list[tuple[dict[str, Any], str | None]] = [
         (LORA, None),
         ({**LORA, "use_dora": True}, f"{NOT_TAKEN}: vLLM does not ... Change the adapter, or leav"),
         ({**LORA, "modules_to_save": ["a", "b"]}, f"{NOT_TAKEN}: vLLM only supports modules_to_s"),
         ({**LORA, "lora_bias": "all"}, f"{NOT_TAKEN}: ...bias"),
-        pytest.param(
-            {**LORA, "init_weights": "pissa"},
-            f"{NOT_TAKEN}: ...init_lora_weights='pissa'",
-            marks=pytest.mark.skipif(TAKES_ANY_START, reason="vLLM before 0.32 takes it"),
-        ),
+        *([] if TAKES_ANY_START else pissa),
         *(({**LORA, "init_weights": name}, None) for name in (True, False, "gaussian", "lora-ga")),
         ({"tuner_type": "lora", "use_dora": True, "init_weights": "olora"}, None),
         ({**LORA, "tuner_type": "lora_llm", "use_dora": True}, NO_EFFECT),
@@ -217,11 +210,9 @@ def test_trained_modules_that_vllm_would_not_get(tmp_path: Path) -> None:
         ({**LORA, **ALONE}, NO_EFFECT),
         ({**LORA, **SERVED, "use_dora": True}, None),  # servers are asked, on the first rank
         ({**SERVER, "vllm_enable_lora": True}, None),
-    ],
-)
-def test_adapters_that_vllm_refuses(changes: dict[str, Any], expected: str | None) -> None:
-    """Otherwise vLLM refuses it after two minutes."""
-    assert_says(preflight.check_model(arguments(**changes)), expected)
+    ]
+    for changes, expected in cases:
+        assert_says(preflight.check_model(arguments(**changes)), expected)
 
 
 def test_vllm_before_0_28_needs_an_accelerator_for_adapters(

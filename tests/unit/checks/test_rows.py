@@ -301,9 +301,8 @@ class Even(RowPreprocessor):
         return asks(row["question"]) if row["solution"] % 2 == 0 else None
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "expected"),
-    [
+def test_rows_that_a_training_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[Any, ...]] = [
         ([asks("?"), asks("?", objects=None), asks("?", objects=BOXES)], {}, None),
         (HALF, {"num_proc": 2}, SOME + "3 of 6 rows; the first is row 2 of {0}..." + EMPTY),
         (HALF[1::2], {}, "error: Data set {0}: no row is left of 3; the first is row 1 of {0}"),
@@ -319,22 +318,15 @@ class Even(RowPreprocessor):
             {"preprocessor": Even()},
             "note: Data set {0}: ms-swift leaves out 2 of 3 rows; the first is row 1 of {0}:",
         ),
-    ],
-)
-def test_rows_that_a_training_leaves_out(
-    rows: list[Any],
-    options: dict[str, Any],
-    expected: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = write_lines(tmp_path / "rows.jsonl", rows)
-    if preprocessor := options.pop("preprocessor", None):
-        meta = DatasetMeta(dataset_path=str(path), preprocess_func=preprocessor)
-        monkeypatch.setitem(DATASET_MAPPING, "mine", meta)  # as `register_dataset` does
-        monkeypatch.setattr("swift.dataset.dataset_syntax._dataset_meta_mapping", None)
-    found: list[Finding] = []
-    with collected(found.append), left_out_rows_named(), suppress(ZeroDivisionError):
-        load_dataset([str(path)], remove_unused_columns=False, shuffle=True, **options)
-    checks.assert_says(found, expected and expected.format(path))
-    assert "(objects" not in "".join(checks.said(found)) or any("objects" in row for row in rows)
+    ]
+    for number, (rows, options, expected) in enumerate(cases):
+        path = write_lines(tmp_path / f"{number}.jsonl", rows)
+        if preprocessor := options.pop("preprocessor", None):
+            meta = DatasetMeta(dataset_path=str(path), preprocess_func=preprocessor)
+            monkeypatch.setitem(DATASET_MAPPING, "mine", meta)  # as `register_dataset` does
+            monkeypatch.setattr("swift.dataset.dataset_syntax._dataset_meta_mapping", None)
+        found: list[Finding] = []
+        with collected(found.append), left_out_rows_named(), suppress(ZeroDivisionError):
+            load_dataset([str(path)], remove_unused_columns=False, shuffle=True, **options)
+        checks.assert_says(found, expected and expected.format(path))
+        assert "(objects" not in "".join(checks.said(found)) or "objects" in rows[-1]

@@ -79,9 +79,8 @@ SHARDED.deepspeed = SimpleNamespace(step=lambda: SHARDED._work((128,)))
 AHEAD = Trainer("server", _fast_infer=("_wait_queue", 3, in_thread), _wait_queue=(40,))
 
 
-@pytest.mark.parametrize(
-    ("trainer", "changes"),
-    [
+def test_where_time_of_other_trainers_belongs(begin: Any) -> None:
+    for trainer, changes in (
         # A server's engine neither wakes nor sleeps.
         (Trainer("server"), {"wake": 0.0, "sleep": 0.0}),
         # Dynamic sampling generates once more while it scores.
@@ -102,14 +101,9 @@ AHEAD = Trainer("server", _fast_infer=("_wait_queue", 3, in_thread), _wait_queue
             AHEAD,
             {"wake": 0.0, "send": 0.0, "sleep": 0.0, "generate": 40, "rollout": 2 + 3 + 40 + 100},
         ),
-    ],
-    ids=["server", "resampling", "sharded", "evaluating", "ahead"],
-)
-def test_where_time_of_other_trainers_belongs(
-    trainer: Any, changes: dict[str, float], begin: Any
-) -> None:
-    begin(trainer).step()
-    assert trainer.logged() == {**STEP, **changes}
+    ):
+        begin(trainer).step()
+        assert trainer.logged() == {**STEP, **changes}
 
 
 MEMORY = {"send": 12.5, "wake": 14.5, "generate": 114.5, "sleep": 130.5, "rewards": 1130.5}

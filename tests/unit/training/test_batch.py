@@ -29,8 +29,6 @@ from tests.rig.training.samples import arguments, batch, prompts, sample
 
 PAD = 90
 
-# --- counts ---
-
 
 def test_each_sampled_token_has_a_log_probability() -> None:
     """Tokens of an environment have none. A sample without log-probabilities is not counted."""
@@ -115,9 +113,6 @@ def test_positions_are_compared(how: str, warnings: list[str]) -> None:
         check(ROLLOUT, OTHER, ROLLOUT)
     check(ROLLOUT, OTHER, ROLLOUT, rollout_mismatch="warn")
     assert "different positions, from token 4" in warnings[-1]
-
-
-# --- dropout ---
 
 
 def test_dropout_is_really_off() -> None:

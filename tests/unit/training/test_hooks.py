@@ -54,9 +54,8 @@ class Host(RolloutGRPOTrainer):
         self.dynamic_num_samples = own.get("dynamic", False)
 
 
-@pytest.mark.parametrize(
-    ("settings", "needs"),
-    [
+def test_which_rounds_need_the_old_policys_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[dict[str, Any], bool]] = [
         ({}, False),
         ({"steps": 4, "beta": 0.04}, False),  # two rounds for an update; no reference's pass
         ({"steps": 1}, True),  # two updates from a round
@@ -73,15 +72,12 @@ class Host(RolloutGRPOTrainer):
         ({"zero3": True, "beta": 0.04}, False),
         ({"zero3": True, "beta": 0.04, "use_vllm": False, "reference": object()}, False),
         ({"beta": 0.04, "use_vllm": False}, False),
-    ],
-)
-def test_which_rounds_need_the_old_policys_pass(
-    settings: dict[str, Any], needs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_zero3 = settings.get("zero3", False)
-    monkeypatch.setattr(trainer, "is_deepspeed_zero3_enabled", lambda: is_zero3)
-    assert Host(**settings).needs_old_logps() is needs
-    assert Host(**settings).needs_old_logps(has_views=True)
+    ]
+    for settings, needs in cases:
+        is_zero3 = "zero3" in settings
+        monkeypatch.setattr(trainer, "is_deepspeed_zero3_enabled", lambda on=is_zero3: on)
+        assert Host(**settings).needs_old_logps() is needs
+        assert Host(**settings).needs_old_logps(has_views=True)
 
 
 def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +101,8 @@ def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert not batches[0].old_per_token_logps.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_compared"),
-    [
+def test_early_rounds_have_a_pass_with_other_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[dict[str, Any], bool]] = [
         ({}, True),
         ({"is_early": False}, False),
         ({"training": False}, False),  # an evaluation
@@ -116,21 +111,15 @@ def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) 
         ({"use_vllm": False}, False),
         ({"torch_compile": True}, False),  # compiled layers ignore the noise
         ({"gpu": True}, False),  # no GPU has run it
-    ],
-)
-def test_early_rounds_have_a_pass_with_other_rounding(
-    changes: dict[str, Any], is_compared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = Host(training=changes.get("training", True))
-    host.least_bits = changes.get("bits", 16)
-    host._gap_check = SimpleNamespace(is_early=changes.get("is_early", True))
-    host.args = arguments(**{n: v for n, v in changes.items() if hasattr(host.args, n)})
-    monkeypatch.setattr(trainer, "has_accelerator", lambda: changes.get("gpu", False))
-    host.rounded_logps = list
-    assert host._rounded_logps([{}, {}]) == ([{}, {}] if is_compared else [])
-
-
-# --- failures ---
+    ]
+    for changes, is_compared in cases:
+        host = Host(training=changes.get("training", True))
+        host.least_bits = changes.get("bits", 16)
+        host._gap_check = SimpleNamespace(is_early=changes.get("is_early", True))
+        host.args = arguments(**{n: v for n, v in changes.items() if hasattr(host.args, n)})
+        monkeypatch.setattr(trainer, "has_accelerator", lambda on="gpu" in changes: on)
+        host.rounded_logps = list
+        assert host._rounded_logps([{}, {}]) == ([{}, {}] if is_compared else [])
 
 
 class Rank(RolloutTraining):
@@ -144,22 +133,10 @@ class Rank(RolloutTraining):
         self.enable_server_multi_turn = own.get("on_server", False)
 
 
-OWN = [f"OSError: disk {rank} is gone" for rank in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("failing", "expected"),
-    [
-        ((), [0, 1]),
-        ((1,), [f"RolloutError: The rollout failed on rank 1: {OWN[1]}", OWN[1]]),
-        ((0, 1), OWN),
-    ],
-)
-def test_a_rollout_that_fails_on_one_rank_fails_on_all(
-    failing: tuple[int, ...], expected: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollout_that_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank waits for another one, except between collectives of ms-swift: there, the other rank
     would not answer."""
+    failing: list[int] = []
 
     def infer(self: Rank, samples: Any, *_: Any) -> Any:
         if self.ranks.rank in failing:
@@ -177,12 +154,17 @@ def test_a_rollout_that_fails_on_one_rank_fails_on_all(
         assert len(rank.waits) == 1
         return found
 
-    assert run_rank_groups(2, work) == expected
+    own = [f"OSError: disk {rank} is gone" for rank in range(2)]
+    assert run_rank_groups(2, work) == [0, 1]
+    failing.append(1)
+    of_other = f"RolloutError: The rollout failed on rank 1: {own[1]}"
+    assert run_rank_groups(2, work) == [of_other, own[1]]
+    failing.append(0)
+    assert run_rank_groups(2, work) == own
     for settings in ({"generates": False}, {"scheduler": object()}, {"on_server": True}):
-        if 0 in failing:
-            alone = Rank(ThreadRanks(0, 2, pytest.fail), **settings)
-            with pytest.raises(OSError, match="disk 0 is gone"):
-                alone._infer_single_or_multi_turn(0, None)
+        alone = Rank(ThreadRanks(0, 2, pytest.fail), **settings)
+        with pytest.raises(OSError, match="disk 0 is gone"):
+            alone._infer_single_or_multi_turn(0, None)
 
 
 # --- prompts ---
@@ -233,18 +215,12 @@ def test_two_bad_groups_at_once(num_ranks: int, warnings: list[str]) -> None:
         assert warning.startswith(f"{name} cannot be encoded (too long)")
 
 
-@pytest.mark.parametrize(
-    ("batch", "others", "expected"),
-    [
-        ("bbcc", "d", "bbcc"),
-        ("AABB", "Cd", "dddd"),  # there is only one
-        ("bAcc", "d", "ddcc"),  # rows of a group that differ are all looked at
-        ("AA", "CCCCCCCCCd", "dd"),
-    ],
-)
-def test_which_prompt_comes(batch: str, others: str, expected: str, warnings: list[str]) -> None:
-    assert replaced(batch, others)[0][0] == expected
-    assert bool(warnings) == (batch != expected)
+def test_which_prompt_comes(warnings: list[str]) -> None:
+    assert replaced("bbcc", "d") == [("bbcc", [])]
+    assert warnings == []
+    assert replaced("AABB", "Cd")[0][0] == "dddd"  # there is only one
+    assert replaced("bAcc", "d")[0][0] == "ddcc"  # rows of a group that differ are all looked at
+    assert replaced("AA", "CCCCCCCCCd")[0][0] == "dd"
 
 
 def test_where_nothing_is_left_every_rank_says_so() -> None:
@@ -296,9 +272,6 @@ def test_another_model_is_refused_and_adapters_are_left_to_peft(tmp_path: Path) 
         load_whole_model(build("Qwen2.5-VL"), tmp_path)
     add_lora(build("Qwen2.5-VL")).save_pretrained(adapter := tmp_path / "adapter")
     assert not holds_whole_model(adapter)
-
-
-# --- the first and the last line ---
 
 
 def test_the_first_and_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
