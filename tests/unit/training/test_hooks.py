@@ -2,11 +2,10 @@
 pass that measures rounding is off on GPUs (R8). A rollout that fails on one rank ends all ranks,
 each with the cause (F3). A prompt that cannot be encoded is replaced as a whole group, the same on
 each rank (M1). Duplicates and uneven groups are counted (G3, G4). Weights are loaded from a
-checkpoint, whatever names its files use (S4). The log begins and ends with a line of the plugin."""
+checkpoint, whatever names its files use (S4)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.sampling.seeding import RoundId
-from swift_grpo_ext.training import RolloutGRPOTrainer, summary, trainer
+from swift_grpo_ext.training import RolloutGRPOTrainer, trainer
 from swift_grpo_ext.training.checkpoints import holds_whole_model, load_whole_model
 from swift_grpo_ext.training.prompts import (
     MAX_CANDIDATES,
@@ -28,11 +27,9 @@ from swift_grpo_ext.training.prompts import (
     warn_uneven,
 )
 from swift_grpo_ext.training.rollouts import RolloutTraining
-from swift_grpo_ext.training.summary import RunSummary
-from swift_grpo_ext.version import __version__
 from tests.rig.logits.models import add_lora, build
 from tests.rig.ranks import ThreadRanks, run_rank_groups
-from tests.rig.record.rows import ROW, sample_id
+from tests.rig.record.rows import sample_id
 from tests.rig.training.samples import arguments
 
 # --- passes ---
@@ -272,43 +269,3 @@ def test_another_model_is_refused_and_adapters_are_left_to_peft(tmp_path: Path) 
         load_whole_model(build("Qwen2.5-VL"), tmp_path)
     add_lora(build("Qwen2.5-VL")).save_pretrained(adapter := tmp_path / "adapter")
     assert not holds_whole_model(adapter)
-
-
-def test_the_first_and_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The training scores two rounds and a batch of an evaluation."""
-    lines: list[str] = []
-    monkeypatch.setattr(summary.logger, "info", lines.append)
-    shown = {"output_dir": "/runs/my run", "callbacks": ["diversity"], "sample_log": "all"}
-    sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    logs = [{"step": 1, "rollout_gap/mean": 1e-4, "rollout_gap/max": 2e-3}, {"step": 1}]
-    host: Any = SimpleNamespace(
-        args=arguments(**shown, **sampling),
-        completion_logps=SimpleNamespace(shares_prompts=True),
-        needs_old_logps=lambda: False,
-        gap_limit=0.01,
-        score_listeners=[],
-        ranks=SimpleNamespace(rank=0),
-        state=SimpleNamespace(log_history=logs),
-    )
-    run = RunSummary(host, num_dropouts=3)
-    run.begin()
-    run.end()  # before any round: nothing was seen
-    for name in (sample_id(0), sample_id(0, index=1), sample_id(1), sample_id(1, phase="eval")):
-        for listener in host.score_listeners:
-            listener([replace(ROW, sample_id=name)])
-    run.end()
-    assert lines == [
-        f"swift-grpo-ext {__version__}: a seed for each sample; training reads prompts once a "
-        "group where that saves time; the loss's pass serves as the old policy's; 3 dropouts are "
-        "off (--lora_dropout is ignored); the rollout gap is held to a limit; diversity is "
-        "watched; samples are recorded. Look at it meanwhile: swift-grpo-ext view '/runs/my run'",
-        "Seen by swift-grpo-ext: 2 rounds of training, 1 of evaluation; a rollout gap of 0.0001 "
-        "nats (rounding explains 0.01), 0.002 at most; no alarm of diversity.",
-    ]
-    host.state.log_history = [{"step": s, "diversity/collapse": s / 2} for s in range(3)]
-    run.end()
-    assert lines[2].endswith("1 of evaluation; alarms of diversity at 2 steps, from step 1 on.")
-    host.ranks.rank = 1
-    run.begin()
-    run.end()
-    assert len(lines) == 3

@@ -27,6 +27,7 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.answers import AnsweredResponse
 from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.seeding import sample_seed
+from swift_grpo_ext.version import __version__
 from tests.conftest import ROOT
 
 END_OF_TURN = 151645
@@ -109,17 +110,17 @@ class Odd(ORM):
 
 
 def train(argv: list[str]) -> Any:
-    """Train in this process, and change its globals for good. Return what the engine got, the
-    warnings, and the modes of the engine's calls and of reward functions."""
+    """Train in this process, and change its globals for good. Return what the engine got, the log,
+    and the modes of the engine's calls and of reward functions."""
     os.environ["MASTER_PORT"] = "0"  # any free one: another training may hold the usual one
     orms["odd"] = Odd
-    warnings: list[str] = []
-    logger.warning = warnings.append  # type: ignore[assignment, method-assign]
-    logger.warning_once = lambda text, **_: warnings.append(text)  # type: ignore[attr-defined]
+    log: list[str] = []
+    for name in ("info", "warning", "warning_once"):
+        setattr(logger, name, lambda text, *_, **__: log.append(str(text)))
     engine_module.RolloutEngine = RecordingEngine  # type: ignore[assignment, misc]
     rlhf_main(argv)
     engine = RecordingEngine
-    return engine.rounds, engine.weights, warnings, engine.is_deterministic, Odd.is_deterministic
+    return engine.rounds, engine.weights, log, engine.is_deterministic, Odd.is_deterministic
 
 
 def test_a_training_of_three_steps(assets: Path, tmp_path: Path) -> None:
@@ -145,10 +146,11 @@ def test_a_training_of_three_steps(assets: Path, tmp_path: Path) -> None:
         *("--dataloader_persistent_workers", "false", "--report_to", "none"),
         *("--save_strategy", "no", "--add_version", "false", "--rollout_mismatch", "warn"),
         *("--full_determinism", "true", "--output_dir", str(tmp_path), "--dynamic_sample", "true"),
+        *("--callbacks", "diversity"),
     ]
     gc.freeze()  # if the child collected a group of gloo, it would wait for threads of the parent
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
-        rounds, weights, warnings, *modes = pool.submit(train, argv).result()
+        rounds, weights, lines, *modes = pool.submit(train, argv).result()
     gc.unfreeze()
 
     # A round serves two iterations. Dynamic sampling adds a round to the first one, in a second
@@ -180,13 +182,23 @@ def test_a_training_of_three_steps(assets: Path, tmp_path: Path) -> None:
         assert row.weight_version == row.sample_id.step
 
     # Evaluations replace prompts too: each time one of two batches has one that is too long.
-    replaced = [text.split(",")[0] for text in warnings if "cannot be encoded" in text]
+    replaced = [text.split(",")[0] for text in lines if "cannot be encoded" in text]
     assert "eval round 2.0" in replaced
     log = [json.loads(line) for line in (tmp_path / "logging.jsonl").read_text().splitlines()]
     assert [line["eval_prompts/replaced"] for line in log if "eval_loss" in line] == [0.5, 0.5]
     # The recording engine invents its log-probabilities.
     assert min(line["rollout_gap/mean"] for line in log if "rollout_gap/mean" in line) > 1
-    assert any("Step 0: log-probabilities of the rollout" in text for text in warnings)
+    assert any("Step 0: log-probabilities of the rollout" in text for text in lines)
+    begin, end = (text for text in lines if text.startswith(("swift-grpo-ext ", "Seen by ")))
+    assert begin == (
+        f"swift-grpo-ext {__version__}: a seed for each sample; training reads prompts once a group"
+        " where that saves time; the loss's pass serves as the old policy's; the rollout gap is "
+        "held to a limit; diversity is watched; samples are recorded. Look at it meanwhile: "
+        f"swift-grpo-ext view {tmp_path}"
+    )
+    gap = max(line["rollout_gap/max"] for line in log if "rollout_gap/max" in line)
+    assert end.startswith("Seen by swift-grpo-ext: 4 rounds of training, 2 of evaluation; a rollou")
+    assert end.endswith(f"explains 0.14), {gap:.2g} at most; no alarm of diversity.")
 
     # Deterministic mode is off while the engine is made, takes weights or generates, and on in
     # reward functions.
