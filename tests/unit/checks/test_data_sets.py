@@ -16,8 +16,6 @@ from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.rules import rules_of_data, rules_of_model
 from tests.rig.checks import arguments, assert_says
 
-# --- numbers of rows ---
-
 STEPS, EPOCH = {"eval_strategy": "steps"}, {"eval_strategy": "epoch"}
 ONE = {"num_generations_eval": 1}
 FILE = {"val_dataset": ["v.jsonl"]}
@@ -63,8 +61,6 @@ def test_checkpoints_in_the_middle_of_a_round() -> None:
         assert_says(rules_of_data(args, range(9), None), None)
 
 
-# --- rows and columns ---
-
 QUESTION = [{"role": "user", "content": "Which digit?"}]
 GOOD = [{"messages": QUESTION, "images": ["http://x"]}, {"messages": [], "images": []}]
 BAD = [*GOOD, {"messages": QUESTION, "images": ["/none.png"]}]
@@ -102,9 +98,6 @@ def test_one_rank_of_a_machine_looks_at_rows(assets: Path, monkeypatch: pytest.M
     for rank, expected in (("0", refused), ("1", None)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert_says(preflight.check_datasets(args, rows, None), expected)
-
-
-# --- models ---
 
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 2}

@@ -130,9 +130,6 @@ def test_the_clock_of_a_run() -> None:
     assert before == [(0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-# --- the order of prompts ---
-
-
 UPSTREAM = st.fixed_dictionaries(
     {
         "data_source": st.integers(1, 20).map(range),

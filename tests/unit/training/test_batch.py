@@ -72,8 +72,6 @@ def test_what_one_rank_finds_ends_all(fault: str) -> None:
     check_batches([([sample()], batch(), {})], arguments(), RankGroup())
 
 
-# --- positions ---
-
 ROLLOUT = np.array([[0, 1, 1, 2, 9], [0, 1, 2, 3, 9], [0, 1, 1, 1, 9]], dtype=np.int32)
 OTHER = np.array(ROLLOUT)
 OTHER[:, 4] = 4

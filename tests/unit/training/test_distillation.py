@@ -144,9 +144,6 @@ def test_the_loss_gives_the_rollouts_log_probabilities(placeholders: list[int]) 
     torch.testing.assert_close(found, expected.T, rtol=1e-5, atol=1e-5)
 
 
-# --- samples and their teacher ---
-
-
 def sample(ids: list[int], num_prompt: int, logprobs: list[float]) -> RolloutGKDSample:
     made = RolloutGKDSample.from_row({"messages": [{"role": "user", "content": "?"}]})
     made.encoded = {"input_ids": ids, "labels": [-100] * num_prompt + ids[num_prompt:]}

@@ -31,8 +31,6 @@ def decode(ids: list[int]) -> str:
     return "".join(WORDS.get(i, f"<{i}>") for i in ids)
 
 
-# --- one encode for each group ---
-
 PIXELS = torch.arange(8.0).reshape(2, 4)
 
 

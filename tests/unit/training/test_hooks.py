@@ -32,8 +32,6 @@ from tests.rig.ranks import ThreadRanks, run_rank_groups
 from tests.rig.record.rows import sample_id
 from tests.rig.training.samples import arguments
 
-# --- passes ---
-
 LOGPS = torch.tensor([[-1.0, -2.0]], requires_grad=True)
 
 
@@ -244,9 +242,6 @@ def test_uneven_groups_and_duplicates_are_warned_of_once(warnings: list[str]) ->
     uneven, duplicates = warnings
     assert uneven.startswith("1 groups hold rows that differ, the first in train round 3.")
     assert duplicates.startswith("train round 3.1: 2 of 4 prompts")
-
-
-# --- checkpoints ---
 
 
 def test_every_parameter_comes_in_its_own_type(tmp_path: Path) -> None:
