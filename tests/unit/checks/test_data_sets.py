@@ -8,9 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.rules import rules_of_data, rules_of_model
@@ -126,25 +123,19 @@ def test_models() -> None:
         assert_says(rules_of_model(args), expected)
 
 
-def test_new_tokens_need_free_rows_of_the_model_on_disk(tmp_path: Path) -> None:
-    """It has 40 rows, and its tokenizer 31 tokens."""
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(30)}, unk_token="w0"))
-    # Qwen2's tokenizer of transformers 5 would add this one of its own.
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
-    tokenizer.save_pretrained(tmp_path)
-    Qwen2Config(vocab_size=40).save_pretrained(tmp_path)
-
-    new = [f"<|new-{i}|>" for i in range(10)]
+def test_new_tokens_need_free_rows_of_the_model_on_disk(assets: Path) -> None:
+    """The tiny model has 151,936 rows, and its tokenizer 151,665 tokens."""
+    new = [f"<|new-{i}|>" for i in range(272)]
     refused = (
-        "error: --new_special_tokens <|new-0|> ...: 10 new tokens do not fit ..."
-        "(40 rows, 31 taken, 9 free)...Save a model that has them"
+        "error: --new_special_tokens <|new-0|> ...: 272 new tokens do not fit ..."
+        "(151936 rows, 151665 taken, 271 free)...Save a model that has them"
     )
     for tokens, changes, expected in (
-        ([*new[:9], "<|endoftext|>"], {}, None),
+        ([*new[1:], "<|endoftext|>"], {}, None),
         (new, {"use_vllm": False}, None),
         ([], {"model_dir": "nothing is read"}, None),
         (new, {}, refused),
         (new, {"port": 0}, refused),
     ):
-        args = arguments(new_special_tokens=tokens, **{"model_dir": str(tmp_path), **changes})
-        assert_says(rules_of_model(args), expected)
+        model = {"model_dir": str(assets / "tiny_vlm"), "new_special_tokens": tokens}
+        assert_says(rules_of_model(arguments(**{**model, **changes})), expected)
