@@ -89,15 +89,6 @@ def test_a_reward_function(monkeypatch: pytest.MonkeyPatch) -> None:
         assert text.count("\n") == 0
 
 
-def test_what_rewards_of_ms_swift_need() -> None:
-    """ms-swift would report it after it has loaded the model."""
-    args = SimpleNamespace(soft_cache_length=2, soft_max_length=1)
-    [found] = check_rewards(["soft_overlong"], [], args, setting="dataset")
-    expected = "--reward_funcs soft_overlong: ms-swift cannot make it by orms"
-    assert found.sentence.startswith(expected)
-    assert "AssertionError: orm.py, line " in found.sentence
-
-
 def test_rewards_that_are_not_waited_for_or_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow one ends; one that needs other ranks or a server's conversations is left alone."""
     monkeypatch.setattr(rewards, "MAX_SECONDS", 1)

@@ -281,11 +281,6 @@ EMPTY = "KeyError: 'bbox' (objects: {{}}; expected {{"
 NUMBERS = [{"question": "?", "solution": number} for number in (1, 2, 3)]
 
 
-class Renamed(RowPreprocessor):
-    def preprocess(self, row: Any) -> Any:
-        return asks(row["question_text"])
-
-
 class Even(RowPreprocessor):
     """Filters, as ms-swift's documentation shows it."""
 
@@ -300,11 +295,6 @@ def test_rows_that_a_training_leaves_out(tmp_path: Path, monkeypatch: pytest.Mon
         (HALF[1::2], {}, "error: Data set {0}: no row is left of 3; the first is row 1 of {0}"),
         ([HALF[0], asks(None)], {}, SOME + "...: AssertionError: message: {{'role': 'user', 'cont"),
         ([HALF[0], {"messages": []}], {}, SOME + "...: MessagesPreprocessor returns no row for it"),
-        (
-            NUMBERS,
-            {"preprocessor": Renamed()},
-            "error: Data set {0}: no row is left of 3; the first is row 1 of {0}: KeyError:",
-        ),
         (
             NUMBERS,
             {"preprocessor": Even()},

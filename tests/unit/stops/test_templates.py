@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from swift.model import get_processor
 from swift.template import StdTemplateInputs, get_template
 
@@ -23,12 +22,8 @@ NEW_TOKEN = "<|halt|>"
 
 @pytest.fixture(scope="module")
 def template(assets: Path) -> Any:
-    processor = get_processor(
-        str(assets / "tiny_vlm"),
-        model_type="qwen2_5_vl",
-        torch_dtype=torch.float32,
-        new_special_tokens=[NEW_TOKEN],
-    )
+    model = str(assets / "tiny_vlm")
+    processor = get_processor(model, model_type="qwen2_5_vl", new_special_tokens=[NEW_TOKEN])
     return get_template(processor, template_type="qwen2_5_vl")
 
 

@@ -150,25 +150,6 @@ def test_ms_swift_has_these_methods() -> None:
     assert own <= {*dir(RolloutGRPOTrainer)}
 
 
-def test_ranks_that_do_the_same_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks 2 and 5 did not answer, and rank 3 not between two reports."""
-    silent, before = [3, "2 min"], [7, "9 min in `loss`, at a"]
-    loss, rewards = [9, "10 min in `loss`, at a"], [9, "10 min in `rewards`, at b; waits for c"]
-    reports = StallReports()
-    reports._size = 6
-    states = [loss, rewards, None, silent, loss, None]
-    reports._report([before, before, None, silent, before, None], states)
-    assert capsys.readouterr().err.splitlines()[1:] == [
-        "No part of the step has ended for 10 minutes.",
-        "  ranks 0, 4: 10 min in `loss`, at a",
-        "  rank 1: 10 min in `rewards`, at b; waits for c",
-        "  ranks 2, 3, 5: no answer; stopped, or on a machine that is lost",
-    ]
-    reports._rank = 1  # rank 0 answers, and prints
-    reports._report([None] * 6, states)
-    assert not capsys.readouterr().err
-
-
 def test_an_idle_server_reports_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
