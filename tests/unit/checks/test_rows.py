@@ -202,19 +202,15 @@ def test_rows_of_large_data_sets_are_chosen_at_random(monkeypatch: pytest.Monkey
     assert opened == [f"{i:03}.png" for i in range(1, 20)]
 
 
-def test_content_in_rows_is_read_up_to_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_in_rows_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit each rank read 42 GB of 20,000 rows of 1 MB."""
     rows = []
     for color in ("red", "red", "blue", "blue"):
-        Image.new("RGB", (200, 200), color).save(buffer := io.BytesIO(), "bmp")
-        rows.append(asks("<image>Which?", images=[{"bytes": buffer.getvalue()}]))
-    pd.DataFrame(rows).to_parquet(path := tmp_path / "rows.parquet")
-    data, _ = load_dataset([str(path)], remove_unused_columns=False)
+        Image.new("RGB", (200, 200), color).save(content := io.BytesIO(), "bmp")
+        rows.append(asks("<image>Which?", images=[{"bytes": content.getvalue(), "path": None}]))
     for limit, expected in ((2**31, "2 of 4 rows"), (2 * 120_000, "1 of 2 rows")):
         monkeypatch.setattr(checked, "MAX_CONTENT", limit)
-        [warned] = said(data)
+        [warned] = said(rows)
         assert warned.startswith(f"warning: --dataset: {expected} repeat an earlier row's prompt")
 
 

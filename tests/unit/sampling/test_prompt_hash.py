@@ -21,12 +21,6 @@ MESSAGES = [
 ]
 
 
-def image(*pixels: int, mode: str = "L", size: tuple[int, int] = (2, 3)) -> Image.Image:
-    made = Image.new(mode, size)
-    made.putdata(pixels)
-    return made
-
-
 def in_palette(color: Sequence[int]) -> Image.Image:
     made = Image.new("P", (2, 3))
     made.putpalette(color)
@@ -49,10 +43,10 @@ PROMPTS = {
     "bytes with a path": {"images": [{"bytes": b"1", "path": "七.png"}]},
     "bytes cut here": {"images": [b"ab", b"c"]},
     "bytes cut there": {"images": [b"a", b"bc"]},
-    "pixels": {"images": [image(1, 2, 3, 4, 5, 6)]},
-    "other pixels": {"images": [image(1, 2, 3, 4, 5, 7)]},
-    "pixels in another shape": {"images": [image(1, 2, 3, 4, 5, 6, size=(3, 2))]},
-    "pixels in another mode": {"images": [image(1, 2, 3, 4, 5, 6, mode="P")]},
+    "pixels": {"images": [Image.frombytes("L", (2, 3), b"123456")]},
+    "other pixels": {"images": [Image.frombytes("L", (2, 3), b"123457")]},
+    "pixels in another shape": {"images": [Image.frombytes("L", (3, 2), b"123456")]},
+    "pixels in another mode": {"images": [Image.frombytes("P", (2, 3), b"123456")]},
     "palette": {"images": [in_palette([255, 0, 0])]},
     "other palette": {"images": [in_palette([0, 0, 255])]},
     "array": {"images": [np.zeros((2, 3), np.uint8)]},

@@ -245,22 +245,19 @@ def test_uneven_groups_and_duplicates_are_warned_of_once(warnings: list[str]) ->
 
 
 def test_every_parameter_comes_in_its_own_type(tmp_path: Path) -> None:
-    """Real runs that resume have float32 alone (`tests/stack/test_training.py`)."""
-    model = build("Qwen2.5-VL")
+    """Another model is refused. An adapter is left to PEFT."""
+    model, resumed = build("Qwen2.5-VL"), build("Qwen2.5-VL").to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    resumed = build("Qwen2.5-VL").to(torch.bfloat16)
-    torch.nn.init.zeros_(resumed.lm_head.weight)
+    for parameter in resumed.parameters():
+        torch.nn.init.zeros_(parameter)
     load_whole_model(resumed, tmp_path)
     loaded, saved = resumed.state_dict(), model.to(torch.bfloat16).state_dict()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-
-
-def test_another_model_is_refused_and_adapters_are_left_to_peft(tmp_path: Path) -> None:
     build("Qwen2").save_pretrained(tmp_path)
     # Its configuration, else the vision tower would be a large one.
-    build("Qwen2.5-VL").config.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
     expected = r"does not hold the weights of .*Qwen2_5_VL.* has no .*visual.*--model"
     with pytest.raises(ValueError, match=expected):
-        load_whole_model(build("Qwen2.5-VL"), tmp_path)
-    add_lora(build("Qwen2.5-VL")).save_pretrained(adapter := tmp_path / "adapter")
-    assert not holds_whole_model(adapter)
+        load_whole_model(model, tmp_path)
+    add_lora(model).save_pretrained(adapter := tmp_path / "adapter")
+    assert (holds_whole_model(tmp_path), holds_whole_model(adapter)) == (True, False)

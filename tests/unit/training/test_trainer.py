@@ -28,7 +28,7 @@ from swift_grpo_ext.rollout.answers import AnsweredResponse
 from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.version import __version__
-from tests.conftest import ROOT
+from tests.rig.arguments import BOTH, TRAINING
 
 END_OF_TURN = 151645
 logger = get_logger()
@@ -130,23 +130,19 @@ def test_a_training_of_three_steps(assets: Path, tmp_path: Path) -> None:
     rows = [json.dumps({"messages": [{"role": "user", "content": word}]}) for word in words]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     argv = [
-        *("--rlhf_type", "grpo", "--external_plugins", str(ROOT / "plugins/grpo_ext.py")),
-        *("--model", str(assets / "tiny_vlm"), "--dataset", str(tmp_path / "rows.jsonl")),
-        *("--val_dataset", str(tmp_path / "rows.jsonl"), "--eval_strategy", "steps"),
-        *("--eval_steps", "2", "--per_device_eval_batch_size", "4", "--max_steps", "3"),
-        *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--tuner_type", "full"),
-        *("--torch_dtype", "float32", "--check_model", "false", "--use_vllm", "true"),
-        *("--vllm_mode", "colocate", "--split_dataset_ratio", "0"),
-        *("--num_generations", "2", "--max_completion_length", "4", "--num_iterations", "2"),
-        *("--reward_funcs", "odd", "--per_device_train_batch_size", "4", "--stop_token_ids", "5"),
-        *("--learning_rate", "1e-3", "--warmup_steps", "0", "--max_length", "100"),
-        *("--truncation_strategy", "delete", "--gradient_accumulation_steps", "1"),
-        *("--gradient_checkpointing", "false", "--lazy_tokenize", "true"),
-        *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--logging_steps", "1"),
-        *("--dataloader_persistent_workers", "false", "--report_to", "none"),
+        *("--rlhf_type", "grpo", *BOTH, *TRAINING, "--steps_per_generation", "1"),
+        *("--model", str(assets / "tiny_vlm"), "--model_type", "qwen2_5_vl"),
+        *("--dataset", str(tmp_path / "rows.jsonl"), "--val_dataset", str(tmp_path / "rows.jsonl")),
+        *("--eval_strategy", "steps", "--eval_steps", "2", "--per_device_eval_batch_size", "4"),
+        *("--max_steps", "3", "--gradient_accumulation_steps", "1", "--num_iterations", "2"),
+        *("--per_device_train_batch_size", "4", "--num_generations", "2", "--reward_funcs", "odd"),
+        *("--dynamic_sample", "true", "--callbacks", "diversity", "--stop_token_ids", "5"),
+        *("--max_completion_length", "4", "--max_length", "100", "--tuner_type", "full"),
+        *("--truncation_strategy", "delete", "--torch_dtype", "float32"),
+        *("--learning_rate", "1e-3", "--warmup_steps", "0", "--logging_steps", "1"),
+        *("--dataloader_num_workers", "0", "--dataloader_persistent_workers", "false"),
         *("--save_strategy", "no", "--add_version", "false", "--rollout_mismatch", "warn"),
-        *("--full_determinism", "true", "--output_dir", str(tmp_path), "--dynamic_sample", "true"),
-        *("--callbacks", "diversity"),
+        *("--full_determinism", "true", "--output_dir", str(tmp_path)),
     ]
     gc.freeze()  # if the child collected a group of gloo, it would wait for threads of the parent
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
