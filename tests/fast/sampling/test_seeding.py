@@ -111,10 +111,13 @@ COUNTS = st.lists(st.tuples(st.integers(0, 12), st.integers(12, 24)), max_size=1
 def test_waves_are_bounded_and_fit_the_ranks(
     counts: list[tuple[int, int]], missing: int, unit: int
 ) -> None:
-    """The batch and its first wave are at most twice the batch; a further wave is not empty."""
-    waves = Waves(12, unit, draws_ahead=True)
+    """The batch and its first wave are at most twice the batch; a further wave is not empty. Engine
+    mode has ms-swift's waves."""
+    waves, of_engines = (Waves(12, unit, draws_ahead=ahead) for ahead in (True, False))
     for kept, drawn in counts:
-        waves.record(kept, drawn, 1.0, 0.5)
+        for each in (waves, of_engines):
+            each.record(kept, drawn, 1.0, 0.5)
+    assert (of_engines.first(), of_engines.further(missing)) == (0, 12)
     for size, least in ((waves.first(), 0), (waves.further(missing) if counts else 12, 1)):
         assert least <= size <= 12
         assert size % unit == 0
@@ -134,9 +137,3 @@ def test_a_wave_is_expected_to_leave_a_full_batch() -> None:
     for _ in range(8):
         waves.record(64, 64, generating=1.0, scoring=0.0)
     assert waves.first() == 0, "all are kept"
-
-
-def test_engine_mode_draws_as_ms_swift_does() -> None:
-    waves = Waves(12, 1, draws_ahead=False)
-    waves.record(3, 12, 1.0, 1.0)
-    assert (waves.first(), waves.further(1)) == (0, 12)
