@@ -34,7 +34,7 @@ class Trainer:
     clock: StepClock
 
     def __init__(self, vllm_mode: str = "colocate", device: str = "cpu", **work: Any) -> None:
-        self.now, self.num_reads, self.vllm_mode = 0.0, 0, vllm_mode
+        self.now, self.vllm_mode = 0.0, vllm_mode
         self._metrics: Any = {"train": defaultdict(list)}
         self.accelerator = SimpleNamespace(sync_gradients=True, device=torch.device(device))
         for name, parts in (WORK | work).items():
@@ -54,10 +54,6 @@ class Trainer:
         """Begin a training."""
         self.clock = StepClock(self)  # type: ignore[arg-type]
         self.clock.on_train_begin()
-
-    def read_clock(self) -> float:
-        self.num_reads += 1
-        return self.now
 
     def step(self, *batches: bool) -> None:
         """Make a step of batches; each value says whether that batch synchronizes gradients."""

@@ -1,5 +1,5 @@
 """Settings that cannot run are refused by name before a model is loaded, and those that have no
-effect are warned of (R1, R6, T5)."""
+effect are warned of (R1, R6, T5); so are data sets that a training cannot use (M1)."""
 
 from __future__ import annotations
 
@@ -117,15 +117,8 @@ def test_the_first_error_is_raised_after_the_warnings(
         # Names
         ({"callbacks": ["diversity"]}, None),
         ({"callbacks": ["diversty"]}, "error: --callbacks diversty: ...did you mean diversity?"),
-        ({"callbacks": ["zzz"]}, "error: --callbacks zzz: is registered by...known: ...perf_log"),
-        ({"reward_funcs": ["fromat"]}, "error: --reward_funcs fromat: ...did you mean format?"),
-        ({"template": "qwen2_5_v"}, "error: --template qwen2_5_v: ...did you mean qwen2_5_vl?"),
         ({"model_type": "zzz"}, "error: --model_type zzz: is registered by...known: ... ..."),
         ({"reward_model_plugin": ["defualt"]}, "error: --reward_model_plugin ...mean default?"),
-        (
-            {**SERVER, "multi_turn_scheduler": "gym_schedular"},
-            "error: --multi_turn_scheduler gym_schedular: ...mean gym_scheduler?",
-        ),
         (
             {**TEACHER, "temperature": 0.9},
             "warning: --teacher_model_server: gives log-probabilities at temperature 1, the policy "
@@ -137,9 +130,8 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
     assert_says(rules.check_arguments(arguments(**changes), ["model", "seed"]), expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "given", "expected"),
-    [
+def test_flags_that_nobody_reads() -> None:
+    cases: list[tuple[Any, ...]] = [
         (SERVER, ["logits_shim"], "warning: --logits_shim: is ignored by `swift rollout`; `swift"),
         (SERVER, ["rollout_timeout", *rules.ENGINE_FLAGS_OF_SERVERS], None),
         (SERVER, ["rollout_seed_mode", "sample_log", "sample_log_gb"], None),
@@ -153,12 +145,9 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
         (SERVED, ["sleep_level"], "warning: --sleep_level: has no effect with"),
         (SERVED, ["vllm_quantization"], "warning: --vllm_quantization: has no ef"),
         (SERVED, ["vllm_server_port", "vllm_enable_lora"], None),
-    ],
-)
-def test_flags_that_nobody_reads(
-    changes: dict[str, Any], given: list[str], expected: str | None
-) -> None:
-    assert_says(rules.rules_of_ignored_flags(arguments(**changes), given), expected)
+    ]
+    for changes, given, expected in cases:
+        assert_says(rules.rules_of_ignored_flags(arguments(**changes), given), expected)
 
 
 def test_only_whole_checkpoints_are_resumed_from(tmp_path: Path) -> None:
@@ -205,18 +194,15 @@ def test_trained_modules_that_vllm_would_not_get(tmp_path: Path) -> None:
 # --- adapters ---
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
+def test_adapters_that_vllm_refuses() -> None:
+    """Otherwise vLLM refuses it after two minutes."""
+    pissa = [({**LORA, "init_weights": "pissa"}, f"{NOT_TAKEN}: ...init_lora_weights='pissa'")]
+    cases: list[tuple[dict[str, Any], str | None]] = [
         (LORA, None),
         ({**LORA, "use_dora": True}, f"{NOT_TAKEN}: vLLM does not ... Change the adapter, or leav"),
         ({**LORA, "modules_to_save": ["a", "b"]}, f"{NOT_TAKEN}: vLLM only supports modules_to_s"),
         ({**LORA, "lora_bias": "all"}, f"{NOT_TAKEN}: ...bias"),
-        pytest.param(
-            {**LORA, "init_weights": "pissa"},
-            f"{NOT_TAKEN}: ...init_lora_weights='pissa'",
-            marks=pytest.mark.skipif(TAKES_ANY_START, reason="vLLM before 0.32 takes it"),
-        ),
+        *([] if TAKES_ANY_START else pissa),
         *(({**LORA, "init_weights": name}, None) for name in (True, False, "gaussian", "lora-ga")),
         ({"tuner_type": "lora", "use_dora": True, "init_weights": "olora"}, None),
         ({**LORA, "tuner_type": "lora_llm", "use_dora": True}, NO_EFFECT),
@@ -224,11 +210,9 @@ def test_trained_modules_that_vllm_would_not_get(tmp_path: Path) -> None:
         ({**LORA, **ALONE}, NO_EFFECT),
         ({**LORA, **SERVED, "use_dora": True}, None),  # servers are asked, on the first rank
         ({**SERVER, "vllm_enable_lora": True}, None),
-    ],
-)
-def test_adapters_that_vllm_refuses(changes: dict[str, Any], expected: str | None) -> None:
-    """Otherwise vLLM refuses it after two minutes."""
-    assert_says(preflight.check_model(arguments(**changes)), expected)
+    ]
+    for changes, expected in cases:
+        assert_says(preflight.check_model(arguments(**changes)), expected)
 
 
 def test_vllm_before_0_28_needs_an_accelerator_for_adapters(
@@ -260,16 +244,14 @@ def test_an_adapter_that_is_trained_on_keeps_its_settings(tmp_path: Path) -> Non
         assert_says(preflight.check_model(args), expected)
 
 
-@pytest.mark.parametrize("tuner", ["full", "lora", "lora_llm", *rules.MERGED_TUNERS])
-def test_servers_say_whether_they_hold_adapters_apart(tuner: str) -> None:
+def test_servers_say_whether_they_hold_adapters_apart() -> None:
     """The training may not give `--vllm_enable_lora` itself, or give it with other servers."""
-    is_merged = tuner in rules.MERGED_TUNERS
-    refused = f"error: --tuner_type {tuner}: does not go with" if is_merged else None
-    for serves, trains, expected in (
-        (True, False, refused),
-        (True, True, refused),
-        (False, False, None),
-        (False, True, NO_EFFECT),
+    merged = rules.MERGED_TUNERS[0]
+    for tuner, serves, trains, expected in (
+        (merged, True, False, f"error: --tuner_type {merged}: does not go with"),
+        ("lora_llm", True, True, None),
+        (merged, False, False, None),
+        ("full", False, True, NO_EFFECT),
     ):
         args = arguments(tuner_type=tuner, vllm_mode="server", vllm_enable_lora=trains)
         args.target_modules = ["q_proj"]
@@ -347,3 +329,132 @@ def test_ranks_that_cannot_share_an_engine_and_a_missing_vllm(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else name)
     for changes, expected in (({}, missing), (SERVER, missing), (ALONE, None)):
         assert_says(rules.check_arguments(arguments(**changes), []), expected)
+
+
+# --- data sets and models ---
+
+STEPS, EPOCH = {"eval_strategy": "steps"}, {"eval_strategy": "epoch"}
+ONE = {"num_generations_eval": 1}
+FILE = {"val_dataset": ["v.jsonl"]}
+
+
+def test_rows_that_fill_no_batch() -> None:
+    """A batch has 8 prompts, and 4 in an evaluation."""
+    for num_rows, num_eval, training, changes, expected in (
+        (16, 8, STEPS, {}, None),
+        (7, None, {}, {}, "error: --dataset rows.jsonl: 7 rows are fewer than the 8"),
+        (16, 5, STEPS, {}, "warning: --split_dataset_ratio: 1 of 5 rows are left out of each eval"),
+        (16, 5, STEPS, FILE, "warning: --val_dataset: 1 of 5 rows are left out"),
+        (16, 6, STEPS, ONE, "error: "),
+        (16, 8, STEPS, ONE, None),
+        (16, 3, EPOCH, {}, "error: --split_dataset_ratio: 3 rows make no batch"),
+        (16, 5, {}, {}, None),
+        (16, 5, {}, FILE, "warning: --val_dataset v.jsonl: is never evaluated"),
+    ):
+        sizes = {"per_device_eval_batch_size": 8, "eval_strategy": "no"}
+        args = arguments({**sizes, **training}, **{"num_generations": 2, **changes})
+        rows = None if num_eval is None else range(num_eval)
+        assert_says(rules.rules_of_data(args, range(num_rows), rows), expected)
+
+
+def test_checkpoints_in_the_middle_of_a_round() -> None:
+    """The gradients of two batches make an update. Such a checkpoint breaks R9."""
+    for training, updates in (
+        ({}, 0),
+        ({"num_iterations": 2}, 2),
+        ({"num_iterations": 2, "save_steps": 4}, 0),
+        ({"num_iterations": 2, "save_strategy": "epoch"}, 0),
+        ({"num_iterations": 2, "save_steps": 0.5}, 0),
+        ({"steps_per_generation": 6}, 3),
+    ):
+        settings = {"steps_per_generation": 2, "save_steps": 1, **training}
+        args = arguments(settings, full_determinism=True)
+        expected = (
+            f"warning: --full_determinism true: ...one rollout serves {updates} updates, and "
+            f"--save_steps 1 saves between them...a multiple of {updates}."
+        )
+        assert_says(rules.rules_of_data(args, range(9), None), expected if updates else None)
+        args.full_determinism = False
+        assert_says(rules.rules_of_data(args, range(9), None), None)
+
+
+QUESTION = [{"role": "user", "content": "Which digit?"}]
+GOOD = [{"messages": QUESTION, "images": ["http://x"]}, {"messages": [], "images": []}]
+BAD = [*GOOD, {"messages": QUESTION, "images": ["/none.png"]}]
+TEXT: list[dict[str, Any]] = [{"messages": QUESTION}, {"messages": [], "videos": []}]
+ANSWERED = {**GOOD[0], "messages": [*QUESTION, {"role": "assistant", "content": "7"}]}
+UNREWARDED: dict[str, Any] = {"reward_funcs": []}
+
+
+def test_data_sets() -> None:
+    cases: list[tuple[Any, ...]] = [
+        (GOOD, GOOD, {}, None),
+        (BAD, GOOD, {}, "error: --dataset: the row"),
+        (GOOD, BAD, {}, "error: --val_dataset: the row"),
+        (BAD, None, {"truncation_strategy": "delete"}, "warning: --dataset: 1 of 3 rows cannot be"),
+        (TEXT, None, {}, "warning: --dataset: no row holds `images`"),
+        ([*TEXT, {"audios": ["http://x"]}], None, {}, None),  # one row is enough
+        (TEXT, None, {"model_meta": SimpleNamespace(is_multimodal=False)}, None),
+        ([GOOD[0], ANSWERED], None, {}, "warning: --dataset: 1 of 2 rows repeat an"),
+        (GOOD, None, UNREWARDED, "error: --reward_funcs: is missing"),
+        (GOOD, None, {**UNREWARDED, "gym_env": "maze"}, None),
+        (GOOD, None, {**UNREWARDED, "teacher_model": "org/teacher"}, None),
+        (GOOD, None, {**UNREWARDED, "vllm_mode": "server"}, None),  # with a gym, perhaps
+        ([{**GOOD[0], "teacher_prompt": "?"}, GOOD[1]], None, UNREWARDED, None),
+    ]
+    for rows, eval_rows, changes, expected in cases:
+        assert_says(preflight.check_datasets(arguments(**changes), rows, eval_rows), expected)
+
+
+def test_one_rank_of_a_machine_looks_at_rows(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placeholders in a text would end the run in the first training forward."""
+    args = arguments(model_dir=str(assets / "tiny_vlm"))
+    typed = {"role": "user", "content": "<image><|vision_start|><|image_pad|><|vision_end|>Which?"}
+    rows: Any = [*GOOD, {"messages": [typed], "images": ["http://x"]}]
+    refused = "error: --dataset: the row that asks '<image><|vision_start|>...holds '<|image_pad|>'"
+    for rank, expected in (("0", refused), ("1", None)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert_says(preflight.check_datasets(args, rows, None), expected)
+
+
+CONFIG = {"method": "ngram", "num_speculative_tokens": 2}
+SPECULATES = {"vllm_engine_kwargs": {"speculative_config": CONFIG}}
+REFUSED = "error: --vllm_speculative_config {'method': 'ngram'"
+NO_EXPERTS = "error: --router_replay_mode R3: expected a mixture of experts...; qwen3_vl has no"
+
+
+def test_models() -> None:
+    """A speculation cannot leave placeholders out: vLLM would refuse the first request."""
+    cases: list[tuple[Any, ...]] = [
+        ({"port": 8000, "vllm_speculative_config": CONFIG}, True, False, REFUSED),
+        ({"port": 8000, "vllm_speculative_config": CONFIG}, False, False, None),
+        ({"port": 8000}, True, False, None),
+        (SPECULATES, True, False, REFUSED),
+        (SPECULATES, False, False, None),
+        ({"vllm_speculative_config": CONFIG}, True, False, None),  # a training does not read it
+        (REPLAY, True, True, None),
+        (REPLAY, True, False, NO_EXPERTS),
+    ]
+    for changes, is_multimodal, has_experts, expected in cases:
+        args = arguments(**changes)
+        args.model_meta = SimpleNamespace(is_multimodal=is_multimodal, model_type="qwen3_vl")
+        args.model_info = SimpleNamespace(is_moe_model=has_experts)
+        assert_says(rules.rules_of_model(args), expected)
+
+
+def test_new_tokens_need_free_rows_of_the_model_on_disk(assets: Path) -> None:
+    """The tiny model has 151,936 rows, and its tokenizer 151,665 tokens."""
+    new = [f"<|new-{i}|>" for i in range(272)]
+    refused = (
+        "error: --new_special_tokens <|new-0|> ...: 272 new tokens do not fit ..."
+        "(151936 rows, 151665 taken, 271 free)...Save a model that has them"
+    )
+    for tokens, changes, expected in (
+        ([*new[1:], "<|endoftext|>"], {}, None),
+        (new, {"use_vllm": False}, None),
+        ([], {"model_dir": "nothing is read"}, None),
+        (new, {}, refused),
+        (new, {"port": 0}, refused),
+    ):
+        model = {"model_dir": str(assets / "tiny_vlm"), "new_special_tokens": tokens}
+        assert_says(rules.rules_of_model(arguments(**{**model, **changes})), expected)

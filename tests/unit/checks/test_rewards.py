@@ -62,9 +62,8 @@ COLUMNS = "--dataset rows.jsonl has the columns messages, images, answer, level.
 RETURNED = "error: --reward_funcs named: returned"
 
 
-@pytest.mark.parametrize(
-    ("made", "how", "expected"),
-    [
+def test_a_reward_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         (reward(takes_columns), {}, ""),
         (reward(lambda _, texts, **__: asyncio.sleep(0, [0.0] * 3), AsyncORM), {}, ""),
         (returns(torch.zeros(3)), {}, ""),
@@ -82,24 +81,12 @@ RETURNED = "error: --reward_funcs named: returned"
         (returns([1.0]), {"calls": False}, ""),
         (reward(waits, **NOT_CALLED), {}, ""),
         (lambda args: reward(lambda *_, **__: [0.0] * 3)(args), {}, ""),
-    ],
-)
-def test_a_reward_function(
-    made: Any, how: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = told(made, monkeypatch, **how)
-    assert expected in text
-    assert (text == "") == (expected == "")
-    assert text.count("\n") == 0
-
-
-def test_what_rewards_of_ms_swift_need() -> None:
-    """ms-swift would report it after it has loaded the model."""
-    args = SimpleNamespace(soft_cache_length=2, soft_max_length=1)
-    [found] = check_rewards(["soft_overlong"], [], args, setting="dataset")
-    expected = "--reward_funcs soft_overlong: ms-swift cannot make it by orms"
-    assert found.sentence.startswith(expected)
-    assert "AssertionError: orm.py, line " in found.sentence
+    ]
+    for made, how, expected in cases:
+        text = told(made, monkeypatch, **how)
+        assert expected in text
+        assert (text == "") == (expected == "")
+        assert text.count("\n") == 0
 
 
 def test_rewards_that_are_not_waited_for_or_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,21 +99,16 @@ def test_rewards_that_are_not_waited_for_or_not_called(monkeypatch: pytest.Monke
         assert told(returns([1.0]), monkeypatch) == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "call", "raised"),
-    [
+def test_the_users_own_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's code may raise for good reasons: this is a warning."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, call, raised in (
         ("judge", "def __call__(self, texts, **_): return [len(t[9]) for t in texts]", "IndexE"),
         ("calls", "async def __call__(self, texts, **_): return json.loads(texts[1])", "JSONDe"),
-    ],
-)
-def test_the_users_own_line_is_named(
-    name: str, call: str, raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A user's code may raise for good reasons: this is a warning."""
-    source = f"import json\nclass Judge:\n  def __init__(self, args): ...\n  {call}\n"
-    (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    [found] = rewards.try_reward("reward_funcs judge", import_module(name).Judge, {}, None)
-    assert found.level == "warning"
-    assert f"raised {raised}" in found.sentence
-    assert f"({name}.py, line 4) for the first rows" in found.sentence
+    ):
+        source = f"import json\nclass Judge:\n  def __init__(self, args): ...\n  {call}\n"
+        (tmp_path / f"{name}.py").write_text(source)
+        [found] = rewards.try_reward("reward_funcs judge", import_module(name).Judge, {}, None)
+        assert found.level == "warning"
+        assert f"raised {raised}" in found.sentence
+        assert f"({name}.py, line 4) for the first rows" in found.sentence

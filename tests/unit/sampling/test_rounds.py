@@ -120,17 +120,14 @@ def test_the_clock_of_a_run() -> None:
         ({}, 7, 2, (8, 16, 0)),
         ({"dynamic_sample": True}, 6, 1, (4, 8, 5)),
         ({}, 2, 1, (4, 4, 0)),  # fewer rows than a batch: an epoch is one round
-        ({"num_generations": 3}, 8, 1, (4, 8, 0)),
     ):
         clock = RoundClock.of(training_arguments(**(SETTINGS | changes)), num_rows, parallel)
         found = clock.batches_per_round, clock.batches_per_epoch, clock.max_resamples
         assert (clock.batches_per_step, *found) == (2, *expected)
+        assert isinstance(clock.batches_per_epoch, int)
     small = RoundClock(batches_per_step=2, batches_per_round=2, batches_per_epoch=4)
     before = [small.generation_batch_before(batch) for batch in range(0, 10, 2)]
     assert before == [(0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-# --- the order of prompts ---
 
 
 UPSTREAM = st.fixed_dictionaries(

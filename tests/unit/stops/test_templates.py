@@ -1,56 +1,30 @@
-"""Texts with stops are the template's, training sees the sampled tokens, and nonsensical settings
-are refused (T2, T3, T5)."""
+"""Texts with stops are the template's, and nonsensical settings are refused (T3, T5)."""
 
 from __future__ import annotations
 
-from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from swift.model import get_processor
 from swift.template import StdTemplateInputs, get_template
 
 from swift_grpo_ext.checks.finding import SettingsError
-from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.stops.rule import Stops, find_ending
 from swift_grpo_ext.stops.templates import TemplateStops, check_stop_settings
-from swift_grpo_ext.training.encode import encode_whole
 
 SEARCH = [1477, 432, 522, 1836, 1339]  # ` find it</search>` and two line breaks
 SEARCH_TEXT = " find it</search>"
-END_OF_TURN, LINE_BREAK = 151645, 198
+END_OF_TURN = 151645
 NEW_TOKEN = "<|halt|>"
 
 
 @pytest.fixture(scope="module")
 def template(assets: Path) -> Any:
-    processor = get_processor(
-        str(assets / "tiny_vlm"),
-        model_type="qwen2_5_vl",
-        torch_dtype=torch.float32,
-        new_special_tokens=[NEW_TOKEN],
-    )
+    model = str(assets / "tiny_vlm")
+    processor = get_processor(model, model_type="qwen2_5_vl", new_special_tokens=[NEW_TOKEN])
     return get_template(processor, template_type="qwen2_5_vl")
-
-
-@pytest.mark.parametrize("first", [SEARCH, [*SEARCH, END_OF_TURN]])
-def test_the_end_of_a_turn_is_trained_on_where_it_was_sampled(
-    template: Any, first: list[int]
-) -> None:
-    """A template adds it to the turn in any case, before another message."""
-    messages = [{"role": role, "content": "?"} for role in ("user", "assistant") * 2]
-    sample = RolloutSample.from_row({"messages": messages})
-    sample.response_token_ids = [first, answer := [5, 6, END_OF_TURN]]
-    trained = copy(template)
-    trained.set_mode("train")
-    encoded = encode_whole(sample, trained, None)
-    ids, num = encoded["input_ids"], len(SEARCH)
-    start = next(i for i in range(len(ids)) if ids[i : i + num] == SEARCH)
-    assert ids[start + num : ids.index(LINE_BREAK, start)] == [END_OF_TURN]
-    assert [label for label in encoded["labels"] if label != -100] == [*first, *answer]
 
 
 def test_texts(template: Any) -> None:
@@ -91,11 +65,14 @@ def test_the_end_of_a_turn_is_one_token(template: Any, monkeypatch: pytest.Monke
 
 
 def test_settings_that_cannot_be_meant_are_refused(
-    template: Any, monkeypatch: pytest.MonkeyPatch
+    template: Any, assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(words: list[str] | None, *ids: int) -> None:
-        args: Any = SimpleNamespace(stop_words=words, stop_token_ids=ids)
-        check_stop_settings(args, template)
+    """Token ids are also checked before a model is loaded."""
+    model = {"model_dir": assets / "tiny_vlm", "new_special_tokens": [NEW_TOKEN]}
+
+    def check(words: list[str] | None, *ids: int, of: Any = template) -> None:
+        args: Any = SimpleNamespace(stop_words=words, stop_token_ids=ids, **model)
+        check_stop_settings(args, of)
 
     check(["<think>"])
     monkeypatch.setattr(template, "response_prefix", "<think>\n\n")
@@ -107,5 +84,6 @@ def test_settings_that_cannot_be_meant_are_refused(
         ([], [7, 151666], r"--stop_token_ids 7 151666: 151666 is no.* 0 to 151665.*Ask it for"),
         ([], [-1], r"--stop_token_ids -1: -1 is no token"),
     ):
-        with pytest.raises(SettingsError, match=message):
-            check(words, *ids)
+        for of in (template, None) if ids else (template,):
+            with pytest.raises(SettingsError, match=message):
+                check(words, *ids, of=of)

@@ -29,8 +29,6 @@ from tests.rig.training.samples import arguments, batch, prompts, sample
 
 PAD = 90
 
-# --- counts ---
-
 
 def test_each_sampled_token_has_a_log_probability() -> None:
     """Tokens of an environment have none. A sample without log-probabilities is not counted."""
@@ -74,8 +72,6 @@ def test_what_one_rank_finds_ends_all(fault: str) -> None:
     check_batches([([sample()], batch(), {})], arguments(), RankGroup())
 
 
-# --- positions ---
-
 ROLLOUT = np.array([[0, 1, 1, 2, 9], [0, 1, 2, 3, 9], [0, 1, 1, 1, 9]], dtype=np.int32)
 OTHER = np.array(ROLLOUT)
 OTHER[:, 4] = 4
@@ -90,7 +86,7 @@ def placed(*rows: Any, padding: int = 0) -> torch.Tensor:
     return torch.stack(made, 1)
 
 
-@pytest.mark.parametrize("how", ["right", "left", "packed", "counted by the model"])
+@pytest.mark.parametrize("how", ["right", "left", "packed"])
 def test_positions_are_compared(how: str, warnings: list[str]) -> None:
     """In each layout of samples, only positions of the prompt are compared."""
     ids = [1, PAD, PAD, PAD, 2, 5, 6]
@@ -105,22 +101,16 @@ def test_positions_are_compared(how: str, warnings: list[str]) -> None:
             "right": {"position_ids": positions, "attention_mask": mask},
             "left": {"position_ids": positions.roll(3, 2), "attention_mask": mask.flip(1)},
             "packed": {"position_ids": positions[:, :, :7].flatten(1)[:, None]},
-            "counted by the model": {},
         }
         check_positions(samples, layouts[how], arguments(**changes))
 
     check(OTHER, ROLLOUT, OTHER)
-    if how == "counted by the model":
-        check(ROLLOUT, OTHER, ROLLOUT)
-        return
+    check_positions(samples, {}, arguments())  # the model counts them
     message = r"sample 1, a row of video: .* from token 4 of 5 on \(\[9, 9, 9\] against \[4, 4, 4\]"
     with pytest.raises(DisagreementError, match=message):
         check(ROLLOUT, OTHER, ROLLOUT)
     check(ROLLOUT, OTHER, ROLLOUT, rollout_mismatch="warn")
     assert "different positions, from token 4" in warnings[-1]
-
-
-# --- dropout ---
 
 
 def test_dropout_is_really_off() -> None:

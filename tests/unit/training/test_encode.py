@@ -31,8 +31,6 @@ def decode(ids: list[int]) -> str:
     return "".join(WORDS.get(i, f"<{i}>") for i in ids)
 
 
-# --- one encode for each group ---
-
 PIXELS = torch.arange(8.0).reshape(2, 4)
 
 
@@ -123,9 +121,8 @@ def test_a_group_is_encoded_once() -> None:
 TURNS = {"response_token_ids": [[5], [6]], "response_loss_mask": []}
 
 
-@pytest.mark.parametrize(
-    ("changes", "number"),
-    [
+def test_what_is_encoded_whole() -> None:
+    cases: list[tuple[dict[str, Any], int]] = [
         ({}, 2),
         ({"rollout_prompts": []}, 2),  # an unknown prompt
         ({**TURNS, "response_token_ids": []}, 4),  # from a scheduler that returns none
@@ -133,18 +130,16 @@ TURNS = {"response_token_ids": [[5], [6]], "response_loss_mask": []}
         ({**TURNS, "response_token_ids": [[5, PAD]]}, 4),
         ({"prompt_hash": "other"}, 3),  # rows that differ (G3), each encoded once
         ({"rollout_prompts": prompts([1, PAD, PAD, 3, 4, 4])}, 4),
-    ],
-)
-def test_what_is_encoded_whole(changes: dict[str, Any], number: int) -> None:
-    encoder, made = encoder_of(rollout_mismatch="warn")
-    first, *others = group_of(*ANSWERS[:2], ANSWERS[1])
-    other_group = group_of(ANSWERS[0])
-    other_group[0].sample_id = replace(other_group[0].sample_id, group=3)
-    for one in others:
-        vars(one).update(changes)
-    for one in (first, *others, *other_group):
-        encoder.encode(one)
-    assert made.num_encoded == number
+    ]
+    for changes, number in cases:
+        encoder, made = encoder_of(rollout_mismatch="warn")
+        first, *others, of_other_group = group_of(*ANSWERS[:2], ANSWERS[1], ANSWERS[0])
+        of_other_group.sample_id = replace(of_other_group.sample_id, group=3, index=0)
+        for one in others:
+            vars(one).update(changes)
+        for one in (first, *others, of_other_group):
+            encoder.encode(one)
+        assert made.num_encoded == number
 
 
 def test_rows_that_do_not_end_with_their_response() -> None:
@@ -170,17 +165,14 @@ def test_conversations_share_a_prompt_of_text() -> None:
     assert encoder.encode(talks[1]).prompt is None
 
 
-@pytest.mark.parametrize(
-    ("max_length", "is_cut"), [(None, False), (0, False), (3, True), (4, True), (6, False)]
-)
-def test_samples_have_the_text_that_max_length_left(max_length: int | None, is_cut: bool) -> None:
+def test_samples_have_the_text_that_max_length_left() -> None:
     """Only if the limit explains a difference: a system prompt of one side is still named."""
-    encoder, _ = encoder_of(max_length)
     samples = group_of(*ANSWERS[:2], rollout_prompts=prompts([1, PAD, PAD, 4]))
-    found = [encoder.encode(one)["input_ids"] for one in samples]
-    words = [4] if is_cut else [3, 4]
-    assert found == [[1, PAD, PAD, *words, 5, 6], [1, PAD, PAD, *words, 7]]
-    assert ("the rollout saw a prompt of 4 tokens" in encoder.fault) != is_cut
+    for max_length, words in ((None, [3, 4]), (0, [3, 4]), (3, [4]), (4, [4]), (6, [3, 4])):
+        encoder, _ = encoder_of(max_length)
+        found = [encoder.encode(one)["input_ids"] for one in samples]
+        assert found == [[1, PAD, PAD, *words, 5, 6], [1, PAD, PAD, *words, 7]]
+        assert ("the rollout saw a prompt of 4 tokens" in encoder.fault) == (words == [3, 4])
 
 
 def test_a_prompt_that_differs_is_named_or_warned_of_once(warnings: list[str]) -> None:
@@ -198,14 +190,11 @@ def test_a_prompt_that_differs_is_named_or_warned_of_once(warnings: list[str]) -
     assert "Training goes on (--rollout_mismatch warn)" in warning
 
 
-# --- prompts that differ ---
-
-
-@pytest.mark.parametrize(
-    ("rollout", "training", "first", "later"),
-    [
+def test_prompts_that_differ_are_named() -> None:
+    """Another notation of the same medium is no difference. In the turns of a conversation, line
+    breaks beside media are none."""
+    for rollout, training, first, later in (
         ([1, PAD, PAD, 2], [1, PAD, PAD, 2, 5], None, None),
-        ([1, 2, PAD], [1, 2, PAD, 5], None, None),
         ([PAD, PAD, 2, PAD, 2], [-1, 2, -2, 2, 5], None, None),  # Phi-3-Vision, Ovis2.5
         ([1, SOFT, SOFT, 2], [1, PAD, PAD, 2, 5], None, None),  # frames of InternVL
         ([1, 2, 3], [1, 2, 9, 5], 2, 2),
@@ -213,37 +202,25 @@ def test_a_prompt_that_differs_is_named_or_warned_of_once(warnings: list[str]) -
         ([1, PAD, PAD, 2], [1, PAD, PAD, PAD, 2, 5], 3, 3),  # other pixel limits
         ([1, SOFT, PAD, 2], [1, PAD, PAD, 2, 5], 1, 1),
         ([1, PAD, 2, PAD], [1, PAD, 2], 3, 3),
-        ([1, 2, PAD, 3], [1, PAD, 3, 5], 1, 1),
-        ([1, PAD, 2, 5, PAD, 7], [1, PAD, 2, 5, 7, 6], 4, 4),  # an image that was not repeated
         # line breaks beside media
         ([1, PAD, 10, 2, 5, 7], [1, PAD, 2, 5, 7, 6], 2, None),
         ([1, PAD, 2, 5, PAD, 7], [1, PAD, 2, 5, 10, PAD, 10, 7, 6], 4, None),
-    ],
-)
-def test_prompts_that_differ_are_named(
-    rollout: list[int], training: list[int], first: int | None, later: int | None
-) -> None:
-    """Another notation of the same medium is no difference. In the turns of a conversation, line
-    breaks beside media are none."""
-    for turn, position in ((1, first), (2, later), (3, later)):
-        of_turns = [training[:1]] * 2 if turn > 1 else []
-        of_turns.insert(turn - 1, rollout)
-        drawn = sample(rollout_prompts=prompts(*of_turns), encoded={"input_ids": training})
-        where = rf" in turn {turn}: .*`rollout_infos\['images'\]`" if turn > 1 else ": .* Give"
-        where = where.replace(".*", rf".* of {len(rollout)} tokens .* from token {position} on.*")
-        differs = pytest.raises(DisagreementError, match=f"group 2, sample 1{where}")
-        with nullcontext() if position is None else differs:
-            check_rollout_prompts(drawn, drawn.encoded, Template(), PLACEHOLDERS)
+    ):
+        for turn, position in ((1, first), (2, later), (3, later)):
+            of_turns = [training[:1]] * 2 if turn > 1 else []
+            of_turns.insert(turn - 1, rollout)
+            drawn = sample(rollout_prompts=prompts(*of_turns), encoded={"input_ids": training})
+            where = rf" in turn {turn}: .*`rollout_infos\['images'\]`" if turn > 1 else ": .* Give"
+            named = rf".* of {len(rollout)} tokens .* from token {position} on.*"
+            message = f"group 2, sample 1{where.replace('.*', named)}"
+            differs = pytest.raises(DisagreementError, match=message)
+            with nullcontext() if position is None else differs:
+                check_rollout_prompts(drawn, drawn.encoded, Template(), PLACEHOLDERS)
 
 
-# --- prompts that are made equal ---
-
-
-@pytest.mark.parametrize(
-    ("rollout", "training", "expected", "was_cut"),
-    [
+def test_training_gets_the_text_of_the_rollout() -> None:
+    cases: list[tuple[Any, ...]] = [
         ([1, PAD, PAD, 2], [1, PAD, PAD, 10, 2], [1, PAD, PAD, 2], False),  # InternVL: a line more
-        ([PAD, 11, 1, PAD, 2], [PAD, 1, PAD, 10, 2], [PAD, 11, 1, PAD, 2], False),
         ([1, SOFT, 2], [1, PAD, 10, 2], [1, PAD, 2], False),  # its frames
         ([1, PAD, PAD, 2, 11], [1, -200, 10, 2, 10], [1, -200, 2, 11], False),  # Ovis2.5
         ([PAD, PAD, 4], [1, -200, 3, 4], [-200, 4], True),
@@ -252,28 +229,17 @@ def test_prompts_that_differ_are_named(
         ([1, 10, 2], [1, 2], None, False),  # no media: no template writes that
         ([1, PAD, 3], [1, PAD, 10, 1], None, False),  # words
         ([3, 4], [1, 2, 3, 4], None, False),  # no limit explains it
-        ([1, 2], [1, 2, 3], None, True),  # cut on the right
         ([2, 4], [1, 2, 3, 4], None, True),  # in the middle
         ([3, PAD, 4], [1, PAD, PAD, 3, 4], None, True),  # a medium, or a part of one
-        ([PAD, SOFT, 4], [1, PAD, 2, SOFT, 4], None, True),  # side by side, they count as one
         ([0, 1, 2, 3], [1, 2, 3], None, True),  # the rollout saw more
-    ],
-)
-def test_training_gets_the_text_of_the_rollout(
-    rollout: list[int], training: list[int], expected: list[int] | None, was_cut: bool
-) -> None:
-    whole = encoded(training)
-    changed = with_text_of(rollout, whole, PLACEHOLDERS, decode, was_cut=was_cut)
-    if expected is None:
-        assert changed == {}
-        return
-    wanted = encoded(expected)
-    assert torch.equal(changed.pop("mm_token_type_ids"), wanted.pop("mm_token_type_ids"))
-    del wanted["pixel_values"]
-    assert changed == wanted
-
-
-def test_entries_that_cannot_be_aligned_stay() -> None:
+    ]
+    for rollout, training, expected, was_cut in cases:
+        changed = with_text_of(rollout, encoded(training), PLACEHOLDERS, decode, was_cut=was_cut)
+        wanted = encoded(expected) if expected else {}
+        types = changed.pop("mm_token_type_ids", []), wanted.pop("mm_token_type_ids", [])
+        assert [*types[0]] == [*types[1]]
+        wanted.pop("pixel_values", None)
+        assert changed == wanted
     for entry in (
         {"position_ids": [0, 1, 2, 3, 4, 5]},  # not known for a shorter text
         {"labels": None},

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
+from swift.utils.logger import warning_set
 
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training.gap import (
@@ -34,9 +35,6 @@ def test_limits() -> None:
     margin."""
     assert [gap_limit(bits) for bits in (32, 16, 8)] == [0.01, 0.125, 2.0]
     assert [gap_limit(32, temperature) for temperature in (0.25, 3.0, 0.0)] == [0.04, 0.01, 0.01]
-
-
-# --- the gap of a round ---
 
 
 def seen(
@@ -124,13 +122,12 @@ def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
             check(*broken, rollout_mismatch="stop", top_p=0.5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "shift"),
-    [
+def test_settings_explain_a_part_of_the_gap(warnings: list[str]) -> None:
+    """A gap beyond both parts is reported with them; NaN always is."""
+    cases: list[tuple[dict[str, Any], float]] = [
         ({"top_p": 1, "top_k": 0, "structured_outputs_regex": ""}, 0),
-        # A part p of the vocabulary adds -log(p) to what is left.
-        ({"top_p": 0.9}, 0.10536),
         ({"repetition_penalty": 1.1}, 2),
+        # A part p of the vocabulary adds -log(p) to what is left.
         ({"top_p": 0.5, "top_k": 20}, 2.69315),
         ({"min_p": 0.3}, 2),
         # One token has a log-probability of 0, and a grammar may leave as little.
@@ -138,20 +135,16 @@ def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
         ({"structured_outputs_regex": r"\d"}, math.inf),
         ({"top_p": None}, math.inf),  # the model's own generation settings decide
         ({"async_generate": True}, math.inf),  # weights of a step before (R4)
-    ],
-)
-def test_settings_explain_a_part_of_the_gap(
-    changes: dict[str, Any], shift: float, warnings: list[str]
-) -> None:
-    """A gap beyond both parts is reported with them; NaN always is."""
-    assert sampling_shift(arguments(**changes)) == pytest.approx(shift, abs=1e-5)
-    near, far = (0.37 + shift, 0.38 + shift) if shift < 9 else (30.0, NAN)
-    check(seen(near), **changes)
-    assert warnings == []
-    for _ in range(2):
-        check(seen(far), **changes)
-    [warning] = warnings
-    assert (f" explained, {shift:.3g} of it by sampling settings)" in warning) == (0 < shift < 9)
+    ]
+    for changes, shift in cases:
+        assert sampling_shift(arguments(**changes)) == pytest.approx(shift, abs=1e-5)
+        near, far = (0.37 + shift, 0.38 + shift) if shift < 9 else (30.0, NAN)
+        for nats, num_warnings in ((near, 0), (far, 1), (far, 1)):
+            check(seen(nats), **changes)
+            assert len(warnings) == num_warnings
+        by_settings = f" explained, {shift:.3g} of it by sampling settings)" in warnings.pop()
+        assert by_settings == (0 < shift < 9)
+        warning_set.clear()
 
 
 def test_a_healthy_run_does_not_end_late(warnings: list[str]) -> None:
@@ -177,9 +170,6 @@ def test_a_healthy_run_does_not_end_late(warnings: list[str]) -> None:
     for nats in (0.9, 1.1, NAN):
         with pytest.raises(DisagreementError, match="rollout_mismatch warn"):
             round_of(nats)
-
-
-# --- early rounds, with the rounding of their tokens ---
 
 
 def test_rounding_bounds_the_gap_of_early_rounds(warnings: list[str]) -> None:

@@ -2,11 +2,10 @@
 pass that measures rounding is off on GPUs (R8). A rollout that fails on one rank ends all ranks,
 each with the cause (F3). A prompt that cannot be encoded is replaced as a whole group, the same on
 each rank (M1). Duplicates and uneven groups are counted (G3, G4). Weights are loaded from a
-checkpoint, whatever names its files use (S4). The log begins and ends with a line of the plugin."""
+checkpoint, whatever names its files use (S4)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.sampling.seeding import RoundId
-from swift_grpo_ext.training import RolloutGRPOTrainer, summary, trainer
+from swift_grpo_ext.training import RolloutGRPOTrainer, trainer
 from swift_grpo_ext.training.checkpoints import holds_whole_model, load_whole_model
 from swift_grpo_ext.training.prompts import (
     MAX_CANDIDATES,
@@ -28,14 +27,10 @@ from swift_grpo_ext.training.prompts import (
     warn_uneven,
 )
 from swift_grpo_ext.training.rollouts import RolloutTraining
-from swift_grpo_ext.training.summary import RunSummary
-from swift_grpo_ext.version import __version__
 from tests.rig.logits.models import add_lora, build
 from tests.rig.ranks import ThreadRanks, run_rank_groups
-from tests.rig.record.rows import ROW, sample_id
+from tests.rig.record.rows import sample_id
 from tests.rig.training.samples import arguments
-
-# --- passes ---
 
 LOGPS = torch.tensor([[-1.0, -2.0]], requires_grad=True)
 
@@ -54,15 +49,12 @@ class Host(RolloutGRPOTrainer):
         self.dynamic_num_samples = own.get("dynamic", False)
 
 
-@pytest.mark.parametrize(
-    ("settings", "needs"),
-    [
+def test_which_rounds_need_the_old_policys_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[dict[str, Any], bool]] = [
         ({}, False),
         ({"steps": 4, "beta": 0.04}, False),  # two rounds for an update; no reference's pass
         ({"steps": 1}, True),  # two updates from a round
-        ({"steps": 3}, True),
         ({"steps": 1, "training": False}, False),  # an evaluation updates nothing
-        ({"steps": 4, "sp": 2}, False),
         ({"steps": 2, "sp": 2}, True),
         ({"teacher": True}, True),
         ({"kl_in_reward": True, "beta": 0.04}, True),
@@ -75,15 +67,12 @@ class Host(RolloutGRPOTrainer):
         ({"zero3": True, "beta": 0.04}, False),
         ({"zero3": True, "beta": 0.04, "use_vllm": False, "reference": object()}, False),
         ({"beta": 0.04, "use_vllm": False}, False),
-    ],
-)
-def test_which_rounds_need_the_old_policys_pass(
-    settings: dict[str, Any], needs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_zero3 = settings.get("zero3", False)
-    monkeypatch.setattr(trainer, "is_deepspeed_zero3_enabled", lambda: is_zero3)
-    assert Host(**settings).needs_old_logps() is needs
-    assert Host(**settings).needs_old_logps(has_views=True)
+    ]
+    for settings, needs in cases:
+        is_zero3 = "zero3" in settings
+        monkeypatch.setattr(trainer, "is_deepspeed_zero3_enabled", lambda on=is_zero3: on)
+        assert Host(**settings).needs_old_logps() is needs
+        assert Host(**settings).needs_old_logps(has_views=True)
 
 
 def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,9 +96,8 @@ def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert not batches[0].old_per_token_logps.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_compared"),
-    [
+def test_early_rounds_have_a_pass_with_other_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[dict[str, Any], bool]] = [
         ({}, True),
         ({"is_early": False}, False),
         ({"training": False}, False),  # an evaluation
@@ -118,21 +106,15 @@ def test_the_first_pass_of_a_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) 
         ({"use_vllm": False}, False),
         ({"torch_compile": True}, False),  # compiled layers ignore the noise
         ({"gpu": True}, False),  # no GPU has run it
-    ],
-)
-def test_early_rounds_have_a_pass_with_other_rounding(
-    changes: dict[str, Any], is_compared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = Host(training=changes.get("training", True))
-    host.least_bits = changes.get("bits", 16)
-    host._gap_check = SimpleNamespace(is_early=changes.get("is_early", True))
-    host.args = arguments(**{n: v for n, v in changes.items() if hasattr(host.args, n)})
-    monkeypatch.setattr(trainer, "has_accelerator", lambda: changes.get("gpu", False))
-    host.rounded_logps = list
-    assert host._rounded_logps([{}, {}]) == ([{}, {}] if is_compared else [])
-
-
-# --- failures ---
+    ]
+    for changes, is_compared in cases:
+        host = Host(training=changes.get("training", True))
+        host.least_bits = changes.get("bits", 16)
+        host._gap_check = SimpleNamespace(is_early=changes.get("is_early", True))
+        host.args = arguments(**{n: v for n, v in changes.items() if hasattr(host.args, n)})
+        monkeypatch.setattr(trainer, "has_accelerator", lambda on="gpu" in changes: on)
+        host.rounded_logps = list
+        assert host._rounded_logps([{}, {}]) == ([{}, {}] if is_compared else [])
 
 
 class Rank(RolloutTraining):
@@ -146,22 +128,10 @@ class Rank(RolloutTraining):
         self.enable_server_multi_turn = own.get("on_server", False)
 
 
-OWN = [f"OSError: disk {rank} is gone" for rank in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("failing", "expected"),
-    [
-        ((), [0, 1]),
-        ((1,), [f"RolloutError: The rollout failed on rank 1: {OWN[1]}", OWN[1]]),
-        ((0, 1), OWN),
-    ],
-)
-def test_a_rollout_that_fails_on_one_rank_fails_on_all(
-    failing: tuple[int, ...], expected: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollout_that_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank waits for another one, except between collectives of ms-swift: there, the other rank
     would not answer."""
+    failing: list[int] = []
 
     def infer(self: Rank, samples: Any, *_: Any) -> Any:
         if self.ranks.rank in failing:
@@ -179,12 +149,17 @@ def test_a_rollout_that_fails_on_one_rank_fails_on_all(
         assert len(rank.waits) == 1
         return found
 
-    assert run_rank_groups(2, work) == expected
+    own = [f"OSError: disk {rank} is gone" for rank in range(2)]
+    assert run_rank_groups(2, work) == [0, 1]
+    failing.append(1)
+    of_other = f"RolloutError: The rollout failed on rank 1: {own[1]}"
+    assert run_rank_groups(2, work) == [of_other, own[1]]
+    failing.append(0)
+    assert run_rank_groups(2, work) == own
     for settings in ({"generates": False}, {"scheduler": object()}, {"on_server": True}):
-        if 0 in failing:
-            alone = Rank(ThreadRanks(0, 2, pytest.fail), **settings)
-            with pytest.raises(OSError, match="disk 0 is gone"):
-                alone._infer_single_or_multi_turn(0, None)
+        alone = Rank(ThreadRanks(0, 2, pytest.fail), **settings)
+        with pytest.raises(OSError, match="disk 0 is gone"):
+            alone._infer_single_or_multi_turn(0, None)
 
 
 # --- prompts ---
@@ -235,19 +210,12 @@ def test_two_bad_groups_at_once(num_ranks: int, warnings: list[str]) -> None:
         assert warning.startswith(f"{name} cannot be encoded (too long)")
 
 
-@pytest.mark.parametrize(
-    ("batch", "others", "expected"),
-    [
-        ("bbcc", "d", "bbcc"),
-        ("AABB", "CdDf", "ddff"),  # each group has another
-        ("AABB", "Cd", "dddd"),  # while there are any
-        ("bAcc", "d", "ddcc"),  # rows of a group that differ are all looked at
-        ("AA", "CCCCCCCCCd", "dd"),
-    ],
-)
-def test_which_prompt_comes(batch: str, others: str, expected: str, warnings: list[str]) -> None:
-    assert replaced(batch, others)[0][0] == expected
-    assert bool(warnings) == (batch != expected)
+def test_which_prompt_comes(warnings: list[str]) -> None:
+    assert replaced("bbcc", "d") == [("bbcc", [])]
+    assert warnings == []
+    assert replaced("AABB", "Cd")[0][0] == "dddd"  # there is only one
+    assert replaced("bAcc", "d")[0][0] == "ddcc"  # rows of a group that differ are all looked at
+    assert replaced("AA", "CCCCCCCCCd")[0][0] == "dd"
 
 
 def test_where_nothing_is_left_every_rank_says_so() -> None:
@@ -257,17 +225,9 @@ def test_where_nothing_is_left_every_rank_says_so() -> None:
 
 
 def test_the_order_of_candidates_is_the_rounds_own() -> None:
-    orders = [
-        candidate_order(seed, round_, first_group, 100)
-        for seed, round_, first_group in (
-            (42, ROUND, 0),
-            (43, ROUND, 0),
-            (42, ROUND._replace(phase="train"), 0),
-            (42, ROUND._replace(number=0), 0),
-            (42, ROUND._replace(step=4), 0),
-            (42, ROUND, 7),
-        )
-    ]
+    others = ROUND._replace(phase="train"), ROUND._replace(number=0), ROUND._replace(step=4)
+    places = [(42, ROUND, 0), (43, ROUND, 0), (42, ROUND, 7), *((42, each, 0) for each in others)]
+    orders = [candidate_order(*place, num_rows=100) for place in places]
     assert sorted(orders[0]) == list(range(100))
     assert len({tuple(order[:10]) for order in orders}) == len(orders)
 
@@ -284,76 +244,20 @@ def test_uneven_groups_and_duplicates_are_warned_of_once(warnings: list[str]) ->
     assert duplicates.startswith("train round 3.1: 2 of 4 prompts")
 
 
-# --- checkpoints ---
-
-
-@pytest.mark.parametrize(("name", "shard_size"), [("Qwen2, tied", "1GB"), ("Qwen2.5-VL", "20KB")])
-def test_every_parameter_comes_in_its_own_type(name: str, shard_size: str, tmp_path: Path) -> None:
-    model = build(name)
-    model.save_pretrained(tmp_path, max_shard_size=shard_size)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) is (shard_size == "20KB")
-    assert holds_whole_model(tmp_path)
-    resumed = build(name).to(torch.bfloat16)
-    with torch.no_grad():
-        for parameter in resumed.parameters():
-            parameter.add_(1.0)
-    pointers = {n: p.data_ptr() for n, p in resumed.named_parameters()}
+def test_every_parameter_comes_in_its_own_type(tmp_path: Path) -> None:
+    """Another model is refused. An adapter is left to PEFT."""
+    model, resumed = build("Qwen2.5-VL"), build("Qwen2.5-VL").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    for parameter in resumed.parameters():
+        torch.nn.init.zeros_(parameter)
     load_whole_model(resumed, tmp_path)
     loaded, saved = resumed.state_dict(), model.to(torch.bfloat16).state_dict()
-    assert loaded.keys() == saved.keys()
-    assert all(torch.equal(loaded[n], saved[n]) for n in loaded)
-    assert {n: p.data_ptr() for n, p in resumed.named_parameters()} == pointers, "an optimizer's"
-
-
-def test_another_model_is_refused_and_adapters_are_left_to_peft(tmp_path: Path) -> None:
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     build("Qwen2").save_pretrained(tmp_path)
     # Its configuration, else the vision tower would be a large one.
-    build("Qwen2.5-VL").config.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
     expected = r"does not hold the weights of .*Qwen2_5_VL.* has no .*visual.*--model"
     with pytest.raises(ValueError, match=expected):
-        load_whole_model(build("Qwen2.5-VL"), tmp_path)
-    add_lora(build("Qwen2.5-VL")).save_pretrained(adapter := tmp_path / "adapter")
-    assert not holds_whole_model(adapter)
-
-
-# --- the first and the last line ---
-
-
-def test_the_first_and_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The training scores two rounds and a batch of an evaluation."""
-    lines: list[str] = []
-    monkeypatch.setattr(summary.logger, "info", lines.append)
-    shown = {"output_dir": "/runs/my run", "callbacks": ["diversity"], "sample_log": "all"}
-    sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    logs = [{"step": 1, "rollout_gap/mean": 1e-4, "rollout_gap/max": 2e-3}, {"step": 1}]
-    host: Any = SimpleNamespace(
-        args=arguments(**shown, **sampling),
-        completion_logps=SimpleNamespace(shares_prompts=True),
-        needs_old_logps=lambda: False,
-        gap_limit=0.01,
-        score_listeners=[],
-        ranks=SimpleNamespace(rank=0),
-        state=SimpleNamespace(log_history=logs),
-    )
-    run = RunSummary(host, num_dropouts=3)
-    run.begin()
-    run.end()  # before any round: nothing was seen
-    for name in (sample_id(0), sample_id(0, index=1), sample_id(1), sample_id(1, phase="eval")):
-        for listener in host.score_listeners:
-            listener([replace(ROW, sample_id=name)])
-    run.end()
-    assert lines == [
-        f"swift-grpo-ext {__version__}: a seed for each sample; training reads prompts once a "
-        "group where that saves time; the loss's pass serves as the old policy's; 3 dropouts are "
-        "off (--lora_dropout is ignored); the rollout gap is held to a limit; diversity is "
-        "watched; samples are recorded. Look at it meanwhile: swift-grpo-ext view '/runs/my run'",
-        "Seen by swift-grpo-ext: 2 rounds of training, 1 of evaluation; a rollout gap of 0.0001 "
-        "nats (rounding explains 0.01), 0.002 at most; no alarm of diversity.",
-    ]
-    host.state.log_history = [{"step": s, "diversity/collapse": s / 2} for s in range(3)]
-    run.end()
-    assert lines[2].endswith("1 of evaluation; alarms of diversity at 2 steps, from step 1 on.")
-    host.ranks.rank = 1
-    run.begin()
-    run.end()
-    assert len(lines) == 3
+        load_whole_model(model, tmp_path)
+    add_lora(model).save_pretrained(adapter := tmp_path / "adapter")
+    assert (holds_whole_model(tmp_path), holds_whole_model(adapter)) == (True, False)

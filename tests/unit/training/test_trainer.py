@@ -27,7 +27,8 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.answers import AnsweredResponse
 from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.seeding import sample_seed
-from tests.conftest import ROOT
+from swift_grpo_ext.version import __version__
+from tests.rig.arguments import BOTH, TRAINING
 
 END_OF_TURN = 151645
 logger = get_logger()
@@ -95,30 +96,31 @@ class RecordingEngine:
 
 
 class Odd(ORM):
-    """Rewards that differ within every group."""
+    """Rewards that differ within each group, except in the first round."""
 
     is_deterministic: ClassVar[set[bool]] = set()
 
     def __call__(
         self, completions: list[str], trainer_state: TrainerState, **kwargs: Any
     ) -> list[float]:
+        is_first = not self.is_deterministic
         if trainer_state.max_steps:  # 0 while it is tried before the training
             self.is_deterministic.add(torch.are_deterministic_algorithms_enabled())
-        return [float(i % 2) for i in range(len(completions))]
+        return [0.0 if is_first else float(i % 2) for i in range(len(completions))]
 
 
 def train(argv: list[str]) -> Any:
-    """Train in this process, and change its globals for good. Return what the engine got, the
-    warnings, and the modes of the engine's calls and of reward functions."""
+    """Train in this process, and change its globals for good. Return what the engine got, the log,
+    and the modes of the engine's calls and of reward functions."""
     os.environ["MASTER_PORT"] = "0"  # any free one: another training may hold the usual one
     orms["odd"] = Odd
-    warnings: list[str] = []
-    logger.warning = warnings.append  # type: ignore[assignment, method-assign]
-    logger.warning_once = lambda text, **_: warnings.append(text)  # type: ignore[attr-defined]
+    log: list[str] = []
+    for name in ("info", "warning", "warning_once"):
+        setattr(logger, name, lambda text, *_, **__: log.append(str(text)))
     engine_module.RolloutEngine = RecordingEngine  # type: ignore[assignment, misc]
     rlhf_main(argv)
     engine = RecordingEngine
-    return engine.rounds, engine.weights, warnings, engine.is_deterministic, Odd.is_deterministic
+    return engine.rounds, engine.weights, log, engine.is_deterministic, Odd.is_deterministic
 
 
 def test_a_training_of_three_steps(assets: Path, tmp_path: Path) -> None:
@@ -128,37 +130,38 @@ def test_a_training_of_three_steps(assets: Path, tmp_path: Path) -> None:
     rows = [json.dumps({"messages": [{"role": "user", "content": word}]}) for word in words]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     argv = [
-        *("--rlhf_type", "grpo", "--external_plugins", str(ROOT / "plugins/grpo_ext.py")),
-        *("--model", str(assets / "tiny_vlm"), "--dataset", str(tmp_path / "rows.jsonl")),
-        *("--val_dataset", str(tmp_path / "rows.jsonl"), "--eval_strategy", "steps"),
-        *("--eval_steps", "2", "--per_device_eval_batch_size", "4", "--max_steps", "3"),
-        *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--tuner_type", "full"),
-        *("--torch_dtype", "float32", "--check_model", "false", "--use_vllm", "true"),
-        *("--vllm_mode", "colocate", "--split_dataset_ratio", "0"),
-        *("--num_generations", "2", "--max_completion_length", "4", "--num_iterations", "2"),
-        *("--reward_funcs", "odd", "--per_device_train_batch_size", "4", "--stop_token_ids", "5"),
-        *("--learning_rate", "1e-3", "--warmup_steps", "0", "--max_length", "100"),
-        *("--truncation_strategy", "delete", "--gradient_accumulation_steps", "1"),
-        *("--gradient_checkpointing", "false", "--lazy_tokenize", "true"),
-        *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--logging_steps", "1"),
-        *("--dataloader_persistent_workers", "false", "--report_to", "none"),
+        *("--rlhf_type", "grpo", *BOTH, *TRAINING, "--steps_per_generation", "1"),
+        *("--model", str(assets / "tiny_vlm"), "--model_type", "qwen2_5_vl"),
+        *("--dataset", str(tmp_path / "rows.jsonl"), "--val_dataset", str(tmp_path / "rows.jsonl")),
+        *("--eval_strategy", "steps", "--eval_steps", "2", "--per_device_eval_batch_size", "4"),
+        *("--max_steps", "3", "--gradient_accumulation_steps", "1", "--num_iterations", "2"),
+        *("--per_device_train_batch_size", "4", "--num_generations", "2", "--reward_funcs", "odd"),
+        *("--dynamic_sample", "true", "--callbacks", "diversity", "--stop_token_ids", "5"),
+        *("--max_completion_length", "4", "--max_length", "100", "--tuner_type", "full"),
+        *("--truncation_strategy", "delete", "--torch_dtype", "float32"),
+        *("--learning_rate", "1e-3", "--warmup_steps", "0", "--logging_steps", "1"),
+        *("--dataloader_num_workers", "0", "--dataloader_persistent_workers", "false"),
         *("--save_strategy", "no", "--add_version", "false", "--rollout_mismatch", "warn"),
         *("--full_determinism", "true", "--output_dir", str(tmp_path)),
     ]
     gc.freeze()  # if the child collected a group of gloo, it would wait for threads of the parent
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
-        rounds, weights, warnings, *modes = pool.submit(train, argv).result()
+        rounds, weights, lines, *modes = pool.submit(train, argv).result()
     gc.unfreeze()
 
-    # A round serves two iterations. An evaluation numbers its groups over batches, and the last
-    # step is evaluated too.
+    # A round serves two iterations. Dynamic sampling adds a round to the first one, in a second
+    # wave, and then expects to need another one. An evaluation numbers its groups over batches, and
+    # the last step is evaluated too.
     names = [[each.sample_id.request_id for _, each in pairs] for pairs in rounds]
-    training = [[f"train-{step}.0-{group}-0" for group in (0, 1)] for step in (0, 2)]
+    training = [
+        [f"train-{name}-{group}-0" for name in of_wave for group in (0, 1)]
+        for of_wave in (["0.0"], ["0.1"], ["2.0", "2.1"])
+    ]
     evaluations = [
         [[f"eval-{step}.0-{group}-0" for group in groups] for groups in ((0, 1), (2, 3))]
         for step in (2, 3)
     ]
-    assert names == [training[0], *evaluations[0], training[1], *evaluations[1]]
+    assert names == [*training[:2], *evaluations[0], training[2], *evaluations[1]]
     for asked, metadata in (pair for pairs in rounds for pair in pairs):
         assert asked in words[:3]
         assert (metadata.count, metadata.run_seed, metadata.as_arrays) == (2, 42, True)
@@ -175,13 +178,23 @@ def test_a_training_of_three_steps(assets: Path, tmp_path: Path) -> None:
         assert row.weight_version == row.sample_id.step
 
     # Evaluations replace prompts too: each time one of two batches has one that is too long.
-    replaced = [text.split(",")[0] for text in warnings if "cannot be encoded" in text]
+    replaced = [text.split(",")[0] for text in lines if "cannot be encoded" in text]
     assert "eval round 2.0" in replaced
     log = [json.loads(line) for line in (tmp_path / "logging.jsonl").read_text().splitlines()]
     assert [line["eval_prompts/replaced"] for line in log if "eval_loss" in line] == [0.5, 0.5]
     # The recording engine invents its log-probabilities.
     assert min(line["rollout_gap/mean"] for line in log if "rollout_gap/mean" in line) > 1
-    assert any("Step 0: log-probabilities of the rollout" in text for text in warnings)
+    assert any("Step 0: log-probabilities of the rollout" in text for text in lines)
+    begin, end = (text for text in lines if text.startswith(("swift-grpo-ext ", "Seen by ")))
+    assert begin == (
+        f"swift-grpo-ext {__version__}: a seed for each sample; training reads prompts once a group"
+        " where that saves time; the loss's pass serves as the old policy's; the rollout gap is "
+        "held to a limit; diversity is watched; samples are recorded. Look at it meanwhile: "
+        f"swift-grpo-ext view {tmp_path}"
+    )
+    gap = max(line["rollout_gap/max"] for line in log if "rollout_gap/max" in line)
+    assert end.startswith("Seen by swift-grpo-ext: 4 rounds of training, 2 of evaluation; a rollou")
+    assert end.endswith(f"explains 0.14), {gap:.2g} at most; no alarm of diversity.")
 
     # Deterministic mode is off while the engine is made, takes weights or generates, and on in
     # reward functions.
