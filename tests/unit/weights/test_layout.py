@@ -76,7 +76,10 @@ def test_what_vllm_has_no_parameter_for_is_not_sent() -> None:
     wrapped = get_peft_model(qwen(), VeraConfig(target_modules=["q_proj"]))
     assert any("vera_A" in name for name, _ in wrapped.get_base_model().named_buffers())
     assert checkpoint_buffers(wrapped) == {}
-    model.register_buffer("qweight", torch.zeros(2))
-    assert checkpoint_buffers(model).keys() == {"qweight"}
+    projection = "model.layers.0.self_attn.q_proj"
+    for path in ("", projection):
+        model.get_submodule(path).register_buffer("qweight", torch.zeros(2))
+    wrapped = get_peft_model(model, LORA)
+    assert checkpoint_buffers(wrapped).keys() == {"qweight", f"{projection}.qweight"}
     model.is_quantized = True  # as `from_pretrained` marks it
-    assert checkpoint_buffers(get_peft_model(model, LORA)) == {}
+    assert checkpoint_buffers(wrapped) == {}
