@@ -21,9 +21,10 @@ from swift.rlhf_trainers import GRPOTrainer
 from swift.rlhf_trainers.utils import build_completion_mask_and_seq_lengths
 from torch import Tensor, nn
 
+from scripts.bench import passes
 from swift_grpo_ext.config import RolloutGRPOConfig
 from swift_grpo_ext.logits.logps import CompletionLogps
-from swift_grpo_ext.logits.packed import Form, GroupRows, SharedPromptInputs, pack
+from swift_grpo_ext.logits.packed import Form
 from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
 from swift_grpo_ext.training import RolloutGRPOTrainer
 from tests.rig.arguments import training_arguments
@@ -130,27 +131,8 @@ class Batch:
 
     def shared(self) -> Batch:
         """Return the same batch with inputs that may be packed."""
-        attended = self.inputs["attention_mask"].bool()
-        groups, heads = list[GroupRows](), list[int]()
-        for prompt, same in groupby(range(len(self.rows)), key=lambda row: self.rows[row][0]):
-            rows = [*same]
-            ids, labels = (
-                [values[row][attended[row]].tolist() for row in rows]
-                for values in (self.inputs["input_ids"], self.labels)
-            )
-            kind = "image" if "pixel_values" in self.inputs else "text"
-            groups.append(GroupRows(prompt if len(rows) > 1 else 0, ids, labels, kind))
-            heads.append(max(rows, key=lambda row: sum(self.rows[row])))
-        kept = attended[heads].any(0)
-        of_heads = {
-            name: value[..., heads, :][..., kept]
-            if value.shape[-2:] == attended.shape
-            else value.unflatten(0, (len(attended), -1))[heads].flatten(0, 1)
-            for name, value in self.inputs.items()
-        }
-        texts = {name: self.inputs[name] for name in ("input_ids", "attention_mask")}
         shared = copy(self)
-        shared.inputs = SharedPromptInputs(texts, groups, of_heads, lambda: dict(self.inputs))
+        shared.inputs = passes.shared(self)
         return shared
 
 
@@ -186,7 +168,7 @@ def chosen(
 
 
 def packed_form(model: Any, batch: Batch) -> Form:
-    form = pack(batch.shared().inputs, base_model(model))
+    form = passes.packed(base_model(model), batch)
     assert form[1].numel() < batch.predicts_BT.numel()
     return form
 
