@@ -27,6 +27,7 @@ from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.packed import Form
 from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
 from swift_grpo_ext.training import RolloutGRPOTrainer
+from swift_grpo_ext.upstream.patches import wrapped
 from tests.rig.arguments import training_arguments
 from tests.rig.logits.models import IMAGE, IMAGES, PLACEHOLDERS, TYPES
 
@@ -237,21 +238,15 @@ def errors_of(run: Run, expected: Run) -> dict[str, float]:
 def counted_positions(model: Any) -> Iterator[list[int]]:
     """Count the positions that the head computes within the block, one number for each call."""
     counts: list[int] = []
-    head = output_embedding(base_model(model))
-    assert head is not None
-    # `forward` and not a hook: a chunked pass calls the head within the head's own call.
-    own = type(head).forward
 
-    def forward(hidden: Tensor) -> Tensor:
-        logits = own(head, hidden)
+    def forward(own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        logits = own(hidden)
         counts.append(logits[..., 0].numel())
         return logits
 
-    head.forward = forward
-    try:
+    # `forward` and not a hook: a chunked pass calls the head within the head's own call.
+    with wrapped(output_embedding(base_model(model)), "forward", forward):
         yield counts
-    finally:
-        del head.forward
 
 
 # --- ms-swift's trainer and ours, with the attributes that their log-probabilities use ---

@@ -82,13 +82,22 @@ def test_as_ms_swift_but_for_rounding(
 
 
 def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that are not packed are collated by ms-swift. The trainer's settings, such as
+    `use_cache`, apply to both."""
     monkeypatch.setattr(LogitsShim, "chunk_size", 4)
     model, batch = build("Qwen2", lora=True), Batch(ROWS, "left")
     expected, _ = run(Upstream(), model, batch)
-    seen = seen_positions(model)
-    found, _ = run(Ours(), model, batch.shared())
-    assert_close(found, expected)
-    assert seen == [PACKED, WHOLE, WHOLE, PACKED]  # the first three are the proof
+    seen, settings = seen_positions(model), list[bool]()
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: settings.append(kwargs["use_cache"]), with_kwargs=True
+    )
+    for flags in ({}, {"logps_shared_prompt": "false"}):
+        ours = Ours(**flags)
+        ours.model_kwarg_keys = {"use_cache"}
+        found, _ = run(ours, model, batch.shared())
+        assert_close(found, expected)
+    assert seen == [PACKED, WHOLE, WHOLE, PACKED, WHOLE]  # the first three are the proof
+    assert settings == [False] * 5
 
 
 def test_without_the_shim() -> None:
@@ -103,21 +112,6 @@ def test_without_the_shim() -> None:
 def test_strict_refuses_to_slice() -> None:
     with pytest.raises(RuntimeError, match="computes the logits of all positions"):
         run(Ours(logits_shim="strict"), build("names the keyword only"), Batch(UNEQUAL))
-
-
-def test_inputs_that_are_not_packed_are_collated_by_ms_swift() -> None:
-    """The trainer's settings, such as `use_cache`, apply too."""
-    model, batch = build("Qwen2"), Batch(ROWS)
-    expected, _ = run(Upstream(), model, batch)
-    settings: list[Any] = []
-    model.register_forward_pre_hook(
-        lambda _, __, kwargs: settings.append(kwargs["use_cache"]), with_kwargs=True
-    )
-    ours = Ours(logps_shared_prompt="false")
-    ours.model_kwarg_keys = {"use_cache"}
-    found, _ = run(ours, model, batch.shared())
-    assert_close(found, expected)
-    assert settings == [False]
 
 
 # --- settings ---

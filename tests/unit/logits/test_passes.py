@@ -114,10 +114,9 @@ def flash_attn_varlen_func(
     parts = zip(q.split(q_sizes), k.split(k_sizes), v.split(k_sizes), strict=True)
     for query, key, value in parts:
         last = len(key) - len(query)
-        ahead = torch.arange(len(key)) - torch.arange(len(query))[:, None] - last
-        seen = ahead <= 0
+        seen = torch.ones(len(query), len(key), dtype=torch.bool).tril(last)
         if window_size[0] >= 0:
-            seen &= ahead >= -window_size[0]
+            seen = seen.triu(last - window_size[0])
         heads = (x.transpose(0, 1) for x in (query, key, value))
         options = {"attn_mask": seen, "scale": softmax_scale, "enable_gqa": True}
         outputs.append(scaled_dot_product_attention(*heads, **options).transpose(0, 1))
@@ -289,32 +288,17 @@ def test_the_benches_time_the_same_passes() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_take_no_more_memory_than_is_asked_for(dtype: str) -> None:
     """Logits of other positions are never computed, and chunks bound the memory of the others."""
-    rows = ((768, 256), (640, 192))
     small = {"vocab_size": 151_936 if DEVICE == "cuda" else 16_384, "num_hidden_layers": 1}
     torch.manual_seed(0)
     settings = {**TEXT, **small, "initializer_range": 0.1, "use_cache": False}
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**settings))
     model.to(DEVICE, getattr(torch, dtype))
-    batch = Batch(rows).to(model)
-    start = min(prompt for prompt, _ in rows) - 1
-
-    def all_positions() -> Tensor:
-        """As ms-swift: all from the first that any row predicts a completion at."""
-        logits = model(**batch.inputs).logits[:, start:-1].float()
-        targets = batch.inputs["input_ids"][:, start + 1 :, None]
-        return logits.log_softmax(-1).gather(-1, targets)
-
-    ways = {
-        "all": all_positions,
-        "chosen": partial(chosen, model, batch),
-        "chunked": partial(chosen, model, batch, chunk_size=16),
-    }
-    peak = {}
-    for name, way in ways.items():
-        way().sum().backward()  # gradients are there from now on
-        peak[name] = peak_bytes(lambda way=way: way().sum().backward())
-    num_positions = batch.predicts_BT.numel()
-    num_chosen = len(batch.targets_N)
-    assert peak["chosen"] <= (num_chosen / num_positions + 0.05) * peak["all"]
-    # A chunk is a 28th of the completions, which are a 5th of all positions; activations remain.
-    assert peak["chunked"] <= 0.1 * peak["all"]
+    batch = Batch(((768, 256), (640, 192))).to(model)
+    peaks = []
+    for way in (plain, chosen, partial(chosen, chunk_size=16)):
+        way(model, batch).sum().backward()  # gradients are there from now on
+        peaks.append(peak_bytes(lambda way=way: way(model, batch).sum().backward()))
+    of_all, of_chosen, of_chunks = peaks
+    # Completions are a 5th of all positions, a chunk is a 28th of them; activations remain.
+    assert of_chosen <= 0.3 * of_all
+    assert of_chunks <= 0.13 * of_all
