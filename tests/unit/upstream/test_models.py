@@ -3,15 +3,17 @@ models."""
 
 from __future__ import annotations
 
+from itertools import chain
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
 from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
 
 from swift_grpo_ext.upstream import models
@@ -24,19 +26,21 @@ VIDEO = st.tuples(st.just("video"), st.tuples(st.integers(1, 9), SIDES, SIDES))
 ROW = st.lists(st.tuples(TEXT, st.one_of(IMAGE, VIDEO)), max_size=4)
 
 
+def num_tokens(size: int | tuple[int, int, int]) -> int:
+    """Return the length of a text, or of a medium: a token has 2 x 2 patches."""
+    return size if isinstance(size, int) else prod(size) // 4
+
+
 def vllm_positions(model_class: Any, config: Any, row: Any, seconds: float) -> Any:
     """Return the positions that vLLM's model counts for a row; it has no weights."""
     features, offset = [], 0
     for kind, size in row:
-        if kind == "text":
-            offset += size
-            continue
-        t, h, w = size
         data = {f"{kind}_grid_thw": SimpleNamespace(data=torch.tensor(size))}
         data["second_per_grid_ts"] = SimpleNamespace(data=torch.tensor(seconds))
         place = SimpleNamespace(offset=offset)
-        features.append(SimpleNamespace(modality=kind, mm_position=place, data=data))
-        offset += t * h * w // 4
+        if kind != "text":
+            features.append(SimpleNamespace(modality=kind, mm_position=place, data=data))
+        offset += num_tokens(size)
     model = model_class.__new__(model_class)
     torch.nn.Module.__init__(model)
     model.config = config
@@ -54,26 +58,19 @@ def test_positions_are_those_of_vllm(name: str, data: st.DataObject) -> None:
     module = qwen2_vl if name == "Qwen2VL" else qwen2_5_vl
     theirs = getattr(module, f"{name}ForConditionalGeneration")
     seconds = data.draw(st.sampled_from([1.0, 0.5, 2 / 3, 4.0])) if name == "Qwen2_5_VL" else 1.0
-    rows = []
-    for pairs in (data.draw(ROW), data.draw(ROW)):
-        rows.append([block for pair in pairs for block in pair] + [("text", data.draw(TEXT)[1])])
-    kinds = {"text": 0, "image": 1, "video": 2}
-    types, grids = [], {"image": list[Any](), "video": list[Any]()}
-    for row in rows:
-        types.append(list[int]())
-        for kind, size in row:
-            count = size if kind == "text" else int(np.prod(size)) // 4
-            types[-1] += [kinds[kind]] * count
-            if kind != "text":
-                grids[kind].append(size)
-    length = max(map(len, types))
-    padded = torch.tensor([row + [0] * (length - len(row)) for row in types])
-    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in types])
-    given_grids = {f"{kind}_grid_thw": torch.tensor(g) if g else None for kind, g in grids.items()}
-    times = {"second_per_grid_ts": [seconds] * len(grids["video"])} if seconds != 1 else {}
+    rows = [[*chain(*data.draw(ROW)), data.draw(TEXT)] for _ in range(2)]
+    kinds = ("text", "image", "video")
+    types = [
+        [kinds.index(kind) for kind, size in row for _ in range(num_tokens(size))] for row in rows
+    ]
+    sizes = {kind: [size for one, size in chain(*rows) if one == kind] for kind in kinds[1:]}
+    grids = {f"{kind}_grid_thw": torch.tensor(s) if s else None for kind, s in sizes.items()}
+    times = {"second_per_grid_ts": [seconds] * len(sizes["video"])} if seconds != 1 else {}
+    padded = pad_sequence([torch.tensor(each) for each in types], batch_first=True)
+    mask = pad_sequence([torch.ones(len(each), dtype=torch.int64) for each in types], True)
     self = SimpleNamespace(config=config)
     found, deltas = modeling.get_rope_index(
-        self, torch.zeros_like(padded), padded, attention_mask=mask, **given_grids, **times
+        self, torch.zeros_like(padded), padded, attention_mask=mask, **grids, **times
     )
     for number, (row, of_row) in enumerate(zip(rows, types, strict=True)):
         expected, delta = vllm_positions(theirs, config, row, seconds)
