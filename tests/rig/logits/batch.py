@@ -22,7 +22,6 @@ from swift.rlhf_trainers.utils import build_completion_mask_and_seq_lengths
 from torch import Tensor, nn
 
 from scripts.bench import passes
-from swift_grpo_ext.config import RolloutGRPOConfig
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.packed import Form
 from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
@@ -252,29 +251,22 @@ def counted_positions(model: Any) -> Iterator[list[int]]:
 # --- ms-swift's trainer and ours, with the attributes that their log-probabilities use ---
 
 
-def config_of(**flags: Any) -> RolloutGRPOConfig:
-    return training_arguments(**{"logits_shim": "strict", **flags})
-
-
-def template_of(*, padding_free: bool = False, parallel: int = 1) -> Any:
-    return SimpleNamespace(padding_free=padding_free, sequence_parallel_size=parallel)
-
-
 class Upstream(GRPOTrainer):
     """ms-swift's trainer."""
 
-    def __init__(self, *, padding_free: bool = False, **flags: Any) -> None:
-        self.args = config_of(**flags)
+    def __init__(self, *, padding_free: bool = False, parallel: int = 1, **flags: Any) -> None:
+        self.args = training_arguments(**{"logits_shim": "strict", **flags})
         self.model_kwarg_keys = {"logits_to_keep"}
         self.temperature = TEMPERATURE
-        self.template = template_of(padding_free=padding_free)
+        settings = {"padding_free": padding_free, "sequence_parallel_size": parallel}
+        self.template = SimpleNamespace(**settings)
 
 
 class Ours(RolloutGRPOTrainer):
     """Our trainer; it packs prompts where it can."""
 
-    def __init__(self, *, padding_free: bool = False, **flags: Any) -> None:
-        Upstream.__init__(self, padding_free=padding_free, **flags)
+    def __init__(self, **settings: Any) -> None:
+        Upstream.__init__(self, **settings)
         self.completion_logps = CompletionLogps(self.args, self.template)
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from swift_grpo_ext.logits import proof
-from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.segments import is_packed
 from swift_grpo_ext.logits.shim import LogitsShim
 from tests.rig.logits.batch import (
@@ -21,12 +20,10 @@ from tests.rig.logits.batch import (
     Run,
     Upstream,
     assert_close,
-    config_of,
     counted_positions,
     loss_pass,
     make_pass,
     seen_positions,
-    template_of,
     values_and_gradients,
 )
 from tests.rig.logits.models import build
@@ -118,38 +115,34 @@ def test_strict_refuses_to_slice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "parallel", "reason"),
+    ("settings", "reason"),
     [
-        ({}, 2, "sequence_parallel_size 2"),
-        ({"use_liger_kernel": True}, 1, "use_liger_kernel"),
-        ({}, 1, ""),
-        ({"logits_shim": "off", "use_liger_kernel": True}, 2, ""),
+        ({"parallel": 2}, "sequence_parallel_size 2"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({}, ""),
+        ({"logits_shim": "off", "use_liger_kernel": True, "parallel": 2}, ""),
     ],
 )
 def test_what_is_left_alone_is_said(
-    flags: dict[str, Any], parallel: int, reason: str, warned: list[str]
+    settings: dict[str, Any], reason: str, warned: list[str]
 ) -> None:
-    ours = CompletionLogps(config_of(**flags), template_of(parallel=parallel))
     model, batch = build("Qwen2"), Batch(UNEQUAL).grpo_batch()
-    assert (ours.restrict(model, batch) is model) == (parallel > 1)
+    restricted = Ours(**settings).completion_logps.restrict(model, batch)
+    assert (restricted is model) == ("parallel" in settings)
     assert [reason in text for text in warned] == ([True] if reason else [])
 
 
 def test_where_prompts_are_shared() -> None:
-    def shares(*, padding_free: bool = False, **flags: Any) -> bool:
-        template = template_of(padding_free=padding_free)
-        return CompletionLogps(config_of(**flags), template).shares_prompts
-
-    assert shares()
-    assert not shares(padding_free=True)
+    assert Ours().completion_logps.shares_prompts
     for flags in (
+        {"padding_free": True},
         {"logps_shared_prompt": "false"},
         {"logits_shim": "off"},
         {"per_device_train_batch_size": 1},
         {"router_replay_mode": "R3"},
         {"torch_compile": True},
     ):
-        assert not shares(**flags), flags
+        assert not Ours(**flags).completion_logps.shares_prompts, flags
 
 
 # --- the proof ---

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -203,25 +204,24 @@ class Compared:
         # cudnn's convolutions use it.
         torch.backends.cudnn.allow_tf32 = False
         torch.set_float32_matmul_precision("highest")
-        self.case, self.exact, self.model = case, None, build(case.name)
+        self.exact: Run | None = None
+        self.model = build(case.name)
         for change in case.changes:
             self.model = CHANGES[change](self.model)
+        self.batch = Batch(case.rows, case.side).see(self.model, with_images=case.with_images)
         self.model.to(DEVICE)
         if case.dtype == "bfloat16":
             with torch.no_grad():
                 for path, weight in self.model.named_parameters():
                     if weight.ndim > 1 and "linear_attn" not in path:
                         weight.mul_(HALF)
-            self.exact = self.plain(self.model.bfloat16().float())  # with rounded weights
+            self.model.bfloat16().float()  # rounded weights
+            self.exact = self.run(plain)
             self.model.bfloat16()
 
-    def plain(self, model: Any) -> Run:
-        case = self.case
-        self.batch = Batch(case.rows, case.side).see(model, with_images=case.with_images).to(model)
-        return self.run(plain)
-
     def run(self, way: Way) -> Run:
-        return values_and_gradients(self.model, lambda: way(self.model, self.batch))
+        batch = self.batch.to(self.model)
+        return values_and_gradients(self.model, lambda: way(self.model, batch))
 
     def wrong_parts(self, way: Way, expected: Run) -> dict[str, float]:
         return wrong_parts(self.run(way), expected, self.exact, FLOAT32)
@@ -242,20 +242,15 @@ def test_each_way(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
             model.set_attn_implementation(case.attention)
         except (ImportError, ValueError) as e:
             pytest.skip(f"transformers: {e}")
-    expected = compared.plain(model)
-    ways: dict[str, Way] = {"chosen": chosen, "in chunks": partial(chosen, chunk_size=4)}
+    expected = compared.run(plain)
     is_compiled = "compiled" in "".join(case.changes)
-    if not is_compiled and not reason_against(base_model(model), compared.batch.inputs):
-        ways |= {"once": partial(chosen, once=True)}
-        ways["once, in chunks"] = partial(chosen, once=True, chunk_size=4)
-    wrong: dict[str, dict[str, float]] = {}
-    for name, way in ways.items():
+    can_pack = not is_compiled and not reason_against(base_model(model), compared.batch.inputs)
+    for once, size in product((False, True) if can_pack else (False,), (1024, 4)):
+        way = partial(chosen, once=once, chunk_size=size)
         with nullcontext([]) if is_compiled else counted_positions(model) as counts:
-            wrong[name] = compared.wrong_parts(way, expected)
-        num_tokens = len(compared.batch.targets_N)
-        assert is_compiled or max(counts) == min(num_tokens, 4 if "chunks" in name else 1024)
-        wrong[f"plain, after {name}"] = compared.wrong_parts(plain, expected)
-    assert {name: parts for name, parts in wrong.items() if parts} == {}
+            assert compared.wrong_parts(way, expected) == {}, way
+        assert is_compiled or max(counts) == min(len(compared.batch.targets_N), size)
+        assert compared.wrong_parts(plain, expected) == {}, f"plain, after {way}"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +260,7 @@ def test_images_whose_positions_see_each_other(name: str, kinds: str) -> None:
     """Gemma 3's do in all layers, Gemma 4's in those with a window, where audio (3) does not. The
     second image crosses the border of a window. One image is a tool's."""
     compared = Compared(Case(name, rows=((9, 4), (9, 3), (12, 8), (12, 2), (8, 2, 7, 1))))
-    causal = compared.plain(compared.model)
+    causal = compared.run(plain)
     types = torch.zeros_like(compared.batch.inputs["input_ids"])
     types[:2, 2:6] = types[2:4, 1:4] = types[2:4, 6:10] = types[4, 11:15] = 1
     if name == "Gemma4":
@@ -278,7 +273,6 @@ def test_images_whose_positions_see_each_other(name: str, kinds: str) -> None:
 
 def test_the_benches_time_the_same_passes() -> None:
     compared = Compared(Case("Qwen2.5-VL", with_images=True))
-    compared.plain(compared.model)
     assert compared.wrong_parts(passes.once, compared.run(passes.plain)) == {}
 
 
