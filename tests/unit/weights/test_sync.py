@@ -223,6 +223,7 @@ def test_an_adapter_is_sent_and_compared() -> None:
     ("taken", "filled", "message"),
     [
         (WEIGHTS, {"ab", "c"}, None),
+        (WEIGHTS, {"ab"}, r"1 of its parameters were left as they were \(c\)"),
         # An engine that does not say what it filled.
         (MISSHAPEN, None, r"The colocated engine of rank 0 .* another type or shape \(b\)"),
     ],
