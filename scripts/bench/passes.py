@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from tiny_vlm.families import draw, make_config, numbering, sized
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -58,6 +57,8 @@ def make_model(
     family: str, size: str, layers: int | None, device: str, dtype: torch.dtype, attention: str
 ) -> Any:
     """Return a random model in training mode."""
+    from tiny_vlm.families import draw, make_config, numbering, sized
+
     torch.manual_seed(0)
     config = make_config(sized(family, size, layers), numbering())
     text = config.get_text_config()
@@ -113,18 +114,23 @@ def packed(model: Any, batch: Batch) -> Form:
 
 def shared(batch: Batch) -> SharedPromptInputs:
     """Return the input of `pack`: the batch, its groups, and each group's longest row."""
-    attended_BT, num_rows = batch.inputs["attention_mask"].bool(), len(batch.predicts_BT)
+    ids_BT, attended_BT = batch.inputs["input_ids"], batch.inputs["attention_mask"].bool()
+    labels_BT = ids_BT.masked_fill(~batch.predicts_BT.roll(1, 1), -100)
+    kind = "image" if "pixel_values" in batch.inputs else "text"
     groups, heads, first = list[GroupRows](), list[int](), 0
     for prompt, size in batch.sizes:
         rows = range(first, first + size)
         first += size
-        ids = [batch.inputs["input_ids"][row][attended_BT[row]].tolist() for row in rows]
-        groups.append(GroupRows(prompt, ids, [[-100] * prompt + own[prompt:] for own in ids]))
+        ids, labels = (
+            [values_BT[row][attended_BT[row]].tolist() for row in rows]
+            for values_BT in (ids_BT, labels_BT)
+        )
+        groups.append(GroupRows(prompt, ids, labels, kind))
         heads.append(max(rows, key=lambda row: int(attended_BT[row].sum())))
     of_heads = {
         name: value[..., heads, :]
         if value.shape[-2:] == attended_BT.shape
-        else value.unflatten(0, (num_rows, -1))[heads].flatten(0, 1)  # each row has as many media
+        else value.unflatten(0, (len(ids_BT), -1))[heads].flatten(0, 1)  # as many media in each row
         for name, value in batch.inputs.items()
     }
     return SharedPromptInputs(batch.inputs, groups, of_heads, lambda: batch.inputs)

@@ -7,10 +7,12 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import multiprocessing
+import torch
+from torch import distributed, multiprocessing
 
 from swift_grpo_ext.ranks import RankGroup, RolloutError
 
@@ -66,7 +68,17 @@ def run_rank_groups(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
 
 
 def start_processes(run: Callable[[int, str], None], number: int = 2) -> None:
-    """Fork processes that call `run(rank, folder)`; the command line names the folder."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    folder = str(Path(sys.argv[1]).resolve())
-    multiprocessing.start_processes(run, (folder,), nprocs=number, start_method="fork")
+    """Fork the ranks of a gloo group, which call `run(rank, folder)`; the command line names the
+    folder. A collective that only one rank enters fails after two minutes."""
+    folder, wait = Path(sys.argv[1]).resolve(), timedelta(seconds=120)
+    os.environ |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(number)}
+
+    def join(rank: int) -> None:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        torch.set_num_threads(1)
+        place = {"init_method": f"file://{folder}/ranks", "rank": rank, "world_size": number}
+        distributed.init_process_group("gloo", timeout=wait, **place)
+        run(rank, str(folder))
+        distributed.destroy_process_group()
+
+    multiprocessing.start_processes(join, nprocs=number, start_method="fork")

@@ -36,7 +36,6 @@ def run(rank, folder):
 
     make(engines.name_shared_memory_by_run)
     os.environ["VLLM_DIST_IDENT"] = "//"  # vLLM's value for `env://`
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
     group = SimpleNamespace(
         unique_name="tp:0", ranks=[0, 1], rank=rank, world_size=2, device_group=dist.group.WORLD
     )

@@ -21,11 +21,12 @@ from swift.rlhf_trainers import GRPOTrainer
 from swift.rlhf_trainers.utils import build_completion_mask_and_seq_lengths
 from torch import Tensor, nn
 
-from swift_grpo_ext.config import RolloutGRPOConfig
+from scripts.bench import passes
 from swift_grpo_ext.logits.logps import CompletionLogps
-from swift_grpo_ext.logits.packed import Form, GroupRows, SharedPromptInputs, pack
+from swift_grpo_ext.logits.packed import Form
 from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
 from swift_grpo_ext.training import RolloutGRPOTrainer
+from swift_grpo_ext.upstream.patches import wrapped
 from tests.rig.arguments import training_arguments
 from tests.rig.logits.models import IMAGE, IMAGES, PLACEHOLDERS, TYPES
 
@@ -130,27 +131,8 @@ class Batch:
 
     def shared(self) -> Batch:
         """Return the same batch with inputs that may be packed."""
-        attended = self.inputs["attention_mask"].bool()
-        groups, heads = list[GroupRows](), list[int]()
-        for prompt, same in groupby(range(len(self.rows)), key=lambda row: self.rows[row][0]):
-            rows = [*same]
-            ids, labels = (
-                [values[row][attended[row]].tolist() for row in rows]
-                for values in (self.inputs["input_ids"], self.labels)
-            )
-            kind = "image" if "pixel_values" in self.inputs else "text"
-            groups.append(GroupRows(prompt if len(rows) > 1 else 0, ids, labels, kind))
-            heads.append(max(rows, key=lambda row: sum(self.rows[row])))
-        kept = attended[heads].any(0)
-        of_heads = {
-            name: value[..., heads, :][..., kept]
-            if value.shape[-2:] == attended.shape
-            else value.unflatten(0, (len(attended), -1))[heads].flatten(0, 1)
-            for name, value in self.inputs.items()
-        }
-        texts = {name: self.inputs[name] for name in ("input_ids", "attention_mask")}
         shared = copy(self)
-        shared.inputs = SharedPromptInputs(texts, groups, of_heads, lambda: dict(self.inputs))
+        shared.inputs = passes.shared(self)
         return shared
 
 
@@ -186,7 +168,7 @@ def chosen(
 
 
 def packed_form(model: Any, batch: Batch) -> Form:
-    form = pack(batch.shared().inputs, base_model(model))
+    form = passes.packed(base_model(model), batch)
     assert form[1].numel() < batch.predicts_BT.numel()
     return form
 
@@ -255,49 +237,36 @@ def errors_of(run: Run, expected: Run) -> dict[str, float]:
 def counted_positions(model: Any) -> Iterator[list[int]]:
     """Count the positions that the head computes within the block, one number for each call."""
     counts: list[int] = []
-    head = output_embedding(base_model(model))
-    assert head is not None
-    # `forward` and not a hook: a chunked pass calls the head within the head's own call.
-    own = type(head).forward
 
-    def forward(hidden: Tensor) -> Tensor:
-        logits = own(head, hidden)
+    def forward(own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        logits = own(hidden)
         counts.append(logits[..., 0].numel())
         return logits
 
-    head.forward = forward
-    try:
+    # `forward` and not a hook: a chunked pass calls the head within the head's own call.
+    with wrapped(output_embedding(base_model(model)), "forward", forward):
         yield counts
-    finally:
-        del head.forward
 
 
 # --- ms-swift's trainer and ours, with the attributes that their log-probabilities use ---
 
 
-def config_of(**flags: Any) -> RolloutGRPOConfig:
-    return training_arguments(**{"logits_shim": "strict", **flags})
-
-
-def template_of(*, padding_free: bool = False, parallel: int = 1) -> Any:
-    return SimpleNamespace(padding_free=padding_free, sequence_parallel_size=parallel)
-
-
 class Upstream(GRPOTrainer):
     """ms-swift's trainer."""
 
-    def __init__(self, *, padding_free: bool = False, **flags: Any) -> None:
-        self.args = config_of(**flags)
+    def __init__(self, *, padding_free: bool = False, parallel: int = 1, **flags: Any) -> None:
+        self.args = training_arguments(**{"logits_shim": "strict", **flags})
         self.model_kwarg_keys = {"logits_to_keep"}
         self.temperature = TEMPERATURE
-        self.template = template_of(padding_free=padding_free)
+        settings = {"padding_free": padding_free, "sequence_parallel_size": parallel}
+        self.template = SimpleNamespace(**settings)
 
 
 class Ours(RolloutGRPOTrainer):
     """Our trainer; it packs prompts where it can."""
 
-    def __init__(self, *, padding_free: bool = False, **flags: Any) -> None:
-        Upstream.__init__(self, padding_free=padding_free, **flags)
+    def __init__(self, **settings: Any) -> None:
+        Upstream.__init__(self, **settings)
         self.completion_logps = CompletionLogps(self.args, self.template)
 
 

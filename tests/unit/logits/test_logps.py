@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from swift_grpo_ext.logits import proof
-from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.segments import is_packed
 from swift_grpo_ext.logits.shim import LogitsShim
 from tests.rig.logits.batch import (
@@ -21,12 +20,10 @@ from tests.rig.logits.batch import (
     Run,
     Upstream,
     assert_close,
-    config_of,
     counted_positions,
     loss_pass,
     make_pass,
     seen_positions,
-    template_of,
     values_and_gradients,
 )
 from tests.rig.logits.models import build
@@ -82,13 +79,22 @@ def test_as_ms_swift_but_for_rounding(
 
 
 def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that are not packed are collated by ms-swift. The trainer's settings, such as
+    `use_cache`, apply to both."""
     monkeypatch.setattr(LogitsShim, "chunk_size", 4)
     model, batch = build("Qwen2", lora=True), Batch(ROWS, "left")
     expected, _ = run(Upstream(), model, batch)
-    seen = seen_positions(model)
-    found, _ = run(Ours(), model, batch.shared())
-    assert_close(found, expected)
-    assert seen == [PACKED, WHOLE, WHOLE, PACKED]  # the first three are the proof
+    seen, settings = seen_positions(model), list[bool]()
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: settings.append(kwargs["use_cache"]), with_kwargs=True
+    )
+    for flags in ({}, {"logps_shared_prompt": "false"}):
+        ours = Ours(**flags)
+        ours.model_kwarg_keys = {"use_cache"}
+        found, _ = run(ours, model, batch.shared())
+        assert_close(found, expected)
+    assert seen == [PACKED, WHOLE, WHOLE, PACKED, WHOLE]  # the first three are the proof
+    assert settings == [False] * 5
 
 
 def test_without_the_shim() -> None:
@@ -105,57 +111,38 @@ def test_strict_refuses_to_slice() -> None:
         run(Ours(logits_shim="strict"), build("names the keyword only"), Batch(UNEQUAL))
 
 
-def test_inputs_that_are_not_packed_are_collated_by_ms_swift() -> None:
-    """The trainer's settings, such as `use_cache`, apply too."""
-    model, batch = build("Qwen2"), Batch(ROWS)
-    expected, _ = run(Upstream(), model, batch)
-    settings: list[Any] = []
-    model.register_forward_pre_hook(
-        lambda _, __, kwargs: settings.append(kwargs["use_cache"]), with_kwargs=True
-    )
-    ours = Ours(logps_shared_prompt="false")
-    ours.model_kwarg_keys = {"use_cache"}
-    found, _ = run(ours, model, batch.shared())
-    assert_close(found, expected)
-    assert settings == [False]
-
-
 # --- settings ---
 
 
 @pytest.mark.parametrize(
-    ("flags", "parallel", "reason"),
+    ("settings", "reason"),
     [
-        ({}, 2, "sequence_parallel_size 2"),
-        ({"use_liger_kernel": True}, 1, "use_liger_kernel"),
-        ({}, 1, ""),
-        ({"logits_shim": "off", "use_liger_kernel": True}, 2, ""),
+        ({"parallel": 2}, "sequence_parallel_size 2"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({}, ""),
+        ({"logits_shim": "off", "use_liger_kernel": True, "parallel": 2}, ""),
     ],
 )
 def test_what_is_left_alone_is_said(
-    flags: dict[str, Any], parallel: int, reason: str, warned: list[str]
+    settings: dict[str, Any], reason: str, warned: list[str]
 ) -> None:
-    ours = CompletionLogps(config_of(**flags), template_of(parallel=parallel))
     model, batch = build("Qwen2"), Batch(UNEQUAL).grpo_batch()
-    assert (ours.restrict(model, batch) is model) == (parallel > 1)
+    restricted = Ours(**settings).completion_logps.restrict(model, batch)
+    assert (restricted is model) == ("parallel" in settings)
     assert [reason in text for text in warned] == ([True] if reason else [])
 
 
 def test_where_prompts_are_shared() -> None:
-    def shares(*, padding_free: bool = False, **flags: Any) -> bool:
-        template = template_of(padding_free=padding_free)
-        return CompletionLogps(config_of(**flags), template).shares_prompts
-
-    assert shares()
-    assert not shares(padding_free=True)
+    assert Ours().completion_logps.shares_prompts
     for flags in (
+        {"padding_free": True},
         {"logps_shared_prompt": "false"},
         {"logits_shim": "off"},
         {"per_device_train_batch_size": 1},
         {"router_replay_mode": "R3"},
         {"torch_compile": True},
     ):
-        assert not shares(**flags), flags
+        assert not Ours(**flags).completion_logps.shares_prompts, flags
 
 
 # --- the proof ---
