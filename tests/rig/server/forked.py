@@ -14,11 +14,9 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,16 +36,15 @@ from swift_grpo_ext.cpu.receiver import CPUWeightSyncWorkerExtension
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import RequestMetadata
-from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import client
 from swift_grpo_ext.server.client import connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
-from swift_grpo_ext.server.replicas import Restarts
+from swift_grpo_ext.server.replicas import start_replica
 from swift_grpo_ext.upstream.patches import PatchPhase, apply
 from swift_grpo_ext.upstream.weight_sync import bounded_rendezvous
 from swift_grpo_ext.weights.sync import WeightSync
 from tests.rig.processes import free_port
-from tests.rig.server.served import Deployed, drawn_by, listening, output_of
+from tests.rig.server.served import Deployed, drawn_by, listening, metadata_of, output_of
 
 ROUNDS = ((0, "train"), (1, "train"), (1, "eval"), (2, "train"))
 GROUPS = 6
@@ -55,20 +52,26 @@ GROUP_SIZE = 2
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 OF_CONNECTIONS = ("cut", "lose")
 
-Outcome = list[list[int]] | str  # the tokens of the samples, or the error that ended the training
 
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault of one replica, or of a connection to its server."""
+class Fault(NamedTuple):
+    """A fault of one replica, or of a connection to its server, in a phase of a training."""
 
     # kill, stop, corrupt: a fault of the replica. cut, lose: the connection breaks before the
     # server has the request, or before the client has the answer.
     action: str
+    phase: str
     method: str  # of the replica, at which it happens; for connections a route; `idle`: in no call
-    call: int = 1  # the number of the call at which it happens
-    replica: int = 0
-    server: int = 0
+    call: int  # the number of the call at which it happens
+    replicas: tuple[int, ...]  # of each server
+    server: int  # the one with the fault
+    replica: int
+
+    @property
+    def of_connection(self) -> bool:
+        return self.action in OF_CONNECTIONS
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.phase} {len(self.replicas)}: {self.server}.{self.replica}"
 
 
 # --- a replica's process ---
@@ -169,30 +172,32 @@ class EchoServer(Deployed):
     """ms-swift's server with echoing replicas, which are forked and not spawned."""
 
     def __init__(self, num_replicas: int, timeout: float, fault: Fault | None) -> None:
-        super().__init__(timeout=timeout)
-        vars(self.args).update(
+        super().__init__(
+            timeout=timeout,
             vllm_tensor_parallel_size=1,
             vllm_data_parallel_size=num_replicas,
             get_template=lambda: None,
             _import_external_plugins=lambda: None,
-            fork=self.fork,
+            fork=self._fork,
         )
-        self.every_process: list[Any] = []
-        self.fault = fault
-        self.num_connections, self.master_port = num_replicas, 0
-        self._start_data_parallel_workers()
-        self.restarts = Restarts(self, 0)
+        self.fault, self.master_port = fault, 0
+        self.connections = [start_replica(self, number) for number in range(num_replicas)]
         for connection in self.connections:
             assert connection.recv() == {"status": "ready"}
 
-    def fork(self, target: Any, args: Any) -> Any:
+    def _fork(self, target: Any, args: Any) -> Any:
         """Make the process of a replica, with this process's imports; ms-swift's would spawn."""
-        replica, fault = args[1], self.fault
-        is_hit = fault and fault.replica == replica and fault.action not in OF_CONNECTIONS
+        fault = self.fault
+        is_hit = fault and fault.replica == args[1] and not fault.of_connection
         own = fault if is_hit else None
-        made = get_context("fork").Process(target=run_echo, args=(own, target, *args), daemon=True)
-        self.every_process.append(made)
-        return made
+        return get_context("fork").Process(target=run_echo, args=(own, target, *args), daemon=True)
+
+    def run(self) -> AbstractContextManager[str]:
+        """Run the server; yield its URL."""
+        if self.fault is None or not self.fault.of_connection:
+            return listening(self)
+        # uvloop's connections cannot be changed.
+        return listening(self, http=breaking(self.fault), loop="asyncio")
 
 
 def breaking(fault: Fault) -> type[H11Protocol]:
@@ -215,19 +220,10 @@ def breaking(fault: Fault) -> type[H11Protocol]:
 
 
 @contextmanager
-def deployed(
-    replicas: Sequence[int], timeout: float, fault: Fault | None
-) -> Iterator[tuple[list[EchoServer], list[str]]]:
-    """Run servers with these numbers of replicas; yield them and their URLs. Replicas are forked
+def deployed(fault: Fault, timeout: float) -> Iterator[tuple[list[EchoServer], list[str]]]:
+    """Run the servers of a training with this fault; yield them and their URLs. Replicas are forked
     before there are threads."""
     apply(PatchPhase.SERVER)
-    servers: list[EchoServer] = []
-
-    def end_replicas() -> None:
-        for process in (process for server in servers for process in server.every_process):
-            process.kill()
-            process.join()
-
     with ExitStack() as stack:
         # Closing a group collects garbage: a replica would wait for the threads of an earlier
         # training's groups, and copy the pages of all objects.
@@ -239,19 +235,15 @@ def deployed(
         patch.setattr(Leaseholder, "keep", lambda _: None)  # a thread would outlive the test
         patch.setattr(client, "TRIES", client.TRIES.new(backoff_factor=0.01))
         patch.setattr(client, "SECONDS_BETWEEN_LOOKS", 0.02)
-        stack.callback(end_replicas)  # also replicas that were started by a server's last answer
-        for number, count in enumerate(replicas):
-            own = fault if fault and fault.server == number else None
-            servers.append(EchoServer(count, timeout, own))
-        urls = []
-        for server in servers:
-            settings: dict[str, Any] = {}
-            if server.fault and server.fault.action in OF_CONNECTIONS:
-                # uvloop's connections cannot be changed.
-                settings = {"http": breaking(server.fault), "loop": "asyncio"}
-            urls.append(stack.enter_context(listening(server, **settings)))
-        stack.callback(end_replicas)
+        servers = [
+            EchoServer(count, timeout, fault if fault.server == number else None)
+            for number, count in enumerate(fault.replicas)
+        ]
+        urls = [stack.enter_context(server.run()) for server in servers]
         yield servers, urls
+        for process in (process for server in servers for process in server.processes):
+            process.kill()
+            process.join()
 
 
 # --- a training ---
@@ -259,16 +251,10 @@ def deployed(
 
 def metadatas_of(step: int, phase: Any) -> list[RequestMetadata]:
     """Return the requests of a round's groups."""
-    names = [
-        SampleId(phase=phase, step=step, number=0, group=group, index=0) for group in range(GROUPS)
-    ]
-    return [
-        RequestMetadata(sample_id=name, count=GROUP_SIZE, run_seed=42, as_arrays=True)
-        for name in names
-    ]
+    return [metadata_of(group, phase, step, count=GROUP_SIZE) for group in range(GROUPS)]
 
 
-def undisturbed() -> Outcome:
+def undisturbed() -> list[list[int]]:
     """Return the tokens of a training without a fault: seeds, and sums of the step's weights."""
     return [
         [metadata.seed_of(k) % 2**31, 30 * step, 30 * step + 3]  # type: ignore[operator]
@@ -292,7 +278,7 @@ def _move(client: Any, updates: WeightSync, step: int, _: bool) -> None:
     client.reset_encoder_cache()
 
 
-# --- each fault in each phase: some cells are in `tests/stack`, all others in `tests/extra` ---
+# --- each fault in each phase: some are in `tests/stack`, all others in `tests/extra` ---
 
 TIMEOUT = 5.0
 OF_ONE_THAT_STOPS = 1.5
@@ -303,14 +289,14 @@ UPDATES = {
     "loading": ("process_weights_after_loading", 2),
     "reset of caches": ("reset_prefix_cache", 2),
 }
-REPLICA_PHASES = {
+REPLICAS = {
     "connecting": ("join_group", 1),
     **UPDATES,
     "round": ("infer train", 2),
     "evaluation": ("infer eval", 1),
     "idle": ("idle", 1),
 }
-CONNECTION_PHASES = {
+CONNECTIONS = {
     "connecting": ("init_communicator", 1),
     "naming itself": ("get_engine_type", 2),
     **UPDATES,
@@ -319,61 +305,41 @@ CONNECTION_PHASES = {
 }
 # Phases in which a replica can give another answer, or load other weights.
 CORRUPTIBLE = ("loading", "reset of caches", "round", "evaluation")
-# The phases of each fault in `tests/stack`: one or two of each kind; each phase is there.
-PAIRS = {
-    "kill": ("connecting", "weight update", "round"),
-    "stop": ("loading", "evaluation", "idle"),
-    "corrupt": ("loading", "reset of caches", "round"),
-    "cut": ("connecting", "weight update", "loading", "evaluation"),
-    "lose": ("naming itself", "reset of caches", "round"),
-}
-TWICE = ("stop", "weight update")
 # The replicas of each server, then the server and the replica with the fault. The first replica of
 # a server hosts the group of its weights.
 PLACES = (((2,), 0, 0), ((1, 1), 1, 0), ((1, 1), 0, 0), ((2,), 0, 1))
 
 
-class Cell(NamedTuple):
-    phase: str
-    fault: Fault
-    replicas: tuple[int, ...]
-    error: str  # a pattern of the error that ends the run; "" if it goes on
-
-    def __str__(self) -> str:
-        place = f"{self.fault.server}.{self.fault.replica}"
-        return f"{self.fault.action} {self.phase} {len(self.replicas)}: {place}"
-
-
-def cells(*, in_pairs: bool) -> Iterator[Cell]:
-    """Yield the cells of `PAIRS` or all others: each fault at one place or two in turn."""
-    places = cycle(PLACES)
-    for action in (*SIGNALS, "corrupt", *OF_CONNECTIONS):
-        phases = CONNECTION_PHASES if action in OF_CONNECTIONS else REPLICA_PHASES
-        for phase, (method, call) in phases.items():
-            if action == "corrupt" and phase not in CORRUPTIBLE:
-                continue
-            error = ""
-            if phase == "connecting":  # ms-swift's own phase, which it does not repeat
-                cut = action in OF_CONNECTIONS
-                error = "Connection aborted" if cut else "timed out|has not answered"
-            elif (action, phase) == ("corrupt", "loading"):
-                error = "does not hold the trainer's weights"
-            is_once = action not in ("kill", "corrupt") and (action, phase) != TWICE
-            for place in range(1 if is_once else 2):
-                replicas, server, replica = next(places)
-                if in_pairs == (phase in PAIRS[action] and place == 0):
-                    where = Fault(action, method, call, replica=replica, server=server)
-                    yield Cell(phase, where, replicas, error)
+def faults(*, in_stack: bool) -> Iterator[Fault]:
+    """Yield every second fault, or all others. The first half has each phase and each place."""
+    cells = [
+        (action, phase, *at)
+        for action in (*SIGNALS, "corrupt", *OF_CONNECTIONS)
+        for phase, at in (CONNECTIONS if action in OF_CONNECTIONS else REPLICAS).items()
+        if action != "corrupt" or phase in CORRUPTIBLE
+    ]
+    for number, cell in enumerate(cells):
+        if in_stack == (number % 2 == 0):
+            yield Fault(*cell, *PLACES[number // 2 % len(PLACES)])
 
 
-def run(replicas: tuple[int, ...], fault: Fault | None, timeout: float = TIMEOUT) -> Outcome:
-    """Make the rounds as rank 0 of a trainer; return the outcome."""
+def error_of(fault: Fault) -> str:
+    """Return a pattern of the error that ends the training; "" if it goes on."""
+    if fault.phase == "connecting":  # ms-swift's own phase, which it does not repeat
+        return "Connection aborted" if fault.of_connection else "timed out|has not answered"
+    is_garbage = (fault.action, fault.phase) == ("corrupt", "loading")
+    return "does not hold the trainer's weights" if is_garbage else ""
+
+
+def run(fault: Fault, timeout: float) -> list[list[int]] | str:
+    """Make the rounds as rank 0 of a trainer; return the tokens of the samples, or the error that
+    ended the training."""
     trainer: Any = None
     tokens = []
     args: Any = SimpleNamespace(rollout_timeout=timeout, output_dir="run")
     args.new_special_tokens, args.full_determinism = [], False
     row = RolloutInferRequest(messages=[{"role": "user", "content": "?"}])
-    with deployed(replicas, timeout, fault) as (running, urls):
+    with deployed(fault, timeout) as (running, urls):
         try:
             ports = [free_port() for _ in urls]
             trainer = VLLMClient(urls, group_ports=ports, connection_timeout=5.0)
@@ -388,7 +354,7 @@ def run(replicas: tuple[int, ...], fault: Fault | None, timeout: float = TIMEOUT
                 metadatas = metadatas_of(step, phase)
                 answers = servers.infer([row] * GROUPS, metadatas, RequestConfig(max_tokens=8))
                 tokens += [list(c.token_ids) for completions, _ in answers for c in completions]
-                if fault and fault.method == "idle" and step == 0:
+                if fault.phase == "idle" and step == 0:
                     process = running[fault.server].processes[fault.replica]
                     os.kill(process.pid, SIGNALS[fault.action])
             return tokens
@@ -400,15 +366,15 @@ def run(replicas: tuple[int, ...], fault: Fault | None, timeout: float = TIMEOUT
                 trainer.pynccl_comms = []
 
 
-def check(cell: Cell) -> None:
-    """Check that the run has the tokens of an undisturbed one, or that it ends with a named
+def check(fault: Fault) -> None:
+    """Check that the training has the tokens of an undisturbed one, or that it ends with a named
     cause. Both are within the bound."""
-    waits = cell.fault.action == "stop" or cell.phase == "connecting"
+    waits = fault.action == "stop" or fault.phase == "connecting"
     timeout = OF_ONE_THAT_STOPS if waits else TIMEOUT
     began = time.monotonic()
-    outcome = run(cell.replicas, cell.fault, timeout)
+    outcome = run(fault, timeout)
     assert time.monotonic() - began < BOUND * timeout
-    if not cell.error:
-        assert outcome == undisturbed()
+    if error := error_of(fault):
+        assert re.search(error, str(outcome))
     else:
-        assert re.search(cell.error, str(outcome))
+        assert outcome == undisturbed()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -39,7 +38,6 @@ from swift_grpo_ext.upstream import vllm_repairs
 from tests.rig.recording_vllm import (
     EOS,
     ID,
-    ROOM,
     RUN_SEED,
     RecordingVllm,
     ask,
@@ -279,20 +277,6 @@ def test_what_cannot_be_encoded_is_named(
 
     text = refused(request(metadata_of(), str(whole)), add=refuse)
     assert "(ValueError: The decoder prompt (length 600)" in text
-
-
-@pytest.mark.parametrize("use_async", [False, True])
-def test_a_later_turn_without_room_is_answered_as_length(make: Any, use_async: bool) -> None:
-    """The training leads the conversation, and the server has its requests as dicts."""
-    metadata = metadata_of(as_arrays=False)
-    metadata = replace(metadata, sample_id=replace(metadata.sample_id, turn=1))
-    asked = request(metadata)
-    asked.messages[0]["content"] += " very" * ROOM
-    fields: Any = asdict(asked)
-    engine = make(RecordingVllm(["a"]), serves=True, use_async=use_async)
-    [output] = infer(engine, [fields])
-    [choice] = output.response.choices
-    assert (choice.token_ids, choice.finish_reason) == ([], "length")
 
 
 def caches() -> list[Any]:

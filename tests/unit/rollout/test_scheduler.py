@@ -37,8 +37,6 @@ from tests.rig.recording_vllm import (
 Step = dict[str, Any] | None
 Lead = Callable[..., list[RolloutOutput]]
 
-on_a_server = pytest.mark.parametrize("side", ["server"])
-
 
 class Crop(MultiTurnScheduler):
     """Asks again about the image."""
@@ -57,19 +55,17 @@ def side(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def conversations(side: str, make: Any, assets: Path) -> Lead:
-    """Leads conversations with a scheduler on that side, about an image; raises what a server
+    """Leads a conversation with a scheduler on that side, about an image; raises what a server
     replies."""
     digit = str(sorted((assets / "digits").rglob("*.png"))[0])
 
     def run(
-        cls: type[MultiTurnScheduler], says: str | list[str], num: int = 1, **settings: Any
+        cls: type[MultiTurnScheduler], says: str | list[str], **settings: Any
     ) -> list[RolloutOutput]:
-        is_server = side == "server"
-        engine = make(RecordingVllm(says), serves=is_server, use_async=is_server)
-        asked = [request(metadata_of(as_arrays=False), digit) for _ in range(num)]
-        for number, one in enumerate(asked):
-            one.uuid = str(number)
-        outputs = lead(engine, cls, *asked, **settings)
+        engine = make(RecordingVllm(says), serves=side == "server", use_async=side == "server")
+        asked = request(metadata_of(as_arrays=False), digit)
+        asked.uuid = "0"
+        outputs = lead(engine, cls, asked, **settings)
         if FAILURE in outputs:
             raise RequestError(outputs[FAILURE])
         return outputs
@@ -180,20 +176,23 @@ def test_a_hook_that_fails_is_named(
         conversations(type("Mine", (Crop,), {hook: work}), "aa", timeout=0.5)
 
 
-@on_a_server
-def test_a_check_is_bounded_on_a_server(conversations: Lead) -> None:
-    with pytest.raises(RequestError, match=rf"Mine\.check_finished {LATE}"):
-        conversations(type("Mine", (Crop,), {"check_finished": hangs}), "a", timeout=0.5)
-
-
-@pytest.mark.parametrize("side", ["training"])
-def test_a_check_may_use_signals_in_the_training(conversations: Lead) -> None:
-    def check(*_: Any) -> bool:  # it fails in any other thread than the main one
-        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+def test_a_check_is_bounded_on_a_server_and_may_use_signals_in_the_training(
+    conversations: Lead, side: str
+) -> None:
+    def check(*_: Any) -> bool:
+        if side == "server":
+            time.sleep(3)
+        else:  # it fails in any other thread than the main one
+            signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
         return True
 
-    [output] = conversations(type("Checks", (Crop,), {"check_finished": check}), "a")
-    assert output.response_token_ids == [ids_of("a")]
+    mine = type("Mine", (Crop,), {"check_finished": check})
+    if side == "server":
+        with pytest.raises(RequestError, match=rf"Mine\.check_finished {LATE}"):
+            conversations(mine, "a", timeout=0.5)
+    else:
+        [output] = conversations(mine, "a")
+        assert output.response_token_ids == [ids_of("a")]
 
 
 # --- a server's conversations ---

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,44 +22,39 @@ KEY = "k:e=y/+~._-1"
 # --- the lease ---
 
 
-@pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
-    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.02)
-    with listening(Deployed(Replica())) as address:
-        yield address
-
-
 def lease_of(run: str, *urls: str) -> Leaseholder:
     sessions = [requests.Session() for _ in urls]
     return Leaseholder(SimpleNamespace(sessions=sessions, base_urls=urls), run)
 
 
-def connect(url: str, headers: Any = None) -> requests.Response:
-    group = {"host": "h", "port": 1, "world_size": 2}
-    return requests.post(f"{url}/init_communicator/", json=group, headers=headers, timeout=20)
-
-
-def test_a_second_training_is_refused_by_the_name_of_the_first(url: str) -> None:
+def test_a_second_training_is_refused_by_the_name_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """ms-swift's client connects before the training has a name. A dead training's lease ends by
     itself: the next training waits for it, and ends the dead one's group, since replicas in that
     group would not join another."""
-    first = lease_of("runs/a", url)
-    assert connect(url).status_code == 200
-    first.keep()
-    requests.post(f"{url}{PATH}", headers=first.headers, timeout=20)
-    try:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.02)
+    with listening(Deployed(Replica())) as url:
+
+        def connect(headers: Any = None) -> requests.Response:
+            group = {"host": "h", "port": 1, "world_size": 2}
+            return requests.post(f"{url}/init_communicator/", json=group, headers=headers)
+
+        first = lease_of("runs/a", url)
+        assert connect().ok
+        first.keep()
+        requests.post(f"{url}{PATH}", headers=first.headers)
         for headers in (None, lease_of("runs/b", url).headers):
-            refused = connect(url, headers)
+            refused = connect(headers)
             assert refused.status_code == 409
             assert "belongs to another training: runs/a (process " in refused.text
-        assert connect(url, first.headers).status_code == 200
-    finally:
+        assert connect(first.headers).ok
         first.end()
-    assert connect(url).status_code == 200
-    requests.post(f"{url}{PATH}", headers=lease_of("runs/c").headers, timeout=20)
-    assert requests.post(f"{url}/close_communicator/", timeout=20).status_code == 200
-    assert connect(url).status_code == 200
+        assert connect().ok
+        requests.post(f"{url}{PATH}", headers=lease_of("runs/c").headers)
+        assert requests.post(f"{url}/close_communicator/").ok
+        assert connect().ok
 
 
 def test_what_others_may_ask() -> None:
@@ -171,7 +165,7 @@ WRONG = {"Authorization": basic("swift:key")}
 
 
 def test_every_route_but_health_asks_for_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Deployed(Replica(), key=with_key(monkeypatch).api_key).client
+    client = Deployed(Replica(), api_key=with_key(monkeypatch).api_key).client
     paths = [(r.path, method) for r in client.app.routes for method in r.methods]  # type: ignore[attr-defined]
     assert {("/infer/", "POST"), (routes.REPORTS_PATH, "GET")} <= {*paths}
     for path, method in paths:

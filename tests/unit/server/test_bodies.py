@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_grpo_ext.server import bodies
-from tests.rig.server.served import Deployed, Replica, body_of, listening
+from tests.rig.server.served import Deployed, Replica, listening, request
 
 AS_JSON = {"Content-Type": "application/json"}
 OWN_LIMIT = bodies.MAX_BYTES
@@ -35,7 +35,11 @@ def test_bodies_are_bounded_together() -> None:
     """A body that is too large is refused by size and limit. The client reads this although it is
     still sending. Waiting bodies count, since they are in memory. Once they are answered or have
     failed, another one is accepted."""
-    replica, body, large = Replica("is late"), body_of(["A" * 600_000]), body_of(["A" * 4_000_000])
+    replica = Replica("is late")
+    body, large = (
+        json.dumps({"infer_requests": [request(0) | {"images": ["A" * size]}]}).encode()
+        for size in (600_000, 4_000_000)
+    )
     with listening(Deployed(replica)) as url, ThreadPoolExecutor(1) as pool:
 
         def post(data: Any, path: str = "infer") -> requests.Response:

@@ -23,7 +23,6 @@ from urllib3.exceptions import MaxRetryError, NewConnectionError, ProtocolError,
 
 from swift_grpo_ext.ranks import RolloutError
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.wire import WireError
 from swift_grpo_ext.server import client as servers_module
 from swift_grpo_ext.server.client import RolloutServers, connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
@@ -70,7 +69,7 @@ class Server:
         self.asked += asked
         metadatas: list[Any] = [wire.read_metadata(one["data_dict"]) for one in asked]
         answers = [{"rollout_infos": {wire.KEY: drawn_by(m, "replica 0")}} for m in metadatas]
-        faults = {"half": answers[:-1], "no list": 7, "nonsense": [{}] * len(answers)}
+        faults = {"half": answers[:-1], "nonsense": [{}] * len(answers)}
         return faults.get(self.fault, answers)
 
 
@@ -122,11 +121,6 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def counts_of(servers: RolloutServers) -> list[int]:
-    """Return how many replicas each server has."""
-    return [server.replicas for server in servers._used()]
-
-
 def ask(servers: RolloutServers, num_groups: int) -> list[Any]:
     """Ask for groups; check that each answer has its group's texts, and return the answers."""
     asked = [RolloutInferRequest(**request(group)) for group in range(num_groups)]
@@ -153,23 +147,22 @@ def test_samples_come_back_to_their_requests(connected: MakeClient) -> None:
 
 
 TOKENS = ours_of() | {"new_special_tokens": ["<b>"]}
-VERSION_99 = {"version": 99, "replicas": 1}
 
 
 @pytest.mark.parametrize(
-    ("ours", "tokens", "error", "message"),
+    ("ours", "tokens", "message"),
     [
-        (None, (), WireError, r"runs without swift-grpo-ext: start it with"),
-        (VERSION_99, (), WireError, "speaks version 99 .*load the same version"),
-        (TOKENS, (), ValueError, r"was started with --new_special_tokens <b>, this .* \(none\)"),
-        (ours_of(), ["<a>"], ValueError, r" \(none\), this training with <a>: the same ids"),
+        (None, (), r"runs without swift-grpo-ext: start it with"),
+        ({"version": 99}, (), "speaks version 99 .*load the same version"),
+        (TOKENS, (), r"was started with --new_special_tokens <b>, this .* \(none\)"),
+        (ours_of(), ["<a>"], r" \(none\), this training with <a>: the same ids"),
     ],
 )
 def test_a_server_that_does_not_fit_is_refused(
-    ours: Any, tokens: Sequence[str], error: type[Exception], message: str, connected: MakeClient
+    ours: Any, tokens: Sequence[str], message: str, connected: MakeClient
 ) -> None:
     client = connected(Server(ours=ours))
-    with pytest.raises(error, match=rf"^server 0 .*{message}"):
+    with pytest.raises(ValueError, match=rf"^server 0 .*{message}"):
         RolloutServers(client, TIMEOUT, new_special_tokens=tokens)
 
 
@@ -181,7 +174,6 @@ def test_a_server_that_does_not_fit_is_refused(
         (503, "answered 503: replica 1 gave no answer", True),
         (500, "answered 500: replica 1 gave no answer", False),
         ("no JSON", "answered with no JSON", False),
-        ("no list", "gave an answer that makes no sense", False),
         ("half", "gave an answer that makes no sense", False),
         ("nonsense", "gave an answer that makes no sense", False),
     ],
@@ -241,7 +233,7 @@ def test_servers_are_connected_again_where_they_changed(
         assert made.pop() == (1, ["http://host1"], ["host1"], [1], TIMEOUT)
         assert client.pynccl_comms == ["group 0", "new"]
         assert client.sessions[1].headers[wire.INSTANCE_HEADER] == ours["instance"]
-        assert counts_of(servers) == [1, 1]
+        assert [server.replicas for server in servers._used()] == [1, 1]
         assert not servers.reconnect()
     assert servers.reconnect(again=True)
     assert [group[1] for group in made] == [["http://host0"], ["http://host1"]]

@@ -89,15 +89,13 @@ def test_a_call_is_a_round_and_its_equal_prompts_are_a_group() -> None:
 CALLS: dict[str, tuple[str, Any]] = {
     "update": ("/update_named_param/", {"name": "w", "dtype": "float32", "shape": [1]}),
     "load": ("/process_weights_after_loading/", None),
-    "adapter": (
-        "/update_adapter_flattened_param/",
-        {"peft_config": {"r": 8, "lora_alpha": 16}, "metadatas": []},
-    ),
+    "adapter": ("/update_adapter_flattened_param/", {"peft_config": {"r": 8}, "metadatas": []}),
     "reset": ("/reset_prefix_cache/", None),
     "join": ("/init_communicator/", {"host": "0.0.0.0", "port": 7, "world_size": 5}),
     "draw": ("/infer/", {"infer_requests": [request(0)]}),
 }
 FAULT = "weights changed implausibly: q_proj moved by 141% of its norm"
+FAULTY, SOUND = [WeightReport(faults=[FAULT])], [WeightReport(faults=[])]
 
 
 class Updated(Deployed):
@@ -126,7 +124,7 @@ def test_a_faulty_update_is_told_and_nothing_is_drawn_until_one_is_sound(said: l
     server = Updated()
     server.play("update load")
     assert server.weights() == "sound"
-    server.two.weight_faults = [FAULT]
+    server.two.reports = FAULTY
     server.play("update load", **{wire.INSTANCE_HEADER: routes.INSTANCE})
     server.play("update")
     detail = server.play("load", 409, "--rollout_mismatch warn")
@@ -135,7 +133,7 @@ def test_a_faulty_update_is_told_and_nothing_is_drawn_until_one_is_sound(said: l
     assert server.weights() == server.play("draw", 409) == detail
     server.args.rollout_mismatch = "warn"
     server.play("load draw")
-    server.args.rollout_mismatch, server.two.weight_faults = "stop", []
+    server.args.rollout_mismatch, server.two.reports = "stop", SOUND
     server.play("update load draw")
     assert server.weights() == "sound"
 
@@ -145,7 +143,7 @@ def test_what_comes_behind_an_answered_update_tells_of_it(call: str) -> None:
     """An adapter is broadcast after the server's answer; then clients reset caches, and generate.
     ms-swift's next client resets a cache after it has joined, before it sends weights."""
     server = Updated()
-    server.one.reports = [WeightReport(adapter_fault="vLLM refuses the adapter")]
+    server.one.reports = [WeightReport(adapter_fault="vLLM refuses the adapter", faults=[])]
     server.play("adapter")
     server.play(call, 409, "vLLM refuses the adapter")
     server.play("join reset")
@@ -155,13 +153,13 @@ def test_what_comes_behind_an_answered_update_tells_of_it(call: str) -> None:
 def test_health_says_where_nothing_looked() -> None:
     """The watch of one of two replicas has ended, or that replica cannot report."""
     server = Updated()
-    server.two.weight_faults = None
+    server.two.reports = [WeightReport()]
     server.play("update load draw")
     assert server.weights() == "not looked at"
-    server.one.weight_faults = [FAULT]
+    server.one.reports = FAULTY
     server.play("update")
     server.play("load", 409, FAULT)
-    server.one.weight_faults = []
+    server.one.reports = SOUND
     server.two.faults["read_weight_report"] = "raises"
     server.play("update load")
     assert server.weights() == "not looked at"
@@ -173,7 +171,7 @@ def test_an_update_is_judged_when_it_has_ended(said: list[str]) -> None:
     """Workers on GPUs load each part at once. Another client's request between two parts waits, at
     last with an error. Requests for health, or after the update, do not wait."""
     server = Updated()
-    server.one.weight_faults = ["3 matrices were not updated"]
+    server.one.reports = FAULTY
     server.play("update")
     server.play("draw", 503, "a weight update is under way")
     assert server.weights() == "sound"
@@ -181,7 +179,7 @@ def test_an_update_is_judged_when_it_has_ended(said: list[str]) -> None:
         draw = partial(requests.post, f"{url}/infer/", json=CALLS["draw"][1], timeout=20)
         waiting = [pool.submit(draw) for _ in range(2)]
         time.sleep(0.3)
-        server.one.weight_faults = []
+        server.one.reports = SOUND
         loaded = requests.post(f"{url}/process_weights_after_loading/", timeout=20)
         assert loaded.status_code == 200
         assert [drawn.result().status_code for drawn in waiting] == [200, 200]
