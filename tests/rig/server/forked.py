@@ -56,11 +56,11 @@ OF_CONNECTIONS = ("cut", "lose")
 class Fault(NamedTuple):
     """A fault of one replica, or of a connection to its server, in a phase of a training."""
 
-    # kill, stop, corrupt: a fault of the replica. cut, lose: the connection breaks before the
-    # server has the request, or before the client has the answer.
+    # kill, stop: the replica ends, or hangs. cut, lose: the connection breaks before the server has
+    # the request, or before the client has the answer.
     action: str
     phase: str
-    method: str  # of the replica, at which it happens; for connections a route; `idle`: in no call
+    method: str  # of the replica, at which it happens; for connections a route
     call: int  # the number of the call at which it happens
     replicas: tuple[int, ...]  # of each server
     server: int  # the one with the fault
@@ -103,21 +103,16 @@ class Worker(CPUWeightSyncWorkerExtension):
 class EchoEngine:
     """The methods of an engine that ms-swift's workers call."""
 
-    def __init__(self, connection: Any, fault: Fault | None) -> None:
-        self.engine = self
-        self._connection, self._fault = connection, fault
-        self._calls: Counter[str] = Counter()
-        self._worker = Worker()
+    def __init__(self, fault: Fault | None) -> None:
+        self.engine, self._worker = self, Worker()
+        self._fault, self._calls = fault, Counter[str]()
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        is_corrupt = self._meet(method)
-        if is_corrupt and method == "process_weights_after_loading":
-            del self._worker.received[0]
+        self._meet(method)
         return [getattr(self._worker, method)(*args)]
 
     def reset_prefix_cache(self) -> bool:
-        if self._meet("reset_prefix_cache"):
-            self._connection.send((0, True))  # a reply to something else
+        self._meet("reset_prefix_cache")
         return True
 
     def reset_encoder_cache(self) -> bool:
@@ -125,24 +120,21 @@ class EchoEngine:
 
     def infer(self, infer_requests: list[Any], request_config: Any, use_tqdm: bool) -> list[Any]:
         metadatas: list[Any] = [wire.read_metadata(one["data_dict"]) for one in infer_requests]
-        is_corrupt = self._meet(f"infer {metadatas[0].sample_id.phase}")
+        self._meet(f"infer {metadatas[0].sample_id.phase}")
         weights = [int(w.sum()) for _, w in sorted(self._worker.model.named_parameters())]
         outputs = []
         for metadata in metadatas:
             tokens = [[metadata.seed_of(k) % 2**31, *weights] for k in range(metadata.count)]
             answer = drawn_by(metadata, f"{os.getpid()}", tokens)
             outputs.append(output_of({wire.KEY: answer}))
-        return outputs[:-1] if is_corrupt else outputs
+        return outputs
 
-    def _meet(self, method: str) -> bool:
-        """Let the fault happen if it is due; return whether to corrupt something."""
+    def _meet(self, method: str) -> None:
+        """Let the fault happen if it is due."""
         self._calls[method] += 1
         fault = self._fault
-        if fault is None or (fault.method, fault.call) != (method, self._calls[method]):
-            return False
-        if fault.action in SIGNALS:
+        if fault and (fault.method, fault.call) == (method, self._calls[method]):
             os.kill(os.getpid(), SIGNALS[fault.action])
-        return fault.action == "corrupt"
 
 
 def _let_go_of_files(but: int) -> None:
@@ -160,7 +152,7 @@ def run_echo(
     """Run a worker of ms-swift with an echoing engine, in a forked process."""
     _let_go_of_files(but=connection.connection.fileno())
     rollout.get_world_group = lambda: SimpleNamespace(rank=0)
-    SwiftRolloutDeploy.get_infer_engine = lambda *_, **__: EchoEngine(connection.connection, fault)
+    SwiftRolloutDeploy.get_infer_engine = lambda *_, **__: EchoEngine(fault)
     rollout.get_rollout_engine_type = lambda _, engine: engine
     worker(args, rank, port, connection)
 
@@ -283,28 +275,21 @@ def _move(client: Any, updates: WeightSync, step: int, _: bool) -> None:
 TIMEOUT = 5.0
 OF_ONE_THAT_STOPS = 1.5
 BOUND = 10  # timeouts: a trainer waits three for each failed call
-# The method of a replica, or the route of a connection, and the number of its call with the fault.
-UPDATES = {
-    "weight update": ("update_flattened_params", 3),
-    "loading": ("process_weights_after_loading", 2),
-    "reset of caches": ("reset_prefix_cache", 2),
+# The method of a replica and the route of a connection, with the number of the call that has the
+# fault; `idle`: in no call.
+UPDATE = ("update_flattened_params", 3)
+LOADING = ("process_weights_after_loading", 2)
+RESET = ("reset_prefix_cache", 2)
+PHASES: dict[str, tuple[Any, Any]] = {
+    "connecting": (("join_group", 1), ("init_communicator", 1)),
+    "naming itself": (None, ("get_engine_type", 2)),
+    "weight update": (UPDATE, UPDATE),
+    "loading": (LOADING, LOADING),
+    "reset of caches": (RESET, RESET),
+    "round": (("infer train", 2), ("infer", 2)),
+    "evaluation": (("infer eval", 1), ("infer", 3)),
+    "idle": (("idle", 1), None),
 }
-REPLICAS = {
-    "connecting": ("join_group", 1),
-    **UPDATES,
-    "round": ("infer train", 2),
-    "evaluation": ("infer eval", 1),
-    "idle": ("idle", 1),
-}
-CONNECTIONS = {
-    "connecting": ("init_communicator", 1),
-    "naming itself": ("get_engine_type", 2),
-    **UPDATES,
-    "round": ("infer", 2),
-    "evaluation": ("infer", 3),
-}
-# Phases in which a replica can give another answer, or load other weights.
-CORRUPTIBLE = ("loading", "reset of caches", "round", "evaluation")
 # The replicas of each server, then the server and the replica with the fault. The first replica of
 # a server hosts the group of its weights.
 PLACES = (((2,), 0, 0), ((1, 1), 1, 0), ((1, 1), 0, 0), ((2,), 0, 1))
@@ -313,22 +298,14 @@ PLACES = (((2,), 0, 0), ((1, 1), 1, 0), ((1, 1), 0, 0), ((2,), 0, 1))
 def faults(*, in_stack: bool) -> Iterator[Fault]:
     """Yield every second fault, or all others. The first half has each phase and each place."""
     cells = [
-        (action, phase, *at)
-        for action in (*SIGNALS, "corrupt", *OF_CONNECTIONS)
-        for phase, at in (CONNECTIONS if action in OF_CONNECTIONS else REPLICAS).items()
-        if action != "corrupt" or phase in CORRUPTIBLE
+        (action, phase, *at[action in OF_CONNECTIONS])
+        for action in (*SIGNALS, *OF_CONNECTIONS)
+        for phase, at in PHASES.items()
+        if at[action in OF_CONNECTIONS]
     ]
     for number, cell in enumerate(cells):
         if in_stack == (number % 2 == 0):
             yield Fault(*cell, *PLACES[number // 2 % len(PLACES)])
-
-
-def error_of(fault: Fault) -> str:
-    """Return a pattern of the error that ends the training; "" if it goes on."""
-    if fault.phase == "connecting":  # ms-swift's own phase, which it does not repeat
-        return "Connection aborted" if fault.of_connection else "timed out|has not answered"
-    is_garbage = (fault.action, fault.phase) == ("corrupt", "loading")
-    return "does not hold the trainer's weights" if is_garbage else ""
 
 
 def run(fault: Fault, timeout: float) -> list[list[int]] | str:
@@ -374,7 +351,8 @@ def check(fault: Fault) -> None:
     began = time.monotonic()
     outcome = run(fault, timeout)
     assert time.monotonic() - began < BOUND * timeout
-    if error := error_of(fault):
+    if fault.phase == "connecting":  # ms-swift's own phase, which it does not repeat
+        error = "Connection aborted" if fault.of_connection else "timed out|has not answered"
         assert re.search(error, str(outcome))
     else:
         assert outcome == undisturbed()

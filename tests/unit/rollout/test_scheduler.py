@@ -139,18 +139,6 @@ def test_a_second_training_of_a_process_watches_once() -> None:
 # --- hooks that fail, or take long ---
 
 
-def raises(*_: Any) -> Any:
-    raise KeyError("box")
-
-
-def hangs(*_: Any) -> None:
-    time.sleep(3)
-
-
-async def hangs_in_a_coroutine(*_: Any) -> None:
-    await asyncio.sleep(30)
-
-
 async def has_its_own_timeout(*_: Any) -> None:
     raise asyncio.TimeoutError("the search engine")
 
@@ -162,9 +150,9 @@ LATE = r"has not returned for 0\.5 s \(--tool_timeout\)"
     ("hook", "work", "message"),
     [
         ("step", lambda *_: {"infer_request": {}}, ".*it returned {'infer_request': {}}; expected"),
-        ("check_finished", raises, "raised KeyError: 'box'"),
-        ("step", hangs, LATE),
-        ("on_turn_end", hangs_in_a_coroutine, LATE),
+        ("check_finished", lambda *_: {}["box"], "raised KeyError: 'box'"),
+        ("step", lambda *_: time.sleep(3), LATE),
+        ("on_turn_end", lambda *_: asyncio.sleep(30), LATE),
         ("on_turn_end", has_its_own_timeout, "raised TimeoutError: the search engine"),
     ],
 )
@@ -176,23 +164,21 @@ def test_a_hook_that_fails_is_named(
         conversations(type("Mine", (Crop,), {hook: work}), "aa", timeout=0.5)
 
 
-def test_a_check_is_bounded_on_a_server_and_may_use_signals_in_the_training(
-    conversations: Lead, side: str
-) -> None:
-    def check(*_: Any) -> bool:
-        if side == "server":
-            time.sleep(3)
-        else:  # it fails in any other thread than the main one
-            signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+@pytest.mark.parametrize("side", ["server"])
+def test_a_check_is_bounded_on_a_server(conversations: Lead) -> None:
+    waits = type("Waits", (Crop,), {"check_finished": lambda *_: time.sleep(3)})
+    with pytest.raises(RequestError, match=rf"Waits\.check_finished {LATE}"):
+        conversations(waits, "a", timeout=0.5)
+
+
+@pytest.mark.parametrize("side", ["training"])
+def test_a_check_may_use_signals_in_the_training(conversations: Lead) -> None:
+    def check(*_: Any) -> bool:  # it fails in any other thread than the main one
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
         return True
 
-    mine = type("Mine", (Crop,), {"check_finished": check})
-    if side == "server":
-        with pytest.raises(RequestError, match=rf"Mine\.check_finished {LATE}"):
-            conversations(mine, "a", timeout=0.5)
-    else:
-        [output] = conversations(mine, "a")
-        assert output.response_token_ids == [ids_of("a")]
+    [output] = conversations(type("Checks", (Crop,), {"check_finished": check}), "a")
+    assert output.response_token_ids == [ids_of("a")]
 
 
 # --- a server's conversations ---

@@ -50,6 +50,8 @@ def test_a_second_training_is_refused_by_the_name_of_the_first(
             assert refused.status_code == 409
             assert "belongs to another training: runs/a (process " in refused.text
         assert connect(first.headers).ok
+        reset = requests.post(f"{url}/reset_prefix_cache/", headers=first.headers)
+        assert reset.json() == {"message": "reset_prefix_cache is done."}
         first.end()
         assert connect().ok
         requests.post(f"{url}{PATH}", headers=lease_of("runs/c").headers)

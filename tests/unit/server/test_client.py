@@ -8,7 +8,7 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,18 +17,20 @@ import pytest
 import requests
 import torch
 from requests.adapters import HTTPAdapter
-from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, UsageInfo
 from swift.rlhf_trainers import vllm_client
 from urllib3.exceptions import MaxRetryError, NewConnectionError, ProtocolError, ReadTimeoutError
 
 from swift_grpo_ext.ranks import RolloutError
-from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout import conversation, wire
 from swift_grpo_ext.server import client as servers_module
 from swift_grpo_ext.server.client import RolloutServers, connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
 from tests.rig.server.served import drawn_by, request
 
 TIMEOUT = 60.0  # seconds
+TOKENS = ["<a>", "<b>"]
+USAGE = asdict(UsageInfo(1, 1, 2))
 MakeClient = Callable[..., Any]
 
 
@@ -62,13 +64,20 @@ class Server:
                 text = "Bad gateway"
             if self.fault == "another":
                 response.headers[wire.MESSAGE_HEADER] = "another"
+        if wire.STATUS_HEADER in request.headers:  # for conversations
+            response.headers[wire.STATUS_HEADER] = "in the content"
+            text = f"  {response.status_code}\n{text}"
         response.raw = io.BytesIO(text.encode())
         return response
 
     def _infer(self, asked: list[dict[str, Any]]) -> Any:
         self.asked += asked
-        metadatas: list[Any] = [wire.read_metadata(one["data_dict"]) for one in asked]
-        answers = [{"rollout_infos": {wire.KEY: drawn_by(m, "replica 0")}} for m in metadatas]
+        answers = []
+        for one in asked:
+            metadata: Any = wire.read_metadata(one["data_dict"])
+            infos = {wire.KEY: drawn_by(metadata, "replica 0"), conversation.KEY: {}}
+            response = {"model": "m", "choices": [], "usage": USAGE, "id": one["uuid"]}
+            answers.append({"response": response, "rollout_infos": infos})
         faults = {"half": answers[:-1], "nonsense": [{}] * len(answers)}
         return faults.get(self.fault, answers)
 
@@ -99,28 +108,6 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> MakeClient:
     return connect
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The weights' groups that the client made."""
-    groups: list[tuple[Any, ...]] = []
-
-    def connect(alone: Any, timeout: float) -> None:
-        groups.append((alone.num_servers, alone.base_urls, alone.hosts, alone.group_ports, timeout))
-        alone.pynccl_comms = ["new"]
-
-    monkeypatch.setattr(servers_module, "connect", connect)
-    return groups
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The warnings of the client's log."""
-    lines: list[str] = []
-    for name in ("warning", "warning_once"):
-        monkeypatch.setattr(servers_module.logger, name, lines.append, raising=False)
-    return lines
-
-
 def ask(servers: RolloutServers, num_groups: int) -> list[Any]:
     """Ask for groups; check that each answer has its group's texts, and return the answers."""
     asked = [RolloutInferRequest(**request(group)) for group in range(num_groups)]
@@ -131,22 +118,39 @@ def ask(servers: RolloutServers, num_groups: int) -> list[Any]:
     return answers
 
 
-def test_samples_come_back_to_their_requests(connected: MakeClient) -> None:
+def test_samples_come_back_to_their_requests(
+    connected: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two servers have one replica and two. The shortest engine bounds prompts, and the coarsest
-    numbers bound the gap."""
+    numbers bound the gap. A server whose tokens depend on the order of arrivals is named."""
+    said: list[str] = []
+    monkeypatch.setattr(servers_module.logger, "warning_once", said.append, raising=False)
+    monkeypatch.setattr(servers_module, "waiting", lambda what: nullcontext(said.append(what)))
     one, two = Server(), Server(ours=ours_of(2))
     for server, length, bits in ((one, 512, 16), (two, 256, 32)):
         server.ours |= {"max_model_len": length, "number_bits": bits}
-        server.ours["new_special_tokens"] = ["<a>", "<b>"]
-    servers = RolloutServers(connected(one, two), TIMEOUT, new_special_tokens=["<a>", "<b>"])
+        server.ours |= {"new_special_tokens": TOKENS, "batches_follow_arrival": bits == 16}
+    client = connected(one, two)
+    servers = RolloutServers(client, TIMEOUT, new_special_tokens=TOKENS, wants_same_tokens=True)
     assert (servers.max_model_len, servers.number_bits) == (256, 16)
+    [warning] = said
+    assert "the tokens of server 0 (http://host0) depend on when requests arrive" in warning
     for completions, _ in ask(servers, 9):
         seeds = [completion.seed for completion in completions]
         assert seeds == list(range(seeds[0], seeds[0] + 4))
     assert (len(one.asked), len(two.asked)) == (3, 6)
+    first = "train round 0.0, group 1, sample 0"
+    assert f"server 0 (http://host0): 3 requests, the first {first}" in said
 
 
-TOKENS = ours_of() | {"new_special_tokens": ["<b>"]}
+def test_conversations_come_back_to_their_requests(connected: MakeClient) -> None:
+    """One that a server leaves out is led by another."""
+    asked = [RolloutInferRequest(**request(group), uuid=f"{group}") for group in range(4)]
+    servers = RolloutServers(connected(Server(fault="half"), Server()), TIMEOUT)
+    outputs = servers.converse(asked, RequestConfig())
+    assert [output.response.id for output in outputs] == ["0", "1", "2", "3"]
+    names = {output.rollout_infos[conversation.KEY]["server"] for output in outputs}
+    assert names == {"server 1 (http://host1)"}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +158,11 @@ TOKENS = ours_of() | {"new_special_tokens": ["<b>"]}
     [
         (None, (), r"runs without swift-grpo-ext: start it with"),
         ({"version": 99}, (), "speaks version 99 .*load the same version"),
-        (TOKENS, (), r"was started with --new_special_tokens <b>, this .* \(none\)"),
+        (
+            ours_of() | {"new_special_tokens": ["<b>"]},
+            (),
+            r"was started with --new_special_tokens <b>, this .* \(none\)",
+        ),
         (ours_of(), ["<a>"], r" \(none\), this training with <a>: the same ids"),
     ],
 )
@@ -214,10 +222,21 @@ def test_the_callers_fault_is_tried_nowhere_else(status: int, connected: MakeCli
 
 
 def test_servers_are_connected_again_where_they_changed(
-    connected: MakeClient, made: list[tuple[Any, ...]], said: list[str]
+    connected: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Servers are connected again after they lost replicas, after a restart, and after a failed
-    update."""
+    update. A group that cannot be made is tried thrice."""
+    made: list[tuple[Any, ...]] = []
+    said: list[str] = []
+
+    def connect(alone: Any, timeout: float) -> None:
+        made.append((alone.num_servers, alone.base_urls, alone.hosts, alone.group_ports, timeout))
+        if len(made) > 2:
+            raise TimeoutError("no answer")
+        alone.pynccl_comms = ["new"]
+
+    monkeypatch.setattr(servers_module, "connect", connect)
+    monkeypatch.setattr(servers_module.logger, "warning", said.append)
     other, server = Server(), Server(ours=ours_of(2))
     client = connected(other, server)
     servers = RolloutServers(client, TIMEOUT)
@@ -239,24 +258,11 @@ def test_servers_are_connected_again_where_they_changed(
     assert [group[1] for group in made] == [["http://host0"], ["http://host1"]]
     ask(servers, 8)
     assert (len(other.asked), len(server.asked)) == (4, 4)
-
-
-def test_a_group_that_cannot_be_made_is_tried_thrice(
-    connected: MakeClient, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[str] = []
-
-    def connect(alone: Any, _: float) -> None:
-        tried.extend(alone.base_urls)
-        raise TimeoutError("no answer")
-
-    monkeypatch.setattr(servers_module, "connect", connect)
-    servers = RolloutServers(connected(Server(), Server()), TIMEOUT)
     with pytest.raises(RolloutError, match=r"server 1 .*group was not made \(no answer\)"):
         servers.reconnect(again=True)
-    assert tried == ["http://host0"] * 3 + ["http://host1"] * 3
+    assert [group[1] for group in made[2:]] == [["http://host0"]] * 3 + [["http://host1"]] * 3
     failed = "server 0 (http://host0): the weights' group was not made (no answer)."
-    assert said[1] == f"{failed} It is tried again."
+    assert f"{failed} It is tried again." in said
 
 
 REFUSED = NewConnectionError(None, "refused")  # type: ignore[arg-type]

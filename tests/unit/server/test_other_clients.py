@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.wire import RequestMetadata, WeightReport
+from swift_grpo_ext.rollout.wire import WeightReport
 from swift_grpo_ext.server import other_clients, routes
 from tests.rig.server.served import Deployed, Replica, listening, request
 
@@ -32,22 +32,17 @@ def asked(*words: str, **fields: Any) -> list[dict[str, Any]]:
     return [{"messages": [{"role": "user", "content": word}], **fields} for word in words]
 
 
-def served(
-    deployed: Deployed, requests: list[dict[str, Any]], **config: Any
-) -> list[RequestMetadata]:
+def served(deployed: Deployed, requests: list[dict[str, Any]], **config: Any) -> list[Any]:
     """Send a call; return the metadata that its requests have at the replicas, in order."""
     for replica in deployed.processes:
         replica.requests.clear()
-    body = {"infer_requests": requests, "request_config": {"temperature": 1.0, **config}}
-    answer = deployed.client.post("/infer/", json=body)
-    assert answer.status_code == 200, answer.text
+    deployed.ask(*requests, temperature=1.0, **config)
     told = [request for replica in deployed.processes for request in replica.requests]
-    found = [wire.read_metadata(each["data_dict"]) for each in told]
-    return [metadata for metadata in found if metadata is not None]
+    return [wire.read_metadata(each["data_dict"]) for each in told]
 
 
-def seeds_of(metadatas: list[RequestMetadata]) -> list[int]:
-    return [metadata.seed_of(k) or 0 for metadata in metadatas for k in range(metadata.count)]
+def seeds_of(metadatas: list[Any]) -> list[int]:
+    return [metadata.seed_of(k) for metadata in metadatas for k in range(metadata.count)]
 
 
 def test_no_two_requests_share_a_seed_in_the_life_of_a_server() -> None:
@@ -63,25 +58,7 @@ def test_no_two_requests_share_a_seed_in_the_life_of_a_server() -> None:
     assert min(seeds) > 0
     assert max(seeds) < 2**63
     engine = Deployed(Replica(), rollout_seed_mode="engine")
-    for config in ({}, {"seed": 5}):
-        assert [m.seed_of(0) for m in served(engine, asked("a", "b"), **config)] == [None, None]
-
-
-def test_a_call_is_a_round_and_its_equal_prompts_are_a_group() -> None:
-    """Tools make another prompt. Other columns of a client are kept. Stops and texts are left to
-    ms-swift."""
-    deployed = Deployed(Replica(), Replica())
-    for call in range(2):
-        told = served(deployed, asked("a", "a", "b", "a"), n=3)
-        ids = [metadata.sample_id for metadata in told]
-        assert {(i.phase, i.step, i.number, i.turn) for i in ids} == {("train", call, 0, 0)}
-        assert [(i.group, i.index) for i in ids] == [(0, 0), (0, 3), (1, 0), (0, 6)]
-        assert {(m.count, m.from_other_client, m.as_arrays) for m in told} == {(3, True, False)}
-        assert len({*seeds_of(told)}) == 12
-    with_tools = asked("a", data_dict={"solution": "7"}, tools=[{"type": "function"}])
-    told = served(deployed, [*asked("a"), *with_tools])
-    assert [(m.sample_id.group, m.sample_id.index) for m in told] == [(0, 0), (1, 0)]
-    assert deployed.processes[1].requests[-1]["data_dict"]["solution"] == "7"
+    assert seeds_of(served(engine, asked("a", "b"), seed=5)) == [None, None]
 
 
 # --- weight updates ---

@@ -35,22 +35,11 @@ class Recording(Deployed):
     """A server with `--sample_log all` and one replica."""
 
     def __init__(self, folder: Path | None, *says: ChatCompletionResponseChoice) -> None:
-        self.replica = Replica()
-        self.replica.says_to_others += says
-        super().__init__(
-            self.replica,
-            sample_log="all",
-            sample_log_gb=0.0,
-            result_path=folder and str(folder),
-            model_suffix="tiny",
-            save_args=lambda _: None,
-        )
-
-    def ask(self, *requests: dict[str, Any], **config: Any) -> Any:
-        body = {"infer_requests": requests, "request_config": config}
-        answer = self.client.post("/infer/", json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        replica = Replica()
+        replica.says_to_others += says
+        settings = {"sample_log": "all", "sample_log_gb": 0.0, "model_suffix": "tiny"}
+        settings |= {"result_path": folder and str(folder), "save_args": lambda _: None}
+        super().__init__(replica, **settings)
 
     def rows(self) -> list[SampleRow]:
         assert self.record is not None
@@ -83,7 +72,7 @@ def test_a_call_of_another_client_is_a_round(tmp_path: Path) -> None:
     server.num_updates = 3
     server.ask(image, asked("b"), n=2)
     assert server.ask() == []  # a call for nothing is none
-    second = [(1, group, index) for group in range(2) for index in range(2)]
+    second = [(1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
     assert server.places() == [*((0, 0, index) for index in range(4)), *second]
     rows = server.rows()
     assert [row.text for row in rows] == ["one", "two"] * 4
@@ -105,25 +94,8 @@ def test_shared_noise_is_named_for_any_client(tmp_path: Path, said: list[str]) -
     verdicts = [(r.round.step, r.verdict) for r in read_diversity(tmp_path)]
     assert verdicts == [(2, "healthy"), (3, "broken"), (4, "broken")]
     _, told = said
-    assert "train round 3.0" in told
+    assert " in train round 3.0: " in told
     assert f"swift-grpo-ext view {tmp_path}" in told
-
-
-def test_a_trainings_samples_bear_its_own_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
-    """A server without `--result_path` makes a folder."""
-    monkeypatch.chdir(tmp_path)
-    server = Recording(None)
-    assert "swift-grpo-ext view output/tiny/rollout-2" in said[0]
-    assert len(server.ask(request(0), request(1, count=2))) == 2
-    rows = server.rows()
-    places = [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 0), (0, 1, 1)]
-    assert server.places() == places
-    assert [row.text for row in rows] == [f"{group}.{index}" for _, group, index in places]
-    assert len({row.seed for row in rows}) == 6
-    assert {row.replica for row in rows} == {"replica 7"}
-    assert Deployed(Replica()).record is None
 
 
 def turns(name: SampleId) -> RolloutOutput:
@@ -155,22 +127,28 @@ def test_a_record_that_fails_is_named_and_ends_nothing(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call is left out if it cannot be written, or comes behind one that a slow disk has yet to
-    take. Later calls are recorded."""
+    take. Later calls are recorded, a training's under its own names. A server without
+    `--result_path` makes a folder."""
     monkeypatch.setattr(record_module, "SECONDS_TO_WRITE", 0.05)
-    server, may_write = Recording(tmp_path), threading.Event()
-    with monkeypatch.context() as broken:
-        broken.setattr(record_module, "rows_of_call", lambda *_: 1 / 0)
-        server.ask(request(0))
-        assert server.rows() == []
+    monkeypatch.chdir(tmp_path)
+    server, may_write = Recording(None), threading.Event()
+    server.processes[0].faults["infer"] = "answers half"
+    server.ask(asked("a"), asked("b"))
+    assert server.rows() == []
+    server.processes[0].faults.clear()
     assert server.record is not None
     own = server.record._recorder.flush
     monkeypatch.setattr(server.record._recorder, "flush", lambda: may_write.wait(60) and own())
     for group in (1, 2):
-        server.ask(request(group))
+        server.ask(request(group, count=2))
     may_write.set()
-    assert {group for _, group, _ in server.places()} == {1}
-    server.ask(request(3))
-    assert {group for _, group, _ in server.places()} == {1, 3}
-    _, failed, late = said
-    assert "samples of a call are not recorded (ZeroDivisionError" in failed
-    assert late.startswith(f"{tmp_path}: train round 0.0 is left out of the record, since the disk")
+    assert server.places() == [(0, 1, 0), (0, 1, 1)]
+    server.ask(request(3, count=2))
+    rows = server.rows()
+    assert [row.text for row in rows] == ["1.0", "1.1", "3.0", "3.1"]
+    assert len({row.seed for row in rows}) == 4
+    assert {row.replica for row in rows} == {"replica 7"}
+    begun, failed, late = said
+    assert "swift-grpo-ext view output/tiny/rollout-2" in begun
+    assert "samples of a call are not recorded (ValueError" in failed
+    assert ": train round 0.0 is left out of the record, since the disk" in late

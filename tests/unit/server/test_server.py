@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
@@ -47,14 +48,13 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize(
     ("config", "shares"),
-    [({"max_tokens": 16}, [[0], [1, 2, 3, 4, 5]]), (None, [[0, 2, 4], [1, 3, 5]])],
+    [({"max_tokens": 16}, [[0], [1, 2, 3, 4, 5]]), ({}, [[0, 2, 4], [1, 3, 5]])],
 )
 def test_groups_go_to_replicas_by_cost(config: Any, shares: list[list[int]]) -> None:
     """A replica with a large group gets no other."""
     two = [Replica(), Replica()]
-    asked = [request(0, count=64), *map(request, range(1, 6))]
-    body = {"infer_requests": asked, "request_config": config}
-    assert groups_of(Deployed(*two).client.post("/infer/", json=body)) == list(range(6))
+    outputs = Deployed(*two).ask(request(0, count=64), *map(request, range(1, 6)), **config)
+    assert [output["rollout_infos"]["group"] for output in outputs] == list(range(6))
     assert [replica.groups for replica in two] == shares
 
 
@@ -66,8 +66,7 @@ def test_requests_of_other_clients_go_in_contiguous_slices() -> None:
     many = [Replica("ends"), *(Replica() for _ in range(6))]
     assert groups_of(Deployed(*many).draw(5, as_arrays=False)) == [0, 1, 2, 3, 4]
     mixed = [request(0) | {"data_dict": {}}, request(1, as_arrays=False)]
-    answer = Deployed(Replica()).client.post("/infer/", json={"infer_requests": mixed})
-    assert groups_of(answer) == [-1, -1]
+    assert [each["rollout_infos"]["group"] for each in Deployed(Replica()).ask(*mixed)] == [-1, -1]
 
 
 OF_ONE_THAT_HANGS = 1.5  # seconds; the other replica needs more than milliseconds if it must wait
@@ -174,8 +173,9 @@ def test_a_server_that_is_busy_says_so_and_is_healthy() -> None:
 def test_a_slow_answer_begins_at_once_and_is_given_up_with_its_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow = Replica("is late")
-    monkeypatch.setattr(replicas, "give_up", slow.goes_on.set)
+    """A replica may get the news before the request: it gets it again."""
+    slow, heard = Replica("is late"), count()
+    monkeypatch.setattr(replicas, "give_up", lambda: next(heard) and slow.goes_on.set())
     with listening(Deployed(slow)) as url:
         headers = {wire.STATUS_HEADER: "1"}
         ask = partial(requests.post, f"{url}/infer/", json=BODY, headers=headers, timeout=10)
@@ -303,12 +303,13 @@ def test_what_cannot_be_encoded_is_tried_once() -> None:
 
 def test_a_server_that_was_started_anew_takes_no_work() -> None:
     """It answers 409 until the trainer has sent weights; calls that need none are answered."""
-    server, other = Deployed(Replica()), {wire.INSTANCE_HEADER: "another start"}
+    server, other = Deployed(replica := Replica()), {wire.INSTANCE_HEADER: "another start"}
     cause = "restarted, and has the base model's weights"
     for path in ("/infer/", "/update_flattened_params/", "/process_weights_after_loading/"):
         server.refuse(path, 409, cause, json={}, headers=other)
     closed = server.client.post("/close_communicator/", headers=other)
     assert closed.json() == {"message": "The group is closed."}
+    assert replica.calls == [("close_communicator", ())]
 
 
 def test_replicas_join_where_the_training_came_in() -> None:
