@@ -162,9 +162,6 @@ def test_a_request_without_metadata_is_ms_swifts(make: Any, metadata: Any, seed:
     assert output.response.choices[0].message.content == "a"
 
 
-# --- servers ---
-
-
 def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFT_ROLLOUT_DP_RANK", "3")
     vllm = RecordingVllm(["ab.", "c."])
@@ -229,9 +226,6 @@ def test_workers_of_a_server_get_our_extension(
     assert issubclass(resolve_name(extension), WeightSyncWorkerExtension)
     served = make(RecordingVllm([]), serves=True)
     assert served.engine_kwargs == {"worker_extension_cls": extension}
-
-
-# --- media ---
 
 
 @pytest.fixture(params=[(False, False), (False, True), (True, False), (True, True)], ids=str)

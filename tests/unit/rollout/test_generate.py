@@ -54,8 +54,6 @@ def sample_id(group: int, index: int) -> SampleId:
     return SampleId(phase="train", step=3, number=1, group=group, index=index)
 
 
-# --- rounds over ranks ---
-
 Sample = tuple[SampleId, str]  # the row is one letter
 
 
@@ -172,8 +170,6 @@ def test_a_completion_becomes_what_the_trainer_reads() -> None:
     assert output.rollout_logprobs == []
     assert np.array_equal(output.response.choices[0].routed_experts, experts)
 
-
-# --- turns ---
 
 CROP = Image.effect_noise((40, 30), 60).convert("RGB")
 SEVEN, PICTURE = Picture("七.png"), picture_of(CROP)

@@ -73,9 +73,6 @@ def conversations(side: str, make: Any, assets: Path) -> Lead:
     return run
 
 
-# --- conversations ---
-
-
 def test_a_conversation_is_led_as_without_us(conversations: Lead) -> None:
     """`step` sees the newest answer as text, earlier ones as token ids. Its changes stay."""
     seen: list[Any] = []
@@ -136,9 +133,6 @@ def test_a_second_training_of_a_process_watches_once() -> None:
     assert watched.tool_timeout == 2.0
 
 
-# --- hooks that fail, or take long ---
-
-
 async def has_its_own_timeout(*_: Any) -> None:
     raise asyncio.TimeoutError("the search engine")
 
@@ -179,9 +173,6 @@ def test_a_check_may_use_signals_in_the_training(conversations: Lead) -> None:
 
     [output] = conversations(type("Checks", (Crop,), {"check_finished": check}), "a")
     assert output.response_token_ids == [ids_of("a")]
-
-
-# --- a server's conversations ---
 
 
 @pytest.fixture

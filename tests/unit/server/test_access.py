@@ -19,8 +19,6 @@ from tests.rig.server.served import Deployed, Replica, listening
 
 KEY = "k:e=y/+~._-1"
 
-# --- the lease ---
-
 
 def lease_of(run: str, *urls: str) -> Leaseholder:
     sessions = [requests.Session() for _ in urls]
@@ -98,9 +96,6 @@ def test_the_names_that_all_are_told_give_nobody_the_server(
     assert client.post("/get_engine_type/", headers=named | holder.headers).status_code == 200
     assert admitted == ["one"]
     assert client.delete(PATH, headers=holder.headers).json() == {"owner": ""}
-
-
-# --- the key ---
 
 
 @pytest.fixture(autouse=True)

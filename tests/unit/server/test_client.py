@@ -218,9 +218,6 @@ def test_the_callers_fault_is_tried_nowhere_else(status: int, connected: MakeCli
     assert (client.num_servers, healthy.asked) == (2, [])
 
 
-# --- connections are made again ---
-
-
 def test_servers_are_connected_again_where_they_changed(
     connected: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,9 +25,6 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-# --- names and seeds ---
-
-
 def asked(*words: str, **fields: Any) -> list[dict[str, Any]]:
     return [{"messages": [{"role": "user", "content": word}], **fields} for word in words]
 
@@ -60,8 +57,6 @@ def test_no_two_requests_share_a_seed_in_the_life_of_a_server() -> None:
     engine = Deployed(Replica(), rollout_seed_mode="engine")
     assert seeds_of(served(engine, asked("a", "b"), seed=5)) == [None, None]
 
-
-# --- weight updates ---
 
 CALLS: dict[str, tuple[str, Any]] = {
     "update": ("/update_named_param/", {"name": "w", "dtype": "float32", "shape": [1]}),
