@@ -121,32 +121,27 @@ def test_the_key_in_a_header(authorization: str) -> None:
     assert is_authorized(authorization, KEY) == (authorization in ACCEPTED)
 
 
-def arguments(key: str | None = None) -> Any:
-    return SimpleNamespace(api_key=key, rollout_timeout=60.0, host="127.0.0.1")
-
-
 def with_key(monkeypatch: pytest.MonkeyPatch, key: str = KEY) -> Any:
     monkeypatch.setenv(VARIABLE, key)
-    args = arguments()
-    take(args)
+    take(args := SimpleNamespace(api_key=None))
     return args
 
 
-def test_the_key_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_leaves_the_environment_and_is_never_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for key in (KEY, MASK):
+        with pytest.raises(ValueError, match=rf"--api_key is .* Set {VARIABLE} in") as refused:
+            take(SimpleNamespace(api_key=key))
+        assert KEY not in str(refused.value)
+    with pytest.raises(ValueError, match=f"another process has the key. Set {VARIABLE}"):
+        key_of(SimpleNamespace(api_key=MASK))
     given = with_key(monkeypatch)
     assert VARIABLE not in api_key.os.environ
     take(given)  # arguments are checked twice
-    assert (given.api_key, key_of(given), key_of(arguments())) == (MASK, KEY, None)
+    assert (given.api_key, key_of(given)) == (MASK, KEY)
+    assert key_of(SimpleNamespace(api_key=None)) is None
     assert key_of(with_key(monkeypatch, "another")) == "another"
-
-
-@pytest.mark.parametrize("key", [KEY, MASK])
-def test_a_key_that_is_printed_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"--api_key is .* Set {VARIABLE} in") as refused:
-        take(arguments(key))
-    assert KEY not in str(refused.value)
-    with pytest.raises(ValueError, match=f"another process has the key. Set {VARIABLE}"):
-        key_of(arguments(MASK))
 
 
 def test_a_key_in_a_url_is_refused() -> None:
@@ -158,9 +153,6 @@ def test_a_key_in_a_url_is_refused() -> None:
     assert "@" not in str(refused.value)
 
 
-WRONG = {"Authorization": basic("swift:key")}
-
-
 def test_every_route_but_health_asks_for_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Deployed(Replica(), api_key=with_key(monkeypatch).api_key).client
     paths = [(r.path, method) for r in client.app.routes for method in r.methods]  # type: ignore[attr-defined]
@@ -169,7 +161,8 @@ def test_every_route_but_health_asks_for_the_key(monkeypatch: pytest.MonkeyPatch
         status = client.request(method, path, content=b"no JSON").status_code
         assert (status == 401) == (path.rstrip("/") != "/health"), path
     assert client.post("/infer/").headers["WWW-Authenticate"] == "Bearer"
-    for headers, fault in (({}, "missing"), (WRONG, "not this server's")):
+    wrong = {"Authorization": basic("swift:key")}
+    for headers, fault in (({}, "missing"), (wrong, "not this server's")):
         refused = client.post("/infer/", headers=headers).json()["detail"]
         assert f"401 Unauthorized: the API key is {fault}. Give a training the key by" in refused
     # starlette up to 1.0.0 built `request.url` from the client's `Host`.
