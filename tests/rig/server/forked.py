@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -131,24 +130,19 @@ class EchoEngine:
             os.kill(os.getpid(), SIGNALS[fault.action])
 
 
-def _let_go_of_files(but: int) -> None:
-    """Close the parent's connections, but keep the numbers of all its files in use: otherwise a
-    socket of the replica could get the number of a log file, and its lines."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in (int(file.name) for file in Path("/proc/self/fd").iterdir()):
-        if number > 2 and number != but:
-            os.dup2(nowhere, number)
-
-
-def run_echo(
-    fault: Fault | None, worker: Any, args: Any, rank: int, port: int, connection: Any
-) -> None:
+def run_echo(worker: Any, args: Any, rank: int, port: int, connection: Any) -> None:
     """Run a worker of ms-swift with an echoing engine, in a forked process."""
-    _let_go_of_files(but=connection.connection.fileno())
+    fault = args.fault
+    is_hit = fault and fault.action in SIGNALS and fault.replica == rank
     rollout.get_world_group = lambda: SimpleNamespace(rank=0)
-    SwiftRolloutDeploy.get_infer_engine = lambda *_, **__: EchoEngine(fault)
+    SwiftRolloutDeploy.get_infer_engine = lambda *_, **__: EchoEngine(fault if is_hit else None)
     rollout.get_rollout_engine_type = lambda _, engine: engine
     worker(args, rank, port, connection)
+
+
+def fork(target: Any, args: Any) -> Any:
+    """Make the process of a replica, with this process's imports; ms-swift's would spawn."""
+    return get_context("fork").Process(target=run_echo, args=(target, *args), daemon=True)
 
 
 # --- servers ---
@@ -161,29 +155,22 @@ class EchoServer(Deployed):
         super().__init__(
             timeout=timeout,
             vllm_tensor_parallel_size=1,
-            vllm_data_parallel_size=num_replicas,
             get_template=lambda: None,
             _import_external_plugins=lambda: None,
-            fork=self._fork,
+            fault=fault,
         )
-        self.fault, self.master_port = fault, 0
+        self.master_port = 0
         self.connections = [start_replica(self, number) for number in range(num_replicas)]
         for connection in self.connections:
             assert connection.recv() == {"status": "ready"}
 
-    def _fork(self, target: Any, args: Any) -> Any:
-        """Make the process of a replica, with this process's imports; ms-swift's would spawn."""
-        fault = self.fault
-        is_hit = fault and fault.action in SIGNALS and fault.replica == args[1]
-        own = fault if is_hit else None
-        return get_context("fork").Process(target=run_echo, args=(own, target, *args), daemon=True)
-
     def run(self) -> AbstractContextManager[str]:
         """Run the server; yield its URL."""
-        if self.fault is None or self.fault.action in SIGNALS:
+        fault = self.args.fault
+        if fault is None or fault.action in SIGNALS:
             return listening(self)
         # uvloop's connections cannot be changed.
-        return listening(self, http=breaking(self.fault), loop="asyncio")
+        return listening(self, http=breaking(fault), loop="asyncio")
 
 
 def breaking(fault: Fault) -> type[H11Protocol]:
@@ -217,7 +204,7 @@ def deployed(fault: Fault, timeout: float) -> Iterator[tuple[list[EchoServer], l
         gc.freeze()
         stack.callback(gc.unfreeze)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(rollout, "Process", lambda target, args: args[0].fork(target, args))
+        patch.setattr(rollout, "Process", fork)
         patch.setattr(Leaseholder, "keep", lambda _: None)  # a thread would outlive the test
         patch.setattr(client, "TRIES", client.TRIES.new(backoff_factor=0.01))
         patch.setattr(client, "SECONDS_BETWEEN_LOOKS", 0.02)

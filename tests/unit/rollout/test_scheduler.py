@@ -175,14 +175,9 @@ def test_a_check_may_use_signals_in_the_training(conversations: Lead) -> None:
     assert output.response_token_ids == [ids_of("a")]
 
 
-@pytest.fixture
-def vllm() -> Any:
-    return RecordingVllm("abcdefgh")
-
-
-@pytest.fixture
-def engine(make: Any, vllm: RecordingVllm) -> Any:
-    return make(vllm, serves=True, use_async=True)
+def of_server(make: Any) -> tuple[Any, RecordingVllm]:
+    vllm = RecordingVllm("abcdefgh")
+    return make(vllm, serves=True, use_async=True), vllm
 
 
 def of_scheduler(**fields: Any) -> RolloutInferRequest:
@@ -204,10 +199,11 @@ class OwnRequests(MultiTurnScheduler):
 
 @pytest.mark.parametrize("stops", [(7,), None])
 def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(
-    engine: Any, vllm: RecordingVllm, stops: Any
+    make: Any, stops: Any
 ) -> None:
     """Its own requests have no metadata, and copies of a request share it; each gets a turn. The
     same holds for a client that sends no metadata."""
+    engine, vllm = of_server(make)
     first = metadata_of(as_arrays=False, stop_token_ids=stops)
     other = replace(ID, index=1)
     outputs = lead(engine, OwnRequests, request(first), request(replace(first, sample_id=other)))
@@ -230,9 +226,10 @@ class Several(MultiTurnScheduler):
         return await self.infer_engine.infer_async(own, replace(request_config, n=2))
 
 
-def test_a_scheduler_that_would_lose_seeds_is_refused(engine: Any, vllm: RecordingVllm) -> None:
+def test_a_scheduler_that_would_lose_seeds_is_refused(make: Any) -> None:
     """Its samples would get vLLM's seeds, or share seeds with other samples of the group. Another
     client's scheduler has no groups, and may ask for several completions."""
+    engine, vllm = of_server(make)
     for cls, message in (
         (Alone, "Alone.async_infer has not called `run` for each request"),
         (Several, "--multi_turn_scheduler: its `run` asked for n=2 completions"),
@@ -253,10 +250,11 @@ class Fails(MultiTurnScheduler):
 
 
 @pytest.mark.parametrize("is_engines", [True, False])
-def test_a_conversation_that_fails_is_named(engine: Any, vllm: Any, is_engines: bool) -> None:
+def test_a_conversation_that_fails_is_named(make: Any, is_engines: bool) -> None:
     """Failures of the engine itself are not attributed to a conversation."""
+    engine, vllm = of_server(make)
     if is_engines:
-        vllm.generate = lambda *_, **__: 1 / 0
+        vllm.generate = lambda *_, **__: 1 / 0  # type: ignore[method-assign]
     reply = lead(engine, Fails, of_scheduler())
     where = "RuntimeError: train round 0.0, group 0, sample 0 in turn 2: the server's --multi_turn"
     assert reply[FAILURE].startswith("ZeroDivisionError" if is_engines else where)

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import requests
@@ -34,10 +33,9 @@ USAGE = asdict(UsageInfo(1, 1, 2))
 MakeClient = Callable[..., Any]
 
 
-def ours_of(replicas: int = 1, instance: str = "first start", starting: int = 0) -> dict[str, Any]:
-    members = [f"{number}.0" for number in range(replicas)]
-    said = {"replicas": replicas, "members": members, "starting": starting}
-    return {"version": wire.VERSION, "instance": instance, **said}
+def ours_of(replicas: int = 1, instance: str = "first start") -> dict[str, Any]:
+    told = {"version": wire.VERSION, "instance": instance, "replicas": replicas, "starting": 0}
+    return told | {"members": [f"{number}.0" for number in range(replicas)]}
 
 
 @dataclass
@@ -87,21 +85,19 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> MakeClient:
     """Makes ms-swift's client, connected to servers at `http://host0` and so on."""
 
     def connect(*servers: Server) -> Any:
-        hosts = [f"host{number}" for number in range(len(servers))]
-        by_host = dict(zip(hosts, servers, strict=True))
-
         def send(_: Any, request: requests.PreparedRequest, **options: Any) -> requests.Response:
-            host = str(urlsplit(request.url).netloc)
-            return by_host[host].respond(request, options["timeout"])
+            number = int(str(request.url).removeprefix("http://host")[0])
+            return servers[number].respond(request, options["timeout"])
 
         monkeypatch.setattr(HTTPAdapter, "send", send)
+        numbers = range(len(servers))
         return SimpleNamespace(
             num_servers=len(servers),
-            sessions=[requests.Session() for _ in servers],
-            base_urls=[f"http://{host}" for host in hosts],
-            hosts=hosts,
-            group_ports=list(range(len(servers))),
-            pynccl_comms=[f"group {i}" for i in range(len(servers))],
+            sessions=[requests.Session() for _ in numbers],
+            base_urls=[f"http://host{number}" for number in numbers],
+            hosts=[f"host{number}" for number in numbers],
+            group_ports=[*numbers],
+            pynccl_comms=[f"group {number}" for number in numbers],
             close_communicator=list,
         )
 

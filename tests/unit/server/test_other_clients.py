@@ -212,7 +212,7 @@ def test_a_call_of_another_client_is_a_round(tmp_path: Path) -> None:
     server.ask(asked("a"), asked("a"), n=2)
     server.num_updates = 3
     server.ask(image, asked("b"), n=2)
-    assert server.ask() == []  # a call for nothing is none
+    assert server.ask().json() == []  # a call for nothing is none
     second = [(1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
     assert server.places() == [*((0, 0, index) for index in range(4)), *second]
     rows = server.rows()
@@ -257,7 +257,8 @@ def test_a_conversation_has_a_row_for_each_turn(
     monkeypatch.setattr(Replica, "_output", lambda *_: turns(name))
     server = Recording(tmp_path)
     own = request(0, count=1, as_arrays=False)
-    [answer] = server.ask(own if is_ours else asked("a", data_dict={"solution": "7"}))
+    other = asked("a", data_dict={"solution": "7"})
+    [answer] = server.ask(own if is_ours else other).json()
     assert (KEY in answer["rollout_infos"]) is is_ours
     rows = server.rows()
     assert [(r.sample_id.turn, r.seed is None) for r in rows] == [(0, False), (1, False)]

@@ -43,9 +43,6 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-# --- dispatching ---
-
-
 @pytest.mark.parametrize(
     ("config", "shares"),
     [({"max_tokens": 16}, [[0], [1, 2, 3, 4, 5]]), ({}, [[0, 2, 4], [1, 3, 5]])],
@@ -53,8 +50,8 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_groups_go_to_replicas_by_cost(config: Any, shares: list[list[int]]) -> None:
     """A replica with a large group gets no other."""
     two = [Replica(), Replica()]
-    outputs = Deployed(*two).ask(request(0, count=64), *map(request, range(1, 6)), **config)
-    assert [output["rollout_infos"]["group"] for output in outputs] == list(range(6))
+    answer = Deployed(*two).ask(request(0, count=64), *map(request, range(1, 6)), **config)
+    assert groups_of(answer) == list(range(6))
     assert [replica.groups for replica in two] == shares
 
 
@@ -66,7 +63,7 @@ def test_requests_of_other_clients_go_in_contiguous_slices() -> None:
     many = [Replica("ends"), *(Replica() for _ in range(6))]
     assert groups_of(Deployed(*many).draw(5, as_arrays=False)) == [0, 1, 2, 3, 4]
     mixed = [request(0) | {"data_dict": {}}, request(1, as_arrays=False)]
-    assert [each["rollout_infos"]["group"] for each in Deployed(Replica()).ask(*mixed)] == [-1, -1]
+    assert groups_of(Deployed(Replica()).ask(*mixed)) == [-1, -1]
 
 
 OF_ONE_THAT_HANGS = 1.5  # seconds; the other replica needs more than milliseconds if it must wait
@@ -109,9 +106,6 @@ def test_replicas_that_are_gone_or_wait_for_weights_draw_nothing(as_arrays: bool
     refused = Deployed(waiting).draw(as_arrays=as_arrays)
     assert (refused.status_code, waiting.groups) == (500, [])
     assert refused.json()["detail"].startswith("its 1 replicas wait for a training's weights")
-
-
-# --- time ---
 
 
 @pytest.mark.parametrize("method", [*RESETS, "read_number_bits"])
@@ -192,9 +186,6 @@ def test_a_slow_answer_begins_at_once_and_is_given_up_with_its_client(
         assert [one["rollout_infos"]["group"] for one in json.loads(content)] == [0]
 
 
-# --- restarts ---
-
-
 def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are answered meanwhile, also if the machine cannot start it. It joins when a
     connected training asks, since a connecting one already has the number of replicas. It generates
@@ -264,9 +255,6 @@ def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch
     assert "Giving up on replica 0 after 4 restarts." in said[-1]
 
 
-# --- the caller's fault ---
-
-
 @pytest.mark.parametrize(
     ("fields", "status", "words"),
     [
@@ -282,8 +270,7 @@ def test_a_bad_request_is_refused_by_field_and_value(
     fields: dict[str, Any], status: int, words: list[str]
 ) -> None:
     replica = Replica()
-    body = {"infer_requests": [request(0), request(1) | fields]}
-    answer = Deployed(replica).client.post("/infer/", json=body)
+    answer = Deployed(replica).ask(request(0), request(1) | fields)
     assert answer.status_code == status, answer.text
     assert len(answer.content) < 2000  # it has the beginning of a value
     assert [word for word in words if word not in answer.text] == []
@@ -296,9 +283,6 @@ def test_what_cannot_be_encoded_is_tried_once() -> None:
     Deployed(*two).refuse("/infer/", 400, "a replica failed: ValueError: no such image", json=BODY)
     assert sorted(len(replica.groups) for replica in two) == [0, 1]
     assert all(replica.is_alive() for replica in two)
-
-
-# --- weights ---
 
 
 def test_a_server_that_was_started_anew_takes_no_work() -> None:
