@@ -53,12 +53,16 @@ END_OF_TEXT, IMAGE, VIDEO = 151643, 151655, 151656
 OTHERS = {"as_arrays": False, "stop_token_ids": None}  # a server's for clients without metadata
 
 
-def test_a_group_is_one_request_with_its_seed_and_stops(make: Any) -> None:
-    """Stops of a single token need no text (T6)."""
+def test_a_group_is_one_request_with_its_seed_and_stops(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stops of a single token need no text (T6). A server packs its answer."""
+    monkeypatch.setenv("SWIFT_ROLLOUT_DP_RANK", "3")
     vllm = RecordingVllm(["a.", "b.", "c."])
+    vllm.experts = np.zeros((2, 1))
     metadata = metadata_of(7, count=3, stop_token_ids=(*ids_of("X"), EOS))
-    response = ask(make(vllm), metadata).response
-    [params] = vllm.params
+    output = ask(make(vllm, serves=True), metadata)
+    [params], response = vllm.params, output.response
     seed = sample_seed(RUN_SEED, metadata.sample_id)
     assert (params.n, params.seed, params.max_tokens) == (3, seed, 16)
     assert params.output_kind == RequestOutputKind.FINAL_ONLY
@@ -66,18 +70,20 @@ def test_a_group_is_one_request_with_its_seed_and_stops(make: Any) -> None:
     assert (params.logprobs, params.flat_logprobs) == (0, True)
     assert sorted(params.stop_token_ids) == [*ids_of("X"), END_OF_TEXT, EOS]
     assert (params.stop, params.detokenize) == ([], False)
-    completions, prompt = response.answer
-    assert [
-        (c.text, c.seed, c.token_ids, c.logprobs, c.finish_reason, c.stop_reason)
-        for c in completions
-    ] == [
-        (text, seed + k, ids_of(f"{text}."), [0.0, -1.0], "stop", "<|im_end|>")
-        for k, text in enumerate("abc")
-    ]
+    answer = output.rollout_infos[wire.KEY]
+    completions, prompt = wire.read_answer(answer, metadata, "server 0")
+    for k, completion in enumerate(completions):
+        assert (completion.text, completion.seed) == ("abc"[k], seed + k)
+        assert completion.token_ids.tolist() == ids_of("abc"[k] + ".")
+        assert completion.logprobs.tolist() == [0.0, -1.0]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", "<|im_end|>")
+        assert completion.replica == "server 0 replica 3"
+        assert completion.routed_experts == serialize_ndarray(vllm.experts)
     assert prompt.token_ids == vllm.inputs[0]["prompt_token_ids"]
     num_prompt = len(prompt.token_ids)
     assert response.usage == UsageInfo(num_prompt, 6, num_prompt + 6)
     assert (response.model, response.id, response.choices) == ("m", "0", [])
+    assert type(response) is ChatCompletionResponse
 
 
 def test_stop_strings_are_searched_in_all_text_and_schedulers_read_ms_swifts_form(
@@ -160,21 +166,6 @@ def test_a_request_without_metadata_is_ms_swifts(make: Any, metadata: Any, seed:
     assert output.rollout_infos == (infos if metadata else {})
     assert {"<|endoftext|>", "<|im_end|>"} == set(params.stop)
     assert output.response.choices[0].message.content == "a"
-
-
-def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFT_ROLLOUT_DP_RANK", "3")
-    vllm = RecordingVllm(["ab.", "c."])
-    vllm.experts = np.zeros((3, 1))
-    output = ask(make(vllm, serves=True), metadata_of(count=2))
-    answer = output.rollout_infos[wire.KEY]
-    completions, prompt = wire.read_answer(answer, metadata_of(count=2), "server 0")
-    assert [c.text for c in completions] == ["ab", "c"]
-    assert completions[1].replica == "server 0 replica 3"
-    assert prompt.token_ids == vllm.inputs[0]["prompt_token_ids"]
-    assert completions[0].routed_experts == serialize_ndarray(np.zeros((3, 1)))
-    assert (output.response.choices, output.response.id) == ([], "0")
-    assert type(output.response) is ChatCompletionResponse
 
 
 async def draw(engine: Any, vllm: RecordingVllm, *counts: int) -> list[str]:
@@ -303,21 +294,22 @@ def test_media_of_a_refused_turn_are_sent_again(make: Any, use_async: bool) -> N
     sender, receiver = caches()
     refusals = iter([True])
 
-    class CachingVllm(RecordingVllm):
-        renderer = SimpleNamespace(
-            clear_mm_cache=sender.clear_cache,
-            clear_mm_cache_async=AsyncMock(wraps=sender.clear_cache),
-        )
+    vllm: Any = RecordingVllm(["a.", "a."])
+    clear, add = sender.clear_cache, vllm.add_request
+    vllm.renderer = SimpleNamespace(
+        clear_mm_cache=clear, clear_mm_cache_async=AsyncMock(wraps=clear)
+    )
 
-        def add_request(self, request_id: str, inputs: Any, params: SamplingParams) -> None:
-            if len(inputs["prompt_token_ids"]) > 1:  # not what stands for a refused turn
-                item, _ = sender.get_and_update_item((MultiModalKwargsItem.dummy(), []), "4f2a")
-                if next(refusals, False):
-                    raise ValueError("longer than the maximum model length")
-                receiver.get_and_update_item(item, "4f2a")
-            super().add_request(request_id, inputs, params)
+    def add_request(request_id: str, inputs: Any, params: SamplingParams) -> None:
+        if len(inputs["prompt_token_ids"]) > 1:  # not what stands for a refused turn
+            item, _ = sender.get_and_update_item((MultiModalKwargsItem.dummy(), []), "4f2a")
+            if next(refusals, False):
+                raise ValueError("longer than the maximum model length")
+            receiver.get_and_update_item(item, "4f2a")
+        add(request_id, inputs, params)
 
-    engine = make(CachingVllm(["a.", "a."]), use_async=use_async)
+    vllm.add_request = add_request
+    engine = make(vllm, use_async=use_async)
     for reason in ("length", "stop"):
         [completion] = ask(engine, metadata_of().next_turn()).response.answer.completions
         assert completion.finish_reason == reason

@@ -196,7 +196,7 @@ def shown(conversation: Conversation) -> list[tuple[list[Any], list[Picture]]]:
     return [([m["content"] for m in turn.messages], turn.media) for turn in conversation.turns]
 
 
-def test_each_turn_shows_what_was_added_for_it() -> None:
+def test_each_turn_shows_what_was_added_for_it_on_each_side() -> None:
     conversation = Conversation()
     note(conversation, "<image>?", images=["七.png"])
     note(conversation, "<image>?", "3", "<image>no", images=["七.png", CROP])
@@ -217,27 +217,7 @@ def test_each_turn_shows_what_was_added_for_it() -> None:
     note(in_parts, first, "3", later)
     assert shown(in_parts) == [(["<image>"], [SEVEN]), (["Look: <image>"], [PICTURE])]
 
-
-def test_a_sample_has_what_its_conversations_end_says() -> None:
-    """Seed and replica are the last answer's. A turn without room has none, and no stop."""
-    note(conversation := Conversation(), "?")
-    no_room = replace(COMPLETION, token_ids=[], stop_reason=None, seed=8)
-    note(conversation, "?", "3", "no", completion=no_room)
-    for is_conversation, infos in (
-        (True, {"num_turns": 2, "seed": 9, "replica": "replica 1", "stop_reason": None}),
-        (False, {"num_turns": 2}),
-    ):
-        sample = RolloutSample(messages=[], rollout_infos={"num_turns": 2})
-        attach_turns(sample, conversation.turns, is_conversation=is_conversation)
-        assert [prompt.token_ids for prompt in sample.rollout_prompts] == [[1, 2]]
-        assert sample.rollout_infos == infos
-
-
-def test_turns_come_from_a_server_as_they_were() -> None:
-    """Turns of another version are refused."""
-    conversation = Conversation()
-    note(conversation, "<image>?", images=["七.png"])
-    note(conversation, "<image>?", "3", "<image>no", images=["七.png", CROP])
+    # A server's turns come as they were; those of another version are refused.
     output = to_rollout_output(Answer([COMPLETION], PROMPT))
     plain = dict(output.rollout_infos)
     message = conversation.turns[1].messages[0]
@@ -259,6 +239,21 @@ def test_turns_come_from_a_server_as_they_were() -> None:
     other.rollout_infos["swift_grpo_ext.turns"]["version"] = 1
     with pytest.raises(WireError, match=r"server 1 .* speaks version 1 of swift-grpo-ext's"):
         read_turns(other, run_seed=42)
+
+
+def test_a_sample_has_what_its_conversations_end_says() -> None:
+    """Seed and replica are the last answer's. A turn without room has none, and no stop."""
+    note(conversation := Conversation(), "?")
+    no_room = replace(COMPLETION, token_ids=[], stop_reason=None, seed=8)
+    note(conversation, "?", "3", "no", completion=no_room)
+    for is_conversation, infos in (
+        (True, {"num_turns": 2, "seed": 9, "replica": "replica 1", "stop_reason": None}),
+        (False, {"num_turns": 2}),
+    ):
+        sample = RolloutSample(messages=[], rollout_infos={"num_turns": 2})
+        attach_turns(sample, conversation.turns, is_conversation=is_conversation)
+        assert [prompt.token_ids for prompt in sample.rollout_prompts] == [[1, 2]]
+        assert sample.rollout_infos == infos
 
 
 ROW = {
