@@ -211,13 +211,11 @@ def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rollout, "Process", process)
     connected = {wire.INSTANCE_HEADER: routes.INSTANCE}
 
-    def told(**headers: str) -> tuple[int, int]:
+    def told(**headers: str) -> tuple[int, int, int]:
+        """Return the numbers of replicas that are used, that may join, and that are ready."""
         answer = deployed.client.post("/get_engine_type/", headers=headers).json()[wire.KEY]
-        return answer["replicas"], answer["starting"]
-
-    def health() -> tuple[int, int]:
-        answer = deployed.client.get("/health/").json()
-        return answer["replicas"], answer["waiting_for_weights"]
+        health = deployed.client.get("/health/").json()
+        return answer["replicas"], answer["starting"], health["waiting_for_weights"]
 
     def drew() -> list[int]:
         before = [len(replica.groups) for replica in (healthy, *started)]
@@ -228,20 +226,19 @@ def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch
     assert drew() == [4]
     failed = "Replica 0 could not be started ([Errno 12] Cannot allocate memory): try 1 of 4."
     assert said[1:] == [failed]
-    assert told(**connected) == (1, 1)
+    assert told(**connected) == (1, 1, 0)
     assert said[-1] == "Restarting replica 0 (2 of 4)."
-    assert told(**connected) == (1, 1)  # it is still loading
+    assert told(**connected) == (1, 1, 0)  # it is still loading
     started[1].says({"status": "error", "why": "no memory"})
-    assert health() == (1, 1)
-    assert told(**connected) == (1, 1)  # and started once more
+    assert told() == (1, 1, 1)
+    assert told(**connected) == (1, 1, 0)  # and started once more
     assert said[-2] == "Replica 0 did not start: {'status': 'error', 'why': 'no memory'}"
     started[2].kill()
-    assert health() == (1, 0)
-    assert told(**connected) == (1, 1)
+    assert told() == told(**connected) == (1, 1, 0)
     assert said[-2] == "Replica 0 did not start: {'status': 'ended'}"
     started[3].says({"status": "ready"})
-    assert told() == (1, 1)
-    assert told(**connected) == (2, 0)
+    assert told() == (1, 1, 1)
+    assert told(**connected) == (2, 0, 0)
     assert [connection.name for connection in deployed.connections] == ["1.0", "0.4"]
     assert drew() == [4, 0, 0, 0, 0]
     loaded = deployed.client.post("/process_weights_after_loading/")
@@ -249,7 +246,7 @@ def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch
     assert drew() == [2, 0, 0, 0, 2]
     started[3].kill()
     assert drew() == [4, 0, 0, 0, 0]
-    assert told(**connected) == (1, 0)
+    assert told(**connected) == (1, 0, 0)
     assert "Giving up on replica 0 after 4 restarts." in said[-1]
 
 
