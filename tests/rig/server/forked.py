@@ -14,8 +14,9 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import repeat
 from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -115,12 +116,9 @@ class EchoEngine:
         metadatas: list[Any] = [wire.read_metadata(one["data_dict"]) for one in infer_requests]
         self._meet(f"infer {metadatas[0].sample_id.phase}")
         weights = [int(w.sum()) for _, w in sorted(self._worker.model.named_parameters())]
-        outputs = []
-        for metadata in metadatas:
-            tokens = [[metadata.seed_of(k) % 2**31, *weights] for k in range(metadata.count)]
-            answer = drawn_by(metadata, f"{os.getpid()}", tokens)
-            outputs.append(output_of({wire.KEY: answer}))
-        return outputs
+        tokens = [[[m.seed_of(k) % 2**31, *weights] for k in range(m.count)] for m in metadatas]
+        answers = map(drawn_by, metadatas, repeat("replica"), tokens)
+        return [output_of({wire.KEY: answer}) for answer in answers]
 
     def _meet(self, method: str) -> None:
         """Let the fault happen if it is due."""
@@ -192,35 +190,6 @@ def breaking(fault: Fault) -> type[H11Protocol]:
     return Breaking
 
 
-@contextmanager
-def deployed(fault: Fault, timeout: float) -> Iterator[tuple[list[EchoServer], list[str]]]:
-    """Run the servers of a training with this fault; yield them and their URLs. Replicas are forked
-    before there are threads."""
-    apply(PatchPhase.SERVER)
-    with ExitStack() as stack:
-        # Closing a group collects garbage: a replica would wait for the threads of an earlier
-        # training's groups, and copy the pages of all objects.
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(rollout, "Process", fork)
-        patch.setattr(Leaseholder, "keep", lambda _: None)  # a thread would outlive the test
-        patch.setattr(client, "TRIES", client.TRIES.new(backoff_factor=0.01))
-        patch.setattr(client, "SECONDS_BETWEEN_LOOKS", 0.02)
-        servers = [
-            EchoServer(count, timeout, fault if fault.server == number else None)
-            for number, count in enumerate(fault.replicas)
-        ]
-        urls = [stack.enter_context(server.run()) for server in servers]
-        try:
-            yield servers, urls
-        finally:
-            for process in (process for server in servers for process in server.processes):
-                process.kill()
-                process.join()
-
-
 # --- a training ---
 
 
@@ -251,6 +220,57 @@ def _move(client: Any, updates: WeightSync, step: int, _: bool) -> None:
     client.process_weights_after_loading()
     client.reset_prefix_cache()
     client.reset_encoder_cache()
+
+
+def run(fault: Fault, timeout: float) -> list[list[int]]:
+    """Make the rounds as rank 0 of a trainer; return the tokens of the samples."""
+    apply(PatchPhase.SERVER)
+    with ExitStack() as stack:
+        # Closing a group collects garbage: a replica would wait for the threads of an earlier
+        # training's groups, and copy the pages of all objects.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(rollout, "Process", fork)
+        patch.setattr(Leaseholder, "keep", lambda _: None)  # a thread would outlive the test
+        patch.setattr(client, "TRIES", client.TRIES.new(backoff_factor=0.01))
+        patch.setattr(client, "SECONDS_BETWEEN_LOOKS", 0.02)
+        running = [  # replicas are forked before there are threads
+            EchoServer(count, timeout, fault if fault.server == number else None)
+            for number, count in enumerate(fault.replicas)
+        ]
+        urls = [stack.enter_context(server.run()) for server in running]
+
+        @stack.callback
+        def end_replicas() -> None:
+            for process in (process for server in running for process in server.processes):
+                process.kill()
+                process.join()
+
+        ports = [free_port() for _ in urls]
+        trainer: Any = VLLMClient(urls, group_ports=ports, connection_timeout=5.0)
+        stack.callback(atexit.unregister, trainer.close_communicator)
+        stack.callback(setattr, trainer, "pynccl_comms", [])
+        apply(PatchPhase.TRAINER)
+        with bounded_rendezvous(vllm_client, timeout):  # ms-swift would wait 300 s
+            trainer.init_communicator(device="cpu")
+        args: Any = SimpleNamespace(rollout_timeout=timeout, output_dir="run")
+        args.new_special_tokens, args.full_determinism = [], False
+        servers = connect_servers(trainer, args)
+        updates = WeightSync(RankGroup(), servers)
+        row = RolloutInferRequest(messages=[{"role": "user", "content": "?"}])
+        tokens = []
+        for step, phase in ROUNDS:
+            if phase == "train":
+                updates.update(partial(_move, trainer, updates, step))
+            metadatas = metadatas_of(step, phase)
+            answers = servers.infer([row] * GROUPS, metadatas, RequestConfig(max_tokens=8))
+            tokens += [list(c.token_ids) for completions, _ in answers for c in completions]
+            if fault.phase == "idle" and step == 0:
+                process = running[fault.server].processes[fault.replica]
+                os.kill(process.pid, SIGNALS[fault.action])
+    return tokens
 
 
 # --- each fault in each phase: some are in `tests/stack`, all others in `tests/extra` ---
@@ -289,38 +309,6 @@ def faults(*, in_stack: bool) -> Iterator[Fault]:
     for number, cell in enumerate(cells):
         if in_stack == (number % 2 == 0):
             yield Fault(*cell, *PLACES[number // 2 % len(PLACES)])
-
-
-def run(fault: Fault, timeout: float) -> list[list[int]]:
-    """Make the rounds as rank 0 of a trainer; return the tokens of the samples."""
-    trainer: Any = None
-    tokens = []
-    args: Any = SimpleNamespace(rollout_timeout=timeout, output_dir="run")
-    args.new_special_tokens, args.full_determinism = [], False
-    row = RolloutInferRequest(messages=[{"role": "user", "content": "?"}])
-    with deployed(fault, timeout) as (running, urls):
-        try:
-            ports = [free_port() for _ in urls]
-            trainer = VLLMClient(urls, group_ports=ports, connection_timeout=5.0)
-            apply(PatchPhase.TRAINER)
-            with bounded_rendezvous(vllm_client, timeout):  # ms-swift would wait 300 s
-                trainer.init_communicator(device="cpu")
-            servers = connect_servers(trainer, args)
-            updates = WeightSync(RankGroup(), servers)
-            for step, phase in ROUNDS:
-                if phase == "train":
-                    updates.update(partial(_move, trainer, updates, step))
-                metadatas = metadatas_of(step, phase)
-                answers = servers.infer([row] * GROUPS, metadatas, RequestConfig(max_tokens=8))
-                tokens += [list(c.token_ids) for completions, _ in answers for c in completions]
-                if fault.phase == "idle" and step == 0:
-                    process = running[fault.server].processes[fault.replica]
-                    os.kill(process.pid, SIGNALS[fault.action])
-        finally:
-            if trainer is not None:
-                atexit.unregister(trainer.close_communicator)
-                trainer.pynccl_comms = []
-    return tokens
 
 
 def check(fault: Fault) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import requests
-from swift.infer_engine.protocol import ChatCompletionResponseChoice, ChatMessage, RolloutOutput
+from swift.infer_engine.protocol import ChatCompletionResponseChoice, ChatMessage
 
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
@@ -23,11 +23,10 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.conversation import KEY, Turn, write_turns
 from swift_grpo_ext.rollout.wire import Completion, Prompt, WeightReport
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
-from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import record as record_module
 from swift_grpo_ext.server import routes
 from tests.rig.record.rows import read_diversity
-from tests.rig.server.served import Deployed, Replica, listening, output_of, request
+from tests.rig.server.served import Deployed, Replica, listening, metadata_of, output_of, request
 
 
 @pytest.fixture
@@ -239,22 +238,17 @@ def test_shared_noise_is_named_for_any_client(tmp_path: Path, said: list[str]) -
     assert f"swift-grpo-ext view {tmp_path}" in told
 
 
-def turns(name: SampleId) -> RolloutOutput:
-    """Return the output of a server's scheduler for a conversation of two turns."""
-    output = output_of({}, [choice("b", TOKENS)])
-    drawn = Completion(text="b", token_ids=[1], logprobs=[-1.0], finish_reason="stop", replica="r")
-    parts: dict[str, Any] = {"prompt": Prompt([1]), "completion": drawn, "fingerprint": "f"}
-    write_turns(output, [Turn(sample_id=replace(name, turn=turn), **parts) for turn in range(2)])
-    return output
-
-
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_a_conversation_has_a_row_for_each_turn(
     is_ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only our trainer gets the turns with the answer; another client could not read them."""
-    name = SampleId(phase="train", step=0, number=0, group=0, index=0)
-    monkeypatch.setattr(Replica, "_output", lambda *_: turns(name))
+    output = output_of({}, [choice("b", TOKENS)])  # of a server's scheduler
+    drawn = Completion(text="b", token_ids=[1], logprobs=[-1.0], finish_reason="stop", replica="r")
+    name = metadata_of(0).sample_id
+    turns = [Turn(replace(name, turn=turn), Prompt([1]), drawn, "print") for turn in range(2)]
+    write_turns(output, turns)
+    monkeypatch.setattr(Replica, "_output", lambda *_: output)
     server = Recording(tmp_path)
     own = request(0, count=1, as_arrays=False)
     other = asked("a", data_dict={"solution": "7"})
