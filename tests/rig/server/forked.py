@@ -68,9 +68,6 @@ class Fault(NamedTuple):
         return f"{self.action} {self.phase} {len(self.replicas)}: {self.server}.{self.replica}"
 
 
-# --- a replica's process ---
-
-
 class Worker(CPUWeightSyncWorkerExtension):
     """The real weight extension over two tensors."""
 
@@ -143,9 +140,6 @@ def fork(target: Any, args: Any) -> Any:
     return get_context("fork").Process(target=run_echo, args=(target, *args), daemon=True)
 
 
-# --- servers ---
-
-
 class EchoServer(Deployed):
     """ms-swift's server with echoing replicas, which are forked and not spawned."""
 
@@ -188,9 +182,6 @@ def breaking(fault: Fault) -> type[H11Protocol]:
             super().data_received(data)
 
     return Breaking
-
-
-# --- a training ---
 
 
 def metadatas_of(step: int, phase: Any) -> list[RequestMetadata]:

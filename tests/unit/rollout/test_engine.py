@@ -170,7 +170,7 @@ def test_a_request_without_metadata_is_ms_swifts(make: Any, metadata: Any, seed:
 
 async def draw(engine: Any, vllm: RecordingVllm, *counts: int) -> list[str]:
     """Request groups of these sizes in turn, all before the first one ends; return the replica of
-    each, or its failure."""
+    each."""
     vllm.ranks.clear()
     vllm.answers = asyncio.Event()
     tasks: list[asyncio.Task[Any]] = []
@@ -178,13 +178,11 @@ async def draw(engine: Any, vllm: RecordingVllm, *counts: int) -> list[str]:
         asked = [request(metadata_of(count=count))]
         answer = engine.async_infer(asked, config(n=1), use_tqdm=False)
         tasks.append(asyncio.create_task(answer))
-        while len(vllm.ranks) < len(tasks) and not tasks[-1].done():
+        while len(vllm.ranks) < len(tasks):
             await asyncio.sleep(0.001)
     vllm.answers.set()
-    return [
-        answer[FAILURE] if FAILURE in answer else answer[0].rollout_infos[wire.KEY]["replica"]
-        for answer in await asyncio.gather(*tasks)
-    ]
+    outputs = [output for [output] in await asyncio.gather(*tasks)]
+    return [output.rollout_infos[wire.KEY]["replica"] for output in outputs]
 
 
 def test_an_async_engine_gives_each_group_to_the_replica_that_draws_least(
@@ -201,7 +199,8 @@ def test_an_async_engine_gives_each_group_to_the_replica_that_draws_least(
     assert vllm.ranks == expected
     with monkeypatch.context() as broken:
         broken.setattr(RecordingVllm, "generate", lambda *_, **__: 1 / 0)
-        assert run_alone(draw(engine, vllm, 2)) == ["ZeroDivisionError: division by zero"]
+        failed = infer(engine, [request(metadata_of(count=2))])
+        assert failed[FAILURE] == "ZeroDivisionError: division by zero"
     assert run_alone(draw(engine, vllm, 1)) == ["replica 0"]
     alone = make(single := RecordingVllm(["a."]), serves=True, use_async=True)
     assert run_alone(draw(alone, single, 1)) == ["replica 0"]

@@ -172,8 +172,6 @@ def test_an_update_is_judged_when_it_has_ended(said: list[str]) -> None:
     assert said == []
 
 
-# --- the record ---
-
 TOKENS = list(range(40))  # two independent samples would not share them
 
 
