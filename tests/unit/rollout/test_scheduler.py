@@ -226,36 +226,33 @@ class Several(MultiTurnScheduler):
         return await self.infer_engine.infer_async(own, replace(request_config, n=2))
 
 
-def test_a_scheduler_that_would_lose_seeds_is_refused(make: Any) -> None:
-    """Its samples would get vLLM's seeds, or share seeds with other samples of the group. Another
-    client's scheduler has no groups, and may ask for several completions."""
-    engine, vllm = of_server(make)
-    for cls, message in (
-        (Alone, "Alone.async_infer has not called `run` for each request"),
-        (Several, "--multi_turn_scheduler: its `run` asked for n=2 completions"),
-    ):
-        reply = lead(engine, cls, of_scheduler())
-        assert reply[REQUEST_FAULT]
-        assert message in reply[FAILURE]
-    vllm.params.clear()
-    [response] = lead(engine, Several, of_scheduler(stop_token_ids=None))
-    assert len(response.choices) == 2
-    assert [params.seed for params in vllm.params] == [sample_seed(RUN_SEED, ID)]
-
-
 class Fails(MultiTurnScheduler):
     async def run(self, infer_request: Any, request_config: Any, **_: Any) -> Any:
         await self.infer_engine.infer_async(infer_request, request_config)
         raise KeyError("box")
 
 
-@pytest.mark.parametrize("is_engines", [True, False])
-def test_a_conversation_that_fails_is_named(make: Any, is_engines: bool) -> None:
-    """Failures of the engine itself are not attributed to a conversation."""
+FAILS = "RuntimeError: train round 0.0, group 0, sample 0 in turn 2: the server's --multi_turn"
+
+
+def test_a_scheduler_that_fails_or_would_lose_seeds_is_refused(make: Any) -> None:
+    """Its samples would get vLLM's seeds, or share seeds with other samples of the group. Another
+    client's scheduler has no groups, and may ask for several completions. Failures of the engine
+    itself are not attributed to a conversation."""
     engine, vllm = of_server(make)
-    if is_engines:
-        vllm.generate = lambda *_, **__: 1 / 0  # type: ignore[method-assign]
+    for cls, message in (
+        (Alone, "Alone.async_infer has not called `run` for each request"),
+        (Several, "--multi_turn_scheduler: its `run` asked for n=2 completions"),
+        (Fails, FAILS),
+    ):
+        reply = lead(engine, cls, of_scheduler())
+        assert reply[REQUEST_FAULT] is (cls is not Fails)
+        assert message in reply[FAILURE]
+    vllm.params.clear()
+    [response] = lead(engine, Several, of_scheduler(stop_token_ids=None))
+    assert len(response.choices) == 2
+    assert [params.seed for params in vllm.params] == [sample_seed(RUN_SEED, ID)]
+    vllm.generate = lambda *_, **__: 1 / 0  # type: ignore[method-assign]
     reply = lead(engine, Fails, of_scheduler())
-    where = "RuntimeError: train round 0.0, group 0, sample 0 in turn 2: the server's --multi_turn"
-    assert reply[FAILURE].startswith("ZeroDivisionError" if is_engines else where)
+    assert reply[FAILURE].startswith("ZeroDivisionError")
     assert not reply[REQUEST_FAULT]

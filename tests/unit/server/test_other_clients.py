@@ -102,22 +102,29 @@ class Updated(Deployed):
 
 
 def test_a_faulty_update_is_told_and_nothing_is_drawn_until_one_is_sound(said: list[str]) -> None:
-    """A training with the plugin decides itself; others go on if the server is set to warn."""
+    """A training with the plugin decides itself; others go on if the server is set to warn. Health
+    says where nothing looked: the watch of a replica has ended, or the replica cannot report."""
     server = Updated()
     server.play("update load")
     assert server.weights() == "sound"
-    server.two.reports = FAULTY
+    server.two.reports = [WeightReport()]
+    server.play("update load draw")
+    assert server.weights() == "not looked at"
+    server.one.reports = FAULTY
     server.play("update load", **{wire.INSTANCE_HEADER: routes.INSTANCE})
     server.play("update")
     detail = server.play("load", 409, "--rollout_mismatch warn")
-    assert detail.startswith(f"The weight update has failed. replica 1: {FAULT}. Rollouts would be")
+    assert detail.startswith(f"The weight update has failed. replica 0: {FAULT}. Rollouts would be")
     assert said == [detail] * 2
     assert server.weights() == server.play("draw", 409) == detail
     server.args.rollout_mismatch = "warn"
     server.play("load draw")
-    server.args.rollout_mismatch, server.two.reports = "stop", SOUND
+    server.args.rollout_mismatch, server.one.reports = "stop", SOUND
+    server.two.faults["read_weight_report"] = "raises"
     server.play("update load draw")
-    assert server.weights() == "sound"
+    assert server.weights() == "not looked at"
+    server.one.faults["process_weights_after_loading"] = "raises"
+    assert server.play("load", 500, "could not load its weights") == server.weights()
 
 
 @pytest.mark.parametrize("call", ["reset", "draw"])
@@ -130,23 +137,6 @@ def test_what_comes_behind_an_answered_update_tells_of_it(call: str) -> None:
     server.play(call, 409, "vLLM refuses the adapter")
     server.play("join reset")
     server.play("adapter join reset")  # the training has ended before anybody looked
-
-
-def test_health_says_where_nothing_looked() -> None:
-    """The watch of one of two replicas has ended, or that replica cannot report."""
-    server = Updated()
-    server.two.reports = [WeightReport()]
-    server.play("update load draw")
-    assert server.weights() == "not looked at"
-    server.one.reports = FAULTY
-    server.play("update")
-    server.play("load", 409, FAULT)
-    server.one.reports = SOUND
-    server.two.faults["read_weight_report"] = "raises"
-    server.play("update load")
-    assert server.weights() == "not looked at"
-    server.one.faults["process_weights_after_loading"] = "raises"
-    assert server.play("load", 500, "could not load its weights") == server.weights()
 
 
 def test_an_update_is_judged_when_it_has_ended(said: list[str]) -> None:
