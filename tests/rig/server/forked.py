@@ -271,15 +271,12 @@ OF_ONE_THAT_STOPS = 1.5
 BOUND = 10  # timeouts: a trainer waits three for each failed call
 # The method of a replica and the route of a connection, with the number of the call that has the
 # fault; `idle`: in no call.
-UPDATE = ("update_flattened_params", 3)
-LOADING = ("process_weights_after_loading", 2)
-RESET = ("reset_prefix_cache", 2)
 PHASES: dict[str, tuple[Any, Any]] = {
     "connecting": (("join_group", 1), ("init_communicator", 1)),
     "naming itself": (None, ("get_engine_type", 2)),
-    "weight update": (UPDATE, UPDATE),
-    "loading": (LOADING, LOADING),
-    "reset of caches": (RESET, RESET),
+    "weight update": (("update_flattened_params", 3),) * 2,
+    "loading": (("process_weights_after_loading", 2),) * 2,
+    "reset of caches": (("reset_prefix_cache", 2),) * 2,
     "round": (("infer train", 2), ("infer", 2)),
     "evaluation": (("infer eval", 1), ("infer", 3)),
     "idle": (("idle", 1), None),
