@@ -1,6 +1,5 @@
 """A group is one request, whichever ranks have its samples, and each rank gets its own samples (G1,
-G2, G3, S2, S6). Samples have every column of the data set, and the turns of their conversations
-(R1, V1)."""
+G2, G3, S2, S6). Samples have the turns of their conversations (V1)."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from swift.infer_engine.protocol import RolloutInferRequest, UsageInfo, serialize_ndarray
-from swift.rl_core.data import GRPOSample
 
 from swift_grpo_ext.media.pictures import Picture, picture_of
 from swift_grpo_ext.rollout import wire
@@ -33,7 +31,6 @@ from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata, WireError
 from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId, sample_seed
-from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 from tests.rig.arguments import training_arguments
 from tests.rig.ranks import ThreadRanks, run_rank_groups
 
@@ -254,19 +251,3 @@ def test_a_sample_has_what_its_conversations_end_says() -> None:
         attach_turns(sample, conversation.turns, is_conversation=is_conversation)
         assert [prompt.token_ids for prompt in sample.rollout_prompts] == [[1, 2]]
         assert sample.rollout_infos == infos
-
-
-ROW = {
-    "messages": [{"role": "user", "content": "Which digit?"}],
-    **{"sample_id": 12, "prompt_hash": "a", "rollout_prompts": ["b"]},
-}
-
-
-def test_columns_stay_columns_whatever_they_are_called() -> None:
-    [sample] = RolloutGRPOTrainer.to_samples(RolloutGRPOTrainer, [ROW])
-    assert type(sample) is RolloutSample
-    assert sample.to_reward_row() == GRPOSample.from_row(ROW).to_reward_row()
-    assert not hasattr(sample, "sample_id")
-    assert not sample.rollout_prompts
-    sample.sample_id = sample_id(2, 0)
-    assert vars(deepcopy(sample)) == vars(sample)

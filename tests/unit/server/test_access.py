@@ -144,15 +144,6 @@ def test_the_key_leaves_the_environment_and_is_never_printed(
     assert key_of(with_key(monkeypatch, "another")) == "another"
 
 
-def test_a_key_in_a_url_is_refused() -> None:
-    for sound in (None, ["http://node7:8000"]):
-        api_key.check_urls(SimpleNamespace(vllm_server_base_url=sound))
-    urls = SimpleNamespace(vllm_server_base_url=["http://a:1", f"http://swift:{KEY[0]}@node7:8000"])
-    with pytest.raises(ValueError, match=r"holds a password for node7.*~/\.netrc") as refused:
-        api_key.check_urls(urls)
-    assert "@" not in str(refused.value)
-
-
 def test_every_route_but_health_asks_for_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Deployed(Replica(), api_key=with_key(monkeypatch).api_key).client
     paths = [(r.path, method) for r in client.app.routes for method in r.methods]  # type: ignore[attr-defined]
