@@ -72,7 +72,6 @@ class Replica:
             self.connection = ReplicaConnection(parent, self, number)
         self.name = f"replica {number}"
         self.faults = {"infer": fault} | faults
-        self.requests: list[dict[str, Any]] = []
         self.groups: list[int] = []  # of the requests; -1 for those of other clients
         # The other methods that the server called, with arguments; without reports.
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -124,13 +123,12 @@ class Replica:
         return None if fault == "raises" else replies.get(method, True)
 
     def _output(self, asked: dict[str, Any]) -> RolloutOutput:
-        metadata = wire.read_metadata(asked.get("data_dict"))
-        if metadata is not None and metadata.from_other_client:
-            metadata = None  # the server named the request
-        self.requests.append(asked)
-        self.groups.append(metadata.sample_id.group if metadata else -1)
-        drawn = {wire.KEY: drawn_by(metadata, self.name)} if metadata else {}
-        return output_of({"group": self.groups[-1], **drawn}, self.says_to_others)
+        metadata: Any = wire.read_metadata(asked["data_dict"])  # a server names all requests
+        is_ours = not metadata.from_other_client
+        self.groups.append(metadata.sample_id.group if is_ours else -1)
+        drawn = {wire.KEY: drawn_by(metadata, self.name)} if is_ours else {}
+        infos = {"group": self.groups[-1], "seed": metadata.seed_of(0), **drawn}
+        return output_of(infos, self.says_to_others)
 
     def says(self, status: dict[str, str]) -> None:
         """Send the status of a start: ready, or why not."""

@@ -42,30 +42,23 @@ def asked(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
 
 
-def seeds_of(deployed: Deployed, texts: str, **config: Any) -> list[Any]:
-    """Send a call with a request for each letter; return the seeds that the replicas get."""
-    for replica in deployed.processes:
-        replica.requests.clear()
-    deployed.ask(*map(asked, texts), temperature=1.0, **config)
-    told = [request for replica in deployed.processes for request in replica.requests]
-    metadatas: list[Any] = [wire.read_metadata(each["data_dict"]) for each in told]
-    return [metadata.seed_of(k) for metadata in metadatas for k in range(metadata.count)]
-
-
 def test_no_two_requests_share_a_seed_in_the_life_of_a_server() -> None:
     """Seeds of two servers differ too. Within a call, their low 32 bits differ. In engine mode the
     engine chooses; `tests/stack/test_seeds.py` has clients with seeds of their own."""
+
+    def seeds_of(deployed: Deployed) -> list[Any]:
+        outputs = deployed.ask(*map(asked, "aabac"), temperature=1.0).json()
+        return [output["rollout_infos"]["seed"] for output in outputs]
+
     seeds: list[int] = []
     for deployed in (Deployed(Replica(), Replica()), Deployed(Replica())):
         for _ in range(3):
-            drawn = seeds_of(deployed, "aabac")
+            seeds += (drawn := seeds_of(deployed))
             assert len({seed % 2**32 for seed in drawn}) == 5
-            seeds += drawn
     assert len({*seeds}) == len(seeds) == 30
     assert min(seeds) > 0
     assert max(seeds) < 2**63
-    engine = Deployed(Replica(), rollout_seed_mode="engine")
-    assert seeds_of(engine, "ab", seed=5) == [None, None]
+    assert seeds_of(Deployed(Replica(), rollout_seed_mode="engine")) == [None] * 5
 
 
 CALLS: dict[str, tuple[str, Any]] = {
