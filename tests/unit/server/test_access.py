@@ -57,28 +57,10 @@ def test_a_second_training_is_refused_by_the_name_of_the_first(
         assert connect().ok
 
 
-def test_what_others_may_ask() -> None:
-    """A client without a name may ask for facts of a server. Only the owner may change it, or use
-    its replicas. Another training may do neither."""
-    client = Deployed(Replica()).client
-    client.post(PATH, headers={OWNER_HEADER: "runs/a"})
-    changes = ("/update_named_param/", "/process_weights_after_loading/", "/infer/")
-    uses = ("/get_model_state_keys/", routes.REPORTS_PATH)
-    facts = ("/get_world_size/", "/get_engine_type/", "/health/")
-    for path in (*changes, "/reset_prefix_cache/", *uses, *facts):
-        is_read = path in (*uses, "/get_world_size/", "/health/")
-        ask = partial(client.request, "GET" if is_read else "POST", path)
-        assert (ask().status_code == 409) == (path not in facts), path
-        other = ask(headers={OWNER_HEADER: "runs/b"})
-        assert (other.status_code == 409) == (path != "/health/")
-        assert ask(headers={OWNER_HEADER: "runs/a"}).status_code != 409
-
-
-def test_the_names_that_all_are_told_give_nobody_the_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Names have any alphabet. The owner's name alone neither ends the lease nor shortens a
-    replica's timeout. The name of the server's start lets no replica join."""
+def test_only_the_owner_uses_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client without a name may ask for facts. Another training may not, even if it has learnt
+    the owner's name, which has any alphabet: that neither ends the lease nor shortens a replica's
+    timeout. The name of the server's start lets no replica join."""
     deployed, admitted = Deployed(Replica()), list[str]()
     monkeypatch.setattr(deployed.restarts, "admit", lambda: admitted.append("one"))
     client, holder = deployed.client, lease_of("训练/a")
@@ -88,8 +70,16 @@ def test_the_names_that_all_are_told_give_nobody_the_server(
         assert client.post(PATH, headers=headers).json() == {"owner": holder.owner}
     forged = {OWNER_HEADER: holder.headers[OWNER_HEADER].partition(";")[0]}
     forged[wire.TIMEOUT_HEADER] = "1"
-    for method, path in (("DELETE", PATH), ("POST", "/get_engine_type/")):
-        assert client.request(method, path, headers=forged).status_code == 409, path
+    assert client.delete(PATH, headers=forged).status_code == 409
+    changes = ("/update_named_param/", "/process_weights_after_loading/", "/infer/")
+    uses = ("/get_model_state_keys/", routes.REPORTS_PATH)
+    facts = ("/get_world_size/", "/get_engine_type/", "/health/")
+    for path in (*changes, "/reset_prefix_cache/", *uses, *facts):
+        is_read = path in (*uses, "/get_world_size/", "/health/")
+        ask = partial(client.request, "GET" if is_read else "POST", path)
+        assert (ask().status_code == 409) == (path not in facts), path
+        assert (ask(headers=forged).status_code == 409) == (path != "/health/")
+        assert ask(headers=holder.headers).status_code != 409
     named = {wire.INSTANCE_HEADER: routes.INSTANCE}
     assert client.post("/get_engine_type/", headers=named).status_code == 200
     assert admitted == []

@@ -5,15 +5,12 @@ F5). A lost replica is started again, and generates once it holds weights (F4)."
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
@@ -160,28 +157,6 @@ def test_a_server_that_is_busy_says_so_and_is_healthy() -> None:
         assert groups_of(first.result(20)) == [0]
         reset = requests.post(f"{url}/reset_mm_cache/", headers=OWNED, timeout=20)
         assert reset.json() == {"message": "reset_mm_cache is done."}
-
-
-def test_a_slow_answer_begins_at_once_and_is_given_up_with_its_client(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A replica may get the news before the request: it gets it again."""
-    slow, heard = Replica("is late"), count()
-    monkeypatch.setattr(replicas, "give_up", lambda: next(heard) and slow.goes_on.set())
-    with listening(Deployed(slow)) as url:
-        headers = {wire.STATUS_HEADER: "1"}
-        ask = partial(requests.post, f"{url}/infer/", json=BODY, headers=headers, timeout=10)
-        answer = ask(stream=True)
-        content = answer.iter_content(1)  # kept: the end of this generator closes the connection
-        assert next(content) == b" "
-        assert not slow.goes_on.is_set()
-        answer.close()
-        wait_until(slow.goes_on.is_set)
-        answer = ask()
-        assert answer.headers[wire.STATUS_HEADER]
-        status, _, content = answer.content.lstrip().partition(b"\n")
-        assert status == b"200"
-        assert [one["rollout_infos"]["group"] for one in json.loads(content)] == [0]
 
 
 def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
