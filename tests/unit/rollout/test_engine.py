@@ -53,9 +53,7 @@ END_OF_TEXT, IMAGE, VIDEO = 151643, 151655, 151656
 OTHERS = {"as_arrays": False, "stop_token_ids": None}  # a server's for clients without metadata
 
 
-def test_a_group_is_one_request_with_its_seed_and_stops(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_is_one_request(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stops of a single token need no text (T6). A server packs its answer."""
     monkeypatch.setenv("SWIFT_ROLLOUT_DP_RANK", "3")
     vllm = RecordingVllm(["a.", "b.", "c."])
@@ -207,15 +205,13 @@ def test_an_async_engine_gives_each_group_to_the_replica_that_draws_least(
     assert (single.ranks, heard) == ([None], [vllm])
 
 
-@pytest.mark.parametrize("place", ["VERIFIED", "CPU"])
-def test_workers_of_a_server_get_our_extension(
-    make: Any, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    monkeypatch.setattr(engine_module, "has_accelerator", lambda: place == "VERIFIED")
-    extension = getattr(engine_module, f"{place}_EXTENSION")
-    assert issubclass(resolve_name(extension), WeightSyncWorkerExtension)
-    served = make(RecordingVllm([]), serves=True)
-    assert served.engine_kwargs == {"worker_extension_cls": extension}
+def test_workers_of_a_server_get_our_extension(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("VERIFIED", "CPU"):
+        monkeypatch.setattr(engine_module, "has_accelerator", lambda p=place: p == "VERIFIED")
+        extension = getattr(engine_module, f"{place}_EXTENSION")
+        assert issubclass(resolve_name(extension), WeightSyncWorkerExtension)
+        served = make(RecordingVllm([]), serves=True)
+        assert served.engine_kwargs == {"worker_extension_cls": extension}
 
 
 @pytest.fixture(params=[(False, False), (False, True), (True, False), (True, True)], ids=str)

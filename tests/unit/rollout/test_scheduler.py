@@ -232,9 +232,6 @@ class Fails(MultiTurnScheduler):
         raise KeyError("box")
 
 
-FAILS = "RuntimeError: train round 0.0, group 0, sample 0 in turn 2: the server's --multi_turn"
-
-
 def test_a_scheduler_that_fails_or_would_lose_seeds_is_refused(make: Any) -> None:
     """Its samples would get vLLM's seeds, or share seeds with other samples of the group. Another
     client's scheduler has no groups, and may ask for several completions. Failures of the engine
@@ -243,7 +240,7 @@ def test_a_scheduler_that_fails_or_would_lose_seeds_is_refused(make: Any) -> Non
     for cls, message in (
         (Alone, "Alone.async_infer has not called `run` for each request"),
         (Several, "--multi_turn_scheduler: its `run` asked for n=2 completions"),
-        (Fails, FAILS),
+        (Fails, "RuntimeError: train round 0.0, group 0, sample 0 in turn 2: the server's"),
     ):
         reply = lead(engine, cls, of_scheduler())
         assert reply[REQUEST_FAULT] is (cls is not Fails)

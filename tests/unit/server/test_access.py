@@ -25,9 +25,7 @@ def lease_of(run: str, *urls: str) -> Leaseholder:
     return Leaseholder(SimpleNamespace(sessions=sessions, base_urls=urls), run)
 
 
-def test_a_second_training_is_refused_by_the_name_of_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_training_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """ms-swift's client connects before the training has a name. A dead training's lease ends by
     itself: the next training waits for it, and ends the dead one's group, since replicas in that
     group would not join another."""
@@ -88,12 +86,6 @@ def test_only_the_owner_uses_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.delete(PATH, headers=holder.headers).json() == {"owner": ""}
 
 
-@pytest.fixture(autouse=True)
-def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_key, "kept_key", None)
-    monkeypatch.delenv(VARIABLE, raising=False)
-
-
 def basic(user_and_password: str) -> str:
     return "Basic " + base64.b64encode(user_and_password.encode()).decode()
 
@@ -112,14 +104,13 @@ def test_the_key_in_a_header(authorization: str) -> None:
 
 
 def with_key(monkeypatch: pytest.MonkeyPatch, key: str = KEY) -> Any:
+    monkeypatch.setattr(api_key, "kept_key", None)
     monkeypatch.setenv(VARIABLE, key)
     take(args := SimpleNamespace(api_key=None))
     return args
 
 
-def test_the_key_leaves_the_environment_and_is_never_printed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_key_is_kept_and_never_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in (KEY, MASK):
         with pytest.raises(ValueError, match=rf"--api_key is .* Set {VARIABLE} in") as refused:
             take(SimpleNamespace(api_key=key))

@@ -76,8 +76,7 @@ class Server:
             infos = {wire.KEY: drawn_by(metadata, "replica 0"), conversation.KEY: {}}
             response = {"model": "m", "choices": [], "usage": USAGE, "id": one["uuid"]}
             answers.append({"response": response, "rollout_infos": infos})
-        faults = {"half": answers[:-1], "nonsense": [{}] * len(answers)}
-        return faults.get(self.fault, answers)
+        return answers[:-1] if self.fault == "half" else answers
 
 
 @pytest.fixture
@@ -114,9 +113,7 @@ def ask(servers: RolloutServers, num_groups: int) -> list[Any]:
     return answers
 
 
-def test_samples_come_back_to_their_requests(
-    connected: MakeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_come_back(connected: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two servers have one replica and two. The shortest engine bounds prompts, and the coarsest
     numbers bound the gap. A server whose tokens depend on the order of arrivals is named."""
     said: list[str] = []
@@ -139,7 +136,7 @@ def test_samples_come_back_to_their_requests(
     assert f"server 0 (http://host0): 3 requests, the first {first}" in said
 
 
-def test_conversations_come_back_to_their_requests(connected: MakeClient) -> None:
+def test_conversations_come_back(connected: MakeClient) -> None:
     """One that a server leaves out is led by another."""
     asked = [RolloutInferRequest(**request(group), uuid=f"{group}") for group in range(4)]
     servers = RolloutServers(connected(Server(fault="half"), Server()), TIMEOUT)
@@ -178,7 +175,6 @@ def test_a_server_that_does_not_fit_is_refused(
         (500, "answered 500: replica 1 gave no answer", False),
         ("no JSON", "answered with no JSON", False),
         ("half", "gave an answer that makes no sense", False),
-        ("nonsense", "gave an answer that makes no sense", False),
     ],
 )
 def test_what_one_server_cannot_answer_another_does(
@@ -257,10 +253,8 @@ def test_servers_are_connected_again_where_they_changed(
     assert f"{failed} It is tried again." in said
 
 
-def test_requests_are_sent_again_to_a_server_that_starts_or_is_busy(
-    connected: MakeClient,
-) -> None:
-    """A late answer has used up the time. `tests/stack/test_fault_matrix.py` cuts connections."""
+def test_requests_are_sent_again_to_a_busy_server(connected: MakeClient) -> None:
+    """Also to one that starts. A request with a late answer is not: it has used up its time."""
     client = connected(Server())
     RolloutServers(client, TIMEOUT)
     tries = client.sessions[0].get_adapter("http://host0/infer/").max_retries
