@@ -64,9 +64,6 @@ class Fault(NamedTuple):
     server: int  # the one with the fault
     replica: int
 
-    def __str__(self) -> str:
-        return f"{self.action} {self.phase} {len(self.replicas)}: {self.server}.{self.replica}"
-
 
 class Worker(CPUWeightSyncWorkerExtension):
     """The real weight extension over two tensors."""
@@ -263,8 +260,6 @@ def run(fault: Fault, timeout: float) -> list[list[int]]:
                 os.kill(process.pid, SIGNALS[fault.action])
     return tokens
 
-
-# --- each fault in each phase: some are in `tests/stack`, all others in `tests/extra` ---
 
 TIMEOUT = 5.0
 OF_ONE_THAT_STOPS = 1.5

@@ -84,9 +84,7 @@ def test_a_group_is_one_request(make: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert type(response) is ChatCompletionResponse
 
 
-def test_stop_strings_are_searched_in_all_text_and_schedulers_read_ms_swifts_form(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_strings_are_searched_in_all_text(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[str] = []
     monkeypatch.setattr(
         InferEngine, "_get_toolcall", lambda _, text, template_inputs: looked_at.append(text)
@@ -136,9 +134,7 @@ def test_completions_end_where_a_token_stops_them(
 
 
 @pytest.mark.parametrize(("number", "is_flat"), [(0, True), (2, False)])
-def test_the_sampled_tokens_count_among_several_of_a_position(
-    make: Any, number: int, is_flat: bool
-) -> None:
+def test_the_sampled_tokens_count_among_several(make: Any, number: int, is_flat: bool) -> None:
     vllm = RecordingVllm(["ab", "c"])
     vllm.likelier = {1: Logprob(9.0, 1, "")}
     engine = make(vllm)
@@ -183,9 +179,7 @@ async def draw(engine: Any, vllm: RecordingVllm, *counts: int) -> list[str]:
     return [output.rollout_infos[wire.KEY]["replica"] for output in outputs]
 
 
-def test_an_async_engine_gives_each_group_to_the_replica_that_draws_least(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_async_engine_balances_replicas(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer names that replica. Requests that have ended or failed do not count."""
     heard: list[Any] = []
     monkeypatch.setattr(vllm_repairs, "collect_rpc_from_all_replicas", heard.append)
@@ -267,10 +261,8 @@ def caches() -> list[Any]:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_media_that_vllms_cache_lost_name_the_setting(
-    refused: Callable[..., str], side: int, make: Any
-) -> None:
-    """Another replica may draw such a request. vLLM 0.32 may end it with an error and no text."""
+def test_media_that_vllms_cache_lost(refused: Callable[..., str], side: int, make: Any) -> None:
+    """Another replica may draw the request. vLLM 0.32 may end it with an error and no text."""
     cache = caches()[side]
 
     def lose(*_: Any) -> None:

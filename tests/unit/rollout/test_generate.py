@@ -20,10 +20,13 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.answers import answer_of, to_rollout_output
 from swift_grpo_ext.rollout.conversation import (
     Conversation,
+    Conversations,
     Turn,
     attach_turns,
+    between_turns,
     name_server,
     read_turns,
+    servers_turns,
     write_turns,
 )
 from swift_grpo_ext.rollout.generate import RolloutSettings, begin_turn, generate
@@ -251,3 +254,28 @@ def test_a_sample_has_what_its_conversations_end_says() -> None:
         attach_turns(sample, conversation.turns, is_conversation=is_conversation)
         assert [prompt.token_ids for prompt in sample.rollout_prompts] == [[1, 2]]
         assert sample.rollout_infos == infos
+
+
+def test_turns_have_the_names_of_their_row() -> None:
+    """A server's images have no names; without the plugin it sends the last turn only."""
+    sample = RolloutSample(messages=[{"role": "user", "content": "<image>?"}], images=["七.png"])
+    sample.sample_id, sample.prompt_hash = sample_id(2, 0), "own"
+    outputs = [to_rollout_output(Answer([COMPLETION], PROMPT)) for _ in range(3)]
+    for output, content in zip(outputs, ("<image>?", "replaced"), strict=False):
+        note(conversation := Conversation(), content)
+        write_turns(output, conversation.turns)
+    turns = servers_turns([sample] * 3, outputs, RUN_SEED)
+    own, replaced = (sample_id(2, 0), "own", [SEVEN]), (sample_id(2, 0), "print 0", [SEVEN])
+    assert [(t.sample_id, t.fingerprint, t.media) for [t] in turns] == [own, replaced, own]
+    assert servers_turns([sample], outputs[1:], RUN_SEED) == [[], []]  # several of one sample
+    kept = Conversations(None, has_scheduler=False)  # type: ignore[arg-type]
+    answered = [*sample.messages, {"role": "assistant", "content": "two"}]
+    later = RolloutInferRequest(messages=[*answered, {"role": "user", "content": "!"}])
+    between_turns(later).tool_seconds = 3.0
+    for turn, row in enumerate((sample, later)):
+        names = [replace(sample_id(2, 0), turn=turn)]
+        kept.record([row], outputs[2:], names, ["own"], turn + 1.5)
+    [[one, two]] = kept.take([sample], outputs[2:])
+    assert (one.media, one.engine_seconds, one.tool_seconds) == ([SEVEN], 1.5, 0.0)
+    assert (two.engine_seconds, two.tool_seconds) == (2.5, 3.0)
+    assert [m["content"] for m in two.messages] == ["!"]

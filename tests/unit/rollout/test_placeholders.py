@@ -44,9 +44,7 @@ def test_ids_of_a_template_and_a_configuration() -> None:
     assert ids([], config=SimpleNamespace(thinker_config=config)) == [8, 12, 15, 16]
 
 
-def test_all_models_of_a_training_and_ligers_loss_are_masked(
-    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_models_are_masked(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of images that names no placeholder gets a warning."""
     warnings: list[str] = []
     monkeypatch.setattr(placeholders.logger, "warning", warnings.append)

@@ -150,9 +150,7 @@ LATE = r"has not returned for 0\.5 s \(--tool_timeout\)"
         ("on_turn_end", has_its_own_timeout, "raised TimeoutError: the search engine"),
     ],
 )
-def test_a_hook_that_fails_is_named(
-    hook: str, work: Any, message: str, conversations: Lead
-) -> None:
+def test_a_failing_hook_is_named(hook: str, work: Any, message: str, conversations: Lead) -> None:
     where = r"train round 0\.0, group 0, sample 0 in turn 1: --multi_turn_scheduler: "
     with pytest.raises(RequestError, match=rf"^{where}Mine\.{hook} {message}"):
         conversations(type("Mine", (Crop,), {hook: work}), "aa", timeout=0.5)
@@ -198,9 +196,7 @@ class OwnRequests(MultiTurnScheduler):
 
 
 @pytest.mark.parametrize("stops", [(7,), None])
-def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(
-    make: Any, stops: Any
-) -> None:
+def test_what_a_servers_scheduler_asks_is_a_turn_of_its_sample(make: Any, stops: Any) -> None:
     """Its own requests have no metadata, and copies of a request share it; each gets a turn. The
     same holds for a client that sends no metadata."""
     engine, vllm = of_server(make)

@@ -209,9 +209,7 @@ def test_the_callers_fault_is_tried_nowhere_else(status: int, connected: MakeCli
     assert (client.num_servers, healthy.asked) == (2, [])
 
 
-def test_servers_are_connected_again_where_they_changed(
-    connected: MakeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_are_reconnected(connected: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers are connected again after they lost replicas, after a restart, and after a failed
     update. A group that cannot be made is tried thrice."""
     made: list[tuple[Any, ...]] = []
@@ -270,9 +268,7 @@ def test_requests_are_sent_again_to_a_busy_server(connected: MakeClient) -> None
         tries.increment("POST", "/infer/", error=refused)
 
 
-def test_bounds_grow_outwards_from_the_flag(
-    connected: MakeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bounds_grow_outwards(connected: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one flag on both sides the trainer outlasts its server, and each wait of the weights'
     group has the flag's bound: vLLM would wait 300 s for a server that does not come (F2)."""
     assert 1.0 < 2.0 < wire.SERVER_TIMEOUTS < wire.TRAINER_TIMEOUTS

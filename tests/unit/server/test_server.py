@@ -231,14 +231,11 @@ def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch
         ({"messages": {"b": "c" * 10_000}}, 422, ["messages", "valid list", "'ccc"]),
         ({"messages": []}, 422, ["messages", "at least 1 item"]),
         ({"messages": [{"content": ""}]}, 422, ["messages", "role", "Field required"]),
-        ({"data_dict": []}, 422, ["data_dict", "valid dictionary", "[]"]),
         ({"data_dict": {wire.KEY: {"version": 99}}}, 400, ["speaks version 99"]),
         ({"images": [f"data:{'x' * 9},"], "audios": [{"no": "path"}]}, 200, []),
     ],
 )
-def test_a_bad_request_is_refused_by_field_and_value(
-    fields: dict[str, Any], status: int, words: list[str]
-) -> None:
+def test_a_bad_request_is_refused(fields: dict[str, Any], status: int, words: list[str]) -> None:
     replica = Replica()
     answer = Deployed(replica).ask(request(0), request(1) | fields)
     assert answer.status_code == status, answer.text
