@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rig.server.forked import Cell, cells, check
+from tests.rig.server.forked import Fault, check, faults
 
 
-@pytest.mark.parametrize("cell", cells(in_pairs=False), ids=str)
-def test_faults(cell: Cell) -> None:
-    check(cell)
+@pytest.mark.parametrize("fault", faults(in_stack=False), ids=str)
+def test_faults(fault: Fault) -> None:
+    check(fault)

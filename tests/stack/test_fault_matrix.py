@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rig.server.forked import Cell, cells, check
+from tests.rig.server.forked import Fault, check, faults
 
 
-@pytest.mark.parametrize("cell", cells(in_pairs=True), ids=str)
-def test_faults(cell: Cell) -> None:
-    check(cell)
+@pytest.mark.parametrize("fault", faults(in_stack=True), ids=str)
+def test_faults(fault: Fault) -> None:
+    check(fault)

@@ -33,10 +33,6 @@ WIRE = DATA_DICT[wire.KEY]
 SERVER = "server 0 (http://a:8000)"
 
 
-def over_http(message: Any) -> Any:
-    return json.loads(json.dumps(message))
-
-
 def test_metadata_are_read_as_they_were_written() -> None:
     """The engine gets the seed of each sample's place."""
     place = SampleId(phase="eval", step=12, number=3, group=5, index=1, turn=2)
@@ -53,7 +49,7 @@ def test_metadata_are_read_as_they_were_written() -> None:
         data_dict: dict[str, Any] = {"solution": "七"}
         write_metadata(data_dict, metadata)
         assert data_dict["solution"] == "七"
-        assert read_metadata(over_http(data_dict)) == metadata
+        assert read_metadata(json.loads(json.dumps(data_dict))) == metadata
     assert whole.seed_of(3) == sample_seed(42, place) + 3
     assert unseeded.seed_of(3) is None
     for without in (None, {}, {"solution": "7"}, {wire.KEY: None}):
@@ -122,8 +118,8 @@ def test_an_answer_is_read_as_it_was_written(has_logprobs: bool) -> None:
     positions = np.array([[0, 7], [0, 1], [0, 2]], dtype=np.int32)
     for run_seed, prompt in ((42, Prompt([1, 5], positions)), (None, Prompt([]))):
         metadata = replace(METADATA, count=3, run_seed=run_seed)
-        answer = over_http(write_answer(Answer(completions, prompt)))
-        found, found_prompt = read_answer(answer, metadata, SERVER)
+        sent = json.dumps(write_answer(Answer(completions, prompt)))
+        found, found_prompt = read_answer(json.loads(sent), metadata, SERVER)
         assert [listed(c) for c in found] == [
             replace(c, seed=metadata.seed_of(k), replica=f"{SERVER} replica 1")
             for k, c in enumerate(completions)

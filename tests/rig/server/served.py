@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any
@@ -27,19 +26,17 @@ from swift_grpo_ext.server.replicas import ReplicaConnection, Restarts, WorkerCo
 from swift_grpo_ext.upstream.patches import PatchPhase, apply
 
 
-def request(group: int, words: int = 1, **fields: Any) -> dict[str, Any]:
-    sample_id = SampleId(phase="train", step=0, number=0, group=group, index=0)
-    values: dict[str, Any] = {"count": 4, "run_seed": 42, "as_arrays": True} | fields
-    metadata = RequestMetadata(sample_id=sample_id, **values)
-    message = {"role": "user", "content": "word " * words}
+def metadata_of(
+    group: int, phase: Any = "train", step: int = 0, *, count: int = 4, as_arrays: bool = True
+) -> RequestMetadata:
+    name = SampleId(phase=phase, step=step, number=0, group=group, index=0)
+    return RequestMetadata(sample_id=name, count=count, run_seed=42, as_arrays=as_arrays)
+
+
+def request(group: int, **fields: Any) -> dict[str, Any]:
     data_dict: dict[str, Any] = {}
-    wire.write_metadata(data_dict, metadata)
-    return {"messages": [message], "data_dict": data_dict}
-
-
-def body_of(images: list[str]) -> bytes:
-    """Return the body of a call with one request."""
-    return json.dumps({"infer_requests": [request(0) | {"images": images}]}).encode()
+    wire.write_metadata(data_dict, metadata_of(group, **fields))
+    return {"messages": [{"role": "user", "content": "?"}], "data_dict": data_dict}
 
 
 def drawn_by(
@@ -65,6 +62,8 @@ class Replica:
     """A worker at the end of a pipe, which runs ms-swift's loop in a thread. It answers each
     request with its group, or has a fault: `faults`, by method."""
 
+    exitcode = -9
+
     def __init__(
         self, fault: str = "", *, number: int = 7, child: Any = None, **faults: str
     ) -> None:
@@ -73,18 +72,13 @@ class Replica:
             self.connection = ReplicaConnection(parent, self, number)
         self.name = f"replica {number}"
         self.faults = {"infer": fault} | faults
-        self.groups: list[int] = []
-        self.requests: list[dict[str, Any]] = []
+        self.groups: list[int] = []  # of the requests; -1 for those of other clients
         # The other methods that the server called, with arguments; without reports.
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.says_to_others: list[Any] = []
-        # The reports of its workers; `weight_faults` has the findings of their watches.
-        self.reports = [WeightReport({"w": "float32 (1,)"})]
-        self.weight_faults: list[str] | None = []
-        self.exitcode = -9
+        self.reports = [WeightReport({"w": "float32 (1,)"}, faults=[])]  # of its workers
         self.goes_on = threading.Event()
-        self._child = child
-        self._alive = True
+        self._child, self._alive = child, True
         self._ending = threading.Lock()
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -109,7 +103,7 @@ class Replica:
     def _reply(self, method: str, kwargs: dict[str, Any], fault: str) -> Any:
         if method in ("infer", "async_infer"):
             assert kwargs["use_tqdm"] is False
-            outputs = self._outputs(kwargs["infer_requests"])
+            outputs = [self._output(asked) for asked in kwargs["infer_requests"]]
             failures = {
                 "raises": {FAILURE: "OSError: the disk is gone", REQUEST_FAULT: False},
                 "cannot encode": {FAILURE: "ValueError: no such image", REQUEST_FAULT: True},
@@ -117,30 +111,24 @@ class Replica:
                 "answers half": outputs[:-1],
             }
             return failures.get(fault, outputs)
-        if method == "read_weight_report" and fault != "raises":
-            return [asdict(replace(r, faults=self.weight_faults)) for r in self.reports]
         if method == "read_number_bits":
             return [32]
-        self.calls.append((method, kwargs.get("args", ())))
-        if fault == "raises":
-            return None
-        replies = {"process_weights_after_loading": [None], "get_state_keys": [["model.w"]]}
-        return replies.get(method, True)
+        if method != "read_weight_report":
+            self.calls.append((method, kwargs.get("args", ())))
+        replies: dict[str, Any] = {
+            "read_weight_report": [asdict(report) for report in self.reports],
+            "process_weights_after_loading": [None],
+            "get_state_keys": [["model.w"]],
+        }
+        return None if fault == "raises" else replies.get(method, True)
 
-    def _outputs(self, requests: list[dict[str, Any]]) -> list[RolloutOutput]:
-        self.requests += requests
-        outputs = []
-        for asked in requests:
-            metadata = wire.read_metadata(asked.get("data_dict"))
-            # Requests of another client have names from the server.
-            is_ours = metadata is not None and not metadata.from_other_client
-            self.groups.append(metadata.sample_id.group if metadata and is_ours else -1)
-            outputs.append(self._output(self.groups[-1], metadata if is_ours else None))
-        return outputs
-
-    def _output(self, group: int, metadata: RequestMetadata | None) -> RolloutOutput:
-        drawn = {wire.KEY: drawn_by(metadata, self.name)} if metadata else {}
-        return output_of({"group": group, **drawn}, self.says_to_others)
+    def _output(self, asked: dict[str, Any]) -> RolloutOutput:
+        metadata: Any = wire.read_metadata(asked["data_dict"])  # a server names all requests
+        is_ours = not metadata.from_other_client
+        self.groups.append(metadata.sample_id.group if is_ours else -1)
+        drawn = {wire.KEY: drawn_by(metadata, self.name)} if is_ours else {}
+        infos = {"group": self.groups[-1], "seed": metadata.seed_of(0), **drawn}
+        return output_of(infos, self.says_to_others)
 
     def says(self, status: dict[str, str]) -> None:
         """Send the status of a start: ready, or why not."""
@@ -165,28 +153,18 @@ class Deployed(SwiftRolloutDeploy):
     """ms-swift's server with its routes and these replicas."""
 
     def __init__(
-        self,
-        *replicas: Replica,
-        timeout: float = 60.0,
-        key: str | None = None,
-        use_async: bool = False,
-        **settings: Any,
+        self, *replicas: Replica, timeout: float = 60.0, use_async: bool = False, **settings: Any
     ) -> None:
         apply(PatchPhase.SERVER)
-        own: dict[str, Any] = {"new_special_tokens": [], "rollout_seed_mode": "sample"}
-        own |= {"sample_log": "none", "vllm_max_model_len": 512}
         self.args = SimpleNamespace(
-            api_key=key,
             rollout_timeout=timeout,
-            rollout_mismatch="stop",
-            watches_weights=True,
-            host="127.0.0.1",
-            vllm_tensor_parallel_size=2,
-            vllm_data_parallel_size=3,
-            vllm_enable_lora=False,
-            multi_turn_scheduler=None,
-            **(own | settings),
+            **dict.fromkeys(("api_key", "multi_turn_scheduler")),
+            **{"rollout_mismatch": "stop", "rollout_seed_mode": "sample", "sample_log": "none"},
+            **{"watches_weights": True, "new_special_tokens": [], "host": "127.0.0.1"},
+            **{"vllm_max_model_len": 512, "vllm_enable_lora": False},
+            **{"vllm_tensor_parallel_size": 2, "vllm_data_parallel_size": 3},
         )
+        vars(self.args).update(settings)
         self.app = FastAPI()
         self.use_async_engine, self.use_gym_env = use_async, False
         self.connections = [replica.connection for replica in replicas]
@@ -200,10 +178,14 @@ class Deployed(SwiftRolloutDeploy):
         refused = self.client.post(path, **request)
         assert (refused.status_code, words in refused.text) == (status, True), refused.text
 
+    def ask(self, *requests: dict[str, Any], **config: Any) -> Any:
+        """Send requests; return the response."""
+        body = {"infer_requests": requests, "request_config": config or None}
+        return self.client.post("/infer/", json=body)
+
     def draw(self, groups: int = 1, **fields: Any) -> Any:
         """Send a request for each group; return the response."""
-        asked = [request(group, **fields) for group in range(groups)]
-        return self.client.post("/infer/", json={"infer_requests": asked})
+        return self.ask(*(request(group, **fields) for group in range(groups)))
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -39,7 +38,6 @@ from swift_grpo_ext.upstream import vllm_repairs
 from tests.rig.recording_vllm import (
     EOS,
     ID,
-    ROOM,
     RUN_SEED,
     RecordingVllm,
     ask,
@@ -55,12 +53,14 @@ END_OF_TEXT, IMAGE, VIDEO = 151643, 151655, 151656
 OTHERS = {"as_arrays": False, "stop_token_ids": None}  # a server's for clients without metadata
 
 
-def test_a_group_is_one_request_with_its_seed_and_stops(make: Any) -> None:
-    """Stops of a single token need no text (T6)."""
+def test_a_group_is_one_request(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stops of a single token need no text (T6). A server packs its answer."""
+    monkeypatch.setenv("SWIFT_ROLLOUT_DP_RANK", "3")
     vllm = RecordingVllm(["a.", "b.", "c."])
+    vllm.experts = np.zeros((2, 1))
     metadata = metadata_of(7, count=3, stop_token_ids=(*ids_of("X"), EOS))
-    response = ask(make(vllm), metadata).response
-    [params] = vllm.params
+    output = ask(make(vllm, serves=True), metadata)
+    [params], response = vllm.params, output.response
     seed = sample_seed(RUN_SEED, metadata.sample_id)
     assert (params.n, params.seed, params.max_tokens) == (3, seed, 16)
     assert params.output_kind == RequestOutputKind.FINAL_ONLY
@@ -68,23 +68,23 @@ def test_a_group_is_one_request_with_its_seed_and_stops(make: Any) -> None:
     assert (params.logprobs, params.flat_logprobs) == (0, True)
     assert sorted(params.stop_token_ids) == [*ids_of("X"), END_OF_TEXT, EOS]
     assert (params.stop, params.detokenize) == ([], False)
-    completions, prompt = response.answer
-    assert [
-        (c.text, c.seed, c.token_ids, c.logprobs, c.finish_reason, c.stop_reason)
-        for c in completions
-    ] == [
-        (text, seed + k, ids_of(f"{text}."), [0.0, -1.0], "stop", "<|im_end|>")
-        for k, text in enumerate("abc")
-    ]
+    answer = output.rollout_infos[wire.KEY]
+    completions, prompt = wire.read_answer(answer, metadata, "server 0")
+    for k, completion in enumerate(completions):
+        assert (completion.text, completion.seed) == ("abc"[k], seed + k)
+        assert completion.token_ids.tolist() == ids_of("abc"[k] + ".")
+        assert completion.logprobs.tolist() == [0.0, -1.0]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", "<|im_end|>")
+        assert completion.replica == "server 0 replica 3"
+        assert completion.routed_experts == serialize_ndarray(vllm.experts)
     assert prompt.token_ids == vllm.inputs[0]["prompt_token_ids"]
     num_prompt = len(prompt.token_ids)
     assert response.usage == UsageInfo(num_prompt, 6, num_prompt + 6)
     assert (response.model, response.id, response.choices) == ("m", "0", [])
+    assert type(response) is ChatCompletionResponse
 
 
-def test_stop_strings_are_searched_in_all_text_and_schedulers_read_ms_swifts_form(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_strings_are_searched_in_all_text(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[str] = []
     monkeypatch.setattr(
         InferEngine, "_get_toolcall", lambda _, text, template_inputs: looked_at.append(text)
@@ -134,9 +134,7 @@ def test_completions_end_where_a_token_stops_them(
 
 
 @pytest.mark.parametrize(("number", "is_flat"), [(0, True), (2, False)])
-def test_the_sampled_tokens_count_among_several_of_a_position(
-    make: Any, number: int, is_flat: bool
-) -> None:
+def test_the_sampled_tokens_count_among_several(make: Any, number: int, is_flat: bool) -> None:
     vllm = RecordingVllm(["ab", "c"])
     vllm.likelier = {1: Logprob(9.0, 1, "")}
     engine = make(vllm)
@@ -164,27 +162,9 @@ def test_a_request_without_metadata_is_ms_swifts(make: Any, metadata: Any, seed:
     assert output.response.choices[0].message.content == "a"
 
 
-# --- servers ---
-
-
-def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFT_ROLLOUT_DP_RANK", "3")
-    vllm = RecordingVllm(["ab.", "c."])
-    vllm.experts = np.zeros((3, 1))
-    output = ask(make(vllm, serves=True), metadata_of(count=2))
-    answer = output.rollout_infos[wire.KEY]
-    completions, prompt = wire.read_answer(answer, metadata_of(count=2), "server 0")
-    assert [c.text for c in completions] == ["ab", "c"]
-    assert completions[1].replica == "server 0 replica 3"
-    assert prompt.token_ids == vllm.inputs[0]["prompt_token_ids"]
-    assert completions[0].routed_experts == serialize_ndarray(np.zeros((3, 1)))
-    assert (output.response.choices, output.response.id) == ([], "0")
-    assert type(output.response) is ChatCompletionResponse
-
-
 async def draw(engine: Any, vllm: RecordingVllm, *counts: int) -> list[str]:
     """Request groups of these sizes in turn, all before the first one ends; return the replica of
-    each, or its failure."""
+    each."""
     vllm.ranks.clear()
     vllm.answers = asyncio.Event()
     tasks: list[asyncio.Task[Any]] = []
@@ -192,18 +172,14 @@ async def draw(engine: Any, vllm: RecordingVllm, *counts: int) -> list[str]:
         asked = [request(metadata_of(count=count))]
         answer = engine.async_infer(asked, config(n=1), use_tqdm=False)
         tasks.append(asyncio.create_task(answer))
-        while len(vllm.ranks) < len(tasks) and not tasks[-1].done():
+        while len(vllm.ranks) < len(tasks):
             await asyncio.sleep(0.001)
     vllm.answers.set()
-    return [
-        answer[FAILURE] if FAILURE in answer else answer[0].rollout_infos[wire.KEY]["replica"]
-        for answer in await asyncio.gather(*tasks)
-    ]
+    outputs = [output for [output] in await asyncio.gather(*tasks)]
+    return [output.rollout_infos[wire.KEY]["replica"] for output in outputs]
 
 
-def test_an_async_engine_gives_each_group_to_the_replica_that_draws_least(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_async_engine_balances_replicas(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer names that replica. Requests that have ended or failed do not count."""
     heard: list[Any] = []
     monkeypatch.setattr(vllm_repairs, "collect_rpc_from_all_replicas", heard.append)
@@ -215,25 +191,21 @@ def test_an_async_engine_gives_each_group_to_the_replica_that_draws_least(
     assert vllm.ranks == expected
     with monkeypatch.context() as broken:
         broken.setattr(RecordingVllm, "generate", lambda *_, **__: 1 / 0)
-        assert run_alone(draw(engine, vllm, 2)) == ["ZeroDivisionError: division by zero"]
+        failed = infer(engine, [request(metadata_of(count=2))])
+        assert failed[FAILURE] == "ZeroDivisionError: division by zero"
     assert run_alone(draw(engine, vllm, 1)) == ["replica 0"]
     alone = make(single := RecordingVllm(["a."]), serves=True, use_async=True)
     assert run_alone(draw(alone, single, 1)) == ["replica 0"]
     assert (single.ranks, heard) == ([None], [vllm])
 
 
-@pytest.mark.parametrize("place", ["VERIFIED", "CPU"])
-def test_workers_of_a_server_get_our_extension(
-    make: Any, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    monkeypatch.setattr(engine_module, "has_accelerator", lambda: place == "VERIFIED")
-    extension = getattr(engine_module, f"{place}_EXTENSION")
-    assert issubclass(resolve_name(extension), WeightSyncWorkerExtension)
-    served = make(RecordingVllm([]), serves=True)
-    assert served.engine_kwargs == {"worker_extension_cls": extension}
-
-
-# --- media ---
+def test_workers_of_a_server_get_our_extension(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("VERIFIED", "CPU"):
+        monkeypatch.setattr(engine_module, "has_accelerator", lambda p=place: p == "VERIFIED")
+        extension = getattr(engine_module, f"{place}_EXTENSION")
+        assert issubclass(resolve_name(extension), WeightSyncWorkerExtension)
+        served = make(RecordingVllm([]), serves=True)
+        assert served.engine_kwargs == {"worker_extension_cls": extension}
 
 
 @pytest.fixture(params=[(False, False), (False, True), (True, False), (True, True)], ids=str)
@@ -281,20 +253,6 @@ def test_what_cannot_be_encoded_is_named(
     assert "(ValueError: The decoder prompt (length 600)" in text
 
 
-@pytest.mark.parametrize("use_async", [False, True])
-def test_a_later_turn_without_room_is_answered_as_length(make: Any, use_async: bool) -> None:
-    """The training leads the conversation, and the server has its requests as dicts."""
-    metadata = metadata_of(as_arrays=False)
-    metadata = replace(metadata, sample_id=replace(metadata.sample_id, turn=1))
-    asked = request(metadata)
-    asked.messages[0]["content"] += " very" * ROOM
-    fields: Any = asdict(asked)
-    engine = make(RecordingVllm(["a"]), serves=True, use_async=use_async)
-    [output] = infer(engine, [fields])
-    [choice] = output.response.choices
-    assert (choice.token_ids, choice.finish_reason) == ([], "length")
-
-
 def caches() -> list[Any]:
     """Return vLLM's caches of media in the process that prepares prompts, and in the engine's."""
     lru = pytest.importorskip("vllm.multimodal.cache.lru")
@@ -303,10 +261,8 @@ def caches() -> list[Any]:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_media_that_vllms_cache_lost_name_the_setting(
-    refused: Callable[..., str], side: int, make: Any
-) -> None:
-    """Another replica may draw such a request. vLLM 0.32 may end it with an error and no text."""
+def test_media_that_vllms_cache_lost(refused: Callable[..., str], side: int, make: Any) -> None:
+    """Another replica may draw the request. vLLM 0.32 may end it with an error and no text."""
     cache = caches()[side]
 
     def lose(*_: Any) -> None:
@@ -325,21 +281,22 @@ def test_media_of_a_refused_turn_are_sent_again(make: Any, use_async: bool) -> N
     sender, receiver = caches()
     refusals = iter([True])
 
-    class CachingVllm(RecordingVllm):
-        renderer = SimpleNamespace(
-            clear_mm_cache=sender.clear_cache,
-            clear_mm_cache_async=AsyncMock(wraps=sender.clear_cache),
-        )
+    vllm: Any = RecordingVllm(["a.", "a."])
+    clear, add = sender.clear_cache, vllm.add_request
+    vllm.renderer = SimpleNamespace(
+        clear_mm_cache=clear, clear_mm_cache_async=AsyncMock(wraps=clear)
+    )
 
-        def add_request(self, request_id: str, inputs: Any, params: SamplingParams) -> None:
-            if len(inputs["prompt_token_ids"]) > 1:  # not what stands for a refused turn
-                item, _ = sender.get_and_update_item((MultiModalKwargsItem.dummy(), []), "4f2a")
-                if next(refusals, False):
-                    raise ValueError("longer than the maximum model length")
-                receiver.get_and_update_item(item, "4f2a")
-            super().add_request(request_id, inputs, params)
+    def add_request(request_id: str, inputs: Any, params: SamplingParams) -> None:
+        if len(inputs["prompt_token_ids"]) > 1:  # not what stands for a refused turn
+            item, _ = sender.get_and_update_item((MultiModalKwargsItem.dummy(), []), "4f2a")
+            if next(refusals, False):
+                raise ValueError("longer than the maximum model length")
+            receiver.get_and_update_item(item, "4f2a")
+        add(request_id, inputs, params)
 
-    engine = make(CachingVllm(["a.", "a."]), use_async=use_async)
+    vllm.add_request = add_request
+    engine = make(vllm, use_async=use_async)
     for reason in ("length", "stop"):
         [completion] = ask(engine, metadata_of().next_turn()).response.answer.completions
         assert completion.finish_reason == reason

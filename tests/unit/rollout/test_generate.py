@@ -1,6 +1,5 @@
 """A group is one request, whichever ranks have its samples, and each rank gets its own samples (G1,
-G2, G3, S2, S6). Samples have every column of the data set, and the turns of their conversations
-(R1, V1)."""
+G2, G3, S2, S6). Samples have the turns of their conversations (V1)."""
 
 from __future__ import annotations
 
@@ -15,25 +14,26 @@ import numpy as np
 import pytest
 from PIL import Image
 from swift.infer_engine.protocol import RolloutInferRequest, UsageInfo, serialize_ndarray
-from swift.rl_core.data import GRPOSample
 
 from swift_grpo_ext.media.pictures import Picture, picture_of
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.answers import answer_of, to_rollout_output
 from swift_grpo_ext.rollout.conversation import (
     Conversation,
+    Conversations,
     Turn,
     attach_turns,
+    between_turns,
     name_server,
     read_turns,
+    servers_turns,
     write_turns,
 )
-from swift_grpo_ext.rollout.generate import RolloutSettings, begin_turn, generate, plan_requests
+from swift_grpo_ext.rollout.generate import RolloutSettings, begin_turn, generate
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata, WireError
 from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId, sample_seed
-from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 from tests.rig.arguments import training_arguments
 from tests.rig.ranks import ThreadRanks, run_rank_groups
 
@@ -54,120 +54,86 @@ def sample_id(group: int, index: int) -> SampleId:
     return SampleId(phase="train", step=3, number=1, group=group, index=index)
 
 
-def test_every_sample_is_asked_for_once_by_its_group() -> None:
-    """If rows of a group differ, each sample is a request: vLLM counts a request's seeds up."""
-    rows = ["a", "aab", "", "bbccb", "cdd"]
-    ids = iter(sample_ids_at(RoundId("train", 3, 1), range(12), 3))
-    requests, uneven = plan_requests([[(next(ids), row) for row in of_rank] for of_rank in rows])
-    assert [(request.first, request.owners) for request in requests] == [
-        (sample_id(0, 0), [(0, 0), (1, 0), (1, 1)]),
-        (sample_id(1, 0), [(1, 2), (3, 0), (3, 1)]),
-        *((sample_id(2, index), [(3, 2 + index)]) for index in range(3)),
-        *((sample_id(3, index), [(4, index)]) for index in range(3)),
-    ]
-    assert uneven == [sample_id(2, 0), sample_id(3, 0)]
+Sample = tuple[SampleId, str]  # the row is one letter
 
 
-# --- rounds over ranks ---
+def row_of(sample: Sample) -> RolloutInferRequest:
+    return RolloutInferRequest(messages=[{"role": "user", "content": sample[1]}])
 
-Sample = tuple[int, int, str]  # group, index in the group, and the row's one letter
 
+def play(samples_of_ranks: Sequence[list[Sample]], make_row: Any, call_engine: Any) -> list[Any]:
+    """Return each rank's texts and uneven groups, or its error."""
 
-class Round:
-    """A round over ranks, whose engine answers with the prompt's letter and the sample's seed as
-    text. Rank `refusing` cannot make its rows; the engine may fail, or leave out samples."""
-
-    def __init__(
-        self,
-        *samples_of_ranks: Sequence[Sample],
-        refusing: int | None = None,
-        error: Exception | None = None,
-        left_out: int = 0,
-    ) -> None:
-        self.requests: list[tuple[str, SampleId, int]] = []
-        self.made: list[tuple[int, int]] = []  # rank and position of each row that was made
-        self._of_ranks, self._refusing = samples_of_ranks, refusing
-        self._error, self._left_out = error, left_out
-
-    def outcomes(self) -> list[Any]:
-        """Return each rank's texts and uneven groups, or its error."""
-        return run_rank_groups(len(self._of_ranks), self._work)
-
-    def _work(self, ranks: ThreadRanks) -> Any:
-        samples = self._of_ranks[ranks.rank]
-
-        def request(position: int) -> RolloutInferRequest:
-            self.made.append((ranks.rank, position))
-            if ranks.rank == self._refusing:
-                raise OSError("no such image")
-            row = samples[position][2]
-            return RolloutInferRequest(messages=[{"role": "user", "content": row}])
-
+    def work(ranks: ThreadRanks) -> Any:
+        samples = samples_of_ranks[ranks.rank]
         try:
             outputs, uneven = generate(
-                [sample_id(group, index) for group, index, _ in samples],
-                [row for _, _, row in samples],
-                make_request=request,
+                [name for name, _ in samples],
+                [row for _, row in samples],
+                make_request=lambda position: make_row(samples[position]),
                 make_metadata=RolloutSettings(training_arguments()).metadata,
                 engine_ranks=ranks,
-                call_engine=self._call_engine,
+                call_engine=call_engine,
             )
         except Exception as e:
             return f"{type(e).__name__}: {e}"
         return [output.response.choices[0].message.content for output in outputs], uneven
 
-    def _call_engine(
-        self, requests: list[RolloutInferRequest], metadatas: list[RequestMetadata]
-    ) -> list[Answer]:
-        if self._error:
-            raise self._error
-        answers = []
-        for request, metadata in zip(requests, metadatas, strict=True):
-            assert wire.read_metadata(request.data_dict) == metadata
-            row = request.messages[0]["content"]
-            self.requests.append((row, metadata.sample_id, metadata.count))
-            seeds = [metadata.seed_of(k) for k in range(metadata.count - self._left_out)]
-            samples = [replace(COMPLETION, text=f"{row}{seed}") for seed in seeds]
-            answers.append(Answer(samples, Prompt([1, 2])))
-        return answers
+    return run_rank_groups(len(samples_of_ranks), work)
 
 
-def test_a_group_over_two_ranks_is_one_request_of_rank_0() -> None:
-    """Each rank gets its own samples. The first rank of a request makes its row."""
-    samples_of_ranks = [
-        [(0, 0, "a"), (0, 1, "a")],
-        [(0, 2, "a"), (1, 0, "b")],
-        [(1, 1, "b"), (1, 2, "x")],
-    ]
-    one = Round(*samples_of_ranks)
-    expected = [
-        [f"{row}{sample_seed(RUN_SEED, sample_id(group, index))}" for group, index, row in samples]
+def test_every_sample_is_asked_for_once_by_its_group() -> None:
+    """The first rank of a request makes its row, and each rank gets its own samples. If rows of a
+    group differ, each sample is a request: vLLM counts a request's seeds up."""
+    made: list[Sample] = []
+    asked: list[tuple[SampleId, str, int]] = []
+
+    def make_row(sample: Sample) -> RolloutInferRequest:
+        made.append(sample)
+        return row_of(sample)
+
+    def echo(row: RolloutInferRequest, metadata: RequestMetadata) -> Answer:
+        assert wire.read_metadata(row.data_dict) == metadata
+        letter, seeds = row.messages[0]["content"], map(metadata.seed_of, range(metadata.count))
+        asked.append((metadata.sample_id, letter, metadata.count))
+        return Answer([replace(COMPLETION, text=f"{letter}{seed}") for seed in seeds], PROMPT)
+
+    ids = iter(sample_ids_at(RoundId("train", 3, 1), range(12), 3))
+    rows = ["a", "aab", "", "bbccb", "cdd"]
+    samples_of_ranks = [[(next(ids), row) for row in of_rank] for of_rank in rows]
+    uneven = [sample_id(2, 0), sample_id(3, 0)]
+    assert play(samples_of_ranks, make_row, lambda *asked: [*map(echo, *asked)]) == [
+        ([f"{row}{sample_seed(RUN_SEED, name)}" for name, row in samples], uneven)
         for samples in samples_of_ranks
     ]
-    assert one.outcomes() == [(texts, [sample_id(1, 0)]) for texts in expected]
-    assert one.requests == [
-        ("a", sample_id(0, 0), 3),
-        *((row, sample_id(1, index), 1) for index, row in enumerate("bbx")),
+    assert asked == [
+        *((sample_id(group, 0), row, 3) for group, row in enumerate("ab")),
+        *((sample_id(2, index), row, 1) for index, row in enumerate("ccb")),
+        *((sample_id(3, index), row, 1) for index, row in enumerate("cdd")),
     ]
-    assert sorted(one.made) == [(0, 0), (1, 1), (2, 0), (2, 1)]
+    assert sorted(made) == [(name, row) for name, row, _ in asked]
 
 
-FEW = "train round 3.1, group 0, sample 0: the request was for 2 samples, and 1 came back."
+@pytest.mark.parametrize("fault", ["row", "engine", "answers"])
+def test_a_failure_ends_the_round_on_every_rank(fault: str) -> None:
+    def make_row(sample: Sample) -> RolloutInferRequest:
+        if fault == "row" and sample[1] == "b":
+            raise OSError("no such image")
+        return row_of(sample)
 
+    def call_engine(*_: Any) -> list[Answer]:
+        if fault == "engine":
+            raise ConnectionError("gone")
+        return [Answer([COMPLETION], PROMPT)] * 2
 
-@pytest.mark.parametrize(
-    ("faults", "expected"),
-    [
-        (
-            {"refusing": 1},
-            ["RolloutError: Requests could not be made. rank 1: OSError: no such image"] * 2,
-        ),
-        ({"error": ConnectionError("gone")}, ["ConnectionError: gone", "RolloutError: gone"]),
-        ({"left_out": 1}, [f"ValueError: {FEW}", f"RolloutError: {FEW}"]),
-    ],
-)
-def test_a_failure_ends_the_round_on_every_rank(faults: Any, expected: list[str]) -> None:
-    assert Round([(0, 0, "a"), (0, 1, "a")], [(1, 0, "a")], **faults).outcomes() == expected
+    few = "train round 3.1, group 0, sample 0: the request was for 2 samples, and 1 came back."
+    expected = {
+        "row": ["RolloutError: Requests could not be made. rank 1: OSError: no such image"] * 2,
+        "engine": ["ConnectionError: gone", "RolloutError: gone"],
+        "answers": [f"ValueError: {few}", f"RolloutError: {few}"],
+    }
+    samples_of_ranks = [[(sample_id(0, 0), "a"), (sample_id(0, 1), "a")], [(sample_id(1, 0), "b")]]
+    assert play(samples_of_ranks, make_row, call_engine) == expected[fault]
 
 
 def test_a_first_turn_is_the_sample_and_a_later_one_counts_on() -> None:
@@ -205,8 +171,6 @@ def test_a_completion_becomes_what_the_trainer_reads() -> None:
     assert np.array_equal(output.response.choices[0].routed_experts, experts)
 
 
-# --- turns ---
-
 CROP = Image.effect_noise((40, 30), 60).convert("RGB")
 SEVEN, PICTURE = Picture("七.png"), picture_of(CROP)
 
@@ -232,7 +196,7 @@ def shown(conversation: Conversation) -> list[tuple[list[Any], list[Picture]]]:
     return [([m["content"] for m in turn.messages], turn.media) for turn in conversation.turns]
 
 
-def test_each_turn_shows_what_was_added_for_it() -> None:
+def test_each_turn_shows_what_was_added_for_it_on_each_side() -> None:
     conversation = Conversation()
     note(conversation, "<image>?", images=["七.png"])
     note(conversation, "<image>?", "3", "<image>no", images=["七.png", CROP])
@@ -253,27 +217,7 @@ def test_each_turn_shows_what_was_added_for_it() -> None:
     note(in_parts, first, "3", later)
     assert shown(in_parts) == [(["<image>"], [SEVEN]), (["Look: <image>"], [PICTURE])]
 
-
-def test_a_sample_has_what_its_conversations_end_says() -> None:
-    """Seed and replica are the last answer's. A turn without room has none, and no stop."""
-    note(conversation := Conversation(), "?")
-    no_room = replace(COMPLETION, token_ids=[], stop_reason=None, seed=8)
-    note(conversation, "?", "3", "no", completion=no_room)
-    for is_conversation, infos in (
-        (True, {"num_turns": 2, "seed": 9, "replica": "replica 1", "stop_reason": None}),
-        (False, {"num_turns": 2}),
-    ):
-        sample = RolloutSample(messages=[], rollout_infos={"num_turns": 2})
-        attach_turns(sample, conversation.turns, is_conversation=is_conversation)
-        assert [prompt.token_ids for prompt in sample.rollout_prompts] == [[1, 2]]
-        assert sample.rollout_infos == infos
-
-
-def test_turns_come_from_a_server_as_they_were() -> None:
-    """Turns of another version are refused."""
-    conversation = Conversation()
-    note(conversation, "<image>?", images=["七.png"])
-    note(conversation, "<image>?", "3", "<image>no", images=["七.png", CROP])
+    # A server's turns come as they were; those of another version are refused.
     output = to_rollout_output(Answer([COMPLETION], PROMPT))
     plain = dict(output.rollout_infos)
     message = conversation.turns[1].messages[0]
@@ -297,17 +241,41 @@ def test_turns_come_from_a_server_as_they_were() -> None:
         read_turns(other, run_seed=42)
 
 
-ROW = {
-    "messages": [{"role": "user", "content": "Which digit?"}],
-    **{"sample_id": 12, "prompt_hash": "a", "rollout_prompts": ["b"]},
-}
+def test_a_sample_has_what_its_conversations_end_says() -> None:
+    """Seed and replica are the last answer's. A turn without room has none, and no stop."""
+    note(conversation := Conversation(), "?")
+    no_room = replace(COMPLETION, token_ids=[], stop_reason=None, seed=8)
+    note(conversation, "?", "3", "no", completion=no_room)
+    for is_conversation, infos in (
+        (True, {"num_turns": 2, "seed": 9, "replica": "replica 1", "stop_reason": None}),
+        (False, {"num_turns": 2}),
+    ):
+        sample = RolloutSample(messages=[], rollout_infos={"num_turns": 2})
+        attach_turns(sample, conversation.turns, is_conversation=is_conversation)
+        assert [prompt.token_ids for prompt in sample.rollout_prompts] == [[1, 2]]
+        assert sample.rollout_infos == infos
 
 
-def test_columns_stay_columns_whatever_they_are_called() -> None:
-    [sample] = RolloutGRPOTrainer.to_samples(RolloutGRPOTrainer, [ROW])
-    assert type(sample) is RolloutSample
-    assert sample.to_reward_row() == GRPOSample.from_row(ROW).to_reward_row()
-    assert not hasattr(sample, "sample_id")
-    assert not sample.rollout_prompts
-    sample.sample_id = sample_id(2, 0)
-    assert vars(deepcopy(sample)) == vars(sample)
+def test_turns_have_the_names_of_their_row() -> None:
+    """A server's images have no names; without the plugin it sends the last turn only."""
+    sample = RolloutSample(messages=[{"role": "user", "content": "<image>?"}], images=["七.png"])
+    sample.sample_id, sample.prompt_hash = sample_id(2, 0), "own"
+    outputs = [to_rollout_output(Answer([COMPLETION], PROMPT)) for _ in range(3)]
+    for output, content in zip(outputs, ("<image>?", "replaced"), strict=False):
+        note(conversation := Conversation(), content)
+        write_turns(output, conversation.turns)
+    turns = servers_turns([sample] * 3, outputs, RUN_SEED)
+    own, replaced = (sample_id(2, 0), "own", [SEVEN]), (sample_id(2, 0), "print 0", [SEVEN])
+    assert [(t.sample_id, t.fingerprint, t.media) for [t] in turns] == [own, replaced, own]
+    assert servers_turns([sample], outputs[1:], RUN_SEED) == [[], []]  # several of one sample
+    kept = Conversations(None, has_scheduler=False)  # type: ignore[arg-type]
+    answered = [*sample.messages, {"role": "assistant", "content": "two"}]
+    later = RolloutInferRequest(messages=[*answered, {"role": "user", "content": "!"}])
+    between_turns(later).tool_seconds = 3.0
+    for turn, row in enumerate((sample, later)):
+        names = [replace(sample_id(2, 0), turn=turn)]
+        kept.record([row], outputs[2:], names, ["own"], turn + 1.5)
+    [[one, two]] = kept.take([sample], outputs[2:])
+    assert (one.media, one.engine_seconds, one.tool_seconds) == ([SEVEN], 1.5, 0.0)
+    assert (two.engine_seconds, two.tool_seconds) == (2.5, 3.0)
+    assert [m["content"] for m in two.messages] == ["!"]

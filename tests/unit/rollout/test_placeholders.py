@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from swift_grpo_ext.rollout import placeholders
-from swift_grpo_ext.rollout.placeholders import mask_fused_loss, mask_models, mask_placeholders
+from swift_grpo_ext.rollout.placeholders import mask_models, mask_placeholders
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 VOCAB, MASKED = 64, [3, 7]
@@ -44,33 +44,23 @@ def test_ids_of_a_template_and_a_configuration() -> None:
     assert ids([], config=SimpleNamespace(thinker_config=config)) == [8, 12, 15, 16]
 
 
-class Whole(torch.nn.Module):
-    """Only a part of it names a head, as Qwen2.5-Omni's thinker does."""
-
-    def __init__(self, thinker: torch.nn.Module) -> None:
-        super().__init__()
-        self.thinker = thinker
-
-    def get_output_embeddings(self) -> None:
-        return None
-
-
-def test_all_models_of_a_training_and_ligers_loss_are_masked(
-    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_models_are_masked(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of images that names no placeholder gets a warning."""
     warnings: list[str] = []
     monkeypatch.setattr(placeholders.logger, "warning", warnings.append)
     reference = copy.deepcopy(model)
     loss = lambda *, lin_weight, bias: bias  # noqa: E731
-    trainer: Any = SimpleNamespace(model=model, ref_model=Whole(reference), teacher_model=None)
+    trainer: Any = SimpleNamespace(model=model, ref_model=reference, teacher_model=None)
     trainer.use_liger_loss, trainer.liger_grpo_loss = True, loss
     template: Any = SimpleNamespace(placeholder_tokens=[3])
     mask_models(trainer, template)
     for masked in (model, reference):
         assert masked(torch.tensor([[1, 2]])).logits[..., 3].max() < -1e29
-    biased = trainer.liger_grpo_loss(lin_weight=torch.zeros(VOCAB, 2), bias=None)
-    assert (biased < -1e29).nonzero().tolist() == [[3]]
+    for dtype, bias in ((torch.float32, None), (torch.bfloat16, torch.ones(VOCAB))):
+        weight = torch.zeros(VOCAB, 2, dtype=dtype)
+        biased = trainer.liger_grpo_loss(lin_weight=weight, bias=bias)
+        assert (biased < -1e29).nonzero().tolist() == [[3]]
+        assert biased[4] == (bias is not None)
     assert warnings == []
     trainer.model, trainer.liger_grpo_loss = torch.nn.Linear(2, 2), loss
     bare: Any = SimpleNamespace(placeholder_tokens=[])
@@ -100,23 +90,3 @@ def test_the_softmax_is_over_the_others(
     gradients = [p.grad for p in wrapped.parameters() if p.grad is not None]
     assert gradients
     assert all(each.isfinite().all() for each in (entropy, *gradients))
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loss_from_hidden_states_leaves_them_out_too(bias: bool, dtype: torch.dtype) -> None:
-    """Liger's loss multiplies with the head's weight itself, and adds its bias."""
-    head = torch.nn.Linear(8, VOCAB, bias=bias).to(dtype)
-    hidden_BTH = torch.randn(2, 3, 8, dtype=dtype)
-
-    def loss(*, _input: Any, lin_weight: Any, bias: Any) -> torch.Tensor:
-        logits = torch.nn.functional.linear(_input, lin_weight, bias)
-        return (logits.float() / 0.05).log_softmax(-1)
-
-    given = {"_input": hidden_BTH, "lin_weight": head.weight, "bias": head.bias}
-    logps = mask_fused_loss(loss, MASKED)(**given)
-    expected = (head(hidden_BTH)[..., OTHERS].float() / 0.05).log_softmax(-1)
-    torch.testing.assert_close(logps[..., OTHERS], expected)
-    assert logps.exp()[..., MASKED].max() == 0
-    logps[..., OTHERS].sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in head.parameters())

@@ -37,8 +37,6 @@ from tests.rig.recording_vllm import (
 Step = dict[str, Any] | None
 Lead = Callable[..., list[RolloutOutput]]
 
-on_a_server = pytest.mark.parametrize("side", ["server"])
-
 
 class Crop(MultiTurnScheduler):
     """Asks again about the image."""
@@ -57,27 +55,22 @@ def side(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def conversations(side: str, make: Any, assets: Path) -> Lead:
-    """Leads conversations with a scheduler on that side, about an image; raises what a server
+    """Leads a conversation with a scheduler on that side, about an image; raises what a server
     replies."""
     digit = str(sorted((assets / "digits").rglob("*.png"))[0])
 
     def run(
-        cls: type[MultiTurnScheduler], says: str | list[str], num: int = 1, **settings: Any
+        cls: type[MultiTurnScheduler], says: str | list[str], **settings: Any
     ) -> list[RolloutOutput]:
-        is_server = side == "server"
-        engine = make(RecordingVllm(says), serves=is_server, use_async=is_server)
-        asked = [request(metadata_of(as_arrays=False), digit) for _ in range(num)]
-        for number, one in enumerate(asked):
-            one.uuid = str(number)
-        outputs = lead(engine, cls, *asked, **settings)
+        engine = make(RecordingVllm(says), serves=side == "server", use_async=side == "server")
+        asked = request(metadata_of(as_arrays=False), digit)
+        asked.uuid = "0"
+        outputs = lead(engine, cls, asked, **settings)
         if FAILURE in outputs:
             raise RequestError(outputs[FAILURE])
         return outputs
 
     return run
-
-
-# --- conversations ---
 
 
 def test_a_conversation_is_led_as_without_us(conversations: Lead) -> None:
@@ -140,21 +133,6 @@ def test_a_second_training_of_a_process_watches_once() -> None:
     assert watched.tool_timeout == 2.0
 
 
-# --- hooks that fail, or take long ---
-
-
-def raises(*_: Any) -> Any:
-    raise KeyError("box")
-
-
-def hangs(*_: Any) -> None:
-    time.sleep(3)
-
-
-async def hangs_in_a_coroutine(*_: Any) -> None:
-    await asyncio.sleep(30)
-
-
 async def has_its_own_timeout(*_: Any) -> None:
     raise asyncio.TimeoutError("the search engine")
 
@@ -166,24 +144,23 @@ LATE = r"has not returned for 0\.5 s \(--tool_timeout\)"
     ("hook", "work", "message"),
     [
         ("step", lambda *_: {"infer_request": {}}, ".*it returned {'infer_request': {}}; expected"),
-        ("check_finished", raises, "raised KeyError: 'box'"),
-        ("step", hangs, LATE),
-        ("on_turn_end", hangs_in_a_coroutine, LATE),
+        ("check_finished", lambda *_: {}["box"], "raised KeyError: 'box'"),
+        ("step", lambda *_: time.sleep(3), LATE),
+        ("on_turn_end", lambda *_: asyncio.sleep(30), LATE),
         ("on_turn_end", has_its_own_timeout, "raised TimeoutError: the search engine"),
     ],
 )
-def test_a_hook_that_fails_is_named(
-    hook: str, work: Any, message: str, conversations: Lead
-) -> None:
+def test_a_failing_hook_is_named(hook: str, work: Any, message: str, conversations: Lead) -> None:
     where = r"train round 0\.0, group 0, sample 0 in turn 1: --multi_turn_scheduler: "
     with pytest.raises(RequestError, match=rf"^{where}Mine\.{hook} {message}"):
         conversations(type("Mine", (Crop,), {hook: work}), "aa", timeout=0.5)
 
 
-@on_a_server
+@pytest.mark.parametrize("side", ["server"])
 def test_a_check_is_bounded_on_a_server(conversations: Lead) -> None:
-    with pytest.raises(RequestError, match=rf"Mine\.check_finished {LATE}"):
-        conversations(type("Mine", (Crop,), {"check_finished": hangs}), "a", timeout=0.5)
+    waits = type("Waits", (Crop,), {"check_finished": lambda *_: time.sleep(3)})
+    with pytest.raises(RequestError, match=rf"Waits\.check_finished {LATE}"):
+        conversations(waits, "a", timeout=0.5)
 
 
 @pytest.mark.parametrize("side", ["training"])
@@ -196,17 +173,9 @@ def test_a_check_may_use_signals_in_the_training(conversations: Lead) -> None:
     assert output.response_token_ids == [ids_of("a")]
 
 
-# --- a server's conversations ---
-
-
-@pytest.fixture
-def vllm() -> Any:
-    return RecordingVllm("abcdefgh")
-
-
-@pytest.fixture
-def engine(make: Any, vllm: RecordingVllm) -> Any:
-    return make(vllm, serves=True, use_async=True)
+def of_server(make: Any) -> tuple[Any, RecordingVllm]:
+    vllm = RecordingVllm("abcdefgh")
+    return make(vllm, serves=True, use_async=True), vllm
 
 
 def of_scheduler(**fields: Any) -> RolloutInferRequest:
@@ -227,11 +196,10 @@ class OwnRequests(MultiTurnScheduler):
 
 
 @pytest.mark.parametrize("stops", [(7,), None])
-def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(
-    engine: Any, vllm: RecordingVllm, stops: Any
-) -> None:
+def test_what_a_servers_scheduler_asks_is_a_turn_of_its_sample(make: Any, stops: Any) -> None:
     """Its own requests have no metadata, and copies of a request share it; each gets a turn. The
     same holds for a client that sends no metadata."""
+    engine, vllm = of_server(make)
     first = metadata_of(as_arrays=False, stop_token_ids=stops)
     other = replace(ID, index=1)
     outputs = lead(engine, OwnRequests, request(first), request(replace(first, sample_id=other)))
@@ -254,34 +222,30 @@ class Several(MultiTurnScheduler):
         return await self.infer_engine.infer_async(own, replace(request_config, n=2))
 
 
-def test_a_scheduler_that_would_lose_seeds_is_refused(engine: Any, vllm: RecordingVllm) -> None:
-    """Its samples would get vLLM's seeds, or share seeds with other samples of the group. Another
-    client's scheduler has no groups, and may ask for several completions."""
-    for cls, message in (
-        (Alone, "Alone.async_infer has not called `run` for each request"),
-        (Several, "--multi_turn_scheduler: its `run` asked for n=2 completions"),
-    ):
-        reply = lead(engine, cls, of_scheduler())
-        assert reply[REQUEST_FAULT]
-        assert message in reply[FAILURE]
-    vllm.params.clear()
-    [response] = lead(engine, Several, of_scheduler(stop_token_ids=None))
-    assert len(response.choices) == 2
-    assert [params.seed for params in vllm.params] == [sample_seed(RUN_SEED, ID)]
-
-
 class Fails(MultiTurnScheduler):
     async def run(self, infer_request: Any, request_config: Any, **_: Any) -> Any:
         await self.infer_engine.infer_async(infer_request, request_config)
         raise KeyError("box")
 
 
-@pytest.mark.parametrize("is_engines", [True, False])
-def test_a_conversation_that_fails_is_named(engine: Any, vllm: Any, is_engines: bool) -> None:
-    """Failures of the engine itself are not attributed to a conversation."""
-    if is_engines:
-        vllm.generate = lambda *_, **__: 1 / 0
+def test_a_scheduler_that_fails_or_would_lose_seeds_is_refused(make: Any) -> None:
+    """Its samples would get vLLM's seeds, or share seeds with other samples of the group. Another
+    client's scheduler has no groups, and may ask for several completions. Failures of the engine
+    itself are not attributed to a conversation."""
+    engine, vllm = of_server(make)
+    for cls, message in (
+        (Alone, "Alone.async_infer has not called `run` for each request"),
+        (Several, "--multi_turn_scheduler: its `run` asked for n=2 completions"),
+        (Fails, "RuntimeError: train round 0.0, group 0, sample 0 in turn 2: the server's"),
+    ):
+        reply = lead(engine, cls, of_scheduler())
+        assert reply[REQUEST_FAULT] is (cls is not Fails)
+        assert message in reply[FAILURE]
+    vllm.params.clear()
+    [response] = lead(engine, Several, of_scheduler(stop_token_ids=None))
+    assert len(response.choices) == 2
+    assert [params.seed for params in vllm.params] == [sample_seed(RUN_SEED, ID)]
+    vllm.generate = lambda *_, **__: 1 / 0  # type: ignore[method-assign]
     reply = lead(engine, Fails, of_scheduler())
-    where = "RuntimeError: train round 0.0, group 0, sample 0 in turn 2: the server's --multi_turn"
-    assert reply[FAILURE].startswith("ZeroDivisionError" if is_engines else where)
+    assert reply[FAILURE].startswith("ZeroDivisionError")
     assert not reply[REQUEST_FAULT]

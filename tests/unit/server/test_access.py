@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,71 +19,46 @@ from tests.rig.server.served import Deployed, Replica, listening
 
 KEY = "k:e=y/+~._-1"
 
-# --- the lease ---
-
-
-@pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
-    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.02)
-    with listening(Deployed(Replica())) as address:
-        yield address
-
 
 def lease_of(run: str, *urls: str) -> Leaseholder:
     sessions = [requests.Session() for _ in urls]
     return Leaseholder(SimpleNamespace(sessions=sessions, base_urls=urls), run)
 
 
-def connect(url: str, headers: Any = None) -> requests.Response:
-    group = {"host": "h", "port": 1, "world_size": 2}
-    return requests.post(f"{url}/init_communicator/", json=group, headers=headers, timeout=20)
-
-
-def test_a_second_training_is_refused_by_the_name_of_the_first(url: str) -> None:
+def test_a_second_training_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """ms-swift's client connects before the training has a name. A dead training's lease ends by
     itself: the next training waits for it, and ends the dead one's group, since replicas in that
     group would not join another."""
-    first = lease_of("runs/a", url)
-    assert connect(url).status_code == 200
-    first.keep()
-    requests.post(f"{url}{PATH}", headers=first.headers, timeout=20)
-    try:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.02)
+    with listening(Deployed(Replica())) as url:
+
+        def connect(headers: Any = None) -> requests.Response:
+            group = {"host": "h", "port": 1, "world_size": 2}
+            return requests.post(f"{url}/init_communicator/", json=group, headers=headers)
+
+        first = lease_of("runs/a", url)
+        assert connect().ok
+        first.keep()
+        requests.post(f"{url}{PATH}", headers=first.headers)
         for headers in (None, lease_of("runs/b", url).headers):
-            refused = connect(url, headers)
+            refused = connect(headers)
             assert refused.status_code == 409
             assert "belongs to another training: runs/a (process " in refused.text
-        assert connect(url, first.headers).status_code == 200
-    finally:
+        assert connect(first.headers).ok
+        reset = requests.post(f"{url}/reset_prefix_cache/", headers=first.headers)
+        assert reset.json() == {"message": "reset_prefix_cache is done."}
         first.end()
-    assert connect(url).status_code == 200
-    requests.post(f"{url}{PATH}", headers=lease_of("runs/c").headers, timeout=20)
-    assert requests.post(f"{url}/close_communicator/", timeout=20).status_code == 200
-    assert connect(url).status_code == 200
+        assert connect().ok
+        requests.post(f"{url}{PATH}", headers=lease_of("runs/c").headers)
+        assert requests.post(f"{url}/close_communicator/").ok
+        assert connect().ok
 
 
-def test_what_others_may_ask() -> None:
-    """A client without a name may ask for facts of a server. Only the owner may change it, or use
-    its replicas. Another training may do neither."""
-    client = Deployed(Replica()).client
-    client.post(PATH, headers={OWNER_HEADER: "runs/a"})
-    changes = ("/update_named_param/", "/process_weights_after_loading/", "/infer/")
-    uses = ("/get_model_state_keys/", routes.REPORTS_PATH)
-    facts = ("/get_world_size/", "/get_engine_type/", "/health/")
-    for path in (*changes, "/reset_prefix_cache/", *uses, *facts):
-        is_read = path in (*uses, "/get_world_size/", "/health/")
-        ask = partial(client.request, "GET" if is_read else "POST", path)
-        assert (ask().status_code == 409) == (path not in facts), path
-        other = ask(headers={OWNER_HEADER: "runs/b"})
-        assert (other.status_code == 409) == (path != "/health/")
-        assert ask(headers={OWNER_HEADER: "runs/a"}).status_code != 409
-
-
-def test_the_names_that_all_are_told_give_nobody_the_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Names have any alphabet. The owner's name alone neither ends the lease nor shortens a
-    replica's timeout. The name of the server's start lets no replica join."""
+def test_only_the_owner_uses_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client without a name may ask for facts. Another training may not, even if it has learnt
+    the owner's name, which has any alphabet: that neither ends the lease nor shortens a replica's
+    timeout. The name of the server's start lets no replica join."""
     deployed, admitted = Deployed(Replica()), list[str]()
     monkeypatch.setattr(deployed.restarts, "admit", lambda: admitted.append("one"))
     client, holder = deployed.client, lease_of("训练/a")
@@ -94,23 +68,22 @@ def test_the_names_that_all_are_told_give_nobody_the_server(
         assert client.post(PATH, headers=headers).json() == {"owner": holder.owner}
     forged = {OWNER_HEADER: holder.headers[OWNER_HEADER].partition(";")[0]}
     forged[wire.TIMEOUT_HEADER] = "1"
-    for method, path in (("DELETE", PATH), ("POST", "/get_engine_type/")):
-        assert client.request(method, path, headers=forged).status_code == 409, path
+    assert client.delete(PATH, headers=forged).status_code == 409
+    changes = ("/update_named_param/", "/process_weights_after_loading/", "/infer/")
+    uses = ("/get_model_state_keys/", routes.REPORTS_PATH)
+    facts = ("/get_world_size/", "/get_engine_type/", "/health/")
+    for path in (*changes, "/reset_prefix_cache/", *uses, *facts):
+        is_read = path in (*uses, "/get_world_size/", "/health/")
+        ask = partial(client.request, "GET" if is_read else "POST", path)
+        assert (ask().status_code == 409) == (path not in facts), path
+        assert (ask(headers=forged).status_code == 409) == (path != "/health/")
+        assert ask(headers=holder.headers).status_code != 409
     named = {wire.INSTANCE_HEADER: routes.INSTANCE}
     assert client.post("/get_engine_type/", headers=named).status_code == 200
     assert admitted == []
     assert client.post("/get_engine_type/", headers=named | holder.headers).status_code == 200
     assert admitted == ["one"]
     assert client.delete(PATH, headers=holder.headers).json() == {"owner": ""}
-
-
-# --- the key ---
-
-
-@pytest.fixture(autouse=True)
-def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_key, "kept_key", None)
-    monkeypatch.delenv(VARIABLE, raising=False)
 
 
 def basic(user_and_password: str) -> str:
@@ -130,55 +103,38 @@ def test_the_key_in_a_header(authorization: str) -> None:
     assert is_authorized(authorization, KEY) == (authorization in ACCEPTED)
 
 
-def arguments(key: str | None = None) -> Any:
-    return SimpleNamespace(api_key=key, rollout_timeout=60.0, host="127.0.0.1")
-
-
 def with_key(monkeypatch: pytest.MonkeyPatch, key: str = KEY) -> Any:
+    monkeypatch.setattr(api_key, "kept_key", None)
     monkeypatch.setenv(VARIABLE, key)
-    args = arguments()
-    take(args)
+    take(args := SimpleNamespace(api_key=None))
     return args
 
 
-def test_the_key_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_kept_and_never_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in (KEY, MASK):
+        with pytest.raises(ValueError, match=rf"--api_key is .* Set {VARIABLE} in") as refused:
+            take(SimpleNamespace(api_key=key))
+        assert KEY not in str(refused.value)
+    with pytest.raises(ValueError, match=f"another process has the key. Set {VARIABLE}"):
+        key_of(SimpleNamespace(api_key=MASK))
     given = with_key(monkeypatch)
     assert VARIABLE not in api_key.os.environ
     take(given)  # arguments are checked twice
-    assert (given.api_key, key_of(given), key_of(arguments())) == (MASK, KEY, None)
+    assert (given.api_key, key_of(given)) == (MASK, KEY)
+    assert key_of(SimpleNamespace(api_key=None)) is None
     assert key_of(with_key(monkeypatch, "another")) == "another"
 
 
-@pytest.mark.parametrize("key", [KEY, MASK])
-def test_a_key_that_is_printed_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"--api_key is .* Set {VARIABLE} in") as refused:
-        take(arguments(key))
-    assert KEY not in str(refused.value)
-    with pytest.raises(ValueError, match=f"another process has the key. Set {VARIABLE}"):
-        key_of(arguments(MASK))
-
-
-def test_a_key_in_a_url_is_refused() -> None:
-    for sound in (None, ["http://node7:8000"]):
-        api_key.check_urls(SimpleNamespace(vllm_server_base_url=sound))
-    urls = SimpleNamespace(vllm_server_base_url=["http://a:1", f"http://swift:{KEY[0]}@node7:8000"])
-    with pytest.raises(ValueError, match=r"holds a password for node7.*~/\.netrc") as refused:
-        api_key.check_urls(urls)
-    assert "@" not in str(refused.value)
-
-
-WRONG = {"Authorization": basic("swift:key")}
-
-
 def test_every_route_but_health_asks_for_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Deployed(Replica(), key=with_key(monkeypatch).api_key).client
+    client = Deployed(Replica(), api_key=with_key(monkeypatch).api_key).client
     paths = [(r.path, method) for r in client.app.routes for method in r.methods]  # type: ignore[attr-defined]
     assert {("/infer/", "POST"), (routes.REPORTS_PATH, "GET")} <= {*paths}
     for path, method in paths:
         status = client.request(method, path, content=b"no JSON").status_code
         assert (status == 401) == (path.rstrip("/") != "/health"), path
     assert client.post("/infer/").headers["WWW-Authenticate"] == "Bearer"
-    for headers, fault in (({}, "missing"), (WRONG, "not this server's")):
+    wrong = {"Authorization": basic("swift:key")}
+    for headers, fault in (({}, "missing"), (wrong, "not this server's")):
         refused = client.post("/infer/", headers=headers).json()["detail"]
         assert f"401 Unauthorized: the API key is {fault}. Give a training the key by" in refused
     # starlette up to 1.0.0 built `request.url` from the client's `Host`.

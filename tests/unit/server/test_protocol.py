@@ -22,7 +22,7 @@ PROTOCOL = PAGE.read_text(encoding="utf-8").split("\n## The protocol\n")[1].spli
 NAMES = {*re.findall(r"`([^`\n]+)`", PROTOCOL)}
 
 
-def test_it_has_all_headers_routes_and_fields_of_answers() -> None:
+def test_it_has_all_headers_routes_and_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = {value for name, value in vars(wire).items() if name.endswith("_HEADER")}
     assert {n for n in NAMES if n.startswith("X-")} == {*ours, lease.OWNER_HEADER}
     assert f"every {lease.HEARTBEAT_SECONDS:g} seconds" in PROTOCOL
@@ -37,14 +37,10 @@ def test_it_has_all_headers_routes_and_fields_of_answers() -> None:
     told |= server.client.post("/get_engine_type/").json()[wire.KEY]
     reported = {field.name for field in fields(WeightReport)}
     assert {*told, *reported, routes.REPORTS_PATH, wire.KEY, conversation.KEY} <= NAMES
-
-
-def test_its_request_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     [text] = re.findall(r"```json\n(.*?)```", PROTOCOL, re.S)
     request = json.loads(text)
     monkeypatch.setattr(routes, "check_media", lambda _: None)  # its picture does not exist
-    answer = Deployed(Replica()).client.post("/infer/", json={"infer_requests": [request]})
-    assert answer.status_code == 200
+    assert server.ask(request).status_code == 200
     written = request["data_dict"][wire.KEY]
     assert {*written} == {"version", *(field.name for field in fields(RequestMetadata))}
     assert {*written["sample_id"]} == {field.name for field in fields(SampleId)}

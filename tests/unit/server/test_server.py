@@ -1,27 +1,30 @@
 """The routes of `swift rollout`: every request is spread over replicas, bounded in time, and paired
 with its answer; a bad one is refused, and another replica answers for one that fails (F1, F2, F3,
-F5)."""
+F5). A lost replica is started again, and generates once it holds weights (F4)."""
 
 from __future__ import annotations
 
-import json
+import errno
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import requests
 from fastapi.testclient import TestClient
+from swift.pipelines.infer import rollout
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import WeightReport
 from swift_grpo_ext.server import replicas, routes
 from swift_grpo_ext.server.lease import OWNER_HEADER
+from swift_grpo_ext.server.replicas import Restarts
 from tests.rig.server.served import Deployed, Replica, groups_of, listening, request
 
 BODY = {"infer_requests": [request(0)]}
@@ -37,25 +40,15 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-# --- dispatching ---
-
-
 @pytest.mark.parametrize(
-    ("words", "count", "config", "shares"),
-    [
-        (4000, 4, {"max_tokens": 16}, [[0], [1, 2, 3, 4, 5]]),
-        (1, 64, {"max_tokens": 16}, [[0], [1, 2, 3, 4, 5]]),
-        (1, 64, None, [[0, 2, 4], [1, 3, 5]]),
-    ],
+    ("config", "shares"),
+    [({"max_tokens": 16}, [[0], [1, 2, 3, 4, 5]]), ({}, [[0, 2, 4], [1, 3, 5]])],
 )
-def test_groups_go_to_replicas_by_cost(
-    words: int, count: int, config: dict[str, int] | None, shares: list[list[int]]
-) -> None:
-    """A replica with a long prompt or a large group gets no other."""
+def test_groups_go_to_replicas_by_cost(config: Any, shares: list[list[int]]) -> None:
+    """A replica with a large group gets no other."""
     two = [Replica(), Replica()]
-    asked = [request(0, words, count=count), *(request(group, count=4) for group in range(1, 6))]
-    body = {"infer_requests": asked, "request_config": config}
-    assert groups_of(Deployed(*two).client.post("/infer/", json=body)) == list(range(6))
+    answer = Deployed(*two).ask(request(0, count=64), *map(request, range(1, 6)), **config)
+    assert groups_of(answer) == list(range(6))
     assert [replica.groups for replica in two] == shares
 
 
@@ -67,8 +60,7 @@ def test_requests_of_other_clients_go_in_contiguous_slices() -> None:
     many = [Replica("ends"), *(Replica() for _ in range(6))]
     assert groups_of(Deployed(*many).draw(5, as_arrays=False)) == [0, 1, 2, 3, 4]
     mixed = [request(0) | {"data_dict": {}}, request(1, as_arrays=False)]
-    answer = Deployed(Replica()).client.post("/infer/", json={"infer_requests": mixed})
-    assert groups_of(answer) == [-1, -1]
+    assert groups_of(Deployed(Replica()).ask(*mixed)) == [-1, -1]
 
 
 OF_ONE_THAT_HANGS = 1.5  # seconds; the other replica needs more than milliseconds if it must wait
@@ -113,9 +105,6 @@ def test_replicas_that_are_gone_or_wait_for_weights_draw_nothing(as_arrays: bool
     assert refused.json()["detail"].startswith("its 1 replicas wait for a training's weights")
 
 
-# --- time ---
-
-
 @pytest.mark.parametrize("method", [*RESETS, "read_number_bits"])
 def test_every_call_is_bounded(method: str) -> None:
     """The bound is the owner's if that is shorter than the server's. A stranger's bound ends no
@@ -131,18 +120,16 @@ def test_every_call_is_bounded(method: str) -> None:
     assert "a replica has not answered for 1 s" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize(
-    ("bound", "expected"), [("1e-6", 1.0), ("nan", 1.0), ("7", 7.0), ("inf", 60.0)]
-)
-def test_a_bound_lies_between_a_second_and_the_servers_own(bound: str, expected: float) -> None:
+def test_a_bound_lies_between_a_second_and_the_servers_own() -> None:
     """What is no number is refused, for any client."""
     deployed = Deployed(Replica(), timeout=60.0)
     for owner in ({}, OWNED):
         cause = f"{wire.TIMEOUT_HEADER}: could not convert string to float: '1,2'; expected"
         deployed.refuse("/infer/", 400, cause, headers=owner | {wire.TIMEOUT_HEADER: "1,2"})
-    headers = OWNED | {wire.TIMEOUT_HEADER: bound}
-    assert deployed.client.get("/get_world_size/", headers=headers).status_code == 200
-    assert deployed.timeout == expected
+    for bound, expected in (("1e-6", 1.0), ("nan", 1.0), ("7", 7.0), ("inf", 60.0)):
+        headers = OWNED | {wire.TIMEOUT_HEADER: bound}
+        assert deployed.client.get("/get_world_size/", headers=headers).status_code == 200
+        assert deployed.timeout == expected
 
 
 def test_a_body_that_never_ends_blocks_nobody() -> None:
@@ -172,49 +159,85 @@ def test_a_server_that_is_busy_says_so_and_is_healthy() -> None:
         assert reset.json() == {"message": "reset_mm_cache is done."}
 
 
-def test_a_slow_answer_begins_at_once_and_is_given_up_with_its_client(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slow = Replica("is late")
-    monkeypatch.setattr(replicas, "give_up", slow.goes_on.set)
-    with listening(Deployed(slow)) as url:
-        headers = {wire.STATUS_HEADER: "1"}
-        ask = partial(requests.post, f"{url}/infer/", json=BODY, headers=headers, timeout=10)
-        answer = ask(stream=True)
-        content = answer.iter_content(1)  # kept: the end of this generator closes the connection
-        assert next(content) == b" "
-        assert not slow.goes_on.is_set()
-        answer.close()
-        wait_until(slow.goes_on.is_set)
-        answer = ask()
-        assert answer.headers[wire.STATUS_HEADER]
-        status, _, content = answer.content.lstrip().partition(b"\n")
-        assert status == b"200"
-        assert [one["rollout_infos"]["group"] for one in json.loads(content)] == [0]
+def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are answered meanwhile, also if the machine cannot start it. It joins when a
+    connected training asks, since a connecting one already has the number of replicas. It generates
+    once it has weights. Four restarts are the budget."""
+    said: list[str] = []
+    monkeypatch.setattr(replicas.logger, "error", said.append)
+    monkeypatch.setattr(replicas.logger, "warning", said.append)
+    ended, healthy, started = Replica(number=0), Replica(number=1), list[Any]()
+    deployed = Deployed(ended, healthy)
+    deployed.restarts, deployed.master_port = Restarts(deployed, 4), 5
+    ended.kill()
 
+    def start() -> None:
+        if len(started) == 1:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-# --- the caller's fault ---
+    def process(target: Any, args: Any) -> Any:
+        assert target is rollout.llm_worker
+        assert args[:3] == (deployed.args, 0, 5)
+        replica = Replica(number=2, child=Connection(os.dup(args[3].connection.fileno())))
+        started.append(replica)
+        replica.start = start
+        return replica
+
+    monkeypatch.setattr(rollout, "Process", process)
+    connected = {wire.INSTANCE_HEADER: routes.INSTANCE}
+
+    def told(**headers: str) -> tuple[int, int, int]:
+        """Return the numbers of replicas that are used, that may join, and that are ready."""
+        answer = deployed.client.post("/get_engine_type/", headers=headers).json()[wire.KEY]
+        health = deployed.client.get("/health/").json()
+        return answer["replicas"], answer["starting"], health["waiting_for_weights"]
+
+    def drew() -> list[int]:
+        before = [len(replica.groups) for replica in (healthy, *started)]
+        assert groups_of(deployed.draw(4)) == [0, 1, 2, 3]
+        pairs = zip((healthy, *started), before, strict=False)
+        return [len(replica.groups) - num for replica, num in pairs]
+
+    assert drew() == [4]
+    failed = "Replica 0 could not be started ([Errno 12] Cannot allocate memory): try 1 of 4."
+    assert said[1:] == [failed]
+    assert told(**connected) == (1, 1, 0)
+    assert said[-1] == "Restarting replica 0 (2 of 4)."
+    assert told(**connected) == (1, 1, 0)  # it is still loading
+    started[1].says({"status": "error", "why": "no memory"})
+    assert told() == (1, 1, 1)
+    assert told(**connected) == (1, 1, 0)  # and started once more
+    assert said[-2] == "Replica 0 did not start: {'status': 'error', 'why': 'no memory'}"
+    started[2].kill()
+    assert told() == told(**connected) == (1, 1, 0)
+    assert said[-2] == "Replica 0 did not start: {'status': 'ended'}"
+    started[3].says({"status": "ready"})
+    assert told() == (1, 1, 1)
+    assert told(**connected) == (2, 0, 0)
+    assert [connection.name for connection in deployed.connections] == ["1.0", "0.4"]
+    assert drew() == [4, 0, 0, 0, 0]
+    loaded = deployed.client.post("/process_weights_after_loading/")
+    assert loaded.json() == {"message": "The weights are loaded."}
+    assert drew() == [2, 0, 0, 0, 2]
+    started[3].kill()
+    assert drew() == [4, 0, 0, 0, 0]
+    assert told(**connected) == (1, 0, 0)
+    assert "Giving up on replica 0 after 4 restarts." in said[-1]
 
 
 @pytest.mark.parametrize(
     ("fields", "status", "words"),
     [
-        ({"messages": None}, 422, ["messages", "valid list", "None"]),
         ({"messages": {"b": "c" * 10_000}}, 422, ["messages", "valid list", "'ccc"]),
         ({"messages": []}, 422, ["messages", "at least 1 item"]),
         ({"messages": [{"content": ""}]}, 422, ["messages", "role", "Field required"]),
-        ({"images": 7}, 422, ["images", "valid list", "7"]),
-        ({"data_dict": []}, 422, ["data_dict", "valid dictionary", "[]"]),
         ({"data_dict": {wire.KEY: {"version": 99}}}, 400, ["speaks version 99"]),
         ({"images": [f"data:{'x' * 9},"], "audios": [{"no": "path"}]}, 200, []),
     ],
 )
-def test_a_bad_request_is_refused_by_field_and_value(
-    fields: dict[str, Any], status: int, words: list[str]
-) -> None:
+def test_a_bad_request_is_refused(fields: dict[str, Any], status: int, words: list[str]) -> None:
     replica = Replica()
-    body = {"infer_requests": [request(0), request(1) | fields]}
-    answer = Deployed(replica).client.post("/infer/", json=body)
+    answer = Deployed(replica).ask(request(0), request(1) | fields)
     assert answer.status_code == status, answer.text
     assert len(answer.content) < 2000  # it has the beginning of a value
     assert [word for word in words if word not in answer.text] == []
@@ -229,17 +252,15 @@ def test_what_cannot_be_encoded_is_tried_once() -> None:
     assert all(replica.is_alive() for replica in two)
 
 
-# --- weights ---
-
-
 def test_a_server_that_was_started_anew_takes_no_work() -> None:
     """It answers 409 until the trainer has sent weights; calls that need none are answered."""
-    server, other = Deployed(Replica()), {wire.INSTANCE_HEADER: "another start"}
+    server, other = Deployed(replica := Replica()), {wire.INSTANCE_HEADER: "another start"}
     cause = "restarted, and has the base model's weights"
     for path in ("/infer/", "/update_flattened_params/", "/process_weights_after_loading/"):
         server.refuse(path, 409, cause, json={}, headers=other)
     closed = server.client.post("/close_communicator/", headers=other)
     assert closed.json() == {"message": "The group is closed."}
+    assert replica.calls == [("close_communicator", ())]
 
 
 def test_replicas_join_where_the_training_came_in() -> None:
