@@ -161,6 +161,15 @@ def test_completions_of_a_batch() -> None:
     assert silent.rollout_per_token_logps is None
 
 
+def test_a_dataset_row_keeps_its_end_and_its_columns() -> None:
+    """`add_eos` None leaves the end to the template. Columns may have names of our fields."""
+    row = {"messages": [{"role": "user", "content": "?"}], "sample_id": "mine", "prompt_hash": 1}
+    made = RolloutGKDSample.from_row(row)
+    assert made.add_eos is None
+    assert made.extra == {"sample_id": "mine", "prompt_hash": 1}
+    assert not made.rollout_prompts
+
+
 def test_rows_without_a_teachers_prompt_are_taught_with_their_own() -> None:
     """Ranks agree: all make the pass of a teacher whose weights are sharded."""
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "7"}]
