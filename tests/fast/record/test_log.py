@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pandas
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -137,13 +136,12 @@ def test_a_round_is_a_file_and_small_ones_are_merged(
     assert steps_of(tmp_path) == [4, 0, 1, 2, 3, 5, 6, 7]
 
 
-@pytest.mark.parametrize("large", [1, sample_log.LARGE])  # some files are merged, or none
 def test_a_bound_removes_the_oldest_and_no_more_than_it_must(
-    tmp_path: Path, large: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound includes earlier sessions. A reader that read before looks for files that have
     gone. `test_history.py` has scores, and sessions that fail."""
-    monkeypatch.setattr(sample_log, "LARGE", large)
+    monkeypatch.setattr(sample_log, "LARGE", 1)  # some files are merged
     tokens, max_bytes = tokens_of(2000), 250_000
     write_steps(open_log(tmp_path), *range(32), **tokens)
     before = Record(tmp_path)
@@ -224,16 +222,18 @@ def test_flipped_bits_are_named_or_harmless(
     assert num_named > 15
 
 
-@pytest.mark.parametrize("column", ["mask", "phase"])  # it is gone, or it lost its values
+@pytest.mark.parametrize(
+    ("column", "wrong"), [("mask", []), ("phase", [None]), ("logprobs", [[-1.0] * 9])]
+)
 def test_a_damaged_file_is_named_once_never_merged_and_read_when_it_is_restored(
-    column: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    column: str, wrong: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = open_log(tmp_path)
     write_steps(log, 0, 1, 2)
     path = record_files(SAMPLES.folder(tmp_path))[1].path
     sound, rows = path.read_bytes(), pq.read_table(path)
-    at, lost = rows.schema.get_field_index(column), pa.nulls(1, pa.utf8())
-    rows = rows.drop_columns(["mask"]) if column == "mask" else rows.set_column(at, column, lost)
+    rows = rows.drop_columns([column])
+    rows = rows.append_column(column, [wrong]) if wrong else rows
     pq.write_table(rows, path)
     record = Record(tmp_path)
     assert [record.refresh() for _ in range(3)] == [True, False, False]
