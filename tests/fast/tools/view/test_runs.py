@@ -6,16 +6,23 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
+from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any, get_args
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from swift_grpo_ext.sampling.seeding import RoundId
+from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS, Fate
+from swift_grpo_ext.sampling.seeding import PHASES, RoundId
 from swift_grpo_ext.tools.view import pages, runs
 from swift_grpo_ext.tools.view.pages import render, write_page
 from swift_grpo_ext.tools.view.runs import Run, find_samples, list_groups
-from tests.rig.view.runs import Writer, add_logs, make_rows, make_run, open_run, score
+from tests.rig.record.rows import row_of, sample_id, score_of
+from tests.rig.view.runs import Writer, add_logs, make_rows, make_run, open_run
 
 
 def rewards_of(run: Run) -> list[float | None]:
@@ -79,32 +86,6 @@ def test_a_log_ends_and_goes_on(tmp_path: Path) -> None:
     assert (run.facts.has_ended, run.facts.step) == (False, 4)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"min_step": "1", "min_reward": "0.5", "max_step": "1"}, "1.1.1"),
-        ({"max_step": "0", "max_reward": "0.5"}, "0.0.0 0.0.1 0.1.0"),
-        ({"min_step": "2", "truncated": "false"}, "3.0.0 3.1.0 2.0.0 2.1.0"),
-        ({"finish_reason": "length", "max_step": "2"}, "1.0.0"),
-        ({"text": "G1 I0"}, "3.1.0 2.1.0 1.1.0 0.1.0"),
-        ({"text": "a.c"}, "2.1.1"),
-        ({"text": "question 1", "where": "prompt", "max_step": "0"}, "0.1.0 0.1.1"),
-        ({"text": '"s1', "where": "columns", "max_step": "0"}, "0.1.0 0.1.1"),
-        ({"min_reward.Accuracy": "1", "max_step": "1", "max_reward.Format": "1"}, "1.1.1 0.1.1"),
-        ({"max_step": "0", "sort": "-reward.Accuracy"}, "0.1.1 0.0.0 0.0.1 0.1.0"),
-        ({"max_step": "1", "text": "i1", "sort": "-reward"}, "1.1.1 0.1.1 1.0.1 0.0.1"),
-        ({"min_step": "2", "max_step": "2", "sort": "reward"}, "2.0.0 2.0.1 2.1.0 2.1.1"),
-        ({"text": "第二轮"}, "3.0.1 3.1.1"),
-    ],
-)
-def test_filters_and_orders(run: Run, values: dict[str, str], expected: str) -> None:
-    """Step, group and index of the samples that match, in order."""
-    count, samples = find_samples(run, values)
-    assert [f"{s['step']}.{s['group']}.{s['index']}" for s in samples] == expected.split()
-    assert count == len(samples)
-    assert find_samples(run, {**values, "offset": "1"}, 1) == (count, samples[1:2])
-
-
 def test_a_sample_as_a_list_shows_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "MAX_TEXT", 5)
     _, [sample] = find_samples(run, {"finish_reason": "length", "max_step": "1"})
@@ -113,35 +94,117 @@ def test_a_sample_as_a_list_shows_it(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert (sample["round"], len(sample["media"])) == ("train.1.0", 1)
     assert (sample["text"], sample["question"]) == ("g0 i0", "<image>Question 0?")
     assert sample["columns"] == {"solution": "s0"}
-    assert run.facts.menus["finish_reason"] == {"stop": 17, "length": 3}
-    assert run.facts.menus["truncated"] == {"false": 8, "true": 7}
-    assert run.facts.menus["stop_reason"] == {}
 
 
-def test_groups_of_a_round(run: Run) -> None:
-    _, scored = list_groups(run, RoundId("train", 1, 0))
-    expected = {
-        **{"round": "train.1.0", "group": 1, "index": 0, "question": "<image>Question 1?"},
-        **{"columns": {"solution": "s1"}, "media": [str(run.run_dir / "images/1.png")]},
-        **{"samples": 2, "num_texts": 2, "rewards": [0.0, 1.0], "reward": 0.5, "spread": 0.5},
+# --- filters, orders and groups: the model is a list of rows in Python ---
+
+Shown = dict[str, Any]
+"""A turn with its sample's score, by column, and by `reward.NAME` for each reward function."""
+
+FUNCTIONS = ("it's", 'a "七" ]b')  # names are any text
+COLUMNS = [*runs.RANGES, *(f"reward.{name}" for name in FUNCTIONS)]
+FATES = get_args(Fate)
+REWARDS = st.sampled_from([None, -0.5, 0.25, 1.0])
+TEXTS = st.sampled_from(["Seven", "SEVEN 七", "a.c%", "abc", ""])
+PROMPTS = TEXTS.map(lambda text: json.dumps([{"content": text}], ensure_ascii=False))
+TURNS = st.fixed_dictionaries(
+    {
+        **{"text": TEXTS, "prompt": PROMPTS, "columns": st.sampled_from([None, '{"a": "seven"}'])},
+        **{name: st.sampled_from([None, "stop"]) for name in ("finish_reason", "stop_reason")},
     }
-    assert {name: scored[name] for name in expected} == expected
-    _, partly_scored = list_groups(run, RoundId("train", 2, 0))
-    assert (partly_scored["rewards"], partly_scored["spread"]) == ([0.0, None], 0.0)
-    _, conversations = list_groups(run, RoundId("train", 3, 0))  # each counts once
-    assert (conversations["samples"], conversations["num_texts"]) == (2, 2)
-    assert (conversations["rewards"], conversations["reward"]) == ([0.0, 1.0], 0.5)
+)
+SCORES = st.fixed_dictionaries(
+    {
+        **dict.fromkeys(("reward", "advantage", "gap_max"), REWARDS),
+        "rewards": st.tuples(*(st.tuples(st.just(name), REWARDS) for name in FUNCTIONS)),
+        **{"truncated": st.booleans(), "fate": st.sampled_from(FATES)},
+    }
+)
+SAMPLES = st.tuples(st.lists(TURNS, min_size=1, max_size=2), SCORES | st.none())
+NAMES = st.tuples(st.sampled_from(PHASES), *[st.integers(0, last) for last in (2, 1, 1)])
+GROUPS = st.dictionaries(NAMES, st.lists(SAMPLES, min_size=1, max_size=3), min_size=1, max_size=4)
+FILTERS = [
+    *({f"{end}_{c}": bound} for c in COLUMNS for end in ("min", "max") for bound in ("0.25", "1")),
+    *({"text": text, "where": w} for text in ("sEVEN", "七", "a.c") for w in runs.TEXTS),
+    *({"sort": f"{sign}{column}"} for column in COLUMNS for sign in ("", "-")),
+    *({"phase": "eval"}, {"finish_reason": "stop"}, {"stop_reason": "stop"}),
+    *({"truncated": "false"}, {"fate": "trained"}, {"fate": "generated"}),
+]
+SEARCHES = st.lists(st.sampled_from(FILTERS), max_size=4).map(
+    lambda filters: {name: value for each in filters for name, value in each.items()}
+)
 
 
-def test_names_of_functions_are_text(tmp_path: Path) -> None:
-    names = ["it's", 'a "name"', "准确", "a]b"]
-    rows, writer = make_rows(0), Writer(tmp_path)
+def passes(row: Shown, name: str, wanted: str, where: str) -> bool:
+    """Return whether a row passes a filter; a value that is unknown passes none."""
+    end, _, column = name.partition("_")
+    if name in ("where", "sort"):
+        return True
+    if name == "text":
+        return wanted.lower() in (row[where] or "").lower()
+    if end not in ("min", "max"):
+        return str(row.get(name)).lower() == wanted
+    value, bound = row.get(column), float(wanted)
+    return value is not None and (value >= bound if end == "min" else value <= bound)
+
+
+def place_of(row: Shown, sort: str) -> tuple[Any, ...]:
+    """Return the place of a row: the newest is the first if nothing else decides."""
+    value = row.get(sort.removeprefix("-"))
+    by_value = value is None, (value or 0) * (-1 if sort[:1] == "-" else 1)
+    newest = -row["step"], row["phase"], -row["number"]
+    return *by_value, *newest, row["group"], row["index"], row["turn"]
+
+
+@settings(max_examples=15)
+@given(groups=GROUPS, searches=st.lists(SEARCHES, min_size=8), offset=st.integers(0, 2))
+def test_searches_and_groups_are_their_definitions(
+    groups: dict[Any, list[Any]],
+    searches: list[dict[str, str]],
+    offset: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    assume(any(score for samples in groups.values() for _, score in samples))
+    rows, scores, model = [], [], list[Shown]()
+    for (phase, step, number, group), samples in groups.items():
+        for index, (turns, score) in enumerate(samples):
+            name = sample_id(step, phase, number=number, group=group, index=index)
+            known = {"fate": "generated"}
+            if score:
+                scores.append(score_of(name, **score))
+                known = {**score, **{f"reward.{n}": value for n, value in score["rewards"]}}
+            for turn, content in enumerate(turns):
+                rows.append(row := row_of(replace(name, turn=turn), **content))
+                counted = {"num_tokens": row.num_tokens}
+                model.append({**asdict(row.sample_id), **counted, **content, **known})
+    writer = Writer(folder := tmp_path_factory.mktemp("run"))
     writer.write(rows, scored=False)
-    rewards = [(name, 0.5) for name in names]
-    writer.append_scores([replace(score(row, 1.0), rewards=rewards) for row in rows])
-    run = open_run(tmp_path)
-    for name in names:
-        assert find_samples(run, {f"min_reward.{name}": "0.5", "sort": f"reward.{name}"})[0] == 4
+    writer.append_scores(scores)
+    run = open_run(folder)
+    for search in searches:
+        sort, where = search.get("sort", ""), search.get("where", "text")
+        wanted = [row for row in model if all(passes(row, *f, where) for f in search.items())]
+        wanted.sort(key=lambda row: place_of(row, sort))
+        count, found = find_samples(run, search)
+        names = (*SAMPLE_ID_COLUMNS, "num_tokens", "text", "reward", "fate", "truncated")
+        seen = [{name: row[name] for name in names} for row in found]
+        assert seen == [{name: row.get(name) for name in names} for row in wanted]
+        page = find_samples(run, {**search, "offset": str(offset)}, 2)
+        assert (len(found), page) == (count, (count, found[offset : offset + 2]))
+    listed = {RoundId(*name[:3]): list_groups(run, RoundId(*name[:3])) for name in groups}
+    assert [(*name, g["group"]) for name in sorted(listed) for g in listed[name]] == sorted(groups)
+    for group in (group for of_round in listed.values() for group in of_round):
+        samples = groups[group["phase"], group["step"], group["number"], group["group"]]
+        texts = {tuple(turn["text"] for turn in turns) for turns, _ in samples}
+        assert (group["samples"], group["num_texts"]) == (len(samples), len(texts))
+        assert group["rewards"] == [score and score["reward"] for _, score in samples]
+        some = [reward for reward in group["rewards"] if reward is not None]
+        expected = (fmean(some), pstdev(some)) if some else (None, None)
+        assert (group["reward"], group["spread"]) == pytest.approx(expected)
+    for name, menu in run.facts.menus.items():
+        having = map(asdict, scores) if name in runs.MENUS["rewards"] else model
+        values = [row[name] for row in having if row[name] is not None]
+        assert menu == Counter(str(value).lower() for value in values)
 
 
 # --- pages ---
