@@ -150,8 +150,9 @@ def test_a_long_alarm_names_some_and_the_earlier_round_of_frozen_noise() -> None
 
 Ids = list[int]
 completions = st.lists(st.integers(0, 4), max_size=12)
-rounds = st.lists(st.lists(completions, min_size=1, max_size=5), min_size=1, max_size=4)
-
+groups = st.lists(completions, min_size=1, max_size=5)
+rounds = st.lists(st.tuples(st.integers(0, 5), groups), min_size=1, max_size=6)
+"""Groups with the numbers of their prompts."""
 
 likeness = Levenshtein.normalized_similarity
 
@@ -191,7 +192,9 @@ def mean(values: list[float]) -> float | None:
 
 @settings(deadline=None, max_examples=200)
 @given(rounds)
-def test_metrics_are_their_definitions(round_: list[list[Ids]]) -> None:
+def test_metrics_are_their_definitions(prompts_and_groups: list[tuple[int, list[Ids]]]) -> None:
+    """Rows may come in any order, and twice. Of equal prompts the first counts."""
+    round_ = [group for _, group in prompts_and_groups]
     several = [g for g in round_ if len(g) > 1]
     num_different = [len(set(map(tuple, g))) for g in round_]
     all_ids = [ids for group in round_ for ids in group]
@@ -215,24 +218,16 @@ def test_metrics_are_their_definitions(round_: list[list[Ids]]) -> None:
         "distinct_answers": 1.0,
         "common_mode": 0.0,
     }
-    if len(round_) > 3:
-        modes = [Counter(map(tuple, g)).most_common(1)[0] for g in round_]
+    by_prompt = dict(prompts_and_groups[::-1])
+    if len(by_prompt) > 3:
+        modes = [Counter(map(tuple, g)).most_common(1)[0] for g in by_prompt.values()]
         counts = Counter(completion for completion, count in modes if count > 1)
-        expected["common_mode"] = max(counts.values(), default=0) / len(round_)
-    found = round_metrics(groups_of(*round_))
+        expected["common_mode"] = max(counts.values(), default=0) / len(by_prompt)
+    numbered = enumerate(prompts_and_groups)
+    rows = [r for n, (prompt, g) in numbered for r in group_of(*g, group=n, prompt=f"{prompt}")]
+    found = round_metrics(group_samples([*rows[::-1], *rows]))
     expected = {name: value for name, value in expected.items() if value is not None}
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
-    backwards = round_metrics([group_of(*g[::-1], group=i) for i, g in enumerate(round_[::-1])])
-    backwards["common_mode"] = found["common_mode"]
-    assert backwards == pytest.approx(found)
-
-
-def test_few_prompts_have_no_common_mode_and_equal_prompts_count_once() -> None:
-    assert round_metrics(groups_of(*[[[1], [1]]] * 3))["common_mode"] == 0.0
-    groups = groups_of(*[[[mode], [mode]] for mode in (1, 2, 3, 4, 4, 4)])
-    for group in groups[4:]:
-        group[0] = replace(group[0], fingerprint="0")
-    assert round_metrics(groups)["common_mode"] == 0.25
 
 
 # --- bounds on the cost (D6), which `scripts/bench/diversity.py --cost-only` measures ---
@@ -282,18 +277,16 @@ outcomes = st.tuples(
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.lists(outcomes, min_size=1, max_size=5), max_size=4))
 def test_outcomes_are_their_definitions(round_: list[list[tuple[Ids, str, float | None]]]) -> None:
-    """Samples without a score, and groups without any, are left out."""
-    groups = [
-        [sample(ids, index=i, group=g, text=text) for i, (ids, text, _) in enumerate(of_group)]
-        for g, of_group in enumerate(round_)
-    ]
+    """The last turn stands for a conversation. Samples without a score, and groups without any, are
+    left out."""
+    last_turns, first_turns, scores = [], [], {}
+    for g, of_group in enumerate(round_):
+        last_turns.append([])
+        first_turns.append(group_of(*[[9]] * len(of_group), group=g, text="another"))
+        for i, (ids, text, reward) in enumerate(of_group):
+            last_turns[-1].append(sample(ids, index=i, group=g, turn=1, text=text))
+            scores |= {} if reward is None else {sample_id(group=g, index=i): reward}
     rewards = [[reward for *_, reward in of_group] for of_group in round_]
-    scores = {
-        row.sample_id: reward
-        for group, values in zip(groups, rewards, strict=True)
-        for row, reward in zip(group, values, strict=True)
-        if reward is not None
-    }
     known = [[r for r in values if r is not None] for values in rewards]
     several = [values for values in known if len(values) > 1]
     correct = [[o for o in of_group if o[2] is not None and o[2] >= 1] for of_group in round_]
@@ -312,18 +305,8 @@ def test_outcomes_are_their_definitions(round_: list[list[tuple[Ids, str, float 
         ]
         expected[f"pass_at_{k}"] = mean(shares)
     defined = {name: value for name, value in expected.items() if value is not None}
-    assert outcome_metrics(groups, scores) == pytest.approx(defined)
-
-
-def test_the_last_turn_stands_for_a_conversation() -> None:
-    turns = [
-        [sample([1], index=i, turn=turn, text=text) for i, text in enumerate(texts)]
-        for turn, texts in enumerate((["same", "same"], ["5", "6"]))
-    ]
-    scores = {s.sample_id: 1.0 for s in turns[0]}
-    for order in (turns, turns[::-1]):
-        found = outcome_metrics(order, scores)
-        assert (found["correct_answers"], found["pass_at_1"]) == (2.0, 1.0)
+    for turns in (first_turns + last_turns, last_turns + first_turns):
+        assert outcome_metrics(turns, scores) == pytest.approx(defined)
 
 
 # --- bad input ---
@@ -339,10 +322,3 @@ def test_unusable_logprobs_do_not_count() -> None:
     np.testing.assert_equal(known_logprobs(some), [-0.5, nan, float("-inf"), -2.0])
     found = round_metrics([[some, sample([5, 6], index=1)]])
     assert found["surprisal"] == pytest.approx(np.mean([0.5, 2.0, np.log(2), np.log(2)]))
-
-
-def test_rows_become_groups_by_place_and_once() -> None:
-    rows = [sample([1], group=g, index=i) for g in (1, 0) for i in (2, 0, 1)]
-    groups = group_samples([*rows, *rows])
-    sample_ids = [[(s.sample_id.group, s.sample_id.index) for s in g] for g in groups]
-    assert sample_ids == [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]

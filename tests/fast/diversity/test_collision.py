@@ -163,7 +163,6 @@ PAIR = [[(0, 0), (0, 1)]]
             [*group_of(LONG, LONG), *group_of([2, 5], [2, 6], group=1, prompt="other")],
             *(1 + 2 - 60, PAIR),
         ),
-        (group_of([2, 5], [2, 6]), 0, []),
         # Top-k 1, forced tokens, a template's: copies without surprisal prove nothing.
         (group_of(*[[7] * 1000] * 16, bits=0.0), 0, []),
         # NaN; a log-probability of minus infinity; above 0: they add nothing.
