@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,22 +27,8 @@ from swift_grpo_ext.diversity.metrics import (
     outcome_metrics,
     round_metrics,
 )
-from swift_grpo_ext.record.tables import SampleRow
 from tests.rig.diversity.samples import LONG, group_of, groups_of, sample
 from tests.rig.record.rows import sample_id
-
-
-def analyzer_of() -> RoundAnalyzer:
-    return RoundAnalyzer(is_greedy=False, seed_mode="sample")
-
-
-def copies(step: int, **kwargs: Any) -> list[SampleRow]:
-    """Return a collapsed round: equal samples of low surprisal."""
-    return group_of(*[[1, 2, step]] * 4, step=step, bits=0.05, **kwargs)
-
-
-def different(step: int, **kwargs: Any) -> list[SampleRow]:
-    return group_of(*[[step * 10 + i] * 5 for i in range(4)], step=step, **kwargs)
 
 
 def test_a_record_holds_what_was_measured() -> None:
@@ -53,7 +38,9 @@ def test_a_record_holds_what_was_measured() -> None:
         *(sample([5], index=i, step=3, group=8, prompt="c", bits=None) for i in (0, 1)),
         sample([1], step=3, group=9, prompt="d"),
     ]
-    healthy, record = analyzer_of().analyze([*samples, *different(1, prompt="e")])
+    healthy, record = RoundAnalyzer(is_greedy=False, seed_mode="sample").analyze(
+        [*samples, *group_of([1], [2], [3], [4], step=1, prompt="e")]
+    )
     assert (healthy.round.step, healthy.num_samples, healthy.num_pairs) == (1, 4, 6)
     assert (healthy.verdict, healthy.alarm, healthy.remedy) == ("healthy", None, "")
     assert (record.round, record.num_samples, record.num_groups) == (("train", 3, 0), 15, 4)
@@ -110,25 +97,12 @@ def test_verdicts() -> None:
         assert verdict_of(CollisionTest(log2_p=log2_p), found) == untested
 
 
-def test_collapse_is_an_alarm_in_its_third_round_for_each_phase() -> None:
-    analyzer = analyzer_of()
-    rounds = [
-        *(copies(0), copies(1), copies(0, phase="eval"), copies(1, phase="eval"), copies(2)),
-        *(copies(3), different(4), copies(5), copies(6), copies(7)),
-    ]
-    records = [analyzer.analyze(samples)[0] for samples in rounds]
-    alarms = [bool(record.alarm) for record in records]
-    assert [record.scalars()["diversity/collapse"] for record in records] == alarms
-    assert alarms == [False] * 4 + [True] * 2 + [False] * 3 + [True]
-    assert "collapsed policy in train round 3.0, 4 rounds in a row: 100%" in str(records[5].alarm)
-
-
-# --- alarms ---
-
-
 def test_a_long_alarm_names_some_and_the_earlier_round_of_frozen_noise() -> None:
     """It names one of three collisions, and four of five samples. A collapse has its figures."""
-    analyzer, groups = analyzer_of(), groups_of(*[[LONG] * 5] * 3, replica="")
+    analyzer, groups = (
+        RoundAnalyzer(is_greedy=False, seed_mode="sample"),
+        groups_of(*[[LONG] * 5] * 3, replica=""),
+    )
     (record,) = analyzer.analyze([s for group in groups for s in group])
     assert "sample 3 (rank 0) and 1 more share their first 60" in str(record.alarm)
     assert str(record.alarm).endswith(" (60 bits of surprisal). And 2 more.")

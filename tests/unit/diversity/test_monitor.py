@@ -104,12 +104,16 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
 def test_alarms_stop_a_run_and_are_said_once_until_they_end_or_change(
     tmp_path: Path, said: list[str]
 ) -> None:
-    """A sound round of the same step does not undo an alarm."""
+    """A sound round of the same step does not undo an alarm. Collapsed rounds of evaluations count
+    apart."""
     run = Run(tmp_path, diversity_action="stop")
     rounds = [group_of(LONG, LONG) + group_of([1], [2], phase="eval")]
     rounds += [group_of(LONG, LONG, step=1), group_of([1], [2], step=2)]
     rounds += [group_of([*LONG, 3], [*LONG, 3], step=3)]
-    rounds += [group_of(*[[1, 2]] * 4, step=step, bits=0.01) for step in (4, 5, 6, 7)]
+    for step in (4, 5, 6, 7):
+        phases = ("train", "eval") if step < 6 else ("train",)
+        collapsed = [group_of(*[[1, 2]] * 4, step=step, bits=0.01, phase=p) for p in phases]
+        rounds.append([row for group in collapsed for row in group])
     stops = [run.step(samples) for samples in rounds]
     assert stops == [True, True, False, True, False, False, True, True]
     assert [line.split(": ")[1] for line in said] == [
@@ -118,6 +122,8 @@ def test_alarms_stop_a_run_and_are_said_once_until_they_end_or_change(
         "collapsed policy in train round 6.0, 3 rounds in a row",
     ]
     assert all(f"`swift-grpo-ext view {tmp_path}`" in line for line in said)
+    has_collapsed = [record.scalars()["diversity/collapse"] for record in run.records]
+    assert has_collapsed == [False] * 9 + [True] * 2
 
 
 @pytest.mark.parametrize(

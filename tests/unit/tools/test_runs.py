@@ -61,8 +61,7 @@ def test_a_folder_without_a_run_or_with_several(tmp_path: Path) -> None:
 def test_every_command_finds_a_default_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs are in ms-swift's versions of output/my-run. A folder without a run, or with several, is
-    refused."""
+    """A folder without a run, or with several, is refused."""
     for place in (f"my-run/{VERSIONS[0]}", f"my-run/{VERSIONS[1]}", f"other/{VERSIONS[0]}"):
         write(tmp_path / "output" / place)
     monkeypatch.chdir(tmp_path)
@@ -70,14 +69,12 @@ def test_every_command_finds_a_default_run(
     taken = f"{one}: using its newest run, {VERSIONS[1]}.\n"
     group = ["--round", "7", "--group", "0"]
     no_group = f"swift-grpo-ext replay: {one}/{VERSIONS[1]} holds no group 0 of eval round 7.0"
-    several = "output holds 2 runs, expected one: give one of output/my-run"
     for command, status, out, err in (
         (["view", one, "--output", "page.html"], 0, "page.html\n", taken),
         (["diff", one, other], 0, f"A: {one}/{VERSIONS[1]}\nB: {other}/{VERSIONS[0]}\n", taken),
         (["compare", "--baseline", one, "--candidate", other], 0, "1 pair(s) of runs", taken),
         (["replay", one, *group, "--phase", "eval"], 2, "", no_group),
-        (["diff", "output", one], 2, "", f"swift-grpo-ext diff: {several}"),
-        (["replay", "output", *group], 2, "", f"swift-grpo-ext replay: {several}"),
+        (["diff", "output", one], 2, "", "swift-grpo-ext diff: output holds 2 runs"),
         (["view", "."], 2, "", "swift-grpo-ext view: . holds no run (args.json"),
     ):
         assert main(command) == status
