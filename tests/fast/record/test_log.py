@@ -20,21 +20,18 @@ import pytest
 from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import SampleLog, next_session, record_files
 from swift_grpo_ext.record.query import Record, read_group, read_samples
-from swift_grpo_ext.record.tables import DIVERSITY, REWARDS, SAMPLES, SampleRow, to_rows
+from swift_grpo_ext.record.tables import DIVERSITY, REWARDS, SAMPLES
 from tests.rig.record.rows import (
     ROW,
     diversity_row,
     open_log,
     read_diversity,
+    read_rows,
     row_of,
     sample_id,
     score_of,
     write_session,
 )
-
-
-def read_rows(run_dir: Path) -> list[SampleRow]:
-    return to_rows(read_samples(run_dir))
 
 
 def steps_of(run_dir: Path) -> list[int]:

@@ -107,13 +107,6 @@ class Chrome:
         self.until(f"document.querySelector({selector!r})")
         self.run(f"document.querySelector({selector!r}).click()")
 
-    def fill(self, selector: str, value: str) -> None:
-        self.run(
-            f"(e => {{ e.value = {value!r}; e.dispatchEvent(new Event('input', {{bubbles: true}}));"
-            f" e.dispatchEvent(new Event('change', {{bubbles: true}})); }})"
-            f"(document.querySelector({selector!r}))"
-        )
-
     def texts(self, selector: str) -> list[str]:
         script = f"[...document.querySelectorAll({selector!r})].map(e => e.innerText)"
         found: list[str] = self.run(script)

@@ -23,16 +23,16 @@ from swift_grpo_ext.media.pictures import media_name
 from swift_grpo_ext.ranks import RankGroup, RolloutError
 from swift_grpo_ext.record import log
 from swift_grpo_ext.record.log import check_output_dir, record_files
-from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder, masks_of
-from swift_grpo_ext.record.tables import SAMPLES, SampleRow, to_rows
+from swift_grpo_ext.record.tables import SAMPLES, SampleRow
 from swift_grpo_ext.rollout.conversation import Turn, first_prompt
 from swift_grpo_ext.rollout.wire import Completion, Prompt
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.rig.arguments import ROOT, command_line_arguments
 from tests.rig.ranks import ThreadRanks, run_rank_groups
-from tests.rig.record.rows import row_of, sample_id
+from tests.rig.record.rows import read_rows, row_of, sample_id
 
+ALONE = RankGroup()
 FIRST = SampleId(phase="train", step=3, number=1, group=2, index=0)
 SAMPLE = OnPolicySample(
     [{"role": "user", "content": "几?"}],
@@ -52,9 +52,10 @@ def group_of(group: int, size: int = 2) -> list[SampleId]:
     return [replace(FIRST, group=group, index=index) for index in range(size)]
 
 
-def recorder_in(folder: Path, ranks: RankGroup | None = None, **options: Any) -> SampleRecorder:
-    start_step = options.pop("start_step", 0)
-    recorder = SampleRecorder(str(folder), ranks or RankGroup(), **options)
+def recorder_in(
+    folder: Path, ranks: RankGroup = ALONE, start_step: int = 0, **options: Any
+) -> SampleRecorder:
+    recorder = SampleRecorder(str(folder), ranks, **options)
     recorder.open(start_step=start_step)
     return recorder
 
@@ -64,10 +65,6 @@ def write_steps(recorder: SampleRecorder, *steps: int) -> None:
         recorder.append([row_of(sample_id(step))])
         recorder.write()
     recorder.flush()
-
-
-def read(folder: Path) -> list[SampleRow]:
-    return to_rows(read_samples(folder))
 
 
 # --- what is known of a sample ---
@@ -123,7 +120,7 @@ def test_all_of_an_answer_is_recorded(tmp_path: Path) -> None:
     known |= {"token_ids": [5, 6], "logprobs": [-1.0, -2.0], "text": "七", "finish_reason": "stop"}
     known |= {"prompt": PLAIN_PROMPT, "media": ["a.png", "b.mp4", "c.wav"], "stop_reason": None}
     known |= {"weight_version": 3, "columns": None, "engine_seconds": 0.5, "tool_seconds": 0.25}
-    for row, name, (*_, expected) in zip(read(tmp_path), names, cases, strict=True):
+    for row, name, (*_, expected) in zip(read_rows(tmp_path), names, cases, strict=True):
         expected = known | {"sample_id": name, "rank": name.index} | expected
         assert {field: getattr(row, field) for field in expected} == expected
 
@@ -168,13 +165,13 @@ def test_rank_0_writes_a_round_of_all_ranks_as_one_file(
             [file] = record_files(tmp_path / "samples")
             assert (file.session, file.start_step) == (0, 3)
             assert file.path.name.endswith("-file-000000-train-000003-01.parquet")
-            assert read(tmp_path) == [replace(row, logprobs=None) for row in heard]
+            assert read_rows(tmp_path) == [replace(row, logprobs=None) for row in heard]
         recorder.append(rows_of(2 + ranks.rank, ranks.rank))
         recorder.finish()
 
     run_rank_groups(2, work)
     assert heard == rows_of(0, rank=0) + rows_of(1, rank=1)  # the monitor needs log-probabilities
-    assert [row.sample_id.group for row in read(tmp_path)] == [0, 0, 1, 1, 2, 2]
+    assert [row.sample_id.group for row in read_rows(tmp_path)] == [0, 0, 1, 1, 2, 2]
     [message] = caplog.messages
     assert message.startswith("Rank 1 has generated 2 samples from train round 3.1 on")
 
@@ -251,7 +248,7 @@ def test_two_trainings_in_one_folder_and_a_resume_after_a_kill(
         assert record_files(SAMPLES.folder(tmp_path)) == files
     check()
     write_steps(recorder_in(tmp_path, start_step=8), *range(8, 14))
-    assert [row.sample_id.step for row in read(tmp_path)] == list(range(14))
+    assert [row.sample_id.step for row in read_rows(tmp_path)] == list(range(14))
     with training(tmp_path / "other"):
         monkeypatch.setattr("fcntl.lockf", fail)
         write_steps(recorder_in(tmp_path / "other"), *range(12))
@@ -264,7 +261,7 @@ def test_sessions_of_one_process_have_files_of_their_own(tmp_path: Path) -> None
     for recorder in (recorder_in(tmp_path), recorder_in(tmp_path)):
         write_steps(recorder, 0, 1)
     assert {file.session for file in record_files(SAMPLES.folder(tmp_path))} == {0, 1}
-    assert [row.sample_id.step for row in read(tmp_path)] == [0, 1]
+    assert [row.sample_id.step for row in read_rows(tmp_path)] == [0, 1]
     probe = f"from {log.__name__} import *; print(reason_against({str(tmp_path)!r}))"
     said = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
     assert said.stdout.startswith(f"process {os.getpid()} on ")
@@ -280,6 +277,6 @@ def test_a_folder_that_cannot_be_read_or_written(
     write_steps(recorder, 0, 1)
     (tmp_path / "samples").unlink()
     write_steps(recorder, 2)
-    assert [row.sample_id.step for row in read(tmp_path)] == [0, 1, 2]
+    assert [row.sample_id.step for row in read_rows(tmp_path)] == [0, 1, 2]
     monkeypatch.setattr(log, "next_session", fail)
     assert all("No locks available" in said for said in refused(tmp_path))

@@ -17,7 +17,6 @@ from swift_grpo_ext.tools.view.group import (
     image_bytes,
     read_group,
     read_image,
-    shared_lengths,
     spans_of,
 )
 from swift_grpo_ext.tools.view.pages import render
@@ -26,12 +25,6 @@ from tests.rig.view.runs import Writer, make_conversations, open_run
 
 TURN = {"token_ids": [1, 2], "logprobs": None, "mask": None, "gaps": {}, "num_shared": 0}
 CONVERSATIONS = RoundId("train", 3, 0)
-
-
-def test_shared_beginnings() -> None:
-    assert shared_lengths([[1, 2], [1, 2], [1, 2, 3]]) == [2, 2, 2]
-    assert shared_lengths([[1, 9], [2, 9], [1, 8, 7], [1, 8, 6]]) == [1, 0, 2, 2]
-    assert shared_lengths([[1], []]) == [0, 0]
 
 
 def test_spans_hold_whole_characters() -> None:

@@ -65,10 +65,8 @@ def test_long_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     ("low", "high", "least", "expected"),
     [
         (0.0, 1.0, 0.0, [0, 0.5, 1]),
-        (0.5, 12.5, 1.0, [5, 10]),
         (0.5, 2.5, 1.0, [1, 2]),
         (-3e-6, 5e-6, 0.0, [-2e-6, 0, 2e-6, 4e-6]),
-        (1e5, 9e5, 0.0, [2e5, 4e5, 6e5, 8e5]),
     ],
 )
 def test_ticks_are_round(low: float, high: float, least: float, expected: list[float]) -> None:
