@@ -16,9 +16,8 @@ from swift_grpo_ext.tools.view import overview
 from swift_grpo_ext.tools.view.pages import render, write_page
 from swift_grpo_ext.tools.view.runs import Run
 from swift_grpo_ext.tools.view.server import make_app
-from tests.rig.diversity.runs import frozen_rounds
-from tests.rig.diversity.runs import make_run as make_watched_run
-from tests.rig.diversity.samples import group_of
+from tests.rig.diversity.samples import frozen_rounds, group_of
+from tests.rig.diversity.samples import make_run as make_watched_run
 from tests.rig.view.runs import Writer, add_logs, add_tokenizer, make_rows, open_run
 
 # --- curves ---
