@@ -76,16 +76,6 @@ def test_view_serves_runs_and_waits_for_one(
 # --- files of the package ---
 
 
-def test_what_the_package_shares_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    shared = [path for path in share.SHARE.rglob("*") if not path.is_dir()]
-    assert all(path.is_file() for path in shared), "a link leads nowhere"
-    assert share.LAUNCH_SCRIPT.read_text() == (ROOT / "scripts/launch.sh").read_text()
-    assert main(["plugin-path"]) == 0
-    file = Path(capsys.readouterr().out.strip())
-    assert file.is_absolute()
-    assert file.read_text() == (ROOT / "plugins/grpo_ext.py").read_text()
-
-
 @pytest.mark.parametrize("name", ["colocate_1gpu", "cpu_2x6", "server_2x6_lora", "multinode_2x2"])
 def test_a_preset_is_copied_with_all_that_it_names(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

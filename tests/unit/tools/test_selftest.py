@@ -55,8 +55,7 @@ def test_tokens_count_up_to_the_first_difference() -> None:
 
 def test_flips_are_held_against_the_differences_of_log_probabilities() -> None:
     """A Poisson variable of mean 4 x drift + 0.001 exceeds the bound once in a million times."""
-    most = ((0.0, 1), (10.0, 73))
-    for drift, count in most:
+    for drift, count in ((0.0, 1), (10.0, 73)):
         assert Flips(count=count, drift=drift).is_rounding
         assert not Flips(count=count + 1, drift=drift).is_rounding
 
@@ -166,20 +165,17 @@ def test_settings_of_a_training_are_needed(tmp_path: Path) -> None:
     """They come from a file, or from the command line, which wins."""
     path, rows = tmp_path / "train.yaml", tmp_path / "d.jsonl"
     rows.touch()
-    plugin = str(PLUGIN_FILE)
-    settings = {**TRAINING, "dataset": [str(rows)], "external_plugins": [plugin]}
+    settings = {**TRAINING, "dataset": [str(rows)], "external_plugins": [str(PLUGIN_FILE)]}
     path.write_text(yaml.safe_dump(settings))
     given = {"config": path, "model": "n", "dataset": [], "rest": ["--num-generations", "8"]}
     source = read_training(argparse.Namespace(**given))
     expected = {"model": ["n"], "num_generations": ["8"], "dataset": [str(rows)]}
     assert expected.items() <= source.given.items()
     assert source.env == {"NPROC_PER_NODE": "6", "MAX_PIXELS": "1000"}
-    for changes, message in (
-        ({"config": None}, "or --model and --dataset"),
-        ({"rest": ["--rlhf_type", "dpo"]}, "--rlhf_type: is dpo; expected grpo or gkd"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_training(argparse.Namespace(**{**given, **changes}))
+    with pytest.raises(ValueError, match="or --model and --dataset"):
+        read_training(argparse.Namespace(**{**given, "config": None}))
+    with pytest.raises(ValueError, match="--rlhf_type: is dpo; expected grpo or gkd"):
+        read_training(argparse.Namespace(**{**given, "rest": ["--rlhf_type", "dpo"]}))
 
 
 # --- processes ---

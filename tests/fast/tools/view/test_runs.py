@@ -98,8 +98,7 @@ def test_a_sample_as_a_list_shows_it(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 # --- filters, orders and groups: the model is a list of rows in Python ---
 
-Shown = dict[str, Any]
-"""A turn with its sample's score, by column, and by `reward.NAME` for each reward function."""
+Shown = dict[str, Any]  # a turn and its sample's score, by column
 
 FUNCTIONS = ("it's", 'a "七" ]b')  # names are any text
 COLUMNS = [*runs.RANGES, *(f"reward.{name}" for name in FUNCTIONS)]
@@ -191,10 +190,11 @@ def test_searches_and_groups_are_their_definitions(
         assert seen == [{name: row.get(name) for name in names} for row in wanted]
         page = find_samples(run, {**search, "offset": str(offset)}, 2)
         assert (len(found), page) == (count, (count, found[offset : offset + 2]))
-    listed = {RoundId(*name[:3]): list_groups(run, RoundId(*name[:3])) for name in groups}
-    assert [(*name, g["group"]) for name in sorted(listed) for g in listed[name]] == sorted(groups)
-    for group in (group for of_round in listed.values() for group in of_round):
-        samples = groups[group["phase"], group["step"], group["number"], group["group"]]
+    listed = [group for name in run.facts.rounds for group in list_groups(run, name)]
+    by_name = {(*g["round"].split("."), g["group"]): g for g in listed}
+    assert len(by_name) == len(listed) == len(groups)
+    for (phase, step, number, name), samples in groups.items():
+        group = by_name[phase, f"{step}", f"{number}", name]
         texts = {tuple(turn["text"] for turn in turns) for turns, _ in samples}
         assert (group["samples"], group["num_texts"]) == (len(samples), len(texts))
         assert group["rewards"] == [score and score["reward"] for _, score in samples]
