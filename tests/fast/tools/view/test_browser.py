@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.rig.record.rows import open_log
 from tests.rig.view.chrome import BROWSER, Chrome, open_chrome
-from tests.rig.view.runs import HOSTILE, Writer, add_logs, make_rows, make_run
+from tests.rig.view.runs import HOSTILE, add_logs, make_rows, make_run, write
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
 ROWS = ".sample"
@@ -84,7 +85,7 @@ def test_filters_languages_images_and_curves(page: Chrome, url: str) -> None:
 
 def test_a_run_that_goes_on_and_hostile_text(page: Chrome, run_dir: Path) -> None:
     rows = [replace(row, text=HOSTILE) for row in make_rows(4)]
-    Writer(run_dir, session=1, start_step=4).write(rows)
+    write(open_log(run_dir, session=1, start_step=4), rows)
     page.until("document.querySelector('#count').innerText === '24 / 24'")
     assert "onerror" in page.texts(f"{ROWS} .text")[0]
     page.click(ROWS)

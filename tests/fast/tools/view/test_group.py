@@ -21,7 +21,8 @@ from swift_grpo_ext.tools.view.group import (
 )
 from swift_grpo_ext.tools.view.pages import render
 from swift_grpo_ext.tools.view.runs import NotFoundError, Run
-from tests.rig.view.runs import Writer, make_conversations, open_run
+from tests.rig.record.rows import open_log
+from tests.rig.view.runs import make_conversations, open_run, write
 
 TURN = {"token_ids": [1, 2], "logprobs": None, "mask": None, "gaps": {}, "num_shared": 0}
 CONVERSATIONS = RoundId("train", 3, 0)
@@ -101,7 +102,7 @@ def test_a_conversation_turn_by_turn(run: Run) -> None:
 def test_each_conversation_has_its_own_question_where_they_differ(tmp_path: Path) -> None:
     rows = make_conversations(0)
     rows = [replace(r, fingerprint=f"own {r.sample_id.index}.{r.sample_id.turn}") for r in rows]
-    Writer(tmp_path).write(rows, scored=False)
+    write(open_log(tmp_path), rows, [])
     page = render([open_run(tmp_path)], 0, "group", {"round": "train.0.0", "group": "0"})
     assert page.count("Question 0?") == 2
 

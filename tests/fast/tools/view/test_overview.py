@@ -18,7 +18,8 @@ from swift_grpo_ext.tools.view.runs import Run
 from swift_grpo_ext.tools.view.server import make_app
 from tests.rig.diversity.samples import frozen_rounds, group_of
 from tests.rig.diversity.samples import make_run as make_watched_run
-from tests.rig.view.runs import Writer, add_logs, add_tokenizer, make_rows, open_run
+from tests.rig.record.rows import open_log
+from tests.rig.view.runs import add_logs, add_tokenizer, make_rows, open_run, write
 
 # --- curves ---
 
@@ -43,7 +44,7 @@ def test_what_was_logged(tmp_path: Path) -> None:
         "grad_norm": {"grad_norm": [(1, 0.125), (2, 0.25)]},
         "memory": {"memory/wake": [(1, 40.0)], "memory/loss": [(1, 64.0), (2, 64.0)]},
     }
-    parts = ["rollout", "wake", "send", "generate", "batch", "logps", "loss"]
+    parts = ["rollout", "batch", "logps", "loss", "wake", "send", "generate"]
     assert list(seconds) == ["step", *(f"time/{part}" for part in parts)]
     assert seconds["step"] == [(2, pytest.approx(2.0))]  # the first step is left out
     assert seconds["time/generate"] == [(2, pytest.approx(0.6))]
@@ -162,7 +163,7 @@ def test_the_worst_groups_of_alarms(tmp_path: Path) -> None:
 def test_several_runs_side_by_side(tmp_path: Path) -> None:
     runs = []
     for number, num_steps in enumerate((3, 2)):
-        Writer(folder := tmp_path / f"run-{number}").write(make_rows(0))
+        write(open_log(folder := tmp_path / f"run-{number}"), make_rows(0))
         settings = {"seed": number, "output_dir": str(folder)}
         (folder / "args.json").write_text(json.dumps(settings))
         add_logs(folder, *[1.0] * num_steps)

@@ -21,8 +21,8 @@ from swift_grpo_ext.sampling.seeding import PHASES, RoundId
 from swift_grpo_ext.tools.view import pages, runs
 from swift_grpo_ext.tools.view.pages import render, write_page
 from swift_grpo_ext.tools.view.runs import Run, find_samples, list_groups
-from tests.rig.record.rows import row_of, sample_id, score_of
-from tests.rig.view.runs import Writer, add_logs, make_rows, make_run, open_run
+from tests.rig.record.rows import open_log, row_of, sample_id, score_of
+from tests.rig.view.runs import add_logs, make_rows, make_run, open_run, score, write
 
 
 def rewards_of(run: Run) -> list[float | None]:
@@ -41,21 +41,21 @@ def test_a_run_is_followed_from_before_its_first_round(tmp_path: Path) -> None:
         assert "No monitor" not in text
     assert (run.record.is_whole, run.facts.num_rows, run.facts.rounds) == (True, 0, [])
     folder = tmp_path / "v0-20261128-093000"
-    writer = Writer(folder)
-    writer.write(make_rows(0))
+    log = open_log(folder)
+    write(log, make_rows(0))
     run.refresh()
     assert (run.run_dir, run.facts.num_rows) == (folder, 4)
     known = run.facts
     run.refresh()
     assert run.facts is known  # nothing is new
     rows = make_rows(1)
-    writer.write(rows, scored=False)
+    write(log, rows, [])
     run.refresh()
     assert rewards_of(run) == [0, 0, 0, 1] + [None] * 4
     assert list_groups(run, RoundId("train", 1, 0))[0]["reward"] is None
     [fate] = run.record.rows("select distinct fate from scored where reward is null")
     assert fate == {"fate": "generated"}
-    writer.score(rows)
+    write(log, [], [*map(score, rows)])
     run.refresh()
     assert rewards_of(run) == [0, 0, 0, 1] * 2
 
@@ -67,7 +67,7 @@ def test_rounds_come_newest_first_and_a_resumed_session_supersedes(tmp_path: Pat
         read.append([name.step for name in run.facts.rounds])
     assert read == [[*range(3, step - 1, -1)] for step in (3, 3, 2, 2, 1, 1, 0, 0)]
     assert [*run.facts.ranges][-2:] == ["reward.Accuracy", "reward.Format"]
-    Writer(tmp_path, session=1, start_step=1).write(make_rows(1, num_groups=1))
+    write(open_log(tmp_path, session=1, start_step=1), make_rows(1, num_groups=1))
     run.refresh()
     assert run.facts.rounds == [("train", step, 0) for step in (1, 0)]
     assert len(rewards_of(run)) == 4 + 2
@@ -163,22 +163,21 @@ def test_searches_and_groups_are_their_definitions(
     offset: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    assume(any(score for samples in groups.values() for _, score in samples))
+    assume(any(values for samples in groups.values() for _, values in samples))
     rows, scores, model = [], [], list[Shown]()
     for (phase, step, number, group), samples in groups.items():
-        for index, (turns, score) in enumerate(samples):
+        for index, (turns, values) in enumerate(samples):
             name = sample_id(step, phase, number=number, group=group, index=index)
             known = {"fate": "generated"}
-            if score:
-                scores.append(score_of(name, **score))
-                known = {**score, **{f"reward.{n}": value for n, value in score["rewards"]}}
+            if values:
+                scores.append(score_of(name, **values))
+                known = {**values, **{f"reward.{n}": value for n, value in values["rewards"]}}
             for turn, content in enumerate(turns):
                 rows.append(row := row_of(replace(name, turn=turn), **content))
                 counted = {"num_tokens": row.num_tokens}
                 model.append({**asdict(row.sample_id), **counted, **content, **known})
-    writer = Writer(folder := tmp_path_factory.mktemp("run"))
-    writer.write(rows, scored=False)
-    writer.append_scores(scores)
+    log = open_log(folder := tmp_path_factory.mktemp("run"))
+    write(log, rows, scores)
     run = open_run(folder)
     for search in searches:
         sort, where = search.get("sort", ""), search.get("where", "text")
@@ -197,7 +196,7 @@ def test_searches_and_groups_are_their_definitions(
         group = by_name[phase, f"{step}", f"{number}", name]
         texts = {tuple(turn["text"] for turn in turns) for turns, _ in samples}
         assert (group["samples"], group["num_texts"]) == (len(samples), len(texts))
-        assert group["rewards"] == [score and score["reward"] for _, score in samples]
+        assert group["rewards"] == [values and values["reward"] for _, values in samples]
         some = [reward for reward in group["rewards"] if reward is not None]
         expected = (fmean(some), pstdev(some)) if some else (None, None)
         assert (group["reward"], group["spread"]) == pytest.approx(expected)
@@ -215,7 +214,7 @@ def test_a_saved_page_is_whole(tmp_path: Path) -> None:
     rows = [
         replace(r, media=["https://example.com/8.png"], fingerprint="new") for r in make_rows(4)
     ]
-    Writer(run_dir, session=1, start_step=4).write(rows)
+    write(open_log(run_dir, session=1, start_step=4), rows)
     text = write_page([run_dir], tmp_path / "page.html", 10).read_text(encoding="utf-8")
     loaded = {
         address.partition(",")[0]

@@ -17,7 +17,8 @@ from starlette.testclient import TestClient
 from swift_grpo_ext.tools.view import pages, server
 from swift_grpo_ext.tools.view.runs import Run
 from swift_grpo_ext.tools.view.server import make_app
-from tests.rig.view.runs import Writer, add_logs, make_rows, make_run, open_run
+from tests.rig.record.rows import open_log
+from tests.rig.view.runs import add_logs, make_rows, make_run, open_run, write
 
 SECRET = "not for the page"
 
@@ -31,7 +32,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     (folder / "link.png").symlink_to(folder / "secret.txt")
     link = str(folder / "link.png")
     rows = [replace(row, media=[link], fingerprint="new") for row in make_rows(4)]
-    Writer(run_dir, session=1, start_step=4).write(rows)
+    write(open_log(run_dir, session=1, start_step=4), rows)
     app = make_app([open_run(run_dir)], "T0ken")
     with TestClient(app, base_url="http://127.0.0.1/T0ken/0/") as client:
         yield client
