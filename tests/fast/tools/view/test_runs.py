@@ -211,15 +211,12 @@ def test_searches_and_groups_are_their_definitions(
 
 def test_a_saved_page_is_whole(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
-    rows = [
-        replace(r, media=["https://example.com/8.png"], fingerprint="new") for r in make_rows(4)
-    ]
+    new = {"media": ["https://example.com/8.png"], "fingerprint": "new"}
+    rows = [replace(row, **new) for row in make_rows(4)]
     write(open_log(run_dir, session=1, start_step=4), rows)
     text = write_page([run_dir], tmp_path / "page.html", 10).read_text(encoding="utf-8")
-    loaded = {
-        address.partition(",")[0]
-        for address in re.findall(r'<[^a][^>]*(?:src|href)="([^"]*)', text)
-    }
+    addresses = re.findall(r'<[^a][^>]*(?:src|href)="([^"]*)', text)
+    loaded = {address.partition(",")[0] for address in addresses}
     assert loaded == {"data:", "", "data:image/png;base64"}  # no URL
     assert "8.png" in text
     assert text.count("<script") == 1  # hostile text is text
@@ -239,14 +236,10 @@ def test_a_prompt_stands_once_above_its_samples(run: Run) -> None:
 
 def test_rounds_lead_to_their_neighbours(run: Run) -> None:
     names = [RoundId("train", step, 0) for step in range(4)]
-    rounds = {
-        "0": ([], names[0], [names[1]]),
-        "1": ([names[0]], names[1], [names[2]]),
-        "3": ([names[2]], names[3], []),
-    }
-    for step, beside in rounds.items():
+    for step in range(4):
+        beside = names[max(step - 1, 0) : step], names[step], names[step + 1 : step + 2]
         assert pages.groups_values(run, {"round": f"train.{step}.0"})["rounds"] == beside
-    assert pages.groups_values(run, {})["rounds"] == rounds["3"]  # the newest is the first
+    assert pages.groups_values(run, {})["rounds"] == beside  # the newest is the first
     text = render([run], 0, "groups", {"round": "train.1.0"})
     assert {"round=train.0.0", "round=train.2.0"} <= {*re.findall(r'href="groups\?(.*?)"', text)}
 
