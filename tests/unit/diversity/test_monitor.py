@@ -44,12 +44,6 @@ class Run:
         for turn in turns:
             self.recorder.append(turn)
 
-    def generate(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> None:
-        self.arrive(samples)
-        self.recorder.write()
-        if rewards:
-            self.score(samples, rewards)
-
     def score(self, samples: list[SampleRow], rewards: Sequence[float]) -> None:
         rows = [score_of(s.sample_id, r) for s, r in zip(samples, rewards, strict=False)]
         shares = self.trainer.ranks.all_gather(rows)
@@ -57,8 +51,11 @@ class Run:
             listener([row for share in shares for row in share])
 
     def step(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> bool:
-        """Return whether the run is told to save and to stop."""
-        self.generate(samples, rewards)
+        """Generate, score and step; return whether the run has to save and to stop."""
+        self.arrive(samples)
+        self.recorder.write()
+        if rewards:
+            self.score(samples, rewards)
         control = TrainerControl()
         self.monitor.on_step_end(self.args, TrainerState(), control)
         assert control.should_save == control.should_training_stop
@@ -88,7 +85,8 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
     run.step([*first, *group_of([], [], [], [], turn=1)], [1.0, 2.0, 0.0, 0.25])
     run.step([])
     run.step(group_of([1, 4], [1, 4], step=2))  # nothing was scored
-    run.generate(group_of([1], [2], phase="eval"))
+    run.arrive(group_of([1], [2], phase="eval"))
+    run.recorder.write()
     run.monitor.on_prediction_step(run.args, TrainerState(), TrainerControl())
     assert run.logged["diversity/unique_ratio"] == [1.0, 0.5]
     assert run.logged["diversity/pass_at_1"] == [0.5]

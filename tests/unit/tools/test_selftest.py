@@ -206,13 +206,11 @@ def test_a_process_leaves_its_results_and_why_it_failed(
     program.chmod(0o755)
     monkeypatch.setattr(harness, "MOST_SECONDS", 1.0)
     monkeypatch.setattr(sys, "executable", str(program))
-    lines, failed = [], ""
-    try:
-        for line in harness.run_child("some.module", {"a": 1}, {"A": "2"}, tmp_path / "log"):
-            lines.append(line)
-    except harness.ChildError as e:
-        failed = str(e)
-    assert (lines, failed) == ([{"argv": ["-m", "some.module", '{"a": 1}', "2"]}], reason)
+    lines = harness.run_child("some.module", {"a": 1}, {"A": "2"}, tmp_path / "log")
+    assert next(lines) == {"argv": ["-m", "some.module", '{"a": 1}', "2"]}
+    with pytest.raises(harness.ChildError if reason else StopIteration) as caught:
+        next(lines)
+    assert str(caught.value) == reason
 
 
 @pytest.mark.parametrize(
