@@ -22,7 +22,7 @@ from tests.rig.record.rows import ROW, open_log, sample_id
 
 Scores = Sequence[RewardRow] | None
 
-HOSTILE = "<img src=x onerror='window.stolen=1'><script>window.stolen=1</script>‮\u202e"
+HOSTILE = "<img src=x onerror='document.title=1><script>document.title=1</script>‮\u202e"
 
 
 def make_rows(step: int, *, num_groups: int = 2, folder: str = "images") -> list[SampleRow]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import html
 import re
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import httpx
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
@@ -131,6 +135,18 @@ def test_the_address_that_is_printed(
     assert sockets == [listener]
     with TestClient(config.app) as client:
         assert "<main" in client.get(f"/{token}/").text
+
+
+def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
+    code = "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = ("view", str(make_run(tmp_path / "run")), "--port", "0")
+    command = [sys.executable, "-c", code, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert "<main" in httpx.get(address, follow_redirects=True, trust_env=False).text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
 
 
 def test_where_it_cannot_listen() -> None:
