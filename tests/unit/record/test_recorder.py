@@ -93,31 +93,24 @@ def test_all_of_an_answer_is_recorded(tmp_path: Path) -> None:
     in_parts = OnPolicySample([{"role": "user", "content": IN_PARTS}], extra=extra)
     in_parts = replace(in_parts, teacher_images=["sharp.png"])
     columns = f'{{"solution": "七\\ud83d", "long": "[{"1, " * 666}1 …", "day": "{{7}}", '
-    cases: list[tuple[OnPolicySample, Completion, dict[str, Any]]] = [
-        (
-            SAMPLE,
-            replace(ANSWER, replica="server 0 replica 1", stop_reason=5, seed=7),
-            {"replica": "server 0 replica 1", "stop_reason": "5", "seed": 7},
-        ),
-        (
-            SAMPLE,
-            replace(ANSWER, text="7\ud83d", token_ids=[], logprobs=None, stop_reason="\ud83d"),
-            {"text": "7\\ud83d", "token_ids": [], "logprobs": None, "stop_reason": "\\ud83d"},
-        ),
-        (
-            in_parts,
-            ANSWER,
-            {
-                "prompt": PLAIN_PROMPT.replace("几?", "<image><image>哪个?<video>"),
-                "media": [media_name(IN_PARTS[0]["image_url"]["url"]), "七.png", "七.mp4"],
-                "columns": columns + '"teacher_images": ["sharp.png"]}',
-            },
-        ),
+    answers = [
+        replace(ANSWER, replica="server 0 replica 1", stop_reason=5, seed=7),
+        replace(ANSWER, text="7\ud83d", token_ids=[], logprobs=None, stop_reason="\ud83d"),
+        ANSWER,
     ]
-    recorder, names = recorder_in(tmp_path), group_of(2, 3)
-    turns = [turns_of(case[0], case[1], name) for case, name in zip(cases, names, strict=True)]
+    changes: list[dict[str, Any]] = [
+        {"replica": "server 0 replica 1", "stop_reason": "5", "seed": 7},
+        {"text": "7\\ud83d", "token_ids": [], "logprobs": None, "stop_reason": "\\ud83d"},
+        {
+            "prompt": PLAIN_PROMPT.replace("几?", "<image><image>哪个?<video>"),
+            "media": [media_name(IN_PARTS[0]["image_url"]["url"]), "七.png", "七.mp4"],
+            "columns": columns + '"teacher_images": ["sharp.png"]}',
+        },
+    ]
+    recorder, names, samples = recorder_in(tmp_path), group_of(2, 3), [SAMPLE, SAMPLE, in_parts]
+    turns = [turns_of(*each) for each in zip(samples, answers, names, strict=True)]
     # Rank 0 may generate the samples of all ranks, in order (`--async_generate`).
-    recorder.record([case[0] for case in cases], turns, num_ranks=3, weight_version=3)
+    recorder.record(samples, turns, num_ranks=3, weight_version=3)
     recorder.write()
     recorder.finish()
     assert recorder.log is not None
@@ -126,8 +119,8 @@ def test_all_of_an_answer_is_recorded(tmp_path: Path) -> None:
     known |= {"token_ids": [5, 6], "logprobs": [-1.0, -2.0], "text": "七", "finish_reason": "stop"}
     known |= {"prompt": PLAIN_PROMPT, "media": ["a.png", "b.mp4", "c.wav"], "stop_reason": None}
     known |= {"weight_version": 3, "columns": None, "engine_seconds": 0.5, "tool_seconds": 0.25}
-    for row, name, (*_, expected) in zip(read_rows(tmp_path), names, cases, strict=True):
-        expected = known | {"sample_id": name, "rank": name.index} | expected
+    for row, name, changed in zip(read_rows(tmp_path), names, changes, strict=True):
+        expected = known | {"sample_id": name, "rank": name.index} | changed
         assert {field: getattr(row, field) for field in expected} == expected
 
 
@@ -198,17 +191,14 @@ sys.stdin.read()
 
 
 @contextmanager
-def training(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def training(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run another process that has recorded twelve steps."""
-    argv = [sys.executable, "-c", TRAINING, str(folder)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(argv, cwd=ROOT, **pipes) as process:
+    argv, pipe = [sys.executable, "-c", TRAINING, str(folder)], subprocess.PIPE
+    with subprocess.Popen(argv, cwd=ROOT, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "written\n"
-        try:
-            yield process
-        finally:
-            process.kill()
+        assert process.stdout.readline() == b"written\n"
+        yield process
+        process.kill()
 
 
 def fail(*_: Any) -> Any:
