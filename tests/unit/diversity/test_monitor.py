@@ -109,9 +109,9 @@ def test_alarms_stop_a_run_and_are_said_once_until_they_end_or_change(
     rounds += [group_of(LONG, LONG, step=1), group_of([1], [2], step=2)]
     rounds += [group_of([*LONG, 3], [*LONG, 3], step=3)]
     for step in (4, 5, 6, 7):
-        phases = ("train", "eval") if step < 6 else ("train",)
-        collapsed = [group_of(*[[1, 2]] * 4, step=step, bits=0.01, phase=p) for p in phases]
-        rounds.append([row for group in collapsed for row in group])
+        collapsed = {"step": step, "bits": 0.01}
+        rounds.append(group_of(*[[1, 2]] * 4, **collapsed))
+        rounds[-1] += group_of(*[[1, 2]] * 4, **collapsed, phase="eval") if step < 6 else []
     stops = [run.step(samples) for samples in rounds]
     assert stops == [True, True, False, True, False, False, True, True]
     assert [line.split(": ")[1] for line in said] == [
