@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.record.tables import DIVERSITY, DiversityRow, SampleRow
+from swift_grpo_ext.record.tables import DIVERSITY, SAMPLE_ID_COLUMNS, DiversityRow, SampleRow
 from swift_grpo_ext.tools.runs import find_run
 from tests.rig.processes import PLUGIN, Finished, swift
 from tests.rig.record.rows import ROW, open_log, read_diversity, sample_id
@@ -24,21 +24,19 @@ def sample(
     token_ids: Sequence[int],
     *,
     bits: float | Sequence[float] | None = 1.0,
-    text: str = "",
     prompt: str = "prompt",
-    seed: int | None = None,
-    rank: int = 0,
-    replica: str = "rank 0",
-    **place: Any,
+    **changes: Any,
 ) -> SampleRow:
-    """Make the row of a completion; `bits`: the surprisal of each token, or of all alike."""
-    logprobs = None
+    """Make the row of a completion; `bits`: the surprisal of each token, or of all alike. `changes`
+    are parts of its name, or columns."""
+    name = sample_id(**{part: changes.pop(part) for part in SAMPLE_ID_COLUMNS if part in changes})
+    made = {"sample_id": name, "weight_version": name.step, "fingerprint": prompt, "seed": None}
+    made |= {"token_ids": list(token_ids), "logprobs": None, "text": "", "media": []}
+    made |= {"prompt": '[{"role": "user", "content": "<image>Which digit?"}]'}
     if bits is not None:
-        logprobs = np.broadcast_to(-LN2 * np.asarray(bits, float), len(token_ids)).tolist()
-    made = replace(ROW, sample_id=(name := sample_id(**place)), weight_version=name.step, media=[])
-    made = replace(made, prompt='[{"role": "user", "content": "<image>Which digit?"}]', text=text)
-    made = replace(made, token_ids=list(token_ids), logprobs=logprobs, fingerprint=prompt)
-    return replace(made, seed=seed, rank=rank, replica=replica)
+        nats = np.broadcast_to(LN2 * np.asarray(bits, float), len(token_ids))
+        made |= {"logprobs": (-nats).tolist()}
+    return replace(ROW, **made | changes)
 
 
 def group_of(*completions: Sequence[int], **kwargs: Any) -> list[SampleRow]:
