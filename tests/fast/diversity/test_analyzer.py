@@ -68,9 +68,6 @@ def test_the_groups_with_most_copies_are_the_worst_and_solved_ones_the_last() ->
     assert worst_groups(groups_of(*ids, *[[[1], [1]]] * 3), [], {}) == [1, 4, 5, 6]
 
 
-# --- verdicts ---
-
-
 def test_verdicts() -> None:
     """One completion for each prompt may solve it; one for nearly all prompts is a collapse."""
     for log2_p, copied, common_mode, solved, verdict in (
@@ -276,9 +273,6 @@ def test_outcomes_are_their_definitions(round_: list[list[tuple[Ids, str, float 
     defined = {name: value for name, value in expected.items() if value is not None}
     for turns in (first_turns + last_turns, last_turns + first_turns):
         assert outcome_metrics(turns, scores) == pytest.approx(defined)
-
-
-# --- bad input ---
 
 
 def test_unusable_logprobs_do_not_count() -> None:

@@ -57,9 +57,6 @@ def test_shared_prefixes_are_all_there(lists: list[list[int]]) -> None:
     assert len(prefixes) <= max(len(lists) - 1, 0)
 
 
-# --- the bound ---
-
-
 def completions_of(weights: Sequence[float]) -> list[tuple[list[int], list[float]]]:
     """Return all completions of a Markov policy, with the probabilities of their tokens: at most 3
     of 3 tokens, of which 0 ends the completion."""
@@ -88,9 +85,6 @@ def test_bound_holds_exactly_for_every_policy_and_level(weights: list[float]) ->
         for alpha, _ in outcomes:
             mass = sum(mass for log2_p, mass in outcomes if log2_p <= alpha + 1e-6)
             assert mass <= 2**alpha * (1 + 1e-5)
-
-
-# --- the p-value ---
 
 
 @given(st.lists(st.tuples(LISTS, LISTS), max_size=3), st.sampled_from([0.0, 0.5, 2.0, 5.0]))
@@ -166,9 +160,6 @@ def test_what_is_not_tested_or_is_very_long_or_much() -> None:
     assert re.fullmatch(r"\d\.\de-8\d{3}", format_p(test.log2_p * log10(2)))
     for p, text in ((1, "1"), (0.25, "0.25"), (3.2e-8, "3.2e-8"), (9.97e-11, "1.0e-10")):
         assert format_p(log10(p)) == text
-
-
-# --- frozen noise, and many sets of which none is improbable alone ---
 
 
 def test_fisher_is_its_definition_also_beyond_what_floats_hold() -> None:

@@ -283,9 +283,6 @@ def test_a_poll_reads_what_is_new_and_tries_again_what_failed(
     assert [name.step for name in record.rounds()] == [6, 5, 4, 3, 2, 1, 0]
 
 
-# --- one group, and what the monitor measured ---
-
-
 def test_a_group_stands_in_its_order(tmp_path: Path) -> None:
     write_session(tmp_path, [row_of(sample_id(3))])
     places = [{"group": g, "index": i, "turn": t} for g in (0, 1) for i in range(4) for t in (0, 1)]

@@ -73,9 +73,6 @@ def test_view_serves_runs_and_waits_for_one(
     assert calls == [([b, a], 0, "::1"), written, ([new], 8462, "127.0.0.1")]
 
 
-# --- files of the package ---
-
-
 @pytest.mark.parametrize("name", ["colocate_1gpu", "cpu_2x6", "server_2x6_lora", "multinode_2x2"])
 def test_a_preset_is_copied_with_all_that_it_names(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -138,9 +138,6 @@ def test_tokens_that_training_leaves_out_are_masked() -> None:
         assert masks_of(sample, [turn, turn]) == [None, None]
 
 
-# --- all ranks ---
-
-
 def test_rank_0_writes_a_round_of_all_ranks_as_one_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

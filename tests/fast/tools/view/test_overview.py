@@ -141,9 +141,6 @@ def test_the_worst_groups_of_alarms(tmp_path: Path) -> None:
     assert overview.worst_groups(open_run(tmp_path)) == []
 
 
-# --- several runs ---
-
-
 def test_several_runs_side_by_side(tmp_path: Path) -> None:
     runs = []
     for number, num_steps in enumerate((3, 2)):
