@@ -109,22 +109,17 @@ def test_a_glance_imports_nothing_that_takes_long(tmp_path: Path) -> None:
 # --- names and reading ---
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("diversity_acton", "is no setting of swift rlhf; did you mean diversity_action?"),
-        ("zzz_zzz", "is no setting of swift rlhf; leave it out."),
-        ("num_generations_e", ""),  # ms-swift takes abbreviations of its flags
-        ("no_include_stop_str_in_output", ""),
-    ],
-)
-def test_names(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = said(check_names("training", [name]))
-    assert found == [f"error: --{name}: {expected}"] * bool(expected)
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ms-swift takes abbreviations of its flags. If a class is not found in the source, the parser
+    checks names later."""
+    names = ["diversity_acton", "zzz_zzz", "num_generations_e", "no_include_stop_str_in_output"]
+    assert said(check_names("training", names)) == [
+        "error: --diversity_acton: is no setting of swift rlhf; did you mean diversity_action?",
+        "error: --zzz_zzz: is no setting of swift rlhf; leave it out.",
+    ]
     monkeypatch.setattr(glance, "SOURCES", glance.SOURCES[:2])
     monkeypatch.setattr(glance, "upstream_flags", glance.upstream_flags.__wrapped__)
-    # If a class is not found in the source, the parser checks names later.
-    assert said(check_names("training", [name])) == []
+    assert said(check_names("training", names)) == []
 
 
 def test_arguments_win_over_a_file_and_a_server_takes_the_training_s_model() -> None:
