@@ -211,6 +211,8 @@ def test_searches_and_groups_are_their_definitions(
         assert seen == [{name: row.get(name) for name in names} for row in wanted]
         page = find_samples(run, {**search, "offset": str(offset)}, 2)
         assert (len(found), page) == (count, (count, found[offset : offset + 2]))
+    rounds = {RoundId(*name[:3]) for name in groups}
+    assert run.facts.rounds == sorted(rounds, key=lambda r: (-r.step, r.phase, -r.number))
     listed = [group for name in run.facts.rounds for group in list_groups(run, name)]
     by_name = {(*g["round"].split("."), g["group"]): g for g in listed}
     assert len(by_name) == len(listed) == len(groups)
