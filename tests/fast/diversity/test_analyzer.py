@@ -13,7 +13,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import sacrebleu
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
@@ -158,8 +158,10 @@ def mean(values: list[float]) -> float | None:
 
 @settings(deadline=None, max_examples=200)
 @given(rounds)
+@example([(n, [[mode], [mode]]) for n, mode in ((0, 1), (1, 2), (2, 3), (3, 4), (0, 4))])
 def test_metrics_are_their_definitions(prompts_and_groups: list[tuple[int, list[Ids]]]) -> None:
-    """Rows may come in any order, and twice. Of equal prompts the first counts."""
+    """Rows may come in any order, and twice. Each turn is a group. Of equal prompts the first
+    counts."""
     round_ = [group for _, group in prompts_and_groups]
     several = [g for g in round_ if len(g) > 1]
     num_different = [len(set(map(tuple, g))) for g in round_]
@@ -190,7 +192,11 @@ def test_metrics_are_their_definitions(prompts_and_groups: list[tuple[int, list[
         counts = Counter(completion for completion, count in modes if count > 1)
         expected["common_mode"] = max(counts.values(), default=0) / len(by_prompt)
     numbered = enumerate(prompts_and_groups)
-    rows = [r for n, (prompt, g) in numbered for r in group_of(*g, group=n, prompt=f"{prompt}")]
+    rows = [
+        row
+        for n, (prompt, group) in numbered
+        for row in group_of(*group, group=n // 2, turn=n % 2, prompt=f"{prompt}")
+    ]
     found = round_metrics(group_samples([*rows[::-1], *rows]))
     expected = {name: value for name, value in expected.items() if value is not None}
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)

@@ -11,7 +11,7 @@ from math import comb, log2, log10
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.special import chdtrc
 from scipy.stats import combine_pvalues
@@ -88,6 +88,7 @@ def test_bound_holds_exactly_for_every_policy_and_level(weights: list[float]) ->
 
 
 @given(st.lists(st.tuples(LISTS, LISTS), max_size=3), st.sampled_from([0.0, 0.5, 2.0, 5.0]))
+@example([([[0] * 3, [0] * 3, [0] * 2], [])], 5.0)
 def test_the_p_value_is_its_definition(
     prompts: list[tuple[list[list[int]], list[list[int]]]], bits: float
 ) -> None:

@@ -23,7 +23,13 @@ from PIL.ExifTags import Base
 from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS, Fate
 from swift_grpo_ext.sampling.seeding import PHASES, RoundId
 from swift_grpo_ext.tools.view import pages, runs
-from swift_grpo_ext.tools.view.group import image_bytes, read_group, read_image, spans_of
+from swift_grpo_ext.tools.view.group import (
+    image_bytes,
+    read_group,
+    read_image,
+    shared_lengths,
+    spans_of,
+)
 from swift_grpo_ext.tools.view.pages import render, write_page
 from swift_grpo_ext.tools.view.runs import NotFoundError, Run, find_samples, list_groups
 from tests.rig.record.rows import open_log, row_of, sample_id, score_of
@@ -234,6 +240,10 @@ def test_searches_and_groups_are_their_definitions(
 
 TURN = {"token_ids": [1, 2], "logprobs": None, "mask": None, "gaps": {}, "num_shared": 0}
 CONVERSATIONS = RoundId("train", 3, 0)
+
+
+def test_shared_beginnings() -> None:
+    assert shared_lengths([[1, 9], [2, 9], [1, 8, 7], [1, 8, 6]]) == [1, 0, 2, 2]
 
 
 def test_spans_hold_whole_characters() -> None:
