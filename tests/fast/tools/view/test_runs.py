@@ -15,7 +15,7 @@ from statistics import fmean, pstdev
 from typing import Any, get_args
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from PIL.ExifTags import Base
@@ -183,7 +183,7 @@ def place_of(row: Shown, sort: str) -> tuple[Any, ...]:
     return *by_value, *newest, row["group"], row["index"], row["turn"]
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, phases=[Phase.generate])  # an example takes too long to shrink many
 @given(groups=GROUPS, searches=st.lists(SEARCHES, min_size=4, max_size=4), offset=st.integers(0, 2))
 def test_searches_and_groups_are_their_definitions(
     groups: dict[Any, list[Any]],
