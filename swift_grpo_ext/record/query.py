@@ -30,6 +30,7 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from swift_grpo_ext.record.log import RecordFile, record_files
@@ -253,7 +254,11 @@ def check_file(path: Path, table: Table) -> None:
         for batch in source.iter_batches(BATCH_ROWS, use_threads=False):
             rows = pa.Table.from_batches([batch])
             rows.validate(full=True)  # checksums cover pages, and neither their headers nor footers
-            rows.select(table.schema.names).cast(table.schema)
+            rows = rows.select(table.schema.names).cast(table.schema)
+            for name in ("token_ids", "logprobs", "mask") if table is SAMPLES else ():
+                lengths = pc.list_value_length(rows[name])
+                if pc.any(pc.not_equal(lengths, rows["num_tokens"])).as_py():
+                    raise ValueError(f"{name} and tokens differ in number")
         if not source.metadata.num_rows:
             raise ValueError("it has no rows")
 

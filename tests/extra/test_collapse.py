@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from swift_grpo_ext.tools.view.pages import write_page
-from tests.rig.diversity.runs import train_watched
+from tests.rig.diversity.samples import train_watched
 from tests.rig.record.rows import read_diversity
 
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from swift_grpo_ext.record.query import read_samples
-from tests.rig.diversity.runs import train_watched
+from tests.rig.diversity.samples import train_watched
 from tests.rig.record.rows import read_diversity
 from tests.rig.rounds import HOT, digits, write_lines
 

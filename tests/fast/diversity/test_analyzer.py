@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
 import sacrebleu
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
@@ -28,22 +27,8 @@ from swift_grpo_ext.diversity.metrics import (
     outcome_metrics,
     round_metrics,
 )
-from swift_grpo_ext.record.tables import SampleRow
 from tests.rig.diversity.samples import LONG, group_of, groups_of, sample
 from tests.rig.record.rows import sample_id
-
-
-def analyzer_of() -> RoundAnalyzer:
-    return RoundAnalyzer(is_greedy=False, seed_mode="sample")
-
-
-def copies(step: int, **kwargs: Any) -> list[SampleRow]:
-    """Return a collapsed round: equal samples of low surprisal."""
-    return group_of(*[[1, 2, step]] * 4, step=step, bits=0.05, **kwargs)
-
-
-def different(step: int, **kwargs: Any) -> list[SampleRow]:
-    return group_of(*[[step * 10 + i] * 5 for i in range(4)], step=step, **kwargs)
 
 
 def test_a_record_holds_what_was_measured() -> None:
@@ -53,7 +38,9 @@ def test_a_record_holds_what_was_measured() -> None:
         *(sample([5], index=i, step=3, group=8, prompt="c", bits=None) for i in (0, 1)),
         sample([1], step=3, group=9, prompt="d"),
     ]
-    healthy, record = analyzer_of().analyze([*samples, *different(1, prompt="e")])
+    healthy, record = RoundAnalyzer(is_greedy=False, seed_mode="sample").analyze(
+        [*samples, *group_of([1], [2], [3], [4], step=1, prompt="e")]
+    )
     assert (healthy.round.step, healthy.num_samples, healthy.num_pairs) == (1, 4, 6)
     assert (healthy.verdict, healthy.alarm, healthy.remedy) == ("healthy", None, "")
     assert (record.round, record.num_samples, record.num_groups) == (("train", 3, 0), 15, 4)
@@ -67,11 +54,9 @@ def test_a_record_holds_what_was_measured() -> None:
         **{"seed": 1, "rank": 1, "replica": "r"},
     }
     named = [len(collision.pop(name)) for name in ("samples", "earlier")]
-    assert (named, collision.pop("num_samples")) == ([8, 0], 10)
+    assert (named, collision.pop("num_samples"), collision.pop("kind")) == ([8, 0], 10, "shared")
     log2_p = record.log10_p / math.log10(2)
-    assert collision.pop("kind") == "shared"
     assert collision == pytest.approx({"num_tokens": 60, "bits": 60, "log2_p": log2_p}, rel=1e-5)
-    assert record.log10_p < -100
 
 
 def test_the_groups_with_most_copies_are_the_worst_and_solved_ones_the_last() -> None:
@@ -83,16 +68,10 @@ def test_the_groups_with_most_copies_are_the_worst_and_solved_ones_the_last() ->
     assert worst_groups(groups_of(*ids, *[[[1], [1]]] * 3), [], {}) == [1, 4, 5, 6]
 
 
-# --- verdicts ---
-
-
-BROKEN = math.log2(1e-6) - 1e-9
-
-
 def test_verdicts() -> None:
     """One completion for each prompt may solve it; one for nearly all prompts is a collapse."""
     for log2_p, copied, common_mode, solved, verdict in (
-        (BROKEN, 1.0, 1.0, 0.0, "broken"),
+        (math.log2(1e-6) - 1e-9, 1.0, 1.0, 0.0, "broken"),
         (math.log2(1e-6), 0.0, 0.0, 0.0, "healthy"),  # not below
         (0.0, 0.98, 0.0, None, "collapse"),
         (0.0, 0.979, 0.89, 0.0, "healthy"),
@@ -110,25 +89,12 @@ def test_verdicts() -> None:
         assert verdict_of(CollisionTest(log2_p=log2_p), found) == untested
 
 
-def test_collapse_is_an_alarm_in_its_third_round_for_each_phase() -> None:
-    analyzer = analyzer_of()
-    rounds = [
-        *(copies(0), copies(1), copies(0, phase="eval"), copies(1, phase="eval"), copies(2)),
-        *(copies(3), different(4), copies(5), copies(6), copies(7)),
-    ]
-    records = [analyzer.analyze(samples)[0] for samples in rounds]
-    alarms = [bool(record.alarm) for record in records]
-    assert [record.scalars()["diversity/collapse"] for record in records] == alarms
-    assert alarms == [False] * 4 + [True] * 2 + [False] * 3 + [True]
-    assert "collapsed policy in train round 3.0, 4 rounds in a row: 100%" in str(records[5].alarm)
-
-
-# --- alarms ---
-
-
 def test_a_long_alarm_names_some_and_the_earlier_round_of_frozen_noise() -> None:
     """It names one of three collisions, and four of five samples. A collapse has its figures."""
-    analyzer, groups = analyzer_of(), groups_of(*[[LONG] * 5] * 3, replica="")
+    analyzer, groups = (
+        RoundAnalyzer(is_greedy=False, seed_mode="sample"),
+        groups_of(*[[LONG] * 5] * 3, replica=""),
+    )
     (record,) = analyzer.analyze([s for group in groups for s in group])
     assert "sample 3 (rank 0) and 1 more share their first 60" in str(record.alarm)
     assert str(record.alarm).endswith(" (60 bits of surprisal). And 2 more.")
@@ -150,8 +116,9 @@ def test_a_long_alarm_names_some_and_the_earlier_round_of_frozen_noise() -> None
 
 Ids = list[int]
 completions = st.lists(st.integers(0, 4), max_size=12)
-rounds = st.lists(st.lists(completions, min_size=1, max_size=5), min_size=1, max_size=4)
-
+groups = st.lists(completions, min_size=1, max_size=5)
+rounds = st.lists(st.tuples(st.integers(0, 5), groups), min_size=1, max_size=6)
+"""Groups with the numbers of their prompts."""
 
 likeness = Levenshtein.normalized_similarity
 
@@ -191,7 +158,11 @@ def mean(values: list[float]) -> float | None:
 
 @settings(deadline=None, max_examples=200)
 @given(rounds)
-def test_metrics_are_their_definitions(round_: list[list[Ids]]) -> None:
+@example([(n, [[mode], [mode]]) for n, mode in ((0, 1), (1, 2), (2, 3), (3, 4), (0, 4))])
+def test_metrics_are_their_definitions(prompts_and_groups: list[tuple[int, list[Ids]]]) -> None:
+    """Rows may come in any order, and twice. Each turn is a group. Of equal prompts the first
+    counts."""
+    round_ = [group for _, group in prompts_and_groups]
     several = [g for g in round_ if len(g) > 1]
     num_different = [len(set(map(tuple, g))) for g in round_]
     all_ids = [ids for group in round_ for ids in group]
@@ -215,24 +186,20 @@ def test_metrics_are_their_definitions(round_: list[list[Ids]]) -> None:
         "distinct_answers": 1.0,
         "common_mode": 0.0,
     }
-    if len(round_) > 3:
-        modes = [Counter(map(tuple, g)).most_common(1)[0] for g in round_]
+    by_prompt = dict(prompts_and_groups[::-1])
+    if len(by_prompt) > 3:
+        modes = [Counter(map(tuple, g)).most_common(1)[0] for g in by_prompt.values()]
         counts = Counter(completion for completion, count in modes if count > 1)
-        expected["common_mode"] = max(counts.values(), default=0) / len(round_)
-    found = round_metrics(groups_of(*round_))
+        expected["common_mode"] = max(counts.values(), default=0) / len(by_prompt)
+    numbered = enumerate(prompts_and_groups)
+    rows = [
+        row
+        for n, (prompt, group) in numbered
+        for row in group_of(*group, group=n // 2, turn=n % 2, prompt=f"{prompt}")
+    ]
+    found = round_metrics(group_samples([*rows[::-1], *rows]))
     expected = {name: value for name, value in expected.items() if value is not None}
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
-    backwards = round_metrics([group_of(*g[::-1], group=i) for i, g in enumerate(round_[::-1])])
-    backwards["common_mode"] = found["common_mode"]
-    assert backwards == pytest.approx(found)
-
-
-def test_few_prompts_have_no_common_mode_and_equal_prompts_count_once() -> None:
-    assert round_metrics(groups_of(*[[[1], [1]]] * 3))["common_mode"] == 0.0
-    groups = groups_of(*[[[mode], [mode]] for mode in (1, 2, 3, 4, 4, 4)])
-    for group in groups[4:]:
-        group[0] = replace(group[0], fingerprint="0")
-    assert round_metrics(groups)["common_mode"] == 0.25
 
 
 # --- bounds on the cost (D6), which `scripts/bench/diversity.py --cost-only` measures ---
@@ -282,18 +249,16 @@ outcomes = st.tuples(
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.lists(outcomes, min_size=1, max_size=5), max_size=4))
 def test_outcomes_are_their_definitions(round_: list[list[tuple[Ids, str, float | None]]]) -> None:
-    """Samples without a score, and groups without any, are left out."""
-    groups = [
-        [sample(ids, index=i, group=g, text=text) for i, (ids, text, _) in enumerate(of_group)]
-        for g, of_group in enumerate(round_)
-    ]
+    """The last turn stands for a conversation. Samples without a score, and groups without any, are
+    left out."""
+    last_turns, first_turns, scores = [], [], {}
+    for g, of_group in enumerate(round_):
+        last_turns.append([])
+        first_turns.append(group_of(*[[9]] * len(of_group), group=g, text="another"))
+        for i, (ids, text, reward) in enumerate(of_group):
+            last_turns[-1].append(sample(ids, index=i, group=g, turn=1, text=text))
+            scores |= {} if reward is None else {sample_id(group=g, index=i): reward}
     rewards = [[reward for *_, reward in of_group] for of_group in round_]
-    scores = {
-        row.sample_id: reward
-        for group, values in zip(groups, rewards, strict=True)
-        for row, reward in zip(group, values, strict=True)
-        if reward is not None
-    }
     known = [[r for r in values if r is not None] for values in rewards]
     several = [values for values in known if len(values) > 1]
     correct = [[o for o in of_group if o[2] is not None and o[2] >= 1] for of_group in round_]
@@ -312,21 +277,8 @@ def test_outcomes_are_their_definitions(round_: list[list[tuple[Ids, str, float 
         ]
         expected[f"pass_at_{k}"] = mean(shares)
     defined = {name: value for name, value in expected.items() if value is not None}
-    assert outcome_metrics(groups, scores) == pytest.approx(defined)
-
-
-def test_the_last_turn_stands_for_a_conversation() -> None:
-    turns = [
-        [sample([1], index=i, turn=turn, text=text) for i, text in enumerate(texts)]
-        for turn, texts in enumerate((["same", "same"], ["5", "6"]))
-    ]
-    scores = {s.sample_id: 1.0 for s in turns[0]}
-    for order in (turns, turns[::-1]):
-        found = outcome_metrics(order, scores)
-        assert (found["correct_answers"], found["pass_at_1"]) == (2.0, 1.0)
-
-
-# --- bad input ---
+    for turns in (first_turns + last_turns, last_turns + first_turns):
+        assert outcome_metrics(turns, scores) == pytest.approx(defined)
 
 
 def test_unusable_logprobs_do_not_count() -> None:
@@ -339,10 +291,3 @@ def test_unusable_logprobs_do_not_count() -> None:
     np.testing.assert_equal(known_logprobs(some), [-0.5, nan, float("-inf"), -2.0])
     found = round_metrics([[some, sample([5, 6], index=1)]])
     assert found["surprisal"] == pytest.approx(np.mean([0.5, 2.0, np.log(2), np.log(2)]))
-
-
-def test_rows_become_groups_by_place_and_once() -> None:
-    rows = [sample([1], group=g, index=i) for g in (1, 0) for i in (2, 0, 1)]
-    groups = group_samples([*rows, *rows])
-    sample_ids = [[(s.sample_id.group, s.sample_id.index) for s in g] for g in groups]
-    assert sample_ids == [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]

@@ -11,7 +11,7 @@ from math import comb, log2, log10
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.special import chdtrc
 from scipy.stats import combine_pvalues
@@ -26,6 +26,7 @@ from swift_grpo_ext.diversity.collision import (
     shared_prefixes,
 )
 from swift_grpo_ext.record.tables import SampleRow
+from swift_grpo_ext.sampling.seeding import SampleId
 from tests.rig.diversity.samples import LONG, group_of, groups_of, sample
 
 
@@ -54,9 +55,6 @@ def test_shared_prefixes_are_all_there(lists: list[list[int]]) -> None:
     prefixes = list(shared_prefixes([np.array(ids, np.int32) for ids in lists]))
     assert {frozenset(p.members.tolist()): p.length for p in prefixes} == holders
     assert len(prefixes) <= max(len(lists) - 1, 0)
-
-
-# --- the bound ---
 
 
 def completions_of(weights: Sequence[float]) -> list[tuple[list[int], list[float]]]:
@@ -89,15 +87,14 @@ def test_bound_holds_exactly_for_every_policy_and_level(weights: list[float]) ->
             assert mass <= 2**alpha * (1 + 1e-5)
 
 
-# --- the p-value ---
-
-
-@given(st.lists(st.tuples(LISTS, LISTS), max_size=3), st.sampled_from([0.5, 2.0, 5.0]))
+@given(st.lists(st.tuples(LISTS, LISTS), max_size=3), st.sampled_from([0.0, 0.5, 2.0, 5.0]))
+@example([([[0] * 3, [0] * 3, [0] * 2], [])], 5.0)
 def test_the_p_value_is_its_definition(
     prompts: list[tuple[list[list[int]], list[list[int]]]], bits: float
 ) -> None:
-    """Brute force goes over all prefixes of each prompt's samples, now and before. Odd samples are
-    given twice the surprisal: the least counts."""
+    """Brute force goes over all prefixes of each prompt's samples, now and before. They are in two
+    groups. Odd ones have twice the surprisal: the least counts. Each improbable set is named, maybe
+    as a part of another one."""
     sizes = [(len(now), len(before)) for now, before in prompts]
     families = 2 if any(m for _, m in sizes) else 1
 
@@ -108,14 +105,16 @@ def test_the_p_value_is_its_definition(
         return sum(comb(n, e) * m for n, m in sizes)
 
     rows, memory, log2_ps, fisher_log2_ps, max_bits = [], PromptMemory(), [0.0], [], 0.0
+    improbable: dict[frozenset[SampleId], list[float]] = {}
     for group, (now, before) in enumerate(prompts):
         bits_of = [bits * (1 + i % 2) for i in range(len(now))]
-        place = {"group": group, "prompt": f"{group}"}
-        rows += [sample(o, index=i, bits=bits_of[i], **place) for i, o in enumerate(now)]
-        memory.remember(group_of(*before, step=-1, **place))
+        prompt, places = f"{group}", [(2 * group + (i > 1), i) for i in range(len(now))]
+        for (number, i), o in zip(places, now, strict=True):
+            rows.append(sample(o, bits=bits_of[i], prompt=prompt, group=number, index=i))
+        memory.remember(group_of(*before, step=-1, group=group, prompt=prompt))
         for prefix in {tuple(o[:end]) for o in now for end in range(1, len(o) + 1)}:
-            members = [i for i, o in enumerate(now) if tuple(o[: len(prefix)]) == prefix]
-            least, size = len(prefix) * min(bits_of[i] for i in members), len(members)
+            members_of = [i for i, o in enumerate(now) if tuple(o[: len(prefix)]) == prefix]
+            least, size = len(prefix) * min(bits_of[i] for i in members_of), len(members_of)
             sets = [("shared", 1), ("shared", size - 1)] if size > 1 else []
             max_bits = max(max_bits, least * (size > 1))
             if any(tuple(o[: len(prefix)]) == prefix for o in before):
@@ -123,6 +122,9 @@ def test_the_p_value_is_its_definition(
             for kind, e in sets:
                 num_sets = num_shared(e) if kind == "shared" else num_frozen(e)
                 log2_ps.append(log2(num_sets * max(e * (e - 1), 1) * families) + 2 - e * least)
+                if log2_ps[-1] < 0:
+                    members = frozenset(rows[i - len(now)].sample_id for i in members_of)
+                    improbable.setdefault(members, []).append(log2_ps[-1])
         known = {tuple(o) for o in before}
         for i, o in enumerate(now):
             if known:
@@ -133,54 +135,19 @@ def test_the_p_value_is_its_definition(
     expected = min(*log2_ps, log2_fisher(fisher_log2_ps) + 1)
     assert (test.log2_p, test.max_bits) == pytest.approx((min(expected, 0.0), max_bits), abs=1e-3)
     assert (test.num_pairs, test.num_earlier_pairs) == (num_shared(1), num_frozen(1))
+    if min(log2_ps) < 0 and len(test.collisions) < 16:
+        by_p = test.collisions[::-1]  # the most improbable ones last
+        named = {frozenset(s.sample_id for s in c.samples): c.log2_p for c in by_p}
+        assert named == pytest.approx({ids: min(improbable[ids]) for ids in named}, abs=1e-3)
+        assert all(any(ids <= others for others in named) for ids in improbable)
+        wholes = [frozenset(s.sample_id for s in (*c.samples, *c.earlier)) for c in test.collisions]
+        assert not any(a < b for a in wholes for b in wholes[: wholes.index(a)])
 
 
-# --- one round ---
-
-
-PAIR = [[(0, 0), (0, 1)]]
-"""One collision is named, of the first two samples of group 0."""
-
-
-@pytest.mark.parametrize(
-    ("samples", "log2_p", "places"),
-    [
-        # A prefix in common, and then apart.
-        (group_of([1, 2], [*LONG, 3], [4], [*LONG, 5, 6]), log2(6) + 2 - 60, [[(0, 1), (0, 3)]]),
-        # Two groups of one prompt in a batch must not share noise either.
-        ([sample(LONG), sample(LONG, group=7)], 1 - 60, [[(0, 0), (7, 0)]]),
-        # Three copies, of which two go on alike, are one set; another prompt's pair is another.
-        (
-            [
-                *group_of([*LONG, 1, 2], [*LONG, 1, 2], LONG),
-                *group_of(LONG, LONG, group=1, prompt="other"),
-            ],
-            log2_fisher([-62, -60, -60]) + 1,
-            [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1)]],
-        ),
-        # Beside an improbable pair, a pair of 1 bit is no collision to be named.
-        (
-            [*group_of(LONG, LONG), *group_of([2, 5], [2, 6], group=1, prompt="other")],
-            *(1 + 2 - 60, PAIR),
-        ),
-        (group_of([2, 5], [2, 6]), 0, []),
-        # Top-k 1, forced tokens, a template's: copies without surprisal prove nothing.
-        (group_of(*[[7] * 1000] * 16, bits=0.0), 0, []),
-        # NaN; a log-probability of minus infinity; above 0: they add nothing.
-        *(
-            (group_of([1, 2, 3], [1, 2, 3], bits=[1.0, odd, 2.0]), 1 - 3, PAIR)
-            for odd in (float("nan"), float("inf"), -3.0)
-        ),
-    ],
-)
-def test_one_round(
-    samples: list[SampleRow], log2_p: float, places: list[list[tuple[int, int]]]
-) -> None:
-    for order in (samples, samples[::-1]):
-        test = collision_test(order)
-        assert test.log2_p == pytest.approx(log2_p, abs=1e-3)
-        named = [[o.sample_id for o in c.samples] for c in test.collisions]
-        assert [sorted((s.group, s.index) for s in members) for members in named] == places
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -3.0])
+def test_impossible_log_probabilities_add_nothing(odd: float) -> None:
+    test = collision_test(group_of([1, 2, 3], [1, 2, 3], bits=[1.0, odd, 2.0]))
+    assert (test.log2_p, len(test.collisions)) == (pytest.approx(1 - 3), 1)
 
 
 def test_what_is_not_tested_or_is_very_long_or_much() -> None:
@@ -194,9 +161,6 @@ def test_what_is_not_tested_or_is_very_long_or_much() -> None:
     assert re.fullmatch(r"\d\.\de-8\d{3}", format_p(test.log2_p * log10(2)))
     for p, text in ((1, "1"), (0.25, "0.25"), (3.2e-8, "3.2e-8"), (9.97e-11, "1.0e-10")):
         assert format_p(log10(p)) == text
-
-
-# --- frozen noise, and many sets of which none is improbable alone ---
 
 
 def test_fisher_is_its_definition_also_beyond_what_floats_hold() -> None:

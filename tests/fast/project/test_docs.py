@@ -1,6 +1,9 @@
 """Links, flags, commands, files and messages on the pages exist, and code on them runs. Both
 languages have the same sections, code, tables, numbers and links. Links of the package's page are
-absolute if the builder names the project's address."""
+absolute if the builder names the project's address.
+
+Each promise of docs/promises.md is named by a test that proves it. Each run of the suite proves
+that it passes on the run's machine (I3); `scripts/bench/record.py` measures the costs (V4)."""
 
 from __future__ import annotations
 
@@ -9,16 +12,24 @@ import dataclasses
 import doctest
 import importlib.util
 import re
+import shlex
+import subprocess
+import sys
+import textwrap
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
+import memory
 import pytest
 from markdown_it import MarkdownIt
+from pages import read_from
 
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.sampling.seeding import sample_seed
+from swift_grpo_ext.tools import cli
+from swift_grpo_ext.tools.sources import read_sources
 from tests.rig.newest import is_newest
 from tests.rig.record.rows import ROW, sample_id, write_session
 
@@ -93,6 +104,7 @@ def is_relative(link: str) -> bool:
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("docs", "examples", "plugins", "scripts", "swift_grpo_ext", "tests")
+QUICKSTART = ROOT / "docs/quickstart.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md"))])
 TRANSLATIONS = [page for page in PAGES if page.stem.endswith(TRANSLATED)]
 
@@ -101,29 +113,22 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-ADDRESS = "https://example.org/group/project"
-
-
 def test_links_become_absolute() -> None:
     spec = importlib.util.spec_from_file_location("setup_of_the_package", ROOT / "setup.py")
     assert spec and spec.loader  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    others = "[c](https://c.org/d.md) [here](#top)"
+    others, ours = "[c](https://c.org/d.md) [here](#top)", "https://example.org/group/project"
     text = f"[a](docs/a.md#b) ![p](x/p.png) {others}"
-    assert module.absolute_links(text, ADDRESS, "v1") == (
-        f"[a]({ADDRESS}/blob/v1/docs/a.md#b) ![p]({ADDRESS}/raw/v1/x/p.png) {others}"
+    assert module.absolute_links(text, ours, "v1") == (
+        f"[a]({ours}/blob/v1/docs/a.md#b) ![p]({ours}/raw/v1/x/p.png) {others}"
     )
-    named = module.metadata(ADDRESS)
-    assert set(named["project_urls"].values()) == {
-        ADDRESS,
-        f"{ADDRESS}/tree/HEAD/docs",
-        f"{ADDRESS}/issues",
-    }
+    named = module.metadata(ours)
+    pages = {ours, f"{ours}/tree/HEAD/docs", f"{ours}/issues"}
+    assert set(named["project_urls"].values()) == pages
     targets = re.findall(r"\]\(([^)]+)\)", named["long_description"])
     assert len(targets) > 20
     assert all(target.startswith("https://") for target in targets)
-    assert f"]({ADDRESS}/raw/HEAD/docs/img/view_group.png)" in named["long_description"]
 
 
 FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")
@@ -215,6 +220,49 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
                 runner.run(test, clear_globs=False)
                 names = test.globs
     assert runner.failures == 0
+
+
+@pytest.mark.skipif(not is_newest("swift"), reason="pages speak of the newest ms-swift")
+def test_each_training_of_the_page_holds_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trainings on 1 GPU, on 8, resumed, and with W&B: groups fill the batch, flags are known."""
+    from swift_grpo_ext.command_line import Parser, RLHFExtArguments
+
+    known = {action.dest for action in Parser([RLHFExtArguments])._actions}
+    text = QUICKSTART.read_text(encoding="utf-8")  # its blocks may be within lists
+    blocks = re.findall(r"^ *```(bash|yaml)\n(.*?)^ *```$", text, re.M | re.S)
+    settings = next(textwrap.dedent(text) for language, text in blocks if language == "yaml")
+    (tmp_path / "train.yaml").write_text(settings, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    rounds = []
+    commands = "".join(textwrap.dedent(text) for language, text in blocks if language == "bash")
+    commands = commands.replace("\\\n", " ")
+    pattern = r"^(?:NPROC_PER_NODE=(\d+) )?swift rlhf train\.yaml(.*)$"
+    for ranks, words in re.findall(pattern, commands, re.M):
+        argv = shlex.split(words, comments=True)
+        status = cli.main(["check", "train.yaml", "--settings-only", "--", *argv])
+        assert status == 0, capsys.readouterr().out
+        given = read_sources("train.yaml", overrides=argv)["training"].given
+        assert given.keys() <= known
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+        size, steps, group = (int(given[name][0]) for name in names)
+        rounds.append(divmod(int(ranks or 1) * size * steps, group))
+    assert rounds == [(4, 0), (16, 0), (4, 0), (4, 0)]
+
+
+def test_the_table_of_memory_is_up_to_date() -> None:
+    """Else: `python scripts/memory.py --write`."""
+    for page in (QUICKSTART, QUICKSTART.with_stem("quickstart_CN")):
+        assert read_from(page, memory.TABLE) == memory.table()
+
+
+def test_each_promise_has_a_test() -> None:
+    """If not, name its id in the docstring of the test that proves it."""
+    command = [sys.executable, str(ROOT / "scripts/dev/promises.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    missing = [line for line in done.stdout.splitlines() if line.endswith("| none |")]
+    assert (done.returncode, missing) == (0, []), done.stderr
 
 
 # --- Chinese pages ---

@@ -79,9 +79,7 @@ class Session:
     rounds_a_call: int
     is_scored: bool
     max_bytes: int | None
-    ends_whole: bool
-    """False if it is killed between two rounds: its small files stay."""
-
+    ends_whole: bool  # False if it is killed between two rounds: its small files stay
     fault: Fault
 
 
@@ -125,8 +123,7 @@ def disk_with(fault: Fault) -> Iterator[None]:
 
 # --- the model ---
 
-Key = tuple[int, RoundId]
-"""A session's number and a round."""
+Key = tuple[int, RoundId]  # a session's number and a round
 
 
 class Run:
@@ -136,9 +133,8 @@ class Run:
         self.folder = folder
         self.rows: dict[Key, list[SampleRow]] = {}
         self.start_steps: dict[int, int] = {}
+        # Those on disk, in the order in which they were written.
         self.samples: list[Key] = []
-        """Those on disk, in the order in which they were written; `scores` too."""
-
         self.scores: list[Key] = []
         self.in_flight: list[Key] = []
 

@@ -14,28 +14,25 @@ from typing import Any
 
 import numpy as np
 import pandas
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import SampleLog, next_session, record_files
 from swift_grpo_ext.record.query import Record, read_group, read_samples
-from swift_grpo_ext.record.tables import DIVERSITY, REWARDS, SAMPLES, SampleRow, to_rows
+from swift_grpo_ext.record.tables import DIVERSITY, REWARDS, SAMPLES
+from swift_grpo_ext.sampling.seeding import RoundId
 from tests.rig.record.rows import (
     ROW,
     diversity_row,
     open_log,
     read_diversity,
+    read_rows,
     row_of,
     sample_id,
     score_of,
     write_session,
 )
-
-
-def read_rows(run_dir: Path) -> list[SampleRow]:
-    return to_rows(read_samples(run_dir))
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -137,13 +134,12 @@ def test_a_round_is_a_file_and_small_ones_are_merged(
     assert steps_of(tmp_path) == [4, 0, 1, 2, 3, 5, 6, 7]
 
 
-@pytest.mark.parametrize("large", [1, sample_log.LARGE])  # some files are merged, or none
 def test_a_bound_removes_the_oldest_and_no_more_than_it_must(
-    tmp_path: Path, large: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound includes earlier sessions. A reader that read before looks for files that have
     gone. `test_history.py` has scores, and sessions that fail."""
-    monkeypatch.setattr(sample_log, "LARGE", large)
+    monkeypatch.setattr(sample_log, "LARGE", 1)  # some files are merged
     tokens, max_bytes = tokens_of(2000), 250_000
     write_steps(open_log(tmp_path), *range(32), **tokens)
     before = Record(tmp_path)
@@ -224,25 +220,38 @@ def test_flipped_bits_are_named_or_harmless(
     assert num_named > 15
 
 
-@pytest.mark.parametrize("column", ["mask", "phase"])  # it is gone, or it lost its values
+@pytest.mark.parametrize(
+    ("column", "wrong"),
+    [
+        ("mask", []),
+        ("phase", [None]),
+        ("logprobs", [[-1.0] * 9]),
+        ("token_ids", [[1] * 9]),
+        ("", []),
+    ],
+)
 def test_a_damaged_file_is_named_once_never_merged_and_read_when_it_is_restored(
-    column: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    column: str, wrong: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = open_log(tmp_path)
     write_steps(log, 0, 1, 2)
     path = record_files(SAMPLES.folder(tmp_path))[1].path
     sound, rows = path.read_bytes(), pq.read_table(path)
-    at, lost = rows.schema.get_field_index(column), pa.nulls(1, pa.utf8())
-    rows = rows.drop_columns(["mask"]) if column == "mask" else rows.set_column(at, column, lost)
+    rows = rows.drop_columns([column]) if column else rows.slice(0, 0)
+    rows = rows.append_column(column, [wrong]) if wrong else rows
     pq.write_table(rows, path)
     record = Record(tmp_path)
-    assert [record.refresh() for _ in range(3)] == [True, False, False]
+    assert [record.refresh() for _ in range(2)] == [True, False]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pq, "ParquetFile", None)  # it is not opened again
+        assert not record.refresh()
     assert record.table("select step from samples order by step")["step"].to_pylist() == [0, 2]
     [message] = caplog.messages
     expected = rf"{path} cannot be read \(.{{9}}.*rows are left out.*restore it"
     assert re.match(expected, message, re.S)
     path.write_bytes(path.read_bytes()[:-1])
-    log.finish()
+    for _ in range(2):  # one warning is enough
+        log.finish()
     assert "files of the run's record cannot be merged or removed (" in caplog.messages[-1]
     path.write_bytes(sound)
     assert record.refresh()
@@ -253,12 +262,14 @@ def test_a_damaged_file_is_named_once_never_merged_and_read_when_it_is_restored(
 def test_a_poll_reads_what_is_new_and_tries_again_what_failed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file server's failure counts as no damage; rows that were read before stay."""
+    """A file server's failure counts as no damage; rows that were read before stay. The file of
+    scores is removed meanwhile, which is no failure."""
     upstream, opened, fails = pq.ParquetFile, list[Path](), False
 
     def file(path: Path, **options: Any) -> pq.ParquetFile:
         opened.append(path)
         if fails:
+            path.unlink() if path.parent.name == "rewards" else None
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return upstream(path, **options)
 
@@ -270,6 +281,8 @@ def test_a_poll_reads_what_is_new_and_tries_again_what_failed(
         assert record.refresh() == bool(num_new)
         assert len(opened) == num_new
     write_steps(log, 6)
+    log.append([score_of(sample_id(6))], REWARDS)
+    log.flush()
     fails = True
     assert [record.refresh() for _ in range(2)] == [False, False]
     assert [name.step for name in record.rounds()] == [5, 4, 3, 2, 1, 0]
@@ -278,9 +291,6 @@ def test_a_poll_reads_what_is_new_and_tries_again_what_failed(
     fails = False
     assert record.refresh()
     assert [name.step for name in record.rounds()] == [6, 5, 4, 3, 2, 1, 0]
-
-
-# --- one group, and what the monitor measured ---
 
 
 def test_a_group_stands_in_its_order(tmp_path: Path) -> None:
@@ -307,10 +317,11 @@ def test_diversity_comes_back_in_the_order_of_steps(tmp_path: Path) -> None:
     batch = diversity_row(1, "eval")  # an evaluation has a row for each
     first, second = diversity_row(0, **rich), diversity_row(1)
     log = open_log(tmp_path)
-    for row in (first, batch, second, batch, diversity_row(2)):
+    third, fourth = (diversity_row(2, round=RoundId("train", 2, number)) for number in (0, 1))
+    for row in (first, batch, second, batch, fourth, third):
         log.append([row], DIVERSITY)
     log.finish()
-    assert read_diversity(tmp_path) == [first, batch, batch, second, diversity_row(2)]
+    assert read_diversity(tmp_path) == [first, batch, batch, second, third, fourth]
     resumed = open_log(tmp_path, session=1, start_step=1)
     resumed.append([again := diversity_row(1, num_samples=7)], DIVERSITY)
     resumed.flush()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from swift_grpo_ext.record.log import SampleLog, record_files
-from swift_grpo_ext.record.query import Record, diversity_of
-from swift_grpo_ext.record.tables import SAMPLES, DiversityRow, RewardRow, SampleRow
+from swift_grpo_ext.record.query import Record, diversity_of, read_samples
+from swift_grpo_ext.record.tables import SAMPLES, DiversityRow, RewardRow, SampleRow, to_rows
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 
 ROW = SampleRow(
@@ -33,25 +33,19 @@ def sample_id(step: int = 0, phase: Any = "train", **place: int) -> SampleId:
 
 
 def row_of(name: SampleId, **changes: Any) -> SampleRow:
-    """Return a row whose prompt and completion differ in length from its neighbours'."""
-    words = name.step + 2 * name.group + name.index + name.turn
-    length = 1 + (3 * words + 2) % 5
-    made = replace(
-        ROW,
-        sample_id=name,
-        token_ids=[*range(7, 6 + length), 151643],
-        logprobs=[-0.125 * i for i in range(length)],
-        text="seven" * length,
-        prompt="Which digit?" + " Look twice." * (words % 3),
-    )
-    return replace(made, **changes)
+    """Return a row whose completion differs in length from its neighbours'."""
+    length = 1 + (3 * (name.step + 2 * name.group + name.index + name.turn) + 2) % 5
+    tokens = {"token_ids": [*range(7, 6 + length), 151643]}
+    tokens |= {"logprobs": [-0.125 * i for i in range(length)], "text": "seven" * length}
+    return replace(ROW, **{"sample_id": name, **tokens, **changes})
 
 
 def score_of(name: SampleId, reward: float = 0.5, **changes: Any) -> RewardRow:
+    rewards = [("Accuracy", None), ("数字", reward)]
     row = RewardRow(
         sample_id=name,
         reward=reward,
-        rewards=[("Accuracy", None), ("数字", reward)],
+        rewards=rewards,
         truncated=False,
         replaced=False,
         fate="trained",
@@ -73,18 +67,16 @@ def diversity_row(step: int, phase: Any = "train", **changes: Any) -> DiversityR
     return replace(row, **changes)
 
 
-def write_session(
-    run_dir: Path,
-    rows: Sequence[SampleRow],
-    *,
-    session: int = 0,
-    start_step: int = 0,
-) -> Path:
-    """Append all rows at once; return the file."""
-    log = open_log(run_dir, session=session, start_step=start_step)
+def write_session(run_dir: Path, rows: Sequence[SampleRow], **place: int) -> Path:
+    """Append all rows at once; return the file. `place`: the options of `open_log`."""
+    log = open_log(run_dir, **place)
     log.append(rows)
     log.flush()
     return record_files(SAMPLES.folder(run_dir))[-1].path
+
+
+def read_rows(run_dir: Path) -> list[SampleRow]:
+    return to_rows(read_samples(run_dir))
 
 
 def read_diversity(run_dir: Path) -> list[DiversityRow]:

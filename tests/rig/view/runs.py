@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 from tokenizers import Tokenizer
@@ -16,14 +15,17 @@ from tokenizers.models import WordLevel
 
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.tables import REWARDS, RewardRow, SampleRow
+from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
 from swift_grpo_ext.tools.runs import LOGS
 from swift_grpo_ext.tools.view.runs import Run
-from tests.rig.record.rows import ROW, sample_id
+from tests.rig.record.rows import ROW, open_log, sample_id
 
-HOSTILE = "<img src=x onerror='window.stolen=1'><script>window.stolen=1</script>‮\u202e"
+Scores = Sequence[RewardRow] | None
+
+HOSTILE = "<img src=x onerror='document.title=1><script>document.title=1</script>‮\u202e"
 
 
-def make_rows(step: int, *, num_groups: int = 2) -> list[SampleRow]:
+def make_rows(step: int, *, num_groups: int = 2, folder: str = "images") -> list[SampleRow]:
     """Return a round's rows: sample i of group g has tokens [7, g, i] and text `gG iI sS`."""
     return [
         replace(
@@ -36,7 +38,7 @@ def make_rows(step: int, *, num_groups: int = 2) -> list[SampleRow]:
             text=f"g{group} i{index} s{step}",
             fingerprint=f"{group:032x}",
             prompt=json.dumps([{"role": "user", "content": f"<image>Question {group}?"}]),
-            media=[f"images/{group}.png"],
+            media=[f"{folder}/{group}.png"],
             columns=json.dumps({"solution": f"s{group}"}),
         )
         for group in range(num_groups)
@@ -44,38 +46,31 @@ def make_rows(step: int, *, num_groups: int = 2) -> list[SampleRow]:
     ]
 
 
-def make_conversations(step: int) -> list[SampleRow]:
+def make_conversations(step: int, folder: str = "images") -> list[SampleRow]:
     """Return a round's rows. In each group sample 0 has one turn, sample 1 three. The tool adds a
     crop without a file and text that is no UTF-8; the third turn has no room for an answer."""
     Image.new("RGB", (8, 4), "blue").save(crop := BytesIO(), "webp")
     rows = []
-    for row in make_rows(step):
+    for row in make_rows(step, folder=folder):
         rows.append(replace(row, engine_seconds=2.0))
         if row.sample_id.index:
             group = row.sample_id.group
             second = replace(
                 row,
                 sample_id=replace(row.sample_id, turn=1),
-                token_ids=[5, 6],
-                logprobs=[-0.5, -1.0],
-                text="第二轮",
+                **{"token_ids": [5, 6], "logprobs": [-0.5, -1.0], "text": "第二轮"},
                 fingerprint=f"turn {step}.{group}.1",
                 prompt=json.dumps([{"role": "tool", "content": "<image>看这里 \\ud83d"}]),
-                media=["blake2b:0"],
-                pictures=[crop.getvalue()],
-                mask=[True, False],
-                engine_seconds=1.0,
-                tool_seconds=3.0,
+                **{"media": ["blake2b:0"], "pictures": [crop.getvalue()], "mask": [True, False]},
+                **{"engine_seconds": 1.0, "tool_seconds": 3.0},
             )
             third = replace(
                 row,
                 sample_id=replace(row.sample_id, turn=2),
                 **{"token_ids": [], "logprobs": None, "text": "", "media": []},
-                finish_reason="length",
                 fingerprint=f"turn {step}.{group}.2",
                 prompt=json.dumps([{"role": "tool", "content": None, "tool_calls": [{"f": "找"}]}]),
-                engine_seconds=0.0,
-                tool_seconds=1.0,
+                **{"finish_reason": "length", "engine_seconds": 0.0, "tool_seconds": 1.0},
             )
             rows += [second, third]
     return rows
@@ -92,24 +87,12 @@ def score(row: SampleRow, reward: float | None = None) -> RewardRow:
     )  # fmt: skip
 
 
-class Writer:
-    """Appends rounds to a run, as a training does."""
-
-    def __init__(self, run_dir: Path, *, session: int = 0, start_step: int = 0) -> None:
-        self._log = SampleLog(run_dir, session=session, start_step=start_step)
-
-    def write(self, rows: Sequence[SampleRow], *, scored: bool = True) -> None:
-        self._log.append(rows)
-        self._log.flush()
-        if scored:
-            self.score([row for row in rows if not row.sample_id.turn])
-
-    def score(self, rows: Sequence[SampleRow], **changes: Any) -> None:
-        self.append_scores([replace(score(row), **changes) for row in rows])
-
-    def append_scores(self, rows: Sequence[RewardRow]) -> None:
-        self._log.append(rows, REWARDS)
-        self._log.flush()
+def write(log: SampleLog, rows: Sequence[SampleRow], scores: Scores = None) -> None:
+    """Append a round as a training does; by default each sample has its `score`."""
+    log.append(rows)
+    first_turns = [row for row in rows if not row.sample_id.turn]
+    log.append([*map(score, first_turns)] if scores is None else scores, REWARDS)
+    log.flush()
 
 
 def make_run(run_dir: Path) -> Path:
@@ -122,20 +105,18 @@ def make_run(run_dir: Path) -> Path:
     folder.mkdir(parents=True)
     for group in range(2):
         Image.new("RGB", (56, 28), (200, 30 * group, 0)).save(folder / f"{group}.png")
-    writer = Writer(run_dir)
+    log = open_log(run_dir)
     for step in range(4):
-        rows = make_rows(step) if step < 3 else make_conversations(step)
-        for number, row in enumerate(rows):
-            local = [str(run_dir / m) if m.startswith("images") else m for m in row.media]
-            rows[number] = replace(row, media=local)
+        rows = (make_rows if step < 3 else make_conversations)(step, folder=f"{folder}")
+        scores = [score(row) for row in rows if not row.sample_id.turn]
         if step == 1:
-            rows[0] = replace(rows[0], finish_reason="length", stop_reason=None)
-        if step == 2:
+            rows[0] = replace(rows[0], finish_reason="length")
+        elif step == 2:
             rows[3] = replace(rows[3], text=f"(七) a.c {HOSTILE}")
-        writer.write(rows, scored=False)
-        scored = [row for row in rows if not row.sample_id.turn]
-        gaps = {"gaps": [(0, 0.5), (4, 0.25)]} if step == 3 else {}
-        writer.score(scored[:3] if step == 2 else scored, **gaps)
+            del scores[3]
+        elif step == 3:
+            scores = [replace(one, gaps=[(0, 0.5), (4, 0.25)]) for one in scores]
+        write(log, rows, scores)
     return run_dir
 
 
@@ -147,9 +128,8 @@ def open_run(run_dir: Path) -> Run:
 
 def add_logs(run_dir: Path, *seconds: float) -> Path:
     """Log a step for each number of seconds, with an evaluation after each; return the file."""
-    shares = {"rollout": 0.5, "wake": 0.05, "send": 0.1, "generate": 0.3, "sleep": 0.0}
-    shares |= {"rewards": 0.0, "batch": 0.1, "logps": 0.15, "loss": 0.25}
-    shares |= {"optimizer": 0.0, "rest": 0.0}
+    shares = {"rollout": 0.5, "wake": 0.05, "send": 0.1, "generate": 0.3, "batch": 0.1}
+    shares = dict.fromkeys((*PARTS, *ROLLOUT_PARTS), 0.0) | shares | {"logps": 0.15, "loss": 0.25}
     with (run_dir / LOGS).open("a", encoding="utf-8") as file:
         for step, value in enumerate(seconds, 1):
             log = {f"time/{part}": share * value for part, share in shares.items()}

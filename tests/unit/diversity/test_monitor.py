@@ -44,12 +44,6 @@ class Run:
         for turn in turns:
             self.recorder.append(turn)
 
-    def generate(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> None:
-        self.arrive(samples)
-        self.recorder.write()
-        if rewards:
-            self.score(samples, rewards)
-
     def score(self, samples: list[SampleRow], rewards: Sequence[float]) -> None:
         rows = [score_of(s.sample_id, r) for s, r in zip(samples, rewards, strict=False)]
         shares = self.trainer.ranks.all_gather(rows)
@@ -57,8 +51,11 @@ class Run:
             listener([row for share in shares for row in share])
 
     def step(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> bool:
-        """Return whether the run is told to save and to stop."""
-        self.generate(samples, rewards)
+        """Generate, score and step; return whether the run has to save and to stop."""
+        self.arrive(samples)
+        self.recorder.write()
+        if rewards:
+            self.score(samples, rewards)
         control = TrainerControl()
         self.monitor.on_step_end(self.args, TrainerState(), control)
         assert control.should_save == control.should_training_stop
@@ -88,7 +85,8 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
     run.step([*first, *group_of([], [], [], [], turn=1)], [1.0, 2.0, 0.0, 0.25])
     run.step([])
     run.step(group_of([1, 4], [1, 4], step=2))  # nothing was scored
-    run.generate(group_of([1], [2], phase="eval"))
+    run.arrive(group_of([1], [2], phase="eval"))
+    run.recorder.write()
     run.monitor.on_prediction_step(run.args, TrainerState(), TrainerControl())
     assert run.logged["diversity/unique_ratio"] == [1.0, 0.5]
     assert run.logged["diversity/pass_at_1"] == [0.5]
@@ -104,12 +102,16 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
 def test_alarms_stop_a_run_and_are_said_once_until_they_end_or_change(
     tmp_path: Path, said: list[str]
 ) -> None:
-    """A sound round of the same step does not undo an alarm."""
+    """A sound round of the same step does not undo an alarm. Collapsed rounds of evaluations count
+    apart."""
     run = Run(tmp_path, diversity_action="stop")
     rounds = [group_of(LONG, LONG) + group_of([1], [2], phase="eval")]
     rounds += [group_of(LONG, LONG, step=1), group_of([1], [2], step=2)]
     rounds += [group_of([*LONG, 3], [*LONG, 3], step=3)]
-    rounds += [group_of(*[[1, 2]] * 4, step=step, bits=0.01) for step in (4, 5, 6, 7)]
+    for step in (4, 5, 6, 7):
+        collapsed = {"step": step, "bits": 0.01}
+        rounds.append(group_of(*[[1, 2]] * 4, **collapsed))
+        rounds[-1] += group_of(*[[1, 2]] * 4, **collapsed, phase="eval") if step < 6 else []
     stops = [run.step(samples) for samples in rounds]
     assert stops == [True, True, False, True, False, False, True, True]
     assert [line.split(": ")[1] for line in said] == [
@@ -118,6 +120,8 @@ def test_alarms_stop_a_run_and_are_said_once_until_they_end_or_change(
         "collapsed policy in train round 6.0, 3 rounds in a row",
     ]
     assert all(f"`swift-grpo-ext view {tmp_path}`" in line for line in said)
+    has_collapsed = [record.scalars()["diversity/collapse"] for record in run.records]
+    assert has_collapsed == [False] * 9 + [True] * 2
 
 
 @pytest.mark.parametrize(

@@ -78,12 +78,10 @@ def test_the_list_counts_and_else_the_command_line(
     assert parsed(None, registered=registered)["stop_token_ids"] == [9]
 
 
+SEVERAL = "--tuner_typ3 lora --max-lenght=512 --gpu_memory_utilization 0.5"
 MISSPELT = {
     "--rollout_seed sample": ["--rollout_seed_mode"],  # no abbreviations of our flags
-    "--zzzz": [],
-    "--tuner_typ3 lora --max-lenght=512 --gpu_memory_utilization 0.5": [
-        *("--tuner_type", "--max_length", "--vllm_gpu_memory_utilization")
-    ],
+    SEVERAL: ["--tuner_type", "--max_length", "--vllm_gpu_memory_utilization"],
 }
 
 
@@ -169,16 +167,11 @@ def test_no_flag_of_ours_is_one_of_ms_swifts_or_an_abbreviation(upstream: type) 
         assert clashes == [], name
 
 
-@pytest.mark.parametrize(
-    ("argv", "meant"),
-    [
-        ("--logits-shim False --seed 1", "--logits-shim off --seed 1"),
-        ("--logps_shared_prompt False", "--logps_shared_prompt false"),
-        ("--include_stop_str_in_output False", "--include_stop_str_in_output False"),
-    ],
-)
-def test_yamls_booleans_are_what_was_typed(argv: str, meant: str) -> None:
-    assert command_line.restore_off_values(argv.split()) == meant.split()
+def test_yamls_booleans_are_what_was_typed() -> None:
+    given = "--logits-shim False --seed 1 --logps_shared_prompt False"
+    meant = "--logits-shim off --seed 1 --logps_shared_prompt false"
+    flag = " --include_stop_str_in_output False"
+    assert command_line.restore_off_values((given + flag).split()) == (meant + flag).split()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ def choice(text: str, finish_reason: str = "stop") -> SimpleNamespace:
         (" <answer>7</answer>\n", "7", 1.0, 1.0),
         ("<answer>3</answer>", "7", 1.0, 0.0),
         ("It is <answer>7</answer>", "7", 0.0, 1.0),
-        ("<answer>77</answer>", "7", 0.0, 0.0),
         ("<answer>2 1</answer>", "1 2", 1.0, 0.0),
     ],
 )

@@ -1,15 +1,18 @@
-"""docs/support.md names each option and each family of models with its verdict (R1, R3)."""
+"""docs/support.md names each option and each family of models with its verdict (R1, R3), and
+the releases that the plugin lists (I2)."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 
+import compatibility
 import pytest
 import support
 from pages import SUPPORT, read_from
 from tiny_vlm.families import FAMILIES, Family
 
+from swift_grpo_ext.upstream.contract import TRIED
 from tests.rig.newest import is_newest
 
 
@@ -53,3 +56,16 @@ def rows_of(table: str) -> dict[str, tuple[str, str]]:
         for verdict, where, names in rows
         for name in re.findall(r"`(\w+)`", names)
     }
+
+
+def test_the_plugin_says_what_the_table_says() -> None:
+    """Releases that ms-swift recommends, of its image, and that are pinned here work."""
+    made = read_from(SUPPORT, compatibility.TABLE).splitlines()
+    head, _, *lines = [line.strip("| ").split(" | ") for line in made if "|" in line]
+    rows = [dict(zip(head, line, strict=True)) for line in lines]
+    works = [row for row in rows if row["works"] == "yes"]
+    for column in ("ms-swift", "vLLM", "transformers"):
+        assert {row[column] for row in works} <= set(TRIED[column.lower()]), column
+    cells = {(row["ms-swift"], row["vLLM"]) for row in works}
+    assert cells >= {("4.6.0", vllm) for vllm in ("0.23.0", "0.25.1", "0.32.0")}
+    assert set(TRIED["ms-swift"]) <= set(compatibility.SWIFT)

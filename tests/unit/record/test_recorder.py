@@ -1,38 +1,44 @@
-"""Each sample of a rollout is recorded once, with all that is known of it, and passed to listeners
-(V1, D1). Sessions of a folder are resumed after a kill, and two trainings never share a folder."""
+"""Each sample of a rollout is recorded once, with its score and all that is known of it, and passed
+to listeners (V1, D1). Sessions of a folder are resumed after a kill. Two trainings never share a
+folder."""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from swift.rl_core.data import OnPolicySample
+import torch
+from swift.rl_core.data import GRPOBatch, OnPolicySample
 
 from swift_grpo_ext.checks.finding import enforce
 from swift_grpo_ext.media.pictures import media_name
 from swift_grpo_ext.ranks import RankGroup, RolloutError
-from swift_grpo_ext.record import log
+from swift_grpo_ext.record import log, rewards
 from swift_grpo_ext.record.log import check_output_dir, record_files
-from swift_grpo_ext.record.query import read_samples
+from swift_grpo_ext.record.query import read_rewards
 from swift_grpo_ext.record.recorder import SampleRecorder, masks_of
-from swift_grpo_ext.record.tables import SAMPLES, SampleRow, to_rows
+from swift_grpo_ext.record.rewards import RewardRecorder, scores_of_ranks, training_scores
+from swift_grpo_ext.record.tables import REWARDS, SAMPLES, RewardRow, SampleRow
 from swift_grpo_ext.rollout.conversation import Turn, first_prompt
+from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import Completion, Prompt
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from tests.rig.arguments import ROOT, command_line_arguments
-from tests.rig.ranks import ThreadRanks, run_rank_groups
-from tests.rig.record.rows import row_of, sample_id
+from tests.rig.ranks import Gather, ThreadRanks, run_rank_groups, run_ranks
+from tests.rig.record.rows import open_log, read_rows, row_of, sample_id
 
+ALONE = RankGroup()
 FIRST = SampleId(phase="train", step=3, number=1, group=2, index=0)
 SAMPLE = OnPolicySample(
     [{"role": "user", "content": "几?"}],
@@ -52,9 +58,10 @@ def group_of(group: int, size: int = 2) -> list[SampleId]:
     return [replace(FIRST, group=group, index=index) for index in range(size)]
 
 
-def recorder_in(folder: Path, ranks: RankGroup | None = None, **options: Any) -> SampleRecorder:
-    start_step = options.pop("start_step", 0)
-    recorder = SampleRecorder(str(folder), ranks or RankGroup(), **options)
+def recorder_in(
+    folder: Path, ranks: RankGroup = ALONE, start_step: int = 0, **options: Any
+) -> SampleRecorder:
+    recorder = SampleRecorder(str(folder), ranks, **options)
     recorder.open(start_step=start_step)
     return recorder
 
@@ -64,10 +71,6 @@ def write_steps(recorder: SampleRecorder, *steps: int) -> None:
         recorder.append([row_of(sample_id(step))])
         recorder.write()
     recorder.flush()
-
-
-def read(folder: Path) -> list[SampleRow]:
-    return to_rows(read_samples(folder))
 
 
 # --- what is known of a sample ---
@@ -90,31 +93,24 @@ def test_all_of_an_answer_is_recorded(tmp_path: Path) -> None:
     in_parts = OnPolicySample([{"role": "user", "content": IN_PARTS}], extra=extra)
     in_parts = replace(in_parts, teacher_images=["sharp.png"])
     columns = f'{{"solution": "七\\ud83d", "long": "[{"1, " * 666}1 …", "day": "{{7}}", '
-    cases: list[tuple[OnPolicySample, Completion, dict[str, Any]]] = [
-        (
-            SAMPLE,
-            replace(ANSWER, replica="server 0 replica 1", stop_reason=5, seed=7),
-            {"replica": "server 0 replica 1", "stop_reason": "5", "seed": 7},
-        ),
-        (
-            SAMPLE,
-            replace(ANSWER, text="7\ud83d", token_ids=[], logprobs=None, stop_reason="\ud83d"),
-            {"text": "7\\ud83d", "token_ids": [], "logprobs": None, "stop_reason": "\\ud83d"},
-        ),
-        (
-            in_parts,
-            ANSWER,
-            {
-                "prompt": PLAIN_PROMPT.replace("几?", "<image><image>哪个?<video>"),
-                "media": [media_name(IN_PARTS[0]["image_url"]["url"]), "七.png", "七.mp4"],
-                "columns": columns + '"teacher_images": ["sharp.png"]}',
-            },
-        ),
+    answers = [
+        replace(ANSWER, replica="server 0 replica 1", stop_reason=5, seed=7),
+        replace(ANSWER, text="7\ud83d", token_ids=[], logprobs=None, stop_reason="\ud83d"),
+        ANSWER,
     ]
-    recorder, names = recorder_in(tmp_path), group_of(2, 3)
-    turns = [turns_of(case[0], case[1], name) for case, name in zip(cases, names, strict=True)]
+    changes: list[dict[str, Any]] = [
+        {"replica": "server 0 replica 1", "stop_reason": "5", "seed": 7},
+        {"text": "7\\ud83d", "token_ids": [], "logprobs": None, "stop_reason": "\\ud83d"},
+        {
+            "prompt": PLAIN_PROMPT.replace("几?", "<image><image>哪个?<video>"),
+            "media": [media_name(IN_PARTS[0]["image_url"]["url"]), "七.png", "七.mp4"],
+            "columns": columns + '"teacher_images": ["sharp.png"]}',
+        },
+    ]
+    recorder, names, samples = recorder_in(tmp_path), group_of(2, 3), [SAMPLE, SAMPLE, in_parts]
+    turns = [turns_of(*each) for each in zip(samples, answers, names, strict=True)]
     # Rank 0 may generate the samples of all ranks, in order (`--async_generate`).
-    recorder.record([case[0] for case in cases], turns, num_ranks=3, weight_version=3)
+    recorder.record(samples, turns, num_ranks=3, weight_version=3)
     recorder.write()
     recorder.finish()
     assert recorder.log is not None
@@ -123,8 +119,8 @@ def test_all_of_an_answer_is_recorded(tmp_path: Path) -> None:
     known |= {"token_ids": [5, 6], "logprobs": [-1.0, -2.0], "text": "七", "finish_reason": "stop"}
     known |= {"prompt": PLAIN_PROMPT, "media": ["a.png", "b.mp4", "c.wav"], "stop_reason": None}
     known |= {"weight_version": 3, "columns": None, "engine_seconds": 0.5, "tool_seconds": 0.25}
-    for row, name, (*_, expected) in zip(read(tmp_path), names, cases, strict=True):
-        expected = known | {"sample_id": name, "rank": name.index} | expected
+    for row, name, changed in zip(read_rows(tmp_path), names, changes, strict=True):
+        expected = known | {"sample_id": name, "rank": name.index} | changed
         assert {field: getattr(row, field) for field in expected} == expected
 
 
@@ -140,9 +136,6 @@ def test_tokens_that_training_leaves_out_are_masked() -> None:
         sample = replace(SAMPLE, response_token_ids=[ids], response_loss_mask=[mask])
         assert masks_of(sample, [turn]) == [expected]
         assert masks_of(sample, [turn, turn]) == [None, None]
-
-
-# --- all ranks ---
 
 
 def test_rank_0_writes_a_round_of_all_ranks_as_one_file(
@@ -168,13 +161,13 @@ def test_rank_0_writes_a_round_of_all_ranks_as_one_file(
             [file] = record_files(tmp_path / "samples")
             assert (file.session, file.start_step) == (0, 3)
             assert file.path.name.endswith("-file-000000-train-000003-01.parquet")
-            assert read(tmp_path) == [replace(row, logprobs=None) for row in heard]
+            assert read_rows(tmp_path) == [replace(row, logprobs=None) for row in heard]
         recorder.append(rows_of(2 + ranks.rank, ranks.rank))
         recorder.finish()
 
     run_rank_groups(2, work)
     assert heard == rows_of(0, rank=0) + rows_of(1, rank=1)  # the monitor needs log-probabilities
-    assert [row.sample_id.group for row in read(tmp_path)] == [0, 0, 1, 1, 2, 2]
+    assert [row.sample_id.group for row in read_rows(tmp_path)] == [0, 0, 1, 1, 2, 2]
     [message] = caplog.messages
     assert message.startswith("Rank 1 has generated 2 samples from train round 3.1 on")
 
@@ -195,17 +188,14 @@ sys.stdin.read()
 
 
 @contextmanager
-def training(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def training(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run another process that has recorded twelve steps."""
-    argv = [sys.executable, "-c", TRAINING, str(folder)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(argv, cwd=ROOT, **pipes) as process:
+    argv, pipe = [sys.executable, "-c", TRAINING, str(folder)], subprocess.PIPE
+    with subprocess.Popen(argv, cwd=ROOT, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "written\n"
-        try:
-            yield process
-        finally:
-            process.kill()
+        assert process.stdout.readline() == b"written\n"
+        yield process
+        process.kill()
 
 
 def fail(*_: Any) -> Any:
@@ -251,7 +241,7 @@ def test_two_trainings_in_one_folder_and_a_resume_after_a_kill(
         assert record_files(SAMPLES.folder(tmp_path)) == files
     check()
     write_steps(recorder_in(tmp_path, start_step=8), *range(8, 14))
-    assert [row.sample_id.step for row in read(tmp_path)] == list(range(14))
+    assert [row.sample_id.step for row in read_rows(tmp_path)] == list(range(14))
     with training(tmp_path / "other"):
         monkeypatch.setattr("fcntl.lockf", fail)
         write_steps(recorder_in(tmp_path / "other"), *range(12))
@@ -264,7 +254,7 @@ def test_sessions_of_one_process_have_files_of_their_own(tmp_path: Path) -> None
     for recorder in (recorder_in(tmp_path), recorder_in(tmp_path)):
         write_steps(recorder, 0, 1)
     assert {file.session for file in record_files(SAMPLES.folder(tmp_path))} == {0, 1}
-    assert [row.sample_id.step for row in read(tmp_path)] == [0, 1]
+    assert [row.sample_id.step for row in read_rows(tmp_path)] == [0, 1]
     probe = f"from {log.__name__} import *; print(reason_against({str(tmp_path)!r}))"
     said = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
     assert said.stdout.startswith(f"process {os.getpid()} on ")
@@ -280,6 +270,122 @@ def test_a_folder_that_cannot_be_read_or_written(
     write_steps(recorder, 0, 1)
     (tmp_path / "samples").unlink()
     write_steps(recorder, 2)
-    assert [row.sample_id.step for row in read(tmp_path)] == [0, 1, 2]
+    assert [row.sample_id.step for row in read_rows(tmp_path)] == [0, 1, 2]
     monkeypatch.setattr(log, "next_session", fail)
     assert all("No locks available" in said for said in refused(tmp_path))
+
+
+# --- scores ---
+
+FUNCTIONS, WEIGHTS = ["accuracy", "format"], [1.0, 0.5]
+
+
+def scored(name: SampleId, **fields: Any) -> RolloutSample:
+    made = RolloutSample(messages=[], **fields)
+    made.sample_id = name
+    return made
+
+
+def record(
+    recorder: RewardRecorder,
+    names: Sequence[SampleId],
+    values: Sequence[Sequence[float]],
+    gather: Gather = lambda rows: [rows],
+) -> list[RewardRow]:
+    samples = [scored(name) for name in names]
+    return scores_of_ranks(gather(recorder.record(samples, values, fate="trained", extras={})))
+
+
+def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
+    """A function may give nothing. Two functions may share a name."""
+    recorder = RewardRecorder(["judge", "form", "judge"], [1.0, 0.5, 0.25])
+    name, other = sample_id(3, number=1, group=2, index=5), sample_id(4)
+    known = {"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0, "gaps": [(3, 0.5)]}
+    samples = [scored(name, finish_reason="length"), scored(other)]
+    values = [[math.nan, 1.0, 1.0], [math.nan] * 3]
+    rows = recorder.record(samples, values, fate="trained", extras={name: known})
+    rewards_of_name = [("judge", None), ("form", 1.0), ("judge_2", 1.0)]
+    expected = {
+        **{"reward": 0.75, "rewards": rewards_of_name, **known},
+        **{"truncated": True, "replaced": False, "fate": "trained"},
+    }
+    assert rows[0] == RewardRow(sample_id=name, **expected)
+    assert (rows[1].reward, rows[1].advantage, rows[1].truncated) == (None, None, False)
+    log = open_log(tmp_path)
+    log.append([row_of(name)])
+    log.append(rows, REWARDS)
+    log.flush()
+    table = read_rewards(tmp_path)
+    assert table.select([*expected]).to_pylist() == [expected]
+    assert table.schema == REWARDS.schema
+
+
+def test_what_dynamic_sampling_drops_has_a_score() -> None:
+    """Each of two ranks generates a group twice. ms-swift trains on groups 1 and 2, and rank 0 gets
+    samples that rank 1 generated."""
+
+    def work(rank: int, gather: Gather) -> list[tuple[int, int, float | None, str]]:
+        recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
+        for number in (0, 1):
+            names = [sample_id(group=2 * number + rank, index=i) for i in (0, 1)]
+            recorder.generated([scored(name) for name in names], [[number + rank / 10, 0.0]] * 2)
+        trained = [sample_id(group=rank + 1, index=i) for i in (1, 0)]
+        rows = record(recorder, trained, [[9.0, 0.0]] * 2, gather=gather)
+        # Nothing is left for the next round.
+        later = [sample_id(1, index=rank)]
+        assert len(record(recorder, later, [[5.0, 0.0]], gather=gather)) == 2
+        return [(r.sample_id.group, r.sample_id.index, r.reward, r.fate) for r in rows]
+
+    fates = [(0, 0.0, "dropped"), (1, 9.0, "trained"), (2, 9.0, "trained"), (3, 1.1, "dropped")]
+    expected = [(group, i, reward, fate) for group, reward, fate in fates for i in (0, 1)]
+    assert run_ranks(2, work) == [expected, expected]
+
+
+def test_groups_that_got_another_prompt() -> None:
+    recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
+    recorder.replaced(RoundId("train", 0, 0), [1])
+    recorder.replaced(RoundId("eval", 0, 0), [4])
+    recorder.replaced(RoundId("train", 1, 0), [0])  # drawn ahead
+    for step, phase, groups, expected in (
+        (0, "train", (0, 1), [False, True]),
+        (0, "eval", (3, 4), [False, True]),
+        (1, "train", (0, 1), [True, False]),
+        (0, "train", (1,), [False]),  # forgotten once its round was recorded
+    ):
+        names = [sample_id(step, phase, group=group) for group in groups]
+        rows = record(recorder, names, [[0.0, 0.0]] * len(names))
+        assert [row.replaced for row in rows] == expected
+
+
+def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = scored(sample_id(), response_token_ids=[5, 6, 7, 8], advantages=torch.tensor(0.5))
+    # It has more tokens than the training saw, so positions are not known.
+    turns = [[5, 6], [7]]
+    second = scored(sample_id(index=1), response_token_ids=turns, advantages=torch.tensor(-1.5))
+    third = scored(sample_id(index=2))
+
+    def batch(rollout: Any, training: list[list[float]], mask: list[list[int]]) -> GRPOBatch:
+        return GRPOBatch(
+            completion_mask=torch.tensor(mask),
+            truncated_mask=torch.zeros(len(mask)),
+            seq_lengths=torch.zeros(len(mask)),
+            rollout_per_token_logps=rollout and torch.tensor(rollout),
+            old_per_token_logps=torch.tensor(training),
+        )
+
+    known = batch(
+        [[9.0, -1.0, -2.0, -3.0, -4.0], [9.0, 9.0, 9.0, 9.0, -1.0]],
+        [[0.0, -1.5, -1.0, -3.0625, -4.03125], [0.0, 0.0, 0.0, 0.0, -1.25]],
+        [[0, 1, 1, 1, 1], [0, 0, 0, 0, 1]],
+    )
+    of_batches = [([first, second], known), ([third], batch(None, [[0.0]], [[1]]))]
+    # Positions in the completion. A gap below `SHOWN_GAP` is left out.
+    gaps = [(0, 0.5), (1, 1.0), (2, 0.0625)]
+    for most in (64, 2):
+        monkeypatch.setattr(rewards, "MOST_GAPS", most)
+        of_first = {"gap_mean": 0.3984375, "gap_max": 1.0, "gaps": gaps[:most]}
+        assert training_scores([first, second, third], of_batches) == {
+            first.sample_id: {"advantage": 0.5, **of_first},
+            second.sample_id: {"advantage": -1.5, "gap_mean": 0.25, "gap_max": 0.25},
+            third.sample_id: {},
+        }
