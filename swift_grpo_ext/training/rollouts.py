@@ -60,6 +60,7 @@ from swift_grpo_ext.upstream.determinism import (
 from swift_grpo_ext.upstream.encoding import answers_for_servers
 from swift_grpo_ext.upstream.patches import PatchPhase, apply, replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
+from swift_grpo_ext.upstream.weight_sync import adapters_keep_their_type
 from swift_grpo_ext.weights.layout import StateDict, checkpoint_buffers, checkpoint_layout
 from swift_grpo_ext.weights.sync import WeightSync
 
@@ -505,7 +506,8 @@ class RolloutTraining(RolloutTrainerMixin):
             if group_recreated or any(".lora_" not in name for name in trained):
                 self.base_sync_done = False
             # PEFT adds adapters to base weights and subtracts them again; both steps round.
-            with exact_unmerging(self.model) if self.args.full_determinism else nullcontext():
+            exact = exact_unmerging(self.model) if self.args.full_determinism else nullcontext()
+            with exact, adapters_keep_their_type():
                 upstream(*args, **kwargs)
 
         self._weights.update(move)

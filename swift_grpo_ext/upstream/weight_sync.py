@@ -1,16 +1,19 @@
-"""Adds timeouts to the process group that sends weights from a trainer to `swift rollout`."""
+"""Repairs of weight updates: timeouts of the process group that sends weights from a trainer to
+`swift rollout`, and adapters that keep their type while they are merged."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from swift.utils import get_logger
+from torch import nn
 
 from swift_grpo_ext.upstream.patches import patch, replaced
 from swift_grpo_ext.upstream.threads import in_thread
@@ -87,3 +90,33 @@ def bounded_broadcasts(communicators: Sequence[Any], timeout: float) -> Iterator
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def adapters_keep_their_type() -> Iterator[None]:
+    """Let a block that merges LoRA adapters move them to another device, but to no other type.
+
+    Symptom: with LoRA on a base model in 16 bits, the first weight update casts the float32
+    adapters to 16 bits. Data-parallel ranks then no longer average their gradients.
+    Upstream: ms-swift 4.6, rlhf_trainers/utils.py (`patch_lora_merge`, `patch_lora_unmerge`) calls
+    PEFT's `_move_adapter_to_device_of_base_layer`, which also casts. torch gives a parameter of
+    another type a new gradient accumulator, and DDP's hooks stay at the old one
+    (torch/csrc/autograd/variable.cpp, `set_data`). Can go when ms-swift moves the device alone.
+    """
+    from peft.tuners.lora import layer as peft_layers
+
+    def move(layer: Any, adapter_name: str, device: Any = None) -> None:
+        base = layer.get_base_layer()
+        # Quantized weights are buffers. ZeRO-3 has gathered the weights before.
+        device = device or next(chain(base.parameters(), base.buffers())).device
+        for name in (*layer.adapter_layer_names, *layer.other_param_names):
+            values = getattr(layer, name, None)
+            if isinstance(values, (nn.ModuleDict, nn.ParameterDict)) and adapter_name in values:
+                values[adapter_name] = values[adapter_name].to(device)
+
+    with ExitStack() as stack:
+        # Older releases of PEFT have no wrapper of experts, which has a method of its own.
+        for name in {"LoraLayer", "ParamWrapper"} & vars(peft_layers).keys():
+            owner, method = getattr(peft_layers, name), "_move_adapter_to_device_of_base_layer"
+            stack.enter_context(replaced(owner, method, move))
+        yield

@@ -1,5 +1,6 @@
 """Waits for the weights' group are bounded, but for NCCL's, which are logged [F2]. A call reaches
-all replicas. `tests/stack/test_fault_matrix.py` stops real processes."""
+all replicas. Merged adapters keep DDP's hooks [R2]. `tests/stack/test_fault_matrix.py` stops real
+processes."""
 
 from __future__ import annotations
 
@@ -9,6 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from swift.rlhf_trainers.utils import patch_lora_merge, patch_lora_unmerge
+from torch import nn
 
 from swift_grpo_ext.upstream import vllm_repairs, weight_sync
 
@@ -51,3 +56,34 @@ def test_a_call_is_answered_for_all_replicas() -> None:
     call_1, call_2 = ("collective_rpc", "load", 2.0, (1,), {"k": 3}), ("load", None, (), None)
     assert asyncio.run(engine.collective_rpc(*call_1[1:])) == ["a", call_1, "b", call_1]
     assert asyncio.run(engine.collective_rpc("load"))[1] == ("collective_rpc", *call_2)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.ones(2, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.down[0]
+
+
+def test_merged_adapters_keep_their_type_and_ddps_hooks() -> None:
+    """DDP has its hooks at the gradient accumulators, as here. ms-swift alone would lose them."""
+    layers = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), Experts()).bfloat16()
+    model = get_peft_model(
+        layers, LoraConfig(target_modules=["0", "1"], target_parameters=["2.down"])
+    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    averaged, kept = list[int](), []
+    for number, parameter in enumerate(trained):
+        [(accumulator, _)] = parameter.view_as(parameter).grad_fn.next_functions
+        accumulator.register_hook(lambda *_, number=number: averaged.append(number))
+        kept.append(accumulator)
+    with weight_sync.adapters_keep_their_type():
+        with patch_lora_merge(model):
+            model.merge_adapter()
+        with patch_lora_unmerge(model):
+            model.unmerge_adapter()
+    assert {p.dtype for p in trained} == {torch.float32}
+    model(torch.arange(5)).float().sum().backward()
+    assert sorted(averaged) == [*range(len(trained))]
