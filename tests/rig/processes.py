@@ -31,7 +31,7 @@ EXTENSION = "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(mai
 COMMAND = (sys.executable, "-c", EXTENSION)
 """`swift-grpo-ext`, forked from the zygote."""
 
-SECONDS_TO_END = 120
+SECONDS_OF_RUN, SECONDS_TO_END = 1100, 120
 MARKER = "SWIFT_GRPO_EXT_TEST"
 _OWN = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # spinning would starve the others
 
@@ -138,10 +138,22 @@ def started(
             process.wait()
 
 
+def run(
+    *command: str, log: Path, env: dict[str, str] | None = None, out: Path | None = None
+) -> Finished:
+    """Run a command to its end."""
+    with started([*command], log, env, out=out) as running:
+        return running.wait(SECONDS_OF_RUN)
+
+
 def swift(*argv: str, log: Path, env: dict[str, str] | None = None) -> Finished:
-    """Run `swift ARGV` to its end."""
-    with started([str(SWIFT), *argv], log, env) as running:
-        return running.wait(900)
+    return run(str(SWIFT), *argv, log=log, env=env)
+
+
+def run_module(name: str, *argv: str, log: Path, env: dict[str, str] | None = None) -> None:
+    """Run `python -m NAME ARGV` to a good end."""
+    finished = run(sys.executable, "-m", name, *argv, log=log, env=env)
+    assert finished.returncode == 0, finished.cause
 
 
 @contextmanager

@@ -165,8 +165,14 @@ train_with_faults = partial(run_training, plugins=(FAULTY,))
 
 
 def faults(*kinds: dict[str, Any]) -> dict[str, str]:
-    """Return the environment with which `faults.py` makes these happen."""
-    return {"FAULTS": json.dumps(kinds)}
+    """Return the environment with which `faults.py` makes these happen, and reports stalls."""
+    return {"FAULTS": json.dumps(kinds), "STALL_MINUTES": "0.05"}
+
+
+def let_go(waits: Path) -> None:
+    """End the wait of a fault, which waits in this folder."""
+    waits.mkdir(exist_ok=True)
+    (waits / "go").touch()
 
 
 def wait_until(is_so: Callable[[], bool], training: Future[Finished]) -> None:

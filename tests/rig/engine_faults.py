@@ -1,17 +1,17 @@
-"""A plugin for tests: engines that see images wrongly, and trainings that report each round's gap.
+"""A plugin for tests: engines with faults, and trainings that report each round's gap.
 
-The folder `SIGHT` holds the file `fault`: the name of an engine's fault, and its strength ("blind
-tower x 0.25"). A training takes the faults of its rounds from `SIGHT_ROUNDS`, a JSON list. It
-compares each round with its rounding, not the first two alone, and appends the kinds of rows that
-it names to the file `rounds`. The faults are in vLLM's classes for Qwen2.5-VL: tower, positions,
-caches, and the media of requests.
+The folder `ENGINE_FAULTS` holds the file `fault`: the name of an engine's fault, and its strength
+("blind tower x 0.25"). A training takes the faults of its rounds from `FAULTS_OF_ROUNDS`, a JSON
+list. It compares each round with its rounding, not the first two alone. With `--rollout_mismatch
+warn` it appends the kinds of rows that it names to the file `rounds`. The faults are in vLLM's
+classes for Qwen2.5-VL: weights, tower, positions, caches, and requests.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from swift_grpo_ext.training import gap
 from swift_grpo_ext.upstream.patches import replaced
 
-FOLDER = Path(os.environ["SIGHT"])
+FOLDER = Path(os.environ["ENGINE_FAULTS"])
+REPLICA = os.environ.get("SWIFT_ROLLOUT_DP_RANK")
 CACHES = {"stale encoder cache": "encoder", "stale prefix cache": "prefix"}
 
 
@@ -51,6 +52,23 @@ def patched(owner: Any, name: str) -> Callable[[Any], Any]:
         return function
 
     return patch
+
+
+# --- weights ---
+
+_weights: dict[str, torch.Tensor] = {}
+"""Those of the last update."""
+
+
+@patched(Model, "load_weights")
+def load_weights(
+    method: Any, self: Any, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any
+) -> Any:
+    sent = {name: tensor.clone() for name, tensor in weights}
+    if current()[0] == "stale weights":
+        sent = {name: _weights[name] for name in sent}
+    _weights.update(sent)
+    return method(self, sent.items(), **kwargs)
 
 
 # --- the tower ---
@@ -103,7 +121,7 @@ def positions_of(method: Any, self: Any, tokens: Any, features: Any, *args: Any)
     return positions, delta
 
 
-# --- media of requests ---
+# --- requests ---
 
 _last: dict[tuple[int, int], Image.Image] = {}
 """The last image of another request, by size."""
@@ -141,8 +159,14 @@ def last_frames(video: Any) -> Any:
 
 
 @patched(LLMEngine, "add_request")
-def add_request(method: Any, self: Any, request_id: str, prompt: Any, *args: Any, **kw: Any) -> Any:
+def add_request(
+    method: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any
+) -> Any:
     name, strength = current()
+    if name == "one seed for all":
+        params.seed = 7
+    elif name == "adapter ignored by replica 1" and REPLICA == "1":
+        kw["lora_request"] = None
     media = dict(prompt.get("multi_modal_data") or {}) if isinstance(prompt, dict) else {}
     if "image" in media and name:
         images = media["image"] if isinstance(media["image"], list) else [media["image"]]
@@ -155,7 +179,7 @@ def add_request(method: Any, self: Any, request_id: str, prompt: Any, *args: Any
         videos = media["video"] if isinstance(media["video"], list) else [media["video"]]
         videos = [last_frames(video) for video in videos]
         prompt = {**prompt, "multi_modal_data": {**media, "video": videos}}
-    return method(self, request_id, prompt, *args, **kw)
+    return method(self, request_id, prompt, params, *args, **kw)
 
 
 # --- caches ---
@@ -173,8 +197,8 @@ for owner, cache in (
 
 # --- the training ---
 
-if "SIGHT_ROUNDS" in os.environ:
-    faults = json.loads(os.environ["SIGHT_ROUNDS"])
+if "FAULTS_OF_ROUNDS" in os.environ:
+    faults = json.loads(os.environ["FAULTS_OF_ROUNDS"])
     gap.NUM_EARLY = 10**9
 
     set_fault(faults[0])
@@ -189,6 +213,8 @@ if "SIGHT_ROUNDS" in os.environ:
         def report(_: int, beyond: Any, *args: Any, **kwargs: Any) -> None:
             named.update({" ".join(source): why for source, why in beyond.items()})
 
+        if self._args.rollout_mismatch == "stop":
+            return method(self, gaps, step, **kwargs)
         with replaced(self, "_report", report):
             metrics = method(self, gaps, step, **kwargs)
         with (FOLDER / "rounds").open("a", encoding="utf-8") as file:
