@@ -23,8 +23,7 @@ from tests.rig.rounds import (
     server_argv,
     without_vllm,
 )
-from tests.rig.spelled import PROMPTS_END, write_speller
-from tests.rig.stop_cases import NEW_TOKEN, SEARCH, token_ids
+from tests.rig.spelled import NEW_TOKEN, PROMPTS_END, SEARCH, token_ids, write_speller
 
 IMAGE_PAD = 151655
 
