@@ -31,7 +31,7 @@ def weights_of(checkpoint: Path) -> dict[str, str]:
 def assert_same_killed_and_resumed(
     whole: Path, folder: Path, *data: Any, argv: Sequence[str], ranks: int
 ) -> Finished:
-    """Kill a run after two steps, and resume it for two more. Assert that it has the tokens,
+    """Kill a run after two steps, and resume it for its last one. Assert that it has the tokens,
     log-probabilities, losses, gradients, weights and optimizer's state of the whole run."""
     killed, resumed = folder / "killed", folder / "resumed"
     counts = {"ranks": ranks, "steps": LEARNED_STEPS}

@@ -26,12 +26,8 @@ from tests.rig.processes import PLUGIN, ROOT, Finished, free_port, swift
 Samples = dict[str, dict[str, Any]]
 """The record of each sample (`recorder.py`), by its name."""
 
-PLUGINS = (
-    "examples/digits/rewards.py",
-    "tests/rig/scenarios.py",
-    "tests/rig/schedulers.py",
-    "tests/rig/recorder.py",
-)
+SCENARIOS = "tests/rig/scenarios.py"
+PLUGINS = ("examples/digits/rewards.py", SCENARIOS, "tests/rig/recorder.py")
 FAULTY = "tests/rig/faults.py"
 SECONDS_TO_END = 300
 """Bound on the end of a run after its last replica is lost. Two busy cores need a minute. A run
@@ -51,11 +47,11 @@ LEARNING = (
 """Arguments of a run that learns, and keeps a checkpoint of each step."""
 
 
-def best_argv(rows: Path, ranks: int = 1) -> list[str]:
+def best_argv(rows: Path) -> list[str]:
     """Return arguments of a run that evaluates each step and at its end loads the best weights."""
     return [
         *("--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end", "true"),
-        *("--val_dataset", str(rows), "--per_device_eval_batch_size", str(BATCH // ranks)),
+        *("--val_dataset", str(rows), "--per_device_eval_batch_size", str(BATCH)),
     ]
 
 

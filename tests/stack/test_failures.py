@@ -1,5 +1,5 @@
 """Replicas, servers and trainers fail in the middle of a run, and come back with the same tokens
-(F2, F3, F4, S4, V1). What hangs is named: `StallReports` come after 3 seconds."""
+(F2, F3, F4, F6, S4, V1). What hangs is named, after 3 seconds."""
 
 from __future__ import annotations
 
