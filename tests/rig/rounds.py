@@ -110,16 +110,11 @@ def run_training(
     rows: Path,
     folder: Path,
     *argv: str,
-    ranks: int = 1,
-    steps: int = 3,
-    plugins: Sequence[str] = (),
     env: dict[str, str] | None = None,
-    preset: Path = PRESET,
+    **settings: Any,
 ) -> Finished:
-    """Run a training as `train` does, to a good or a bad end; `plugins` are further ones."""
-    command, own = training_command(
-        assets, rows, folder, *argv, ranks=ranks, steps=steps, plugins=plugins, preset=preset
-    )
+    """Run a training as `train` does, to a good or a bad end; settings are `training_command`'s."""
+    command, own = training_command(assets, rows, folder, *argv, **settings)
     return swift(*command, log=folder / "log", env={**(env or {}), **own})
 
 
@@ -128,12 +123,16 @@ def training_command(
     rows: Path,
     folder: Path,
     *argv: str,
-    ranks: int,
-    steps: int,
+    ranks: int = 1,
+    steps: int = 3,
     plugins: Sequence[str] = (),
     preset: Path = PRESET,
 ) -> tuple[list[str], dict[str, str]]:
-    """Make the folder of a training; return the arguments of `swift`, and the environment."""
+    """Make the folder of a training; return the arguments of `swift`, and the environment.
+
+    Args:
+        plugins: further ones.
+    """
     record_dir = folder / "record"
     record_dir.mkdir(parents=True)
     command = [
