@@ -28,7 +28,6 @@ from swift_grpo_ext.training import gap
 from swift_grpo_ext.upstream.patches import replaced
 
 FOLDER = Path(os.environ["ENGINE_FAULTS"])
-REPLICA = os.environ.get("SWIFT_ROLLOUT_DP_RANK")
 CACHES = {"stale encoder cache": "encoder", "stale prefix cache": "prefix"}
 
 
@@ -159,7 +158,7 @@ def add_request(
     fault = current()
     if fault == "one seed for all":
         params.seed = 7
-    elif fault == "adapter ignored by replica 1" and REPLICA == "1":
+    elif fault == f"adapter ignored by replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK')}":
         kw["lora_request"] = None
     media = dict(prompt.get("multi_modal_data") or {}) if isinstance(prompt, dict) else {}
     shown = {kind: of if isinstance(of, list) else [of] for kind, of in media.items()}
