@@ -56,8 +56,7 @@ def train_both(
         ("ours", [PLUGIN, *more], ("--rollout_seed_mode", "engine")),
     ):
         run = folder / name
-        finished = train_bare(kind, assets, rows, run, *argv, *own, plugins=plugins, **kwargs)
-        assert finished.returncode == 0, finished.cause
+        train_bare(kind, assets, rows, run, *argv, *own, plugins=plugins, **kwargs).check()
         logs.append(logged_steps(run / "run"))
     return list(zip(*logs, strict=True))
 

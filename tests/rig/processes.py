@@ -43,6 +43,10 @@ class Finished:
     returncode: int
     output: str
 
+    def check(self) -> None:
+        """Assert a good end."""
+        assert self.returncode == 0, self.cause
+
     @property
     def cause(self) -> str:
         """The end of the output, without torchrun's report below a rank's error."""
@@ -72,6 +76,11 @@ class Running:
 
     def wait(self, seconds: float) -> Finished:
         return Finished(self.process.wait(seconds), self.output)
+
+    def interrupt(self) -> None:
+        """Do what Ctrl-C does in a terminal, and assert that no process is left."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        assert self.survivors(SECONDS_TO_END) == []
 
     def survivors(self, seconds: float) -> list[psutil.Process]:
         """Wait up to `seconds` for all processes of the family to end; return those that live."""
@@ -152,8 +161,7 @@ def swift(*argv: str, log: Path, env: dict[str, str] | None = None) -> Finished:
 
 def run_module(name: str, *argv: str, log: Path, env: dict[str, str] | None = None) -> None:
     """Run `python -m NAME ARGV` to a good end."""
-    finished = run(sys.executable, "-m", name, *argv, log=log, env=env)
-    assert finished.returncode == 0, finished.cause
+    run(sys.executable, "-m", name, *argv, log=log, env=env).check()
 
 
 @contextmanager
@@ -175,8 +183,7 @@ def rollout_server(
         running.wait_for("Uvicorn running on", seconds=600)
         yield port
         if by_ctrl_c:
-            os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
-            assert running.survivors(SECONDS_TO_END) == []
+            running.interrupt()
 
 
 def health(port: int) -> tuple[int, dict[str, Any]]:

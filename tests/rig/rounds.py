@@ -87,11 +87,10 @@ def digits(assets: Path, order: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def train(
-    assets: Path, rows: Path, folder: Path, *argv: str, ranks: int = 1, steps: int = 3
+    assets: Path, rows: Path, folder: Path, *argv: str, ranks: int = 1, **settings: Any
 ) -> Samples:
     """Train and return the samples by name; the run is `folder / "run"`, its log `log`."""
-    finished = run_training(assets, rows, folder, *argv, ranks=ranks, steps=steps)
-    assert finished.returncode == 0, finished.cause
+    run_training(assets, rows, folder, *argv, ranks=ranks, **settings).check()
     by_name = recorded(folder)
     assert_logged(folder / "run", by_name, ranks)
     return by_name

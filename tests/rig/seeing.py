@@ -113,7 +113,6 @@ def assert_each_fault_is_named_in_its_round(
         *("--learning_rate", "2e-3", "--lr_scheduler_type", "polynomial"),
         *("--lr_scheduler_kwargs", '{"power": 8}', "--freeze_vit", "false"),
     ]
-    env = faults_of_rounds(folder, of_rounds)
     with ExitStack() as servers:
         if served:
             command = [a.replace("float32", dtype) for a in server_argv(assets, plugins=[PLUGIN])]
@@ -121,13 +120,12 @@ def assert_each_fault_is_named_in_its_round(
             own = {"ENGINE_FAULTS": str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             server = rollout_server(*command, log=folder / "server.log", env=own)
             argv += client_argv(servers.enter_context(server))
-        finished = run_training(
+        run_training(
             *(assets, path, folder / "training", *argv),
             steps=len(of_rounds),
             plugins=[PLUGIN],
-            env=env,
-        )
-    assert finished.returncode == 0, finished.cause
+            env=faults_of_rounds(folder, of_rounds),
+        ).check()
     assert len(logged_steps(folder / "training/run")) == len(of_rounds)
     unnamed = []
     for fault, found in zip(of_rounds, read_lines(folder / "rounds"), strict=True):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tiny_vlm.families import Family
 
 Weights = dict[str, torch.Tensor]
-Change = Callable[[torch.Tensor], torch.Tensor] | str | None
+Change = Callable[[torch.Tensor], torch.Tensor] | None
 RANK = 8
 HAS_ADAPTERS = not IS_BEFORE_0_28 or has_accelerator()
 
@@ -60,11 +60,6 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "NaN in a norm": (LAST + r"input_layernorm\.weight", with_nan, "NaN"),
     "zeros": (ATTENTION + r"v_proj\.weight", torch.zeros_like, "is all zeros"),
     "transposed": (ATTENTION + r"[qo]_proj\.weight", transposed, "moved by 1"),
-    "gate is up": (
-        LAST + r"mlp\.gate_proj\.weight",
-        LAST + r"mlp\.up_proj\.weight",
-        "gate_proj moved by 1",
-    ),
     "tied head overwritten": (r"(embed_tokens|lm_head)\.weight", noise, "moved by 1"),
     "tower's matrix": (TOWER, noise, "moved by 1"),
     "shard left out": (ATTENTION + r"k_proj\.weight", None, "did not arrive"),
@@ -73,9 +68,8 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "one expert random": (EXPERTS, lambda t: torch.cat([t[:-1], noise(t)[-1:]]), "blocks)"),
     "an expert's matrix left out": (r"1\.mlp\.experts\.3\.up_proj\.weight", None, "did not arrive"),
 }
-"""By name: the end of the names of tensors (a pattern), their change, and a part of the finding. A
-change is a function, a pattern of other tensors that take their place, or None: they are left out.
-"""
+"""By name: the end of the names of tensors (a pattern), their change, or None if they are left out,
+and a part of the finding."""
 
 
 def found(weights: Weights, pattern: str) -> list[str]:
@@ -85,17 +79,11 @@ def found(weights: Weights, pattern: str) -> list[str]:
 def spoiled(weights: Weights, pattern: str, change: Change) -> Weights | None:
     """Return the weights after a change; None if the model has no such tensor."""
     names, result = found(weights, pattern), dict(weights)
-    if isinstance(change, str):
-        for name, other in zip(names, found(weights, change), strict=False):
-            if weights[name].shape == weights[other].shape:
-                result[name] = weights[other].clone()
-    else:
-        for name in names:
-            tensor = result.pop(name)
-            if change is not None:
-                result[name] = change(tensor.clone())
-    is_same = all(result.get(name) is tensor for name, tensor in weights.items())
-    return None if is_same else result
+    for name in names:
+        tensor = result.pop(name)
+        if change is not None:
+            result[name] = change(tensor.clone())
+    return result if names else None
 
 
 class Fed:

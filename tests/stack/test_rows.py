@@ -22,14 +22,12 @@ from tests.rig.processes import rollout_server
 from tests.rig.rounds import (
     GROUP_SIZE,
     LORA,
-    assert_logged,
     client_argv,
     digits,
     logged_steps,
     read_records,
-    recorded,
-    run_training,
     server_argv,
+    train,
     web,
     write_lines,
     write_video,
@@ -145,13 +143,10 @@ def test_rows_of_all_forms(mode: str, assets: Path, tmp_path: Path) -> None:
             server = rollout_server(*command, log=tmp_path / "server.log", env=env)
             argv += client_argv(stack.enter_context(server))
         run = tmp_path / "run"
-        finished = run_training(assets, Path(files[0]), run, *argv, steps=STEPS, env=env)
-    assert finished.returncode == 0, finished.cause
-    samples = recorded(run)
-    assert_logged(run / "run", samples, ranks=1)
+        samples = train(assets, Path(files[0]), run, *argv, steps=STEPS, env=env)
     assert_groups_are_whole(samples, good)
 
-    log = finished.output
+    log = (run / "log").read_text(encoding="utf-8")
     names = good | bad
     assert {n for n in names if any(f"asks '{mark}{n}?" in log for mark in MARKS)} == bad
     steps = logged_steps(run / "run")

@@ -17,8 +17,8 @@ from tests.rig.rounds import (
     client_argv,
     logged_steps,
     read_lines,
-    run_training,
     server_argv,
+    train,
 )
 from tests.rig.spelled import NEW_TOKEN, PROMPTS_END, SEARCH, token_ids, write_speller
 
@@ -35,8 +35,7 @@ def test_a_training_stops_at_a_token_that_does_not_show(
     stops = ("--stop_token_ids", "1836", "--include_stop_str_in_output", "false", "--top_k", "1")
     with rollout_server(*server_argv(assets, *model), log=tmp_path / "server") as port:
         argv = (*model, *stops, *client_argv(port), "--reward_funcs", "stopped")
-        finished = run_training(assets, rows, tmp_path / "a", *argv, steps=2)
-    assert finished.returncode == 0, finished.cause
+        train(assets, rows, tmp_path / "a", *argv, steps=2)
     text, ids = " find it</", answer[:4]
     rewarded = read_lines(tmp_path / "a/record/rewards.jsonl")
     assert rewarded == [[text, 1836, ids, False]] * 2 * BATCH
@@ -52,8 +51,7 @@ def test_a_placeholder_of_probability_1_is_never_sampled(assets: Path, tmp_path:
         speller.get_output_embeddings().weight[IMAGE_PAD] *= 10
     speller.save_pretrained(model)
     rows, argv = assets / "digits/train.jsonl", ("--model", str(model))
-    finished = run_training(assets, rows, tmp_path, *argv, steps=2)
-    assert finished.returncode == 0, finished.cause
+    train(assets, rows, tmp_path, *argv, steps=2)
     completions = read_samples(tmp_path / "run", columns=["token_ids"])["token_ids"].to_pylist()
     assert len(completions) == 2 * BATCH
     assert all(completions)

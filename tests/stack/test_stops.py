@@ -4,6 +4,7 @@ async engines and on servers (T1, T2, T3, T4, T6).
     python -m tests.stack.test_stops MODEL (sync | async) OUTPUT
 
 generates all cases with one engine: vLLM's engines leave processes and globals behind.
+`tests/fast/stops/test_rule.py` compares the rule with brute force.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from tests.rig.processes import run_module
 from tests.rig.spelled import END, NEW_TOKEN, SEARCH, expected_logprobs, token_ids, write_speller
 
 LETTERS = [f" {letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
-CUT_SNOWMAN, SNOWMANS_END = 25125, 225  # ` ` and two of the three bytes of ☃; the third
 SETTINGS = {"model_type": "qwen2_5_vl", "torch_dtype": torch.float32}
 
 
@@ -69,26 +69,16 @@ CASES = [
          num_tokens=4, text=" find it</search", bare=" find it</search", reason=None),
     Case("a stop token", "Alice", SEARCH, [], ids=(1836,),
          num_tokens=4, text=" find it</search", bare=" find it</", reason=1836),
-    Case("a string before a token", "Alice", SEARCH, [">"], ids=(1339,),
-         num_tokens=5, text=" find it</search>", bare=" find it</search", reason=">"),
-    Case("begins inside a token", "Bob", ["list", "]]", "END", "rest"], ["]END"],
-         num_tokens=3, text="list]]END", bare="list]", reason="]END"),
     Case("spans twenty-six tokens", "Dave", [*LETTERS, "."], ["".join(LETTERS)],
          num_tokens=26, text="".join(LETTERS), bare="", reason="".join(LETTERS)),
     Case("a special token", "Frank", ["It", "<|box_start|>", "!"], ["<|box_start|>"],
          num_tokens=2, text="It<|box_start|>", bare="It", reason="<|box_start|>"),
-    Case("holds a special token", "Grace", ["done", "<|box_end|>", "so"], ["done<|box_end|>"],
-         num_tokens=2, text="done<|box_end|>", bare="", reason="done<|box_end|>"),
     Case("an added token", "Henry", ["{", "}", "</tool_call>", "and"], ["</tool_call>"],
          num_tokens=3, text="{}</tool_call>", bare="{}", reason="</tool_call>"),
     Case("a new special token", "Kevin", ["Then", NEW_TOKEN, "go"], [NEW_TOKEN],
          num_tokens=2, text=f"Then{NEW_TOKEN}", bare="Then", reason=NEW_TOKEN),
     Case("an emoji of three tokens", "Peter", ["OK", 9284, 104, 254, "Yes"], ["🫠"],
          num_tokens=4, text="OK🫠", bare="OK", reason="🫠"),
-    Case("complete within a character", "Tom", ["Result", ":", CUT_SNOWMAN, SNOWMANS_END, "fin"],
-         [": "], num_tokens=3, text="Result: ", bare="Result", reason=": "),
-    Case("several in one token", "Sam", ["call", "(x", "));\n\n", "Never"], ["\n", ";", "))"],
-         num_tokens=3, text="call(x))", bare="call(x", reason="))"),
     Case("stops in the prompt", "FIN", ["ISH", "ed"], ["FINISH", "</search>"],
          question="FINISH </search> FIN", num_tokens=3, text="ISHed", bare="ISHed",
          reason="<|im_end|>"),

@@ -82,8 +82,7 @@ def test_a_group_is_drawn_again(learned_lora: Path, tmp_path: Path) -> None:
     place = ("--round", "1", "--group", str(rows[0].sample_id.group))
     command = (*COMMAND, "replay", str(run_dir), *place, "--json")
     env = {"RECORD_DIR": str(tmp_path)}  # for the run's own plugin (`recorder.py`)
-    finished = run(*command, log=tmp_path / "log", env=env, out=tmp_path / "out")
-    assert finished.returncode == 0, finished.cause
+    run(*command, log=tmp_path / "log", env=env, out=tmp_path / "out").check()
     result = json.loads((tmp_path / "out").read_text(encoding="utf-8"))
     assert result["weight_version"] == 1
     assert result["weights"].endswith("checkpoint-1")

@@ -28,7 +28,7 @@ SOUND = 3
 
 
 def test_each_fault_is_named_at_once(assets: Path, tmp_path: Path) -> None:
-    num_faults = 9 if IS_BEFORE_0_28 else 12  # without three of adapters
+    num_faults = 8 if IS_BEFORE_0_28 else 11  # without three of adapters
     assert_each_fault_is_named(FAMILIES["qwen2_5_vl"], assets / "tiny_vlm", tmp_path, num_faults)
 
 
