@@ -218,18 +218,8 @@ def ask(port: int, rows: list[dict[str, Any]], seed: int | None = None) -> list[
     return list(client.infer(infer_requests, RequestConfig(**own, seed=seed)))
 
 
-def tokens(outputs: list[RolloutOutput]) -> list[list[int]]:
-    return [output.response.choices[0].token_ids for output in outputs]
-
-
-def logprobs(outputs: list[RolloutOutput]) -> torch.Tensor:
-    """Return the log-probabilities of all tokens, padded with 0."""
-    rows = []
-    for output in outputs:
-        content = output.response.choices[0].logprobs["content"]
-        row = torch.tensor([token["logprob"] for token in content])
-        rows.append(torch.nn.functional.pad(row, (0, 16 - len(row))))
-    return torch.stack(rows)
+def tokens(outputs: list[RolloutOutput]) -> list[tuple[int, ...]]:
+    return [tuple(output.response.choices[0].token_ids) for output in outputs]
 
 
 def test_requests_of_another_client(
@@ -241,7 +231,7 @@ def test_requests_of_another_client(
     seeds = [output.rollout_infos["seed"] for output in outputs]
     assert len({*seeds}) == len(outputs) == 8
     assert {output.rollout_infos["replica"] for output in outputs} == {"replica 0", "replica 1"}
-    assert len({*map(tuple, tokens(outputs))}) == 8
+    assert len({*tokens(outputs)}) == 8
     rows: dict[int | None, Any] = {}
     deadline = time.monotonic() + 60  # a thread writes, beside the answer
     while not rows.keys() >= {*seeds}:
@@ -252,16 +242,12 @@ def test_requests_of_another_client(
     for seed, output in zip(seeds, outputs, strict=True):
         row, [choice] = rows[seed], output.response.choices
         assert (list(row.token_ids), row.text) == (choice.token_ids, choice.message.content)
-        found = logprobs([output])[0, : len(row.token_ids)]
-        assert torch.allclose(torch.tensor(row.logprobs), found, rtol=5e-4, atol=5e-4)
         assert row.replica == output.rollout_infos["replica"]
-    places = [(rows[seed].sample_id.group, rows[seed].sample_id.index) for seed in seeds[:4]]
-    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
     one, again, other = (ask(servers[1], group[:1], seed=seed) for seed in (7, 7, None))
     assert tokens(one) == tokens(again) != tokens(other)
     assert one[0].rollout_infos["seed"] == 7
-    assert len({*map(tuple, tokens(ask(servers[1], group, seed=7)))}) == 4
+    assert len({*tokens(ask(servers[1], group, seed=7))}) == 4
     log = (folder / "servers/two.log").read_text(encoding="utf-8")
     assert log.count("A client gives one seed (7) for 4 requests") == 1
 
@@ -282,7 +268,14 @@ def test_megatrons_updates_and_rollouts(
                 adapter[f"{module}.lora_B.weight"] = torch.zeros(weight.shape[0], 8)
 
         client.send(weights, adapter, config)
-        before = logprobs(client.draw([*group, *group], temperature=0.0))
+
+        def logprobs() -> torch.Tensor:
+            """Return the log-probabilities of the first tokens, over both replicas."""
+            outputs = client.draw([*group, *group], temperature=0.0)
+            choices = [output.response.choices[0] for output in outputs]
+            return torch.tensor([choice.logprobs["content"][0]["logprob"] for choice in choices])
+
+        before = logprobs()
         assert (before[:4] - before[4:]).abs().max() < SAME  # replica 0's and replica 1's
         first, second = requests.get(f"http://127.0.0.1:{servers[1]}{REPORTS_PATH}").json()
         assert first == second
@@ -293,8 +286,7 @@ def test_megatrons_updates_and_rollouts(
             if "lora_B" in name:
                 adapter[name] = torch.full_like(adapter[name], 0.02)
         client.send_adapter(adapter, config)
-        after = logprobs(client.draw([*group, *group], temperature=0.0))
-        assert (after - before).abs().max() > SAME
+        assert (logprobs() - before).abs().max() > SAME
     finally:
         client.close()
 
