@@ -2,11 +2,11 @@
 fork server imports torch, transformers, vLLM and ms-swift once (`preloaded.py`), and forks.
 
 A forked command line has its own session, environment, working directory, output and exit status.
-Processes that it spawns are forked from a process without plugins. Six things differ from the real
-one: `/proc/PID/environ` and `/proc/PID/cmdline` are the zygote's; hash seeds are the same in all
-processes; imports do not read the environment; no destructor runs at the end; nothing is compiled
-without `--torch_compile`; and with `NPROC_PER_NODE` this module ends ranks by torchrun's rule.
-`tests/extra/test_launch.py` and the demo start real processes.
+Processes that it spawns are forked from a process without plugins; torchrun forks its ranks. Five
+things differ from the real one: `/proc/PID/environ` and `/proc/PID/cmdline` are the zygote's; hash
+seeds are the same in all processes; imports do not read the environment; no destructor runs at the
+end; and nothing is compiled without `--torch_compile`. `tests/extra/test_launch.py` and the demo
+start real processes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
@@ -30,9 +29,6 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parents[2]
 OF_PYTEST = ("", str(ROOT), str(ROOT / "scripts"), str(ROOT / "examples/digits"))
 """Entries that pytest adds to the beginning of `sys.path`."""
-
-SECONDS_TO_END = 30
-"""Time that torchrun gives the other ranks when one has failed."""
 
 
 class Forked:
@@ -61,13 +57,12 @@ class Forked:
 
 
 def become(argv: list[str], env: Mapping[str, str], out: str, err: str) -> None:
-    """Run a command line in this forked process: as `swift` or torchrun, then as each rank."""
+    """Run a command line in this forked process: as `swift`, torchrun or Python."""
     import torch._dynamo.config
 
     from tests.rig import preloaded
 
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may ignore it
     os.environ.clear()
     os.environ.update({**preloaded.ENVIRONMENT, **env})
     os.chdir(ROOT)
@@ -83,16 +78,9 @@ def become(argv: list[str], env: Mapping[str, str], out: str, err: str) -> None:
     _fork_for_spawned()
     if Path(argv[0]).name == "swift":
         argv = _command_of_swift(argv)
-    argv, envs = _ranks_of(argv)
-    ranks: dict[int, int] = {}
-    for rank, env_of_rank in enumerate(envs):
-        pid = os.fork()
-        if not pid:
-            os.environ.update(env_of_rank)
-            preloaded.be_as_if_new()
-            return _run(argv)
-        ranks[pid] = rank
-    sys.exit(_wait(ranks))
+    if "torch.distributed.run" in argv:
+        return _launch_ranks(argv)
+    return _run(argv)
 
 
 def _fork_for_spawned() -> None:
@@ -132,53 +120,25 @@ def _command_of_swift(argv: Sequence[str]) -> list[str]:
     return commands[0]
 
 
-def _ranks_of(argv: list[str]) -> tuple[list[str], list[dict[str, str]]]:
-    """Turn `python -m torch.distributed.run --name value ... FILE ...` into `python FILE ...`, and
-    return it with the variables that torchrun sets for each rank. Rank 0 opens the store."""
-    if "torch.distributed.run" not in argv:
-        return argv, [{}]
-    first = 3
-    while argv[first].startswith("--"):
-        first += 2
-    num_ranks = os.environ["NPROC_PER_NODE"]
-    shared = {
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_WORLD_SIZE": num_ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
-    envs = [{**shared, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(int(num_ranks))]
-    return [argv[0], *argv[first:]], envs
+def _launch_ranks(argv: Sequence[str]) -> None:
+    """Fork the ranks of `python -m torch.distributed.run --name value ... FILE ...`."""
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
 
-
-def _wait(ranks: dict[int, int]) -> int:
-    """Return the exit status of all ranks; when one of several fails, end the others."""
-    several, failed, deadline = len(ranks) > 1, 0, float("inf")
-    while ranks:
-        pid, status = os.waitpid(-1, os.WNOHANG if failed else 0)
-        if pid not in ranks:  # none yet, or the fork server
-            time.sleep(0.05)
-            if time.monotonic() > deadline:
-                _signal(ranks, signal.SIGKILL)
-            continue
-        rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
-        if code and not failed:
-            failed, deadline = code, time.monotonic() + SECONDS_TO_END
-            if several:
-                print(f"zygote: rank {rank} has ended: {code}", file=sys.stderr, flush=True)
-                _signal(ranks, signal.SIGTERM)
-    return 1 if several and failed else failed % 256
-
-
-def _signal(pids: Iterable[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+    args = run.parse_args(argv[3:])
+    config, _, _ = run.config_from_args(args)
+    config.start_method = "fork"
+    command = [argv[0], args.training_script, *args.training_script_args]
+    elastic_launch(config, _run)(command)
 
 
 def _run(argv: Sequence[str]) -> None:
     """Run `python FILE ...`, `-m MODULE ...` or `-c CODE ...` to its end."""
+    from tests.rig.preloaded import be_as_if_new
+
+    be_as_if_new()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may ignore it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun has a handler
     is_file = argv[1] not in ("-m", "-c")
     sys.path.insert(0, str(Path(argv[1]).parent if is_file else ROOT))
     sys.argv = list(argv[1 if is_file else 2 :])
