@@ -40,6 +40,13 @@ class Name(ORM):
         return [float(i.index**2 * (1 + i.group) + i.step) for i in ids]
 
 
+class Spelled(ORM):
+    """Depends on the text; rewards differ within each group."""
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
 class OddGroups(ORM):
     """Rewards differ in odd groups; dynamic sampling drops the even ones."""
 
@@ -152,6 +159,6 @@ class Examiner(Env):
 
 
 orms.update(position=Position, name=Name, odd_groups=OddGroups, silent=Silent, stopped=Stopped)
-orms["cosine"] = CosineOfDigits
+orms.update(spelled=Spelled, cosine=CosineOfDigits)
 multi_turns.update(ask_again=AskAgain, by_group=ByGroup)
 envs["examiner"] = Examiner
