@@ -50,7 +50,7 @@ class Finished:
     @property
     def cause(self) -> str:
         """The end of the output, without torchrun's report below a rank's error."""
-        torchruns = r"\n[^\n]*torch/distributed/elastic/multiprocessing/api.py"
+        torchruns = r"\n[^\n]*torch/(?:distributed/elastic/)?multiprocessing/"
         return re.split(torchruns, self.output)[0][-3000:]
 
 
