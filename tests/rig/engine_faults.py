@@ -124,23 +124,14 @@ _last: dict[tuple[int, int], Image.Image] = {}
 
 def spoil(image: Image.Image, fault: str) -> Image.Image:
     width, height = image.size
-    match fault:
-        case "images of rows swapped":
-            other, _last[image.size] = _last.get(image.size, image), image
-            return other
-        case "other pixel limits":  # the template has resized it to multiples of 28
-            return image.resize((width + 28, height))
-        case "enlarged by an eighth and reduced":
-            larger = image.resize((width * 9 // 8, height * 9 // 8), Image.Resampling.BICUBIC)
-            return larger.resize(image.size, Image.Resampling.BILINEAR)
-        case "halved and enlarged":
-            half = image.resize((width // 2, height // 2), Image.Resampling.NEAREST)
-            return half.resize(image.size, Image.Resampling.NEAREST)
-        case "colour channels swapped":
-            red, green, blue = image.split()
-            return Image.merge("RGB", (blue, green, red))
-        case "upside down":
-            return image.rotate(180)
+    if fault == "images of rows swapped":
+        other, _last[image.size] = _last.get(image.size, image), image
+        return other
+    if fault == "other pixel limits":  # the template has resized it to multiples of 28
+        return image.resize((width + 28, height))
+    if fault == "halved and enlarged":
+        half = image.resize((width // 2, height // 2), Image.Resampling.NEAREST)
+        return half.resize(image.size, Image.Resampling.NEAREST)
     return image
 
 
