@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -58,7 +57,7 @@ class Finished:
 class Running:
     """A process, the file of its output, and the marker in its descendants' environments."""
 
-    process: subprocess.Popen[bytes] | Forked
+    process: Forked
     log: Path
     marker: str
 
@@ -110,34 +109,14 @@ def started(
     *,
     out: Path | None = None,
 ) -> Iterator[Running]:
-    """Start a process in a group of its own; kill it and its descendants at the end of the block.
-
-    Python and `swift` are forked from the zygote, which has their imports. Both outputs go to
-    `log`; standard output goes to `out` if given.
-    """
+    """Fork a process from the zygote, in a session of its own; kill it and its descendants at the
+    end of the block. Both outputs go to `log`; standard output goes to `out` if given."""
     marker = uuid.uuid4().hex
     own = {**_OWN, "MASTER_PORT": str(free_port()), **(env or {}), MARKER: marker}
-    environment = {**os.environ, **own}
-    is_forked = command[0] in (str(SWIFT), sys.executable)
-    process: subprocess.Popen[bytes] | Forked
     with reserved(needed(command, env or {})):
         log.touch()
         (out or log).touch()
-        if is_forked:
-            process = Forked(command, environment, out or log, log)
-        else:
-            with log.open("wb") as f:
-                process = subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=f,
-                    stderr=f,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                    # In a terminal, SIGINT is not ignored as in a shell's background jobs.
-                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-                )
+        process = Forked(command, {**os.environ, **own}, out or log, log)
         try:
             yield Running(process, log, marker)
         finally:

@@ -57,22 +57,26 @@ class Forked:
 
 
 def become(argv: list[str], env: Mapping[str, str], out: str, err: str) -> None:
-    """Run a command line in this forked process: as `swift`, torchrun or Python."""
+    """Run a command line in this forked process: as `swift`, torchrun or Python. Other programs
+    take its place."""
     import torch._dynamo.config
 
     from tests.rig import preloaded
 
     os.setsid()
-    os.environ.clear()
-    os.environ.update({**preloaded.ENVIRONMENT, **env})
     os.chdir(ROOT)
-    while sys.path[0] in OF_PYTEST:
-        del sys.path[0]
-    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     for target, file in enumerate((os.devnull, out, err)):
         source = os.open(file, os.O_APPEND | (os.O_WRONLY if target else os.O_RDONLY))
         os.dup2(source, target)
         os.close(source)
+    if Path(argv[0]).name != "swift" and argv[0] != sys.executable:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a terminal
+        os.execvpe(argv[0], argv, dict(env))
+    os.environ.clear()
+    os.environ.update({**preloaded.ENVIRONMENT, **env})
+    while sys.path[0] in OF_PYTEST:
+        del sys.path[0]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     # vLLM compiles a function of two lines; finding it in the cache takes a second and a half.
     torch._dynamo.config.disable = "--torch_compile" not in argv
     _fork_for_spawned()
