@@ -28,7 +28,6 @@ from swift_grpo_ext.training import gap
 from swift_grpo_ext.upstream.patches import replaced
 
 FOLDER = Path(os.environ["ENGINE_FAULTS"])
-CACHES = {"stale encoder cache": "encoder", "stale prefix cache": "prefix"}
 
 
 def current() -> str:
@@ -174,7 +173,7 @@ for owner, cache in (
 
     @patched(owner, f"reset_{cache}_cache")
     def reset(method: Any, self: Any, *args: Any, own: str = cache, **kwargs: Any) -> Any:
-        return True if CACHES.get(current()) == own else method(self, *args, **kwargs)
+        return True if current() == f"stale {own} cache" else method(self, *args, **kwargs)
 
 
 # --- the training ---
@@ -182,7 +181,6 @@ for owner, cache in (
 if "FAULTS_OF_ROUNDS" in os.environ:
     faults = json.loads(os.environ["FAULTS_OF_ROUNDS"])
     gap.NUM_EARLY = 10**9
-
     set_fault(faults[0])
 
     @patched(gap.GapCheck, "check")
