@@ -64,5 +64,5 @@ def test_ctrl_c_ends_everything(assets: Path, rows: Path, tmp_path: Path) -> Non
         with started([*real, *argv], tmp_path / "log", env) as running:
             running.wait_for("'global_step/max_steps': '1/1000'", seconds=900)
             running.interrupt()
-            assert running.process.wait(5) != 0
+            assert running.wait(5).returncode != 0
         serving.interrupt()

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import psutil
 import requests
 
 from tests.rig.memory import needed, reserved
-from tests.rig.zygote import Forked
+from tests.rig.zygote import fork
 
 ROOT = Path(__file__).resolve().parents[2]
 SWIFT = Path(sys.executable).with_name("swift")
@@ -57,7 +58,7 @@ class Finished:
 class Running:
     """A process, the file of its output, and the marker in its descendants' environments."""
 
-    process: Forked
+    process: BaseProcess
     log: Path
     marker: str
 
@@ -69,22 +70,28 @@ class Running:
         """Wait until the output has `text`; fail if the process or the time ends before."""
         deadline = time.monotonic() + seconds
         while text not in self.output:
-            assert self.process.poll() is None, f"ended early:\n{self.output[-3000:]}"
+            assert self.process.exitcode is None, f"ended early:\n{self.output[-3000:]}"
             assert time.monotonic() < deadline, f"no {text!r} yet:\n{self.output[-3000:]}"
             time.sleep(0.2)
 
+    @property
+    def pid(self) -> int:
+        return self.process.pid or 0
+
     def wait(self, seconds: float) -> Finished:
-        return Finished(self.process.wait(seconds), self.output)
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"no end after {seconds} s"
+        return Finished(self.process.exitcode, self.output)
 
     def interrupt(self) -> None:
         """Do what Ctrl-C does in a terminal, and assert that no process is left."""
-        os.killpg(self.process.pid, signal.SIGINT)
+        os.killpg(self.pid, signal.SIGINT)
         assert self.survivors(SECONDS_TO_END) == []
 
     def survivors(self, seconds: float) -> list[psutil.Process]:
         """Wait up to `seconds` for all processes of the family to end; return those that live."""
         deadline = time.monotonic() + seconds
-        while (alive := family(self.marker, self.process.pid)) and time.monotonic() < deadline:
+        while (alive := family(self.marker, self.pid)) and time.monotonic() < deadline:
             time.sleep(0.2)
         return alive
 
@@ -116,14 +123,14 @@ def started(
     with reserved(needed(command, env or {})):
         log.touch()
         (out or log).touch()
-        process = Forked(command, {**os.environ, **own}, out or log, log)
+        running = Running(fork(command, {**os.environ, **own}, out or log, log), log, marker)
         try:
-            yield Running(process, log, marker)
+            yield running
         finally:
-            for member in family(marker, process.pid):
+            for member in family(marker, running.pid):
                 with suppress(psutil.NoSuchProcess):
                     member.kill()
-            process.wait()
+            running.process.join()
 
 
 def run(

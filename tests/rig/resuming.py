@@ -39,10 +39,10 @@ def assert_same_killed_and_resumed(
     halfway, deadline = killed / "run/checkpoint-2", time.monotonic() + SECONDS
     with started([str(SWIFT), *command], killed / "log", env) as running:
         while not is_whole(halfway):
-            assert running.process.poll() is None, running.output[-3000:]
+            assert running.process.exitcode is None, running.output[-3000:]
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        os.killpg(running.process.pid, signal.SIGKILL)
+        os.killpg(running.pid, signal.SIGKILL)
         assert running.wait(SECONDS).returncode == -signal.SIGKILL
 
     again = ("--output_dir", str(killed / "run"), "--resume_from_checkpoint", str(halfway))

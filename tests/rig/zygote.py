@@ -22,6 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -31,29 +32,16 @@ OF_PYTEST = ("", str(ROOT), str(ROOT / "scripts"), str(ROOT / "examples/digits")
 """Entries that pytest adds to the beginning of `sys.path`."""
 
 
-class Forked:
-    """A forked process with the interface of `subprocess.Popen`."""
-
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> None:
-        """Start `argv` in the folder of the clone, with its outputs in these two files."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.rig.preloaded"])
-        with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read at import
-            forkserver.ensure_running()
-        args = (list(map(str, argv)), dict(env), str(out), str(err))
-        self._process = context.Process(target=become, args=args)
-        self._process.start()
-        self.pid = self._process.pid or 0
-
-    def poll(self) -> int | None:
-        self._process.join(0)
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-        return self._process.exitcode
+def fork(argv: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> BaseProcess:
+    """Start `argv` in the folder of the clone, with its outputs in these two files."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.rig.preloaded"])
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read at import
+        forkserver.ensure_running()
+    args = (list(map(str, argv)), dict(env), str(out), str(err))
+    process = context.Process(target=become, args=args)
+    process.start()
+    return process
 
 
 def become(argv: list[str], env: Mapping[str, str], out: str, err: str) -> None:

@@ -181,7 +181,7 @@ def test_a_signal_ends_all(phase: str, number: signal.Signals, status: int, tmp_
     mode = "deaf" if phase.startswith("a server") else "ok"
     with launched(tmp_path, PRESET, SERVER_0=mode, **LONG) as run:
         run.wait_for(phase, 120)
-        os.killpg(run.process.pid, number)
+        os.killpg(run.pid, number)
         assert end(run) == status
 
 
