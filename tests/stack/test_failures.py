@@ -33,7 +33,7 @@ from tests.rig.rounds import (
 )
 
 SAVING = (*FATE, "--save_strategy", "steps", "--save_steps", "1")
-WAIT = ("--rollout_timeout", "20")
+WAIT = ("--rollout_timeout", "30")
 
 
 Failed = tuple[Path, Finished, int]
@@ -124,7 +124,7 @@ def test_a_resumed_run_loses_its_servers_one_by_one(
     folder, _, first = failed
     checkpoint = folder / "run/run/checkpoint-3"
     with rollout_server(*server, log=tmp_path / "two.log", env=env) as port:
-        argv = (*SAVING, "--rollout_timeout", "40", *client_argv(first, port))
+        argv = (*SAVING, "--rollout_timeout", "60", *client_argv(first, port))
         argv = (*argv, "--resume_from_checkpoint", str(checkpoint))
         finished = train_with_faults(
             *(assets, rows, tmp_path / "a", *argv), ranks=2, steps=5, env=faults()
