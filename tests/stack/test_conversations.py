@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.rig.processes import health, rollout_server
 from tests.rig.rounds import (
@@ -49,11 +47,9 @@ def turns_of(samples: Samples, step: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def colocated(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    """Two rounds of two colocated ranks. Round 2 stops the run: the training would not see an image
-    that the engine saw."""
-    folder = tmp_path_factory.mktemp("colocated")
+def colocated(assets: Path, rows: Path, folder: Path) -> Samples:
+    """Return two rounds of two colocated ranks. Round 2 stops the run: the training would not see
+    an image that the engine saw."""
     argv = (*BY_GROUP, "--max_length", "256", "--truncation_strategy", "delete")
     finished = run_training(assets, rows, folder, *argv, ranks=2)
     assert finished.returncode != 0
@@ -67,9 +63,7 @@ def colocated(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory
     return samples
 
 
-def test_a_server_leads_them_while_others_fail(
-    assets: Path, rows: Path, colocated: Samples, tmp_path: Path
-) -> None:
+def test_a_server_leads_them_while_others_fail(assets: Path, rows: Path, tmp_path: Path) -> None:
     """In turn 2 of round 0 a server loses its engine; the other one goes on, and step 0 waits until
     the first one is back. In round 2 a tool does not return: the run ends with its name."""
     lost, waits = tmp_path / "lost", tmp_path / "waits"
@@ -110,10 +104,10 @@ def test_a_server_leads_them_while_others_fail(
         "train round 2.0, group 1, sample 2 in turn 1: --multi_turn_scheduler: ByGroup.step "
         f"has not returned for {TOOL_WAIT} s (--tool_timeout)" in finished.output
     ), finished.cause
-    samples = recorded(tmp_path / "a")
+    samples, expected = recorded(tmp_path / "a"), colocated(assets, rows, tmp_path / "colocated")
     for step in range(2):
         assert len(turns_of(samples, step)) == BATCH
-        assert turns_of(samples, step) == turns_of(colocated, step)
+        assert turns_of(samples, step) == turns_of(expected, step)
     [port] = lost_at
     assert lost_at[port] - float(lost.read_text()) < WAIT, "told by its end, not by a timeout"
     number = ports.index(port)

@@ -66,8 +66,7 @@ def test_calls_end_turns_wherever_they_are_generated(assets: Path, tmp_path: Pat
             assert row.text.endswith(STOP)
             assert row.text.count(STOP) == 1
             assert row.finish_reason == "stop"
-            assert row.logprobs is not None
-            assert len(row.logprobs) == len(row.token_ids)
+            assert len(row.logprobs or ()) == len(row.token_ids)
             assert 151645 not in row.token_ids  # no end of a turn
 
     # The servers' file without its last three settings, as it says itself.

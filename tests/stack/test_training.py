@@ -40,10 +40,6 @@ def test_engine_samples_with_the_trained_weights(
     """One rank trains all weights, two ranks train LoRA."""
     folder = request.getfixturevalue(name)
     policy.assert_sampled_with_trained_weights(folder, assets / "tiny_vlm", LEARNED_STEPS)
-    arguments = json.loads((folder / "run/args.json").read_text(encoding="utf-8"))
-    assert arguments["rollout_seed_mode"] == "sample"
-    assert arguments["use_cpu"] is True
-    assert arguments["ignore_args_error"] is False
     assert_timed(folder, ranks=1 if name == "learned_full" else 2)
     log = (folder / "log").read_text(encoding="utf-8")
     begin, end = "a seed for each sample", f"{LEARNED_STEPS} rounds of training, "
