@@ -11,15 +11,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from swift_grpo_ext.record.query import read_samples
 from tests.rig.policy import SAME
-from tests.rig.processes import rollout_server
-from tests.rig.rounds import (
-    BATCH,
-    client_argv,
-    logged_steps,
-    read_lines,
-    server_argv,
-    train,
-)
+from tests.rig.rounds import BATCH, logged_steps, read_lines, train
 from tests.rig.spelled import NEW_TOKEN, PROMPTS_END, SEARCH, token_ids, write_speller
 
 IMAGE_PAD = 151655
@@ -33,9 +25,8 @@ def test_a_training_stops_at_a_token_that_does_not_show(
     folder = write_speller(assets / "tiny_vlm", tmp_path / "searcher", [[PROMPTS_END, *answer]])
     model = ("--model", str(folder), "--new_special_tokens", NEW_TOKEN)
     stops = ("--stop_token_ids", "1836", "--include_stop_str_in_output", "false", "--top_k", "1")
-    with rollout_server(*server_argv(assets, *model), log=tmp_path / "server") as port:
-        argv = (*model, *stops, *client_argv(port), "--reward_funcs", "stopped")
-        train(assets, rows, tmp_path / "a", *argv, steps=2)
+    argv = (*model, *stops, "--reward_funcs", "stopped")
+    train(assets, rows, tmp_path / "a", *argv, steps=2)
     text, ids = " find it</", answer[:4]
     rewarded = read_lines(tmp_path / "a/record/rewards.jsonl")
     assert rewarded == [[text, 1836, ids, False]] * 2 * BATCH
