@@ -19,14 +19,7 @@ from tests.rig import policy
 from tests.rig.fixtures import LEARNED_STEPS
 from tests.rig.processes import COMMAND, run
 from tests.rig.resuming import assert_same_killed_and_resumed
-from tests.rig.rounds import (
-    BATCH,
-    GROUP_SIZE,
-    LEARNING,
-    best_argv,
-    logged_steps,
-    read_lines,
-)
+from tests.rig.rounds import BATCH, GROUP_SIZE, LEARNING, best_argv, logged_steps, read_lines
 
 SAME_MERGED = 1e-4
 """Bound in nats on log-probabilities of the same weights in float32. The record rounds them beside,

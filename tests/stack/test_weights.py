@@ -11,14 +11,7 @@ from tiny_vlm.families import FAMILIES
 from tests.rig import policy
 from tests.rig.processes import rollout_server
 from tests.rig.releases import IS_BEFORE_0_28
-from tests.rig.rounds import (
-    LEARNING,
-    LORA,
-    client_argv,
-    logged_steps,
-    run_training,
-    server_argv,
-)
+from tests.rig.rounds import LEARNING, LORA, client_argv, logged_steps, run_training, server_argv
 from tests.rig.seeing import PLUGIN, faults_of_rounds
 from tests.rig.watched_engine import assert_each_fault_is_named
 
