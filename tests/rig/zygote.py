@@ -17,14 +17,12 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,16 +98,12 @@ def _command_of_swift(argv: Sequence[str]) -> list[str]:
     """Return the command that `swift` would start, after it has read a YAML file and its `ENV`."""
     from swift.cli import main
 
-    commands: list[list[str]] = []
-
-    def run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0)
-
     sys.argv = list(argv)
-    main.subprocess = SimpleNamespace(run=run)
-    main.cli_main()
-    return commands[0]
+    with patch.object(main.subprocess, "run") as run:
+        run.return_value.returncode = 0
+        main.cli_main()
+    [command] = run.call_args.args
+    return list(command)
 
 
 def _launch_ranks(argv: Sequence[str]) -> None:
