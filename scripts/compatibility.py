@@ -78,7 +78,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     # 36 of 36 completions on 1, 2 and 3 ranks and on servers
     "seeds": (
         "tests/stack/test_seeds.py::test_seeds_are_unique_and_noise_is_fresh",
-        "tests/stack/test_seeds.py::test_two_ranks_resuming_and_ms_swifts_passes",
+        "tests/stack/test_seeds.py::test_two_ranks_and_ms_swifts_passes",
         "tests/stack/test_seeds.py::test_two_servers",
     ),
     # stop strings
@@ -96,7 +96,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     # a client without the plugin; wrong weights
     "watch": (
-        "tests/stack/test_weights.py::test_a_client_without_the_plugin_is_told",
+        "tests/stack/test_seeds.py::test_a_client_without_the_plugin_is_told",
         "tests/stack/test_weights.py::test_each_fault_is_named_at_once",
     ),
 }

@@ -8,11 +8,11 @@ from pathlib import Path
 from tests.rig.fixtures import LEARNED_STEPS
 from tests.rig.processes import rollout_server
 from tests.rig.resuming import assert_same_killed_and_resumed
-from tests.rig.rounds import LEARNING, LORA, best_argv, client_argv, server_argv, train
+from tests.rig.rounds import LEARNING, LORA, client_argv, server_argv, train
 
 
 def test_lora(assets: Path, learning_rows: Path, learned_lora: Path, tmp_path: Path) -> None:
-    argv = (*LEARNING, *LORA, *best_argv(learning_rows, ranks=2))
+    argv = (*LEARNING, *LORA)
     assert_same_killed_and_resumed(
         learned_lora, tmp_path, assets, learning_rows, argv=argv, ranks=2
     )

@@ -19,6 +19,7 @@ from tests.rig.fixtures import once
 from tests.rig.processes import rollout_server
 from tests.rig.rounds import (
     BATCH,
+    SCENARIOS,
     SHORT_STEPS,
     Samples,
     client_argv,
@@ -121,7 +122,7 @@ def test_who_leads_and_who_draws(
         ports = []
         for number, count in enumerate(replicas):
             argv = (*ENGINES[engine], "--vllm_data_parallel_size", str(count), *server_flags)
-            server = server_argv(assets, *argv, plugins=["tests/rig/schedulers.py"])
+            server = server_argv(assets, *argv, plugins=[SCENARIOS])
             log = tmp_path / f"server{number}.log"
             ports.append(stack.enter_context(rollout_server(*server, log=log)))
         argv = (*(client_argv(*ports) if ports else ()), *training_flags)

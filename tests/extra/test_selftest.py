@@ -10,7 +10,7 @@ import yaml
 
 from tests.rig.processes import COMMAND, rollout_server, started
 from tests.rig.rounds import PRESET, server_argv, write_lines
-from tests.rig.selftest_faults import STOP, unequal_rows
+from tests.rig.seeing import STOP, unequal_rows
 
 
 def test_the_command_with_a_server(assets: Path, tmp_path: Path) -> None:

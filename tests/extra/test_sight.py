@@ -11,9 +11,13 @@ import pytest
 from PIL import Image
 from tiny_vlm.families import FAMILIES, make_family
 
-from tests.rig.processes import SWIFT, started
-from tests.rig.rounds import digits, read_lines, training_command, write_lines
-from tests.rig.seeing import GROUP_SIZE, PLUGIN, assert_each_fault_is_named_in_its_round
+from tests.rig.rounds import digits, read_lines, run_training, write_lines
+from tests.rig.seeing import (
+    GROUP_SIZE,
+    PLUGIN,
+    assert_each_fault_is_named_in_its_round,
+    faults_of_rounds,
+)
 
 HEALTHY_UPDATES = int(os.environ.get("HEALTHY_UPDATES", "12"))
 """`HEALTHY_UPDATES=500 pytest tests/extra/test_sight.py -k healthy` repeats the figures of
@@ -68,13 +72,10 @@ def test_a_healthy_policy_raises_no_alarm(
         *("--beta", "0.02", "--freeze_vit", "false", "--freeze_aligner", "false"),
         *("--max_completion_length", "8", "--ddp_find_unused_parameters", "true"),
     ]
-    folder, steps = tmp_path / "training", HEALTHY_UPDATES
-    command, env = training_command(
-        assets, path, folder, *own, ranks=1, steps=steps, plugins=[PLUGIN]
+    steps, env = HEALTHY_UPDATES, faults_of_rounds(tmp_path, [""])
+    finished = run_training(
+        *(assets, path, tmp_path / "training", *own), steps=steps, plugins=[PLUGIN], env=env
     )
-    env |= {"SIGHT": str(tmp_path), "SIGHT_ROUNDS": '[""]'}
-    with started([str(SWIFT), *command], tmp_path / "log", env) as running:
-        finished = running.wait(900 + 10 * steps)
     assert finished.returncode == 0, finished.cause
     rounds = read_lines(tmp_path / "rounds")
     assert len(rounds) == steps

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.rig.processes import PLUGIN, Finished, swift
-from tests.rig.rounds import BATCH, GROUP_SIZE, logged_steps
+from tests.rig.rounds import BATCH, GROUP_SIZE, SCENARIOS, logged_steps
 
 
 def train_bare(
@@ -28,7 +28,7 @@ def train_bare(
     command = [
         *("rlhf", "--rlhf_type", kind, "--model", str(assets / "tiny_vlm"), "--dataset", str(rows)),
         *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--check_model", "false"),
-        *(("--external_plugins", *plugins) if plugins else ()),
+        *("--external_plugins", *plugins),
         *("--split_dataset_ratio", "0", "--dataset_num_proc", "1", "--dataloader_num_workers", "0"),
         *("--tuner_type", "full", "--torch_dtype", "float32", "--max_length", "512"),
         *("--output_dir", str(folder / "run"), "--add_version", "false", "--report_to", "none"),
@@ -43,37 +43,18 @@ def train_bare(
 
 
 def train_both(
-    kind: str, assets: Path, rows: Path, folder: Path, *argv: str, plugin: str = "", **kwargs: Any
+    kind: str, assets: Path, rows: Path, folder: Path, *argv: str, **kwargs: Any
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Train without and with this project's plugin; return pairs of what ms-swift logged.
-
-    Args:
-        plugin: a plugin of both trainings.
-    """
-    more, logs = [plugin] if plugin else [], []
+    """Train without and with this project's plugin; return pairs of what ms-swift logged."""
+    logs = []
     for name, plugins, own in (
-        ("own", more, ()),
-        ("ours", [PLUGIN, *more], ("--rollout_seed_mode", "engine")),
+        ("own", [SCENARIOS], ()),
+        ("ours", [PLUGIN, SCENARIOS], ("--rollout_seed_mode", "engine")),
     ):
         run = folder / name
-        finished = train_bare(kind, assets, rows, run, *argv, *own, plugins=plugins, **kwargs)
-        assert finished.returncode == 0, finished.cause
+        train_bare(kind, assets, rows, run, *argv, *own, plugins=plugins, **kwargs).check()
         logs.append(logged_steps(run / "run"))
     return list(zip(*logs, strict=True))
-
-
-REWARD = """
-from swift.rewards import ORM, orms
-
-
-class Spelled(ORM):
-    def __call__(self, completions, **kwargs):
-        return [sum(map(ord, text)) % 7 / 7 for text in completions]
-
-
-orms["spelled"] = Spelled
-"""
-"""Rewards that differ within each group."""
 
 
 def assert_losses_are_ms_swifts(
@@ -84,8 +65,6 @@ def assert_losses_are_ms_swifts(
     Args:
         rounding: bound on the difference of two losses.
     """
-    reward = folder / "reward.py"
-    reward.write_text(REWARD, encoding="utf-8")
     own = (
         *("--use_vllm", "false", "--num_generations", str(GROUP_SIZE), "--reward_funcs", "spelled"),
         # Adam's first step would turn gradients of rounding size into steps of the whole rate.
@@ -95,7 +74,7 @@ def assert_losses_are_ms_swifts(
         *("--use_cpu", "true", "--bf16", "false", "--fp16", "false"),
     )
     rows = assets / "digits/train.jsonl"
-    pairs = train_both("grpo", assets, rows, folder, *own, *argv, plugin=str(reward), ranks=ranks)
+    pairs = train_both("grpo", assets, rows, folder, *own, *argv, ranks=ranks)
     assert len(pairs) == 3
     assert pairs[0][0]["grad_norm"] > 1e-2
     for expected, found in pairs:

@@ -23,7 +23,7 @@ STEPS = 5
 BY_NAME = ("--reward_funcs", "name")
 """Rewards that do not depend on the number of ranks."""
 
-LEARNED_STEPS = 4
+LEARNED_STEPS = 3
 
 
 @pytest.fixture(scope="session")
@@ -96,8 +96,8 @@ def learned_full(
 ) -> Path:
     """A colocated rank trains all weights for `LEARNED_STEPS` and saves a checkpoint after each.
     Tests of training, replay and resuming read it."""
-    make = partial(train, assets, learning_rows, steps=LEARNED_STEPS)
     argv = (*LEARNING, *best_argv(learning_rows))
+    make = partial(train, assets, learning_rows, steps=LEARNED_STEPS)
     return once(tmp_path_factory, "learned-full", lambda folder: make(folder, *argv))
 
 
@@ -105,7 +105,6 @@ def learned_full(
 def learned_lora(
     assets: Path, learning_rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The same training with LoRA on two ranks."""
+    """The same training with LoRA on two ranks, without evaluations."""
     make = partial(train, assets, learning_rows, ranks=2, steps=LEARNED_STEPS)
-    argv = (*LEARNING, *LORA, *best_argv(learning_rows, ranks=2))
-    return once(tmp_path_factory, "learned-lora", lambda folder: make(folder, *argv))
+    return once(tmp_path_factory, "learned-lora", lambda f: make(f, *LEARNING, *LORA))

@@ -32,6 +32,7 @@ MODULES = (
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
     "transformers.tokenization_mistral_common",
+    "torch.distributed.run",
     "torch.distributed.tensor.experimental",
     "deepspeed",
     *("rapidfuzz.process", "sacrebleu", "scipy.io", "sympy.combinatorics"),

@@ -8,13 +8,13 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import psutil
 import requests
 
 from tests.rig.memory import needed, reserved
-from tests.rig.zygote import Forked
+from tests.rig.zygote import fork
 
 ROOT = Path(__file__).resolve().parents[2]
 SWIFT = Path(sys.executable).with_name("swift")
@@ -31,7 +31,7 @@ EXTENSION = "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(mai
 COMMAND = (sys.executable, "-c", EXTENSION)
 """`swift-grpo-ext`, forked from the zygote."""
 
-SECONDS_TO_END = 120
+SECONDS_OF_RUN, SECONDS_TO_END = 1100, 120
 MARKER = "SWIFT_GRPO_EXT_TEST"
 _OWN = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # spinning would starve the others
 
@@ -43,10 +43,14 @@ class Finished:
     returncode: int
     output: str
 
+    def check(self) -> None:
+        """Assert a good end."""
+        assert self.returncode == 0, self.cause
+
     @property
     def cause(self) -> str:
         """The end of the output, without torchrun's report below a rank's error."""
-        torchruns = r"\n[^\n]*torch/distributed/elastic/multiprocessing/api.py"
+        torchruns = r"\n[^\n]*torch/(?:distributed/elastic/)?multiprocessing/"
         return re.split(torchruns, self.output)[0][-3000:]
 
 
@@ -54,7 +58,7 @@ class Finished:
 class Running:
     """A process, the file of its output, and the marker in its descendants' environments."""
 
-    process: subprocess.Popen[bytes] | Forked
+    process: BaseProcess
     log: Path
     marker: str
 
@@ -66,17 +70,28 @@ class Running:
         """Wait until the output has `text`; fail if the process or the time ends before."""
         deadline = time.monotonic() + seconds
         while text not in self.output:
-            assert self.process.poll() is None, f"ended early:\n{self.output[-3000:]}"
+            assert self.process.exitcode is None, f"ended early:\n{self.output[-3000:]}"
             assert time.monotonic() < deadline, f"no {text!r} yet:\n{self.output[-3000:]}"
             time.sleep(0.2)
 
+    @property
+    def pid(self) -> int:
+        return self.process.pid or 0
+
     def wait(self, seconds: float) -> Finished:
-        return Finished(self.process.wait(seconds), self.output)
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"no end after {seconds} s"
+        return Finished(self.process.exitcode, self.output)
+
+    def interrupt(self) -> None:
+        """Do what Ctrl-C does in a terminal, and assert that no process is left."""
+        os.killpg(self.pid, signal.SIGINT)
+        assert self.survivors(SECONDS_TO_END) == []
 
     def survivors(self, seconds: float) -> list[psutil.Process]:
         """Wait up to `seconds` for all processes of the family to end; return those that live."""
         deadline = time.monotonic() + seconds
-        while (alive := family(self.marker, self.process.pid)) and time.monotonic() < deadline:
+        while (alive := family(self.marker, self.pid)) and time.monotonic() < deadline:
             time.sleep(0.2)
         return alive
 
@@ -101,47 +116,38 @@ def started(
     *,
     out: Path | None = None,
 ) -> Iterator[Running]:
-    """Start a process in a group of its own; kill it and its descendants at the end of the block.
-
-    Python and `swift` are forked from the zygote, which has their imports. Both outputs go to
-    `log`; standard output goes to `out` if given.
-    """
+    """Fork a process from the zygote, in a session of its own; kill it and its descendants at the
+    end of the block. Both outputs go to `log`; standard output goes to `out` if given."""
     marker = uuid.uuid4().hex
     own = {**_OWN, "MASTER_PORT": str(free_port()), **(env or {}), MARKER: marker}
-    environment = {**os.environ, **own}
-    is_forked = command[0] in (str(SWIFT), sys.executable)
-    process: subprocess.Popen[bytes] | Forked
     with reserved(needed(command, env or {})):
         log.touch()
         (out or log).touch()
-        if is_forked:
-            process = Forked(command, environment, out or log, log)
-        else:
-            with log.open("wb") as f:
-                process = subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=f,
-                    stderr=f,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                    # In a terminal, SIGINT is not ignored as in a shell's background jobs.
-                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-                )
+        running = Running(fork(command, {**os.environ, **own}, out or log, log), log, marker)
         try:
-            yield Running(process, log, marker)
+            yield running
         finally:
-            for member in family(marker, process.pid):
+            for member in family(marker, running.pid):
                 with suppress(psutil.NoSuchProcess):
                     member.kill()
-            process.wait()
+            running.process.join()
+
+
+def run(
+    *command: str, log: Path, env: dict[str, str] | None = None, out: Path | None = None
+) -> Finished:
+    """Run a command to its end."""
+    with started([*command], log, env, out=out) as running:
+        return running.wait(SECONDS_OF_RUN)
 
 
 def swift(*argv: str, log: Path, env: dict[str, str] | None = None) -> Finished:
-    """Run `swift ARGV` to its end."""
-    with started([str(SWIFT), *argv], log, env) as running:
-        return running.wait(900)
+    return run(str(SWIFT), *argv, log=log, env=env)
+
+
+def run_module(name: str, *argv: str, log: Path, env: dict[str, str] | None = None) -> None:
+    """Run `python -m NAME ARGV` to a good end."""
+    run(sys.executable, "-m", name, *argv, log=log, env=env).check()
 
 
 @contextmanager
@@ -163,8 +169,7 @@ def rollout_server(
         running.wait_for("Uvicorn running on", seconds=600)
         yield port
         if by_ctrl_c:
-            os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
-            assert running.survivors(SECONDS_TO_END) == []
+            running.interrupt()
 
 
 def health(port: int) -> tuple[int, dict[str, Any]]:

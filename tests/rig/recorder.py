@@ -57,7 +57,6 @@ class RecordingTrainer(RolloutGRPOTrainer):
                 token_ids=choice.token_ids,
                 turns=output.response_token_ids,
                 logprobs=_logprobs(output),
-                text=choice.message.content,
             )
         return super()._postprocess_rollout_outputs(samples, outputs)
 

@@ -31,7 +31,7 @@ def weights_of(checkpoint: Path) -> dict[str, str]:
 def assert_same_killed_and_resumed(
     whole: Path, folder: Path, *data: Any, argv: Sequence[str], ranks: int
 ) -> Finished:
-    """Kill a run after two steps, and resume it for two more. Assert that it has the tokens,
+    """Kill a run after two steps, and resume it for its last one. Assert that it has the tokens,
     log-probabilities, losses, gradients, weights and optimizer's state of the whole run."""
     killed, resumed = folder / "killed", folder / "resumed"
     counts = {"ranks": ranks, "steps": LEARNED_STEPS}
@@ -39,10 +39,10 @@ def assert_same_killed_and_resumed(
     halfway, deadline = killed / "run/checkpoint-2", time.monotonic() + SECONDS
     with started([str(SWIFT), *command], killed / "log", env) as running:
         while not is_whole(halfway):
-            assert running.process.poll() is None, running.output[-3000:]
+            assert running.process.exitcode is None, running.output[-3000:]
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        os.killpg(running.process.pid, signal.SIGKILL)
+        os.killpg(running.pid, signal.SIGKILL)
         assert running.wait(SECONDS).returncode == -signal.SIGKILL
 
     again = ("--output_dir", str(killed / "run"), "--resume_from_checkpoint", str(halfway))

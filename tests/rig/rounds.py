@@ -26,12 +26,8 @@ from tests.rig.processes import PLUGIN, ROOT, Finished, free_port, swift
 Samples = dict[str, dict[str, Any]]
 """The record of each sample (`recorder.py`), by its name."""
 
-PLUGINS = (
-    "examples/digits/rewards.py",
-    "tests/rig/scenarios.py",
-    "tests/rig/schedulers.py",
-    "tests/rig/recorder.py",
-)
+SCENARIOS = "tests/rig/scenarios.py"
+PLUGINS = ("examples/digits/rewards.py", SCENARIOS, "tests/rig/recorder.py")
 FAULTY = "tests/rig/faults.py"
 SECONDS_TO_END = 300
 """Bound on the end of a run after its last replica is lost. Two busy cores need a minute. A run
@@ -51,11 +47,11 @@ LEARNING = (
 """Arguments of a run that learns, and keeps a checkpoint of each step."""
 
 
-def best_argv(rows: Path, ranks: int = 1) -> list[str]:
+def best_argv(rows: Path) -> list[str]:
     """Return arguments of a run that evaluates each step and at its end loads the best weights."""
     return [
         *("--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end", "true"),
-        *("--val_dataset", str(rows), "--per_device_eval_batch_size", str(BATCH // ranks)),
+        *("--val_dataset", str(rows), "--per_device_eval_batch_size", str(BATCH)),
     ]
 
 
@@ -91,11 +87,10 @@ def digits(assets: Path, order: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def train(
-    assets: Path, rows: Path, folder: Path, *argv: str, ranks: int = 1, steps: int = 3
+    assets: Path, rows: Path, folder: Path, *argv: str, ranks: int = 1, **settings: Any
 ) -> Samples:
     """Train and return the samples by name; the run is `folder / "run"`, its log `log`."""
-    finished = run_training(assets, rows, folder, *argv, ranks=ranks, steps=steps)
-    assert finished.returncode == 0, finished.cause
+    run_training(assets, rows, folder, *argv, ranks=ranks, **settings).check()
     by_name = recorded(folder)
     assert_logged(folder / "run", by_name, ranks)
     return by_name
@@ -114,16 +109,11 @@ def run_training(
     rows: Path,
     folder: Path,
     *argv: str,
-    ranks: int = 1,
-    steps: int = 3,
-    plugins: Sequence[str] = (),
     env: dict[str, str] | None = None,
-    preset: Path = PRESET,
+    **settings: Any,
 ) -> Finished:
-    """Run a training as `train` does, to a good or a bad end; `plugins` are further ones."""
-    command, own = training_command(
-        assets, rows, folder, *argv, ranks=ranks, steps=steps, plugins=plugins, preset=preset
-    )
+    """Run a training as `train` does, to a good or a bad end; settings are `training_command`'s."""
+    command, own = training_command(assets, rows, folder, *argv, **settings)
     return swift(*command, log=folder / "log", env={**(env or {}), **own})
 
 
@@ -132,12 +122,16 @@ def training_command(
     rows: Path,
     folder: Path,
     *argv: str,
-    ranks: int,
-    steps: int,
+    ranks: int = 1,
+    steps: int = 3,
     plugins: Sequence[str] = (),
     preset: Path = PRESET,
 ) -> tuple[list[str], dict[str, str]]:
-    """Make the folder of a training; return the arguments of `swift`, and the environment."""
+    """Make the folder of a training; return the arguments of `swift`, and the environment.
+
+    Args:
+        plugins: further ones.
+    """
     record_dir = folder / "record"
     record_dir.mkdir(parents=True)
     command = [
@@ -165,8 +159,14 @@ train_with_faults = partial(run_training, plugins=(FAULTY,))
 
 
 def faults(*kinds: dict[str, Any]) -> dict[str, str]:
-    """Return the environment with which `faults.py` makes these happen."""
-    return {"FAULTS": json.dumps(kinds)}
+    """Return the environment with which `faults.py` makes these happen, and reports stalls."""
+    return {"FAULTS": json.dumps(kinds), "STALL_MINUTES": "0.05"}
+
+
+def let_go(waits: Path) -> None:
+    """End the wait of a fault, which waits in this folder."""
+    waits.mkdir(exist_ok=True)
+    (waits / "go").touch()
 
 
 def wait_until(is_so: Callable[[], bool], training: Future[Finished]) -> None:

@@ -1,9 +1,10 @@
-"""Trainings with a fault of the engine's sight in every other round, in a real engine. They warn in
-place of stopping."""
+"""Trainings with faults of a real engine. What it sees has a fault in one round after the other;
+these trainings warn in place of stopping."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,33 +24,44 @@ from tests.rig.rounds import (
     write_video,
 )
 
-PLUGIN = "tests/rig/sight.py"
+PLUGIN = "tests/rig/engine_faults.py"
 NUM_PROMPTS, GROUP_SIZE = 64, 2
 LONG = "Look at each of them closely, one after the other, and take your time. " * 3
 """This text lets a prompt fill a block of vLLM's CPU cache, which has 128 tokens."""
 
 SEEN = {"image", "images", "video"}
 FAULTS = {
-    "M-RoPE rows dropped": SEEN,
     # The first updates are the largest.
     "stale encoder cache": SEEN,
     "stale prefix cache": {"images", "video"},
+    "M-RoPE rows dropped": SEEN,
     "other video frames": {"video"},
-    "blind tower": SEEN,
-    "blind tower x 0.25": SEEN,
+    "weaker tower": SEEN,
     "another checkpoint's tower": SEEN,
     "images of rows swapped": {"image", "images"},
     "one of several images blank": {"images"},
-    "colour channels swapped": {"image", "images"},
-    "upside down": {"image", "images"},
     "other pixel limits": {"image", "images"},
     "halved and enlarged": {"image", "images"},
     "positions off behind an image": SEEN,
 }
 """The kinds of rows of which one at least has to be named."""
 
-FINE = {"bilinear resize": {"image", "images"}, "nearest resize": {"image", "images"}}
-"""Faults below the rounding of 16 bits."""
+STOP = "</digit>"
+
+
+def faults_of_rounds(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a training with these faults, "" for none."""
+    return {"ENGINE_FAULTS": str(folder), "FAULTS_OF_ROUNDS": json.dumps(names)}
+
+
+def unequal_rows(assets: Path, folder: Path) -> list[dict[str, Any]]:
+    """Return rows of all kinds with prompts of unequal lengths, and one that the template refuses
+    because its images are missing."""
+    made = rows(assets, folder)[:8]
+    for number, row in enumerate(made):
+        row["messages"][0]["content"] += " Look twice." * number
+    made[4]["images"] = [str(assets / "digits/none.png")]
+    return made
 
 
 def rows(assets: Path, folder: Path) -> list[dict[str, Any]]:
@@ -73,7 +85,7 @@ def rows(assets: Path, folder: Path) -> list[dict[str, Any]]:
         elif number % 4 == 2:
             row["messages"][0]["content"] = f"<image><image>Which digits? {LONG}"
             row["images"] = [*row["images"], *made[number - 2]["images"]]
-        elif number % 8 == 7:
+        elif number % 4 == 3:
             row["messages"][0]["content"] = f"<video>Which digits?{' Look.' * (number // 4)}"
             row["images"], shown = [], frames[number % 5 :] + frames[: number % 5]
             row["videos"] = [str(write_video(shown, folder / f"{number}.mp4"))]
@@ -83,9 +95,9 @@ def rows(assets: Path, folder: Path) -> list[dict[str, Any]]:
 def assert_each_fault_is_named_in_its_round(
     assets: Path, folder: Path, dtype: str, *, served: bool
 ) -> None:
-    """Train with a fault in every other round."""
-    faults = FAULTS | (FINE if dtype == "float32" else {})
-    of_rounds = ["", *(name for fault in faults for name in (fault, ""))]
+    """Train with a fault in most rounds. The first and the last one are sound, and those after a
+    stale cache."""
+    of_rounds = ["", *(name for f in FAULTS for name in ((f, "") if "stale" in f else (f,))), ""]
     path = write_lines(folder / "rows.jsonl", rows(assets, folder))
     argv = [
         *("--torch_dtype", dtype, "--rollout_mismatch", "warn", "--temperature", "1.5"),
@@ -94,28 +106,22 @@ def assert_each_fault_is_named_in_its_round(
         *("--learning_rate", "2e-3", "--lr_scheduler_type", "polynomial"),
         *("--lr_scheduler_kwargs", '{"power": 8}', "--freeze_vit", "false"),
     ]
-    env = {"SIGHT": str(folder)}
     with ExitStack() as servers:
         if served:
             command = [a.replace("float32", dtype) for a in server_argv(assets, plugins=[PLUGIN])]
             # The plugin has to be in the process of vLLM's core.
-            own_env = {**env, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            server = rollout_server(*command, log=folder / "server.log", env=own_env)
+            own = {"ENGINE_FAULTS": str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            server = rollout_server(*command, log=folder / "server.log", env=own)
             argv += client_argv(servers.enter_context(server))
-        finished = run_training(
+        run_training(
             *(assets, path, folder / "training", *argv),
             steps=len(of_rounds),
             plugins=[PLUGIN],
-            env={**env, "SIGHT_ROUNDS": json.dumps(of_rounds)},
-        )
-    assert finished.returncode == 0, finished.cause
+            env=faults_of_rounds(folder, of_rounds),
+        ).check()
     assert len(logged_steps(folder / "training/run")) == len(of_rounds)
-    unnamed = []
     for fault, found in zip(of_rounds, read_lines(folder / "rounds"), strict=True):
-        assert found["fault"] == fault
         kinds = {source.rpartition(" ")[2] for source in found["named"]}
-        expected = faults.get(fault, set())
+        expected = FAULTS.get(fault, set())
         assert kinds <= expected, found
-        if expected and not kinds:
-            unnamed.append(fault)
-    assert unnamed == []
+        assert (found["fault"], bool(kinds)) == (fault, bool(expected)), found

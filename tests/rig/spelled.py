@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
@@ -20,6 +21,11 @@ VOCABULARY = 151_936
 END = 151_645  # <|im_end|>
 PROMPTS_END = 198
 """The last token of every prompt: the line break after `<|im_start|>assistant`."""
+
+NEW_TOKEN = "<|halt|>"
+"""A token of `--new_special_tokens`."""
+
+SEARCH = [" find", " it", "</", "search", ">\n\n", "More"]
 
 ENDING = 0
 """The channel of tokens that end a sequence."""
@@ -85,3 +91,13 @@ def expected_logprobs(sequences: Iterable[Sequence[int]], token_ids: Sequence[in
     channels = {token: i for i, token in enumerate(successors_of(sequences), start=1)}
     gains = [gain(channels.get(token, ENDING)) for token in token_ids[:-1]]
     return [-math.log1p((VOCABULARY - 1) * math.exp(-g)) for g in gains]
+
+
+def token_ids(pieces: Sequence[str | int], tokenizer: Any) -> list[int]:
+    """Return the ids of pieces, each of which is one token, by its text or its id."""
+    ids = [
+        [piece] if isinstance(piece, int) else tokenizer.encode(piece, add_special_tokens=False)
+        for piece in pieces
+    ]
+    assert all(len(of_one) == 1 for of_one in ids), f"{pieces!r} are the tokens {ids}"
+    return [int(i) for (i,) in ids]

@@ -24,14 +24,14 @@ from swift.template import get_template
 
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from tests.rig.processes import started
+from tests.rig.processes import run_module
 from tests.rig.releases import IS_BEFORE_0_28
 
 if TYPE_CHECKING:
     from tiny_vlm.families import Family
 
 Weights = dict[str, torch.Tensor]
-Change = Callable[[torch.Tensor], torch.Tensor] | str | None
+Change = Callable[[torch.Tensor], torch.Tensor] | None
 RANK = 8
 HAS_ADAPTERS = not IS_BEFORE_0_28 or has_accelerator()
 
@@ -57,39 +57,19 @@ TOWER = r"(visual|vision|vit).*\.0\..*(qkv|q_proj|fc1|gate_proj)\.weight"
 EXPERTS = r"experts\.(gate_up_proj|down_proj)"
 FAULTS: dict[str, tuple[str, Change, str]] = {
     "random matrix": (ATTENTION + r"o_proj\.weight", noise, "moved by 1"),
-    "NaN in a matrix": (LAST + r"mlp\.(down_proj|gate)\.weight", with_nan, "NaN"),
     "NaN in a norm": (LAST + r"input_layernorm\.weight", with_nan, "NaN"),
     "zeros": (ATTENTION + r"v_proj\.weight", torch.zeros_like, "is all zeros"),
     "transposed": (ATTENTION + r"[qo]_proj\.weight", transposed, "moved by 1"),
-    "scale lost": (ATTENTION + r"q_proj\.weight", lambda t: t * 20, "moved by 19"),
-    "rows shifted": (ATTENTION + r"o_proj\.weight", lambda t: t.roll(1, 0), "moved by 1"),
-    "another layer's": (
-        r"layers\.0\.self_attn\.o_proj\.weight",
-        ATTENTION + r"o_proj\.weight",
-        "moved by 1",
-    ),
-    "gate is up": (
-        LAST + r"mlp\.gate_proj\.weight",
-        LAST + r"mlp\.up_proj\.weight",
-        "gate_proj moved by 1",
-    ),
-    "value is key": (
-        ATTENTION + r"v_proj\.weight",
-        ATTENTION + r"k_proj\.weight",
-        "v_proj moved by 1",
-    ),
     "tied head overwritten": (r"(embed_tokens|lm_head)\.weight", noise, "moved by 1"),
     "tower's matrix": (TOWER, noise, "moved by 1"),
     "shard left out": (ATTENTION + r"k_proj\.weight", None, "did not arrive"),
     "matrix left out": (ATTENTION + r"o_proj\.weight", None, "did not arrive"),
     "experts transposed": (EXPERTS, transposed, "moved by 1"),
-    "experts in another order": (EXPERTS, lambda t: t.roll(1, 0), "moved by 1"),
     "one expert random": (EXPERTS, lambda t: torch.cat([t[:-1], noise(t)[-1:]]), "blocks)"),
     "an expert's matrix left out": (r"1\.mlp\.experts\.3\.up_proj\.weight", None, "did not arrive"),
 }
-"""By name: the end of the names of tensors (a pattern), their change, and a part of the finding. A
-change is a function, a pattern of other tensors that take their place, or None: they are left out.
-"""
+"""By name: the end of the names of tensors (a pattern), their change, or None if they are left out,
+and a part of the finding."""
 
 
 def found(weights: Weights, pattern: str) -> list[str]:
@@ -99,17 +79,11 @@ def found(weights: Weights, pattern: str) -> list[str]:
 def spoiled(weights: Weights, pattern: str, change: Change) -> Weights | None:
     """Return the weights after a change; None if the model has no such tensor."""
     names, result = found(weights, pattern), dict(weights)
-    if isinstance(change, str):
-        for name, other in zip(names, found(weights, change), strict=False):
-            if weights[name].shape == weights[other].shape:
-                result[name] = weights[other].clone()
-    else:
-        for name in names:
-            tensor = result.pop(name)
-            if change is not None:
-                result[name] = change(tensor.clone())
-    is_same = all(result.get(name) is tensor for name, tensor in weights.items())
-    return None if is_same else result
+    for name in names:
+        tensor = result.pop(name)
+        if change is not None:
+            result[name] = change(tensor.clone())
+    return result if names else None
 
 
 class Fed:
@@ -170,16 +144,14 @@ class Fed:
 MODULES = r"layers\.\d+\.self_attn\.[qv]_proj\.weight"
 
 
-def make_adapter(
-    weights: Weights, size: float, rank: int = RANK, modules: str = MODULES
-) -> Weights:
+def make_adapter(weights: Weights, rank: int = RANK, modules: str = MODULES) -> Weights:
     torch.manual_seed(2)
     adapter: Weights = {}
     for name in found(weights, modules):
         matrix_OH = weights[name]
         path = f"base_model.model.{name.removesuffix('.weight')}"
-        adapter[f"{path}.lora_A.weight"] = torch.randn(rank, matrix_OH.shape[1]) * size
-        adapter[f"{path}.lora_B.weight"] = torch.randn(matrix_OH.shape[0], rank) * size
+        adapter[f"{path}.lora_A.weight"] = torch.randn(rank, matrix_OH.shape[1]) * 0.1
+        adapter[f"{path}.lora_B.weight"] = torch.randn(matrix_OH.shape[0], rank) * 0.1
     return adapter
 
 
@@ -211,21 +183,13 @@ def try_faults(fed: Fed) -> dict[str, Any]:
         weights = spoiled(step(fed.weights, number), pattern, change)
         if weights is not None:
             note(name, expected, fed.update(weights), fed.update(sound))
-    load = fed.worker.model_runner.model.load_weights
-    try:
-        old = list(sound.items())
-        fed.worker.model_runner.model.load_weights = lambda weights: load(old)
-        faults = fed.update(step(fed.weights, 98))
-    finally:
-        del fed.worker.model_runner.model.load_weights
-    note("stale", "(stale)", faults, fed.update(sound))
     if fed.has_adapters:
-        adapter = make_adapter(fed.weights, 0.1)
+        adapter = make_adapter(fed.weights)
         twice = fed.update(merged(fed.weights, adapter)) + fed.adapt(adapter)
         note("adapter twice", "counts twice", twice, fed.update(fed.weights) + fed.adapt(adapter))
-        large = fed.adapt(make_adapter(fed.weights, 0.1, 64), 64)
+        large = fed.adapt(make_adapter(fed.weights, 64), 64)
         note("adapter refused", "greater than max_lora_rank 8", large, fed.adapt(adapter))
-        beside = make_adapter(fed.weights, 0.1, modules=r"blocks\.\d+\.attn\.proj\.weight")
+        beside = make_adapter(fed.weights, modules=r"blocks\.\d+\.attn\.proj\.weight")
         ignored = "ignores the adapter's parts for 2 modules (visual.blocks.0.attn.proj"
         note("tower's adapter", ignored, fed.adapt({**adapter, **beside}), fed.adapt(adapter))
     return results
@@ -241,10 +205,7 @@ def assert_each_fault_is_named(
     """
     output = folder / "found.json"
     settings = [str(model), family.model_type or family.name, family.template, dtype]
-    command = [sys.executable, "-m", __name__, *settings, str(output)]
-    with started(command, folder / "log") as running:
-        finished = running.wait(1800)
-    assert finished.returncode == 0, finished.cause
+    run_module(__name__, *settings, str(output), log=folder / "log")
     faults = json.loads(output.read_text(encoding="utf-8"))
     assert faults.pop("first") == []
     for name, result in faults.items():

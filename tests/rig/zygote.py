@@ -2,11 +2,11 @@
 fork server imports torch, transformers, vLLM and ms-swift once (`preloaded.py`), and forks.
 
 A forked command line has its own session, environment, working directory, output and exit status.
-Processes that it spawns are forked from a process without plugins. Six things differ from the real
-one: `/proc/PID/environ` and `/proc/PID/cmdline` are the zygote's; hash seeds are the same in all
-processes; imports do not read the environment; no destructor runs at the end; nothing is compiled
-without `--torch_compile`; and with `NPROC_PER_NODE` this module ends ranks by torchrun's rule.
-`tests/extra/test_launch.py` and the demo start real processes.
+Processes that it spawns are forked from a process without plugins; torchrun forks its ranks. Five
+things differ from the real one: `/proc/PID/environ` and `/proc/PID/cmdline` are the zygote's; hash
+seeds are the same in all processes; imports do not read the environment; no destructor runs at the
+end; and nothing is compiled without `--torch_compile`. `tests/extra/test_launch.py` and the demo
+start real processes.
 """
 
 from __future__ import annotations
@@ -17,82 +17,60 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_PYTEST = ("", str(ROOT), str(ROOT / "scripts"), str(ROOT / "examples/digits"))
 """Entries that pytest adds to the beginning of `sys.path`."""
 
-SECONDS_TO_END = 30
-"""Time that torchrun gives the other ranks when one has failed."""
 
-
-class Forked:
-    """A forked process with the interface of `subprocess.Popen`."""
-
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> None:
-        """Start `argv` in the folder of the clone, with its outputs in these two files."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.rig.preloaded"])
-        with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read at import
-            forkserver.ensure_running()
-        args = (list(map(str, argv)), dict(env), str(out), str(err))
-        self._process = context.Process(target=become, args=args)
-        self._process.start()
-        self.pid = self._process.pid or 0
-
-    def poll(self) -> int | None:
-        self._process.join(0)
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-        return self._process.exitcode
+def fork(argv: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> BaseProcess:
+    """Start `argv` in the folder of the clone, with its outputs in these two files."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.rig.preloaded"])
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read at import
+        forkserver.ensure_running()
+    args = (list(map(str, argv)), dict(env), str(out), str(err))
+    process = context.Process(target=become, args=args)
+    process.start()
+    return process
 
 
 def become(argv: list[str], env: Mapping[str, str], out: str, err: str) -> None:
-    """Run a command line in this forked process: as `swift` or torchrun, then as each rank."""
+    """Run a command line in this forked process: as `swift`, torchrun or Python. Other programs
+    take its place."""
     import torch._dynamo.config
 
     from tests.rig import preloaded
 
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may ignore it
-    os.environ.clear()
-    os.environ.update({**preloaded.ENVIRONMENT, **env})
     os.chdir(ROOT)
-    while sys.path[0] in OF_PYTEST:
-        del sys.path[0]
-    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     for target, file in enumerate((os.devnull, out, err)):
         source = os.open(file, os.O_APPEND | (os.O_WRONLY if target else os.O_RDONLY))
         os.dup2(source, target)
         os.close(source)
+    if Path(argv[0]).name != "swift" and argv[0] != sys.executable:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a terminal
+        os.execvpe(argv[0], argv, dict(env))
+    os.environ.clear()
+    os.environ.update({**preloaded.ENVIRONMENT, **env})
+    while sys.path[0] in OF_PYTEST:
+        del sys.path[0]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     # vLLM compiles a function of two lines; finding it in the cache takes a second and a half.
     torch._dynamo.config.disable = "--torch_compile" not in argv
     _fork_for_spawned()
     if Path(argv[0]).name == "swift":
         argv = _command_of_swift(argv)
-    argv, envs = _ranks_of(argv)
-    ranks: dict[int, int] = {}
-    for rank, env_of_rank in enumerate(envs):
-        pid = os.fork()
-        if not pid:
-            os.environ.update(env_of_rank)
-            preloaded.be_as_if_new()
-            return _run(argv)
-        ranks[pid] = rank
-    sys.exit(_wait(ranks))
+    if "torch.distributed.run" in argv:
+        return _launch_ranks(argv)
+    return _run(argv)
 
 
 def _fork_for_spawned() -> None:
@@ -120,65 +98,33 @@ def _command_of_swift(argv: Sequence[str]) -> list[str]:
     """Return the command that `swift` would start, after it has read a YAML file and its `ENV`."""
     from swift.cli import main
 
-    commands: list[list[str]] = []
-
-    def run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0)
-
     sys.argv = list(argv)
-    main.subprocess = SimpleNamespace(run=run)
-    main.cli_main()
-    return commands[0]
+    with patch.object(main.subprocess, "run") as run:
+        run.return_value.returncode = 0
+        main.cli_main()
+    [command] = run.call_args.args
+    return list(command)
 
 
-def _ranks_of(argv: list[str]) -> tuple[list[str], list[dict[str, str]]]:
-    """Turn `python -m torch.distributed.run --name value ... FILE ...` into `python FILE ...`, and
-    return it with the variables that torchrun sets for each rank. Rank 0 opens the store."""
-    if "torch.distributed.run" not in argv:
-        return argv, [{}]
-    first = 3
-    while argv[first].startswith("--"):
-        first += 2
-    num_ranks = os.environ["NPROC_PER_NODE"]
-    shared = {
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_WORLD_SIZE": num_ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
-    envs = [{**shared, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(int(num_ranks))]
-    return [argv[0], *argv[first:]], envs
+def _launch_ranks(argv: Sequence[str]) -> None:
+    """Fork the ranks of `python -m torch.distributed.run --name value ... FILE ...`."""
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
 
-
-def _wait(ranks: dict[int, int]) -> int:
-    """Return the exit status of all ranks; when one of several fails, end the others."""
-    several, failed, deadline = len(ranks) > 1, 0, float("inf")
-    while ranks:
-        pid, status = os.waitpid(-1, os.WNOHANG if failed else 0)
-        if pid not in ranks:  # none yet, or the fork server
-            time.sleep(0.05)
-            if time.monotonic() > deadline:
-                _signal(ranks, signal.SIGKILL)
-            continue
-        rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
-        if code and not failed:
-            failed, deadline = code, time.monotonic() + SECONDS_TO_END
-            if several:
-                print(f"zygote: rank {rank} has ended: {code}", file=sys.stderr, flush=True)
-                _signal(ranks, signal.SIGTERM)
-    return 1 if several and failed else failed % 256
-
-
-def _signal(pids: Iterable[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+    args = run.parse_args(argv[3:])
+    config, _, _ = run.config_from_args(args)
+    config.start_method = "fork"
+    command = [argv[0], args.training_script, *args.training_script_args]
+    elastic_launch(config, _run)(command)
 
 
 def _run(argv: Sequence[str]) -> None:
     """Run `python FILE ...`, `-m MODULE ...` or `-c CODE ...` to its end."""
+    from tests.rig.preloaded import be_as_if_new
+
+    be_as_if_new()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may ignore it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun has a handler
     is_file = argv[1] not in ("-m", "-c")
     sys.path.insert(0, str(Path(argv[1]).parent if is_file else ROOT))
     sys.argv = list(argv[1 if is_file else 2 :])

@@ -1,11 +1,21 @@
-"""`check` makes the real start, and refuses exactly what a training or a server refuses (R6)."""
+"""`check` makes the real start, and refuses exactly what a training or a server refuses (R6).
+
+    python -m tests.stack.test_check CASES.json FOUND.jsonl
+
+starts runs as `check` does, up to their template and data, each forked from one process.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import socket
+import sys
+import traceback
 from argparse import Namespace
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,12 +24,17 @@ import swift as ms_swift
 import yaml
 
 from swift_grpo_ext.checks.finding import Finding
+from swift_grpo_ext.tools.check.command import begin_run, describe_rounds
+from swift_grpo_ext.tools.harness import begin
 from swift_grpo_ext.tools.sources import Side, Source, read_sources, sources_of, to_argv
-from tests.rig.processes import COMMAND, PLUGIN, ROOT, started, swift
-from tests.rig.rounds import PRESET, server_argv, write_lines
-from tests.rig.starts import HEALTHY, begun
+from tests.rig.checks import said
+from tests.rig.processes import COMMAND, PLUGIN, ROOT, run, run_module, swift
+from tests.rig.rounds import PRESET, read_lines, server_argv, write_lines
 
 PRESETS = sorted((ROOT / "examples/presets").glob("*.yaml"))
+HEALTHY = "healthy"
+"""The rows of this case are encoded on both sides, too, which takes as long as several starts."""
+
 ENDS = "`swift rlhf`: ends with"
 ELSEWHERE = ("--sleep_level", "--reward_funcs")
 """Settings of presets that fail here: engines sleep on GPUs alone, and rewards want other rows."""
@@ -47,7 +62,6 @@ TRAININGS: dict[str, list[str]] = {
     "--dataset FOLDER/boxes.jsonl": ["Data set FOLDER/boxes.jsonl: no row is left"],
     # ms-swift's own
     "--num_generations 7": [f"{ENDS} ValueError: generation_batch_size ("],
-    "--async_generate true": [f"{ENDS} AssertionError: async generate"],
     f"--external_plugins {PLUGIN} FOLDER/broken.py": [f"{ENDS} ModuleNotFoundError: No module"],
     "--logit_shim off": ["Unknown argument --logit_shim"],
     "--learning_rate fast": ["Settings: argument --learning_rate"],
@@ -125,11 +139,26 @@ def found(assets: Path, folder: Path) -> dict[str, list[Finding]]:
         for words in SERVERS:
             argv = server_argv(assets, "--port", "0", *shlex.split(words.replace("TAKEN", port)))
             cases[words] = Source("rollout", argv, {})
-        return begun(cases, folder)
+        paths = folder / "cases.json", folder / "found.jsonl"
+        paths[0].write_text(json.dumps(cases))
+        run_module(__name__, *map(str, paths), log=folder / "log")
+    found: dict[str, list[Finding]] = {name: [] for name in cases}
+    for name, finding in read_lines(paths[1]):
+        found[name].append(Finding(**finding))
+    return found
 
 
-def lines_of(findings: list[Finding]) -> list[str]:
-    return [f"{finding.level}: {finding.sentence}" for finding in findings]
+def start(name: str, source: Source) -> list[Finding]:
+    """Return the findings of a start."""
+    findings = list[Finding]()
+    try:
+        if name == HEALTHY:
+            begin_run({source.side: source}, findings.append)
+        elif (begun := begin(source, findings.append)) and source.side == "training":
+            findings += describe_rounds(begun)
+    except BaseException:
+        traceback.print_exc()
+    return findings
 
 
 def errors_of(findings: list[Finding]) -> list[str]:
@@ -145,7 +174,7 @@ def test_each_refusal(found: dict[str, list[Finding]], folder: Path) -> None:
         are_named = all(any(e.startswith(b) for e in errors) for b in beginnings)
         first = errors[: len(beginnings)]
         if not (are_named and all(e.startswith(tuple(beginnings)) for e in first)):
-            unsaid[words] = lines_of(found[words])
+            unsaid[words] = said(found[words])
     assert unsaid == {}
     assert not (folder / "run").exists()
 
@@ -167,15 +196,15 @@ def test_a_start_without_a_file_and_with_names_of_hubs(found: dict[str, list[Fin
     assert error.startswith(f"{ENDS} ValueError: Failed to automatically match")
     for case in ("model with names", "model of a hub", "rows of a hub"):
         assert errors_of(found[case]) == [], case
-    [only] = lines_of(found["model of a hub"])
+    [only] = said(found["model of a hub"])
     assert only.startswith("skipped: --model No-Such/Model: is not on this machine")
-    first, *_, last = lines_of(found["rows of a hub"])
+    first, *_, last = said(found["rows of a hub"])
     assert first.startswith("skipped: --dataset Org/rows: is on a hub")
     assert last.startswith("ok: --template: qwen2_5_vl")
 
 
 def test_a_run_that_starts(found: dict[str, list[Finding]]) -> None:
-    rounds, stops, rows, lengths = lines_of(found[HEALTHY])
+    rounds, stops, rows, lengths = said(found[HEALTHY])
     assert rounds.startswith("note: --num_generations: a round is 64 samples (1 ranks x")
     expected = "ok: --template: qwen2_5_vl: a turn ends with <|im_end|>; stop words: '</answer>'."
     assert stops == expected
@@ -193,9 +222,8 @@ def test_the_command_with_both_sides(assets: Path, folder: Path) -> None:
     words = "--vllm_mode server --vllm_server_host 127.0.0.1 --vllm_server_port 8000"
     argv = [*("--model", settings.pop("model"), "--ranks", "2", "--", *words.split())]
     argv += ["--dataset", str(folder / "rows.jsonl"), "--output_dir", str(folder / "run")]
-    command = [*COMMAND, "check", str(folder / "run"), *argv]
-    with started(command, folder / "log", out=folder / "out") as running:
-        finished = running.wait(900)
+    command = (*COMMAND, "check", str(folder / "run"), *argv)
+    finished = run(*command, log=folder / "log.check", out=folder / "out")
     output = (folder / "out").read_text(encoding="utf-8")
     assert finished.returncode == 1, output
     for line in (
@@ -208,24 +236,26 @@ def test_the_command_with_both_sides(assets: Path, folder: Path) -> None:
         assert re.search(f"^{line}", output, re.MULTILINE), output
 
 
-@pytest.mark.parametrize("side", ["rlhf", "rollout"])
-def test_swift_prints_a_refusal_alone(
-    side: str, assets: Path, folder: Path, tmp_path: Path
-) -> None:
+def test_swift_prints_a_refusal_alone(assets: Path, folder: Path, tmp_path: Path) -> None:
     """A real `swift` prints no traceback, and loads no weights."""
-    with socket.create_server(("", 0)) as taken:
-        if side == "rlhf":
-            argv = training(assets, folder, f"--dataset {folder}/missing.jsonl").argv
-            expected = (
-                r"--dataset: row 1 of .*missing\.jsonl \(which asks '<image>Which digit is this\?'"
-                r"\): images\[0\]: '.*none\.png' does not exist\. Correct"
-            )
-        else:
-            argv = server_argv(assets, "--port", str(taken.getsockname()[1]))
-            expected = r"--port \d+: is in use.*--vllm_server_port"
-        finished = swift(side, *argv, log=tmp_path / "log")
+    argv = training(assets, folder, f"--dataset {folder}/missing.jsonl").argv
+    finished = swift("rlhf", *argv, log=tmp_path / "log")
     assert finished.returncode == 1
-    assert re.search(f"^error: {expected}", finished.output, re.MULTILINE), finished.cause
+    expected = (
+        r"^error: --dataset: row 1 of .*missing\.jsonl \(which asks '<image>Which digit is this\?'"
+        r"\): images\[0\]: '.*none\.png' does not exist\. Correct"
+    )
+    assert re.search(expected, finished.output, re.MULTILINE), finished.cause
     # At the beginning of a line: ms-swift logs tracebacks of rows that it leaves out.
     assert not re.search(r"^(\[rank0\]: )?Traceback", finished.output, re.MULTILINE)
     assert "Loading weights" not in finished.output
+
+
+if __name__ == "__main__":
+    for name, case in json.loads(Path(sys.argv[1]).read_text()).items():
+        if not (child := os.fork()):
+            findings = start(name, Source(*case))
+            with Path(sys.argv[2]).open("a") as file:
+                file.writelines(json.dumps([name, asdict(each)]) + "\n" for each in findings)
+            os._exit(0)
+        os.waitpid(child, 0)

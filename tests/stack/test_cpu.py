@@ -6,17 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.rig.processes import ROOT
 
 
 def run_python(code: str, *argv: str) -> None:
     """Run code in a process of its own."""
     command = [sys.executable, "-c", code, *argv]
-    ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
@@ -108,7 +104,6 @@ while gloo_threads():  # a joined thread is in /proc until the kernel has remove
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are named in /proc")
 def test_no_thread_of_gloo_outlives_its_groups() -> None:
     """The trainer is unreachable, as at the end of a rank, in a cycle that holds DDP's group. A
     thread that has yet to free a tensor needs the GIL; this causes no deadlock."""

@@ -18,14 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig.processes import Running, started
+from tests.rig.processes import Running, free_port, started
 
 PRESET = "examples/presets/server_2x6_lora"
 STAND_IN = f"""#!{sys.executable} -S
 import os, sys
 if sys.argv[1] == "rollout":  # before slow imports: one launch waits for two seconds only
     port = int(sys.argv[sys.argv.index("--port") + 1])
-    mode = os.environ.get(f"SERVER_{{port % 10}}", "ok")
+    number = port - int(os.environ["FIRST_PORT"])
+    mode = os.environ.get(f"SERVER_{{number}}", "ok")
     print(f"a server that is {{mode}}", flush=True)
 import http.server, json, netrc, signal, subprocess, time
 TRAINING_HAS_BEGUN = os.path.join(os.path.dirname(__file__), "begun")
@@ -72,17 +73,6 @@ CHECK = """#!/bin/sh
 """
 
 
-def free_ports() -> int:
-    """Return the first of two free ports; its last digit is 0. They lie above those of
-    `processes.free_port` and below those that the kernel hands out."""
-    for port in range(32_000 + os.getpid() % 30 * 10, 32_760, 10):
-        with suppress(OSError), socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", port))
-            two.bind(("127.0.0.1", port + 1))
-            return port
-    raise OSError("no free ports")
-
-
 @contextmanager
 def launched(
     folder: Path, *argv: str, port: int | None = None, name: str = "log", **env: str
@@ -92,11 +82,12 @@ def launched(
     for program, text in (("swift", STAND_IN), ("swift-grpo-ext", CHECK)):
         (programs / program).write_text(text)
         (programs / program).chmod(0o755)
-    own_argv = ("--port", str(port or free_ports()), "--logs", str(folder / "logs"))
+    first, _second = port or free_port(), free_port()
+    own_argv = ("--port", str(first), "--logs", str(folder / "logs"))
     command = ["bash", "scripts/launch.sh", *own_argv, *argv]
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     # No memory is reserved: no process loads a model.
-    own = {"PATH": path, "MASTER_PORT": "", "NPROC_PER_NODE": "0", **env}
+    own = {"PATH": path, "MASTER_PORT": "", "NPROC_PER_NODE": "0", "FIRST_PORT": str(first), **env}
     with started(command, folder / name, own) as run:
         yield run
 
@@ -155,14 +146,19 @@ def test_nothing_is_started_that_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_servers_api_key_reaches_the_training_by_its_netrc(tmp_path: Path) -> None:
-    """No log, command line or file has it."""
+    """No log, command line or file has it. torchrun gets a port that nobody holds: its default is
+    the same for all, and the second training on a machine died."""
     own, temporary, found = tmp_path / "netrc", tmp_path / "tmp", tmp_path / "found"
     own.write_text("machine hub login me password mine\nmachine 127.0.0.1 login me password old")
     temporary.mkdir()
     env = {"VLLM_API_KEY": KEY, "KEY_OF_SERVERS": KEY, "FOUND": str(found)}
     env |= {"NETRC": str(own), "TMPDIR": str(temporary)}
-    with launched(tmp_path, "--servers", "2", PRESET, **env) as run:
-        assert end(run) == 0
+    with ExitStack() as held:
+        with suppress(OSError):  # another training may hold it
+            held.enter_context(socket.create_server(("127.0.0.1", 29500)))
+        with launched(tmp_path, "--servers", "2", PRESET, **env) as run:
+            assert end(run) == 0
+    assert re.search(r"MASTER_PORT=295(?!00)\d\d ", run.output)
     seen = json.loads(found.read_text())
     # The account between them is None before Python 3.11.
     logins = {host: (login, password) for host, (login, _, password) in seen["hosts"].items()}
@@ -185,23 +181,13 @@ def test_a_signal_ends_all(phase: str, number: signal.Signals, status: int, tmp_
     mode = "deaf" if phase.startswith("a server") else "ok"
     with launched(tmp_path, PRESET, SERVER_0=mode, **LONG) as run:
         run.wait_for(phase, 120)
-        os.killpg(run.process.pid, number)
+        os.killpg(run.pid, number)
         assert end(run) == status
-
-
-def test_torchrun_gets_a_port_that_nobody_holds(tmp_path: Path) -> None:
-    """torchrun's default port is the same for all: the second training on a machine died."""
-    with ExitStack() as held:
-        with suppress(OSError):  # another training may hold it
-            held.enter_context(socket.create_server(("127.0.0.1", 29500)))
-        with launched(tmp_path, PRESET) as run:
-            assert end(run) == 0
-    assert re.search(r"MASTER_PORT=295(?!00)\d\d ", run.output)
 
 
 def test_nodes_end_together(tmp_path: Path) -> None:
     nodes = ("--hosts", "127.0.0.1,127.0.0.1", "--rollout-nodes", "1", "--train-gpus", "0-5")
-    port = free_ports()
+    port = free_port()
     serving = launched(tmp_path, *nodes, "--node-rank", "0", PRESET, port=port, name="0", **FAILS)
     training = launched(tmp_path, *nodes, "--node-rank", "1", PRESET, port=port, name="1", **FAILS)
     with serving as server, training as trainer:

@@ -11,6 +11,7 @@ import pytest
 
 from swift_grpo_ext.record.query import read_rewards
 from swift_grpo_ext.sampling.seeding import SampleId
+from tests.rig import seeing
 from tests.rig.policy import SAME
 from tests.rig.rounds import (
     BATCH,
@@ -23,7 +24,6 @@ from tests.rig.rounds import (
     token_ids,
     train,
     write_lines,
-    write_video,
 )
 
 
@@ -36,27 +36,10 @@ def in_phase(samples: Samples, phase: str) -> Samples:
     return {name: s for name, s in samples.items() if SampleId.parse(name).phase == phase}
 
 
-@pytest.fixture
-def mixed_rows(assets: Path, tmp_path: Path) -> Path:
-    """Rows with one image, two images, a video and no media; some differ by their images alone."""
-    rows = digits(assets, range(8))
-    images = [row["images"][0] for row in rows]
-    rows[1]["images"] = images[:2]
-    rows[1]["messages"][0]["content"] = "<image><image>Which digits are these?"
-    rows[2]["images"] = images[2:4]
-    rows[2]["messages"] = rows[1]["messages"]
-    rows[3] = {**rows[3], "images": [], "videos": [str(write_video(images, tmp_path / "v.mp4"))]}
-    rows[3]["messages"][0]["content"] = "<video>Which digits come by?"
-    rows[4] = {**rows[4], "images": []}
-    rows[4]["messages"][0]["content"] = "Which digit comes after 4?"
-    return write_lines(tmp_path / "mixed.jsonl", rows)
-
-
-def test_long_rounds_lora_eval_and_mixed_media(
-    assets: Path, mixed_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A round serves two steps. A run resumes in the middle of a round, with other batches."""
-    monkeypatch.setenv("VIDEO_MIN_TOKEN_NUM", "16")  # frames keep the size of a digit
+def test_long_rounds_lora_eval_and_mixed_media(assets: Path, tmp_path: Path) -> None:
+    """A round serves two steps. A run resumes in the middle of a round, with other batches. Rows
+    have an image, two, a video or none; some differ by their images alone."""
+    mixed = write_lines(tmp_path / "mixed.jsonl", seeing.rows(assets, tmp_path)[:8])
     evaluated = write_lines(tmp_path / "val.jsonl", digits(assets, range(3)))
     argv = [
         *(*LORA, "--per_device_train_batch_size", "8", "--steps_per_generation", "2"),
@@ -64,7 +47,7 @@ def test_long_rounds_lora_eval_and_mixed_media(
         *("--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "2"),
     ]
     small = ("--per_device_eval_batch_size", "4")
-    first = train(assets, mixed_rows, tmp_path / "a", *argv, *small, steps=4)
+    first = train(assets, mixed, tmp_path / "a", *argv, *small, steps=4)
     assert names_of_rounds(first) == {"0.0", "2.0"}
     assert len(in_phase(first, "train")) == 2 * 16
     assert names_of_rounds(first, "eval") == {"4.0"}
@@ -73,13 +56,14 @@ def test_long_rounds_lora_eval_and_mixed_media(
         words = sample["messages"][-1]["content"]
         assert words.count("<image>") == len(sample["images"])
         assert words.count("<video>") == len(sample["videos"])
-    shown = {json.dumps([s["images"], s["videos"]]) for s in in_phase(first, "train").values()}
-    assert len(shown) == 8, "not every row came"
+    parts = ("messages", "images", "videos")
+    seen = {json.dumps([s[part] for part in parts]) for s in in_phase(first, "train").values()}
+    assert len(seen) == 8, "not every row came"
 
     resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-3"))
     # Other batches of evaluation, and other steps of vLLM.
     argv += [*resume, "--per_device_eval_batch_size", "12", *SHORT_STEPS]
-    second = train(assets, mixed_rows, tmp_path / "b", *argv, steps=4)
+    second = train(assets, mixed, tmp_path / "b", *argv, steps=4)
     assert names_of_rounds(second) == {"2.0"}
     assert names_of_rounds(second, "eval") == {"4.0"}
     assert token_ids(second) == {name: first[name]["token_ids"] for name in second}

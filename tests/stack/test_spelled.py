@@ -6,25 +6,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from swift_grpo_ext.record.query import read_samples
 from tests.rig.policy import SAME
-from tests.rig.processes import rollout_server
-from tests.rig.rounds import (
-    BATCH,
-    PRESET,
-    client_argv,
-    logged_steps,
-    read_lines,
-    run_training,
-    server_argv,
-    without_vllm,
-)
-from tests.rig.spelled import PROMPTS_END, write_speller
-from tests.rig.stop_cases import NEW_TOKEN, SEARCH, token_ids
+from tests.rig.rounds import BATCH, logged_steps, read_lines, train
+from tests.rig.spelled import NEW_TOKEN, PROMPTS_END, SEARCH, token_ids, write_speller
 
 IMAGE_PAD = 151655
 
@@ -37,10 +25,8 @@ def test_a_training_stops_at_a_token_that_does_not_show(
     folder = write_speller(assets / "tiny_vlm", tmp_path / "searcher", [[PROMPTS_END, *answer]])
     model = ("--model", str(folder), "--new_special_tokens", NEW_TOKEN)
     stops = ("--stop_token_ids", "1836", "--include_stop_str_in_output", "false", "--top_k", "1")
-    with rollout_server(*server_argv(assets, *model), log=tmp_path / "server") as port:
-        argv = (*model, *stops, *client_argv(port), "--reward_funcs", "stopped")
-        finished = run_training(assets, rows, tmp_path / "a", *argv, steps=2)
-    assert finished.returncode == 0, finished.cause
+    argv = (*model, *stops, "--reward_funcs", "stopped")
+    train(assets, rows, tmp_path / "a", *argv, steps=2)
     text, ids = " find it</", answer[:4]
     rewarded = read_lines(tmp_path / "a/record/rewards.jsonl")
     assert rewarded == [[text, 1836, ids, False]] * 2 * BATCH
@@ -48,32 +34,20 @@ def test_a_training_stops_at_a_token_that_does_not_show(
     assert read_samples(tmp_path / "a/run", columns=list(row)).to_pylist() == [row] * 2 * BATCH
 
 
-@pytest.fixture(scope="module")
-def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose first token is `<|image_pad|>` with probability 1; others are equally
-    likely."""
-    folder = tmp_path_factory.mktemp("placeholder") / "model"
-    write_speller(assets / "tiny_vlm", folder, [[PROMPTS_END, IMAGE_PAD]])
-    speller = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+def test_a_placeholder_of_probability_1_is_never_sampled(assets: Path, tmp_path: Path) -> None:
+    """The model's first token is `<|image_pad|>` with probability 1; others are equally likely."""
+    model = write_speller(assets / "tiny_vlm", tmp_path / "model", [[PROMPTS_END, IMAGE_PAD]])
+    speller = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         speller.get_output_embeddings().weight[IMAGE_PAD] *= 10
-    speller.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("use_vllm", [True, False])
-def test_a_placeholder_of_probability_1_is_never_sampled(
-    use_vllm: bool, model: Path, assets: Path, tmp_path: Path
-) -> None:
-    preset = PRESET if use_vllm else without_vllm(tmp_path)
+    speller.save_pretrained(model)
     rows, argv = assets / "digits/train.jsonl", ("--model", str(model))
-    finished = run_training(assets, rows, tmp_path, *argv, steps=2, preset=preset)
-    assert finished.returncode == 0, finished.cause
+    train(assets, rows, tmp_path, *argv, steps=2)
     completions = read_samples(tmp_path / "run", columns=["token_ids"])["token_ids"].to_pylist()
     assert len(completions) == 2 * BATCH
     assert all(completions)
     assert not any(IMAGE_PAD in token_ids for token_ids in completions)
-    if use_vllm:  # both sides compute the softmax over the other tokens
-        gaps = [step["rollout_gap/max"] for step in logged_steps(tmp_path / "run")]
-        assert len(gaps) == 2
-        assert max(gaps) < SAME
+    # Both sides compute the softmax over the other tokens.
+    gaps = [step["rollout_gap/max"] for step in logged_steps(tmp_path / "run")]
+    assert len(gaps) == 2
+    assert max(gaps) < SAME

@@ -1,73 +1,238 @@
 """Completions end where they must, and text is made only where a stop string needs it, on sync and
-async engines and on servers (T1, T2, T3, T4, T6)."""
+async engines and on servers (T1, T2, T3, T4, T6).
+
+    python -m tests.stack.test_stops MODEL (sync | async) OUTPUT
+
+generates all cases with one engine: vLLM's engines leave processes and globals behind.
+`tests/fast/stops/test_rule.py` compares the rule with brute force.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+from swift.model import get_processor
+from swift.template import get_template
 from transformers import AutoTokenizer
 
-from tests.rig.processes import started
-from tests.rig.spelled import END, expected_logprobs, write_speller
-from tests.rig.stop_cases import CASES, NEW_TOKEN, Case, sequences
+from swift_grpo_ext.cpu.settings import apply_cpu_settings
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.wire import RequestMetadata
+from swift_grpo_ext.sampling.seeding import SampleId
+from tests.rig.processes import run_module
+from tests.rig.spelled import END, NEW_TOKEN, SEARCH, expected_logprobs, token_ids, write_speller
+
+LETTERS = [f" {letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+SETTINGS = {"model_type": "qwen2_5_vl", "torch_dtype": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A completion that the model spells, and how it must end."""
+
+    name: str
+    start: str
+    """The beginning of the answer, one token in the prompt: it selects the case."""
+
+    pieces: list[str | int]
+    """What the model says after `start`: texts of tokens, or ids of tokens that are no text."""
+
+    words: list[str]
+    num_tokens: int
+    text: str
+    bare: str
+    """The text with `--include_stop_str_in_output false`."""
+
+    reason: str | int | None
+    ids: tuple[int, ...] = ()
+    max_tokens: int = 40
+    question: str = "Which?"
+
+
+CASES = [
+    Case("ends inside a token", "Alice", SEARCH, ["</search>"],
+         num_tokens=5, text=" find it</search>", bare=" find it", reason="</search>"),
+    Case("at the last possible token", "Alice", SEARCH, ["</search>"], max_tokens=5,
+         num_tokens=5, text=" find it</search>", bare=" find it", reason="</search>"),
+    Case("cut off before it", "Alice", SEARCH, ["</search>"], max_tokens=4,
+         num_tokens=4, text=" find it</search", bare=" find it</search", reason=None),
+    Case("a stop token", "Alice", SEARCH, [], ids=(1836,),
+         num_tokens=4, text=" find it</search", bare=" find it</", reason=1836),
+    Case("spans twenty-six tokens", "Dave", [*LETTERS, "."], ["".join(LETTERS)],
+         num_tokens=26, text="".join(LETTERS), bare="", reason="".join(LETTERS)),
+    Case("a special token", "Frank", ["It", "<|box_start|>", "!"], ["<|box_start|>"],
+         num_tokens=2, text="It<|box_start|>", bare="It", reason="<|box_start|>"),
+    Case("an added token", "Henry", ["{", "}", "</tool_call>", "and"], ["</tool_call>"],
+         num_tokens=3, text="{}</tool_call>", bare="{}", reason="</tool_call>"),
+    Case("a new special token", "Kevin", ["Then", NEW_TOKEN, "go"], [NEW_TOKEN],
+         num_tokens=2, text=f"Then{NEW_TOKEN}", bare="Then", reason=NEW_TOKEN),
+    Case("an emoji of three tokens", "Peter", ["OK", 9284, 104, 254, "Yes"], ["🫠"],
+         num_tokens=4, text="OK🫠", bare="OK", reason="🫠"),
+    Case("stops in the prompt", "FIN", ["ISH", "ed"], ["FINISH", "</search>"],
+         question="FINISH </search> FIN", num_tokens=3, text="ISHed", bare="ISHed",
+         reason="<|im_end|>"),
+    Case("the end of the turn, and no stops", "FIN", ["ISH", "ed"], [],
+         num_tokens=3, text="ISHed", bare="ISHed", reason="<|im_end|>"),
+]  # fmt: skip
+
+
+# --- the program with an engine ---
+
+
+def request_of(
+    case: Case, *, include: bool
+) -> tuple[RolloutInferRequest, RequestMetadata, RequestConfig]:
+    messages = [
+        {"role": "user", "content": case.question},
+        {"role": "assistant", "content": case.start},  # goes on from here
+    ]
+    request = RolloutInferRequest(messages=messages)
+    metadata = RequestMetadata(
+        sample_id=SampleId(phase="train", step=0, number=0, group=0, index=0),
+        count=2,
+        run_seed=42,
+        as_arrays=True,
+        stop_token_ids=case.ids,
+        include_stop_str_in_output=include,
+    )
+    wire.write_metadata(request.data_dict, metadata)
+    config = RequestConfig(
+        max_tokens=case.max_tokens,
+        temperature=1.0,
+        top_k=1,  # greedy; at temperature 0 vLLM would refuse several samples
+        stop=case.words,
+        return_details=True,
+        logprobs=True,
+    )
+    return request, metadata, config
+
+
+def completions_of(output: Any, metadata: RequestMetadata) -> list[dict[str, Any]]:
+    """Return the samples of an answer, of a colocated engine or of a server, as JSON values."""
+    answer = getattr(output.response, "answer", None)
+    if answer is None:
+        message = json.loads(json.dumps(output.rollout_infos[wire.KEY]))  # over HTTP
+        answer = wire.read_answer(message, metadata, "server 0")
+    return [
+        {
+            "text": sample.text,
+            "token_ids": np.asarray(sample.token_ids).tolist(),
+            "logprobs": np.asarray(sample.logprobs).tolist(),
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+        for sample in answer.completions
+    ]
+
+
+async def generate_cases(model: str, use_async: bool) -> dict[str, Any]:
+    """Generate each case with one vLLM engine, colocated and as a server."""
+    from swift_grpo_ext.rollout.engine import RolloutEngine
+
+    apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
+    processor = get_processor(model, new_special_tokens=[NEW_TOKEN], **SETTINGS)
+    engine = RolloutEngine(
+        model,
+        template=get_template(processor, template_type="qwen2_5_vl"),
+        use_async_engine=use_async,
+        max_model_len=512,
+        enforce_eager=True,
+        logprobs_mode="raw_logprobs",  # with ms-swift's mode all are 0 under top_k=1
+        engine_kwargs={"kv_cache_memory_bytes": 2**27},
+        **SETTINGS,
+    )
+    detokenized: set[bool] = set()
+    name, place = ("generate", 1) if use_async else ("add_request", 2)
+    upstream = getattr(engine.engine, name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        detokenized.add(args[place].detokenize)
+        return upstream(*args, **kwargs)
+
+    setattr(engine.engine, name, watched)
+    results: dict[str, Any] = {}
+    for case, include in product(CASES, (True, False)):
+        detokenized.clear()
+        completions = []
+        for engine.serves in (False, True):
+            request, metadata, config = request_of(case, include=include)
+            if use_async:
+                [output] = await engine.async_infer([request], config, use_tqdm=False)
+            else:
+                [output] = engine.infer([request], config, use_tqdm=False)
+            completions += completions_of(output, metadata)
+        results[f"{case.name}/{include}"] = {
+            "completions": completions,
+            "detokenized": sorted(detokenized),
+        }
+    return results
+
+
+# --- tests ---
+
+Sequences = dict[str, list[int]]
+"""The token ids of each start, and of all that the model says after it."""
 
 
 @pytest.fixture(scope="module")
-def tokenizer(assets: Path) -> Any:
+def spelled(assets: Path) -> Sequences:
     tokenizer = AutoTokenizer.from_pretrained(assets / "tiny_vlm")
     tokenizer.add_special_tokens({"additional_special_tokens": [NEW_TOKEN]})
-    return tokenizer
+    return {case.start: token_ids([case.start, *case.pieces], tokenizer) for case in CASES}
 
 
 @pytest.fixture(scope="module")
-def speller(assets: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def speller(assets: Path, spelled: Sequences, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that spells known tokens with the real Qwen tokenizer."""
     folder = tmp_path_factory.mktemp("speller") / "model"
-    return write_speller(assets / "tiny_vlm", folder, sequences(tokenizer))
+    return write_speller(assets / "tiny_vlm", folder, spelled.values())
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
 def answers(request: pytest.FixtureRequest, speller: Path) -> Any:
     """The answers of an engine."""
     output = speller.parent / f"{request.param}.json"
-    program = [sys.executable, "-m", "tests.rig.stop_engines"]
-    command = [*program, str(speller), request.param, str(output)]
-    with started(command, output.with_suffix(".log")) as running:
-        finished = running.wait(900)
-    assert finished.returncode == 0, finished.cause
+    argv = (str(speller), request.param, str(output))
+    run_module(__name__, *argv, log=output.with_suffix(".log"))
     return json.loads(output.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("include", [True, False])
 def test_a_completion_ends_where_it_must(
-    case: Case, include: bool, answers: dict[str, Any], tokenizer: Any
+    case: Case, include: bool, answers: dict[str, Any], spelled: Sequences
 ) -> None:
-    spelled = case.token_ids(tokenizer)
-    token_ids = [*spelled[1:], END][: case.num_tokens]
+    """vLLM makes text only where a stop string is looked for in it. Stop tokens, stop strings that
+    are special tokens, and the template's own need no text."""
+    start, *rest = spelled[case.start]
+    ids = [*rest, END][: case.num_tokens]
     expected = {
         "text": case.text if include else case.bare,
-        "token_ids": token_ids,
+        "token_ids": ids,
         "finish_reason": "length" if case.reason is None else "stop",
         "stop_reason": case.reason,
         # Neighbours differ by 0.3 nats and more; float32 adds up 151,935 small numbers.
-        "logprobs": pytest.approx(
-            expected_logprobs(sequences(tokenizer), [spelled[0], *token_ids]), abs=0.01
-        ),
+        "logprobs": pytest.approx(expected_logprobs(spelled.values(), [start, *ids]), abs=0.01),
     }
+    found = answers[f"{case.name}/{include}"]
     # Two samples of the colocated engine, and two of the server.
-    assert answers[f"{case.name}/{include}"]["completions"] == [expected] * 4
+    assert found["completions"] == [expected] * 4
+    needs_text = not all(word in ("<|box_start|>", NEW_TOKEN) for word in case.words)
+    assert found["detokenized"] == [needs_text]
 
 
-def test_vllm_makes_text_only_where_a_stop_string_is_looked_for_in_it(
-    answers: dict[str, Any],
-) -> None:
-    """Stop tokens, stop strings that are special tokens, and the template's own need no text."""
-    for case in CASES:
-        needs_text = not all(word in ("<|box_start|>", NEW_TOKEN) for word in case.words)
-        for include in (True, False):
-            assert answers[f"{case.name}/{include}"]["detokenized"] == [needs_text]
+if __name__ == "__main__":
+    model, engine, output = sys.argv[1:]
+    results = asyncio.run(generate_cases(model, engine == "async"))
+    Path(output).write_text(json.dumps(results, ensure_ascii=False), encoding="utf-8")

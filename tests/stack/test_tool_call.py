@@ -3,7 +3,6 @@ the conversations, with its own engine and with a server (T2, T3, M3)."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +11,7 @@ import yaml
 
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
+from swift_grpo_ext.tools.sources import to_argv
 from tests.rig.processes import PLUGIN, ROOT, rollout_server
 from tests.rig.rounds import client_argv, digits, logged_steps, run_training
 
@@ -38,8 +38,7 @@ def train_preset(assets: Path, rows: Path, folder: Path, *argv: str) -> list[Sam
     small = ("--gradient_accumulation_steps", "1", "--temperature", "1.0")
     data = (assets, rows, folder)
     preset = FOLDER / "grpo.yaml"
-    finished = run_training(*data, *small, *argv, steps=3, plugins=[TOOLS], preset=preset)
-    assert finished.returncode == 0, finished.cause
+    run_training(*data, *small, *argv, plugins=[TOOLS], preset=preset).check()
     gaps = [step["rollout_gap/max"] for step in logged_steps(folder / "run")]
     assert [0 < gap < 1e-3 for gap in gaps] == [True] * 3
     return to_rows(read_samples(folder / "run"))
@@ -67,8 +66,7 @@ def test_calls_end_turns_wherever_they_are_generated(assets: Path, tmp_path: Pat
             assert row.text.endswith(STOP)
             assert row.text.count(STOP) == 1
             assert row.finish_reason == "stop"
-            assert row.logprobs is not None
-            assert len(row.logprobs) == len(row.token_ids)
+            assert len(row.logprobs or ()) == len(row.token_ids)
             assert 151645 not in row.token_ids  # no end of a turn
 
     # The servers' file without its last three settings, as it says itself.
@@ -76,10 +74,7 @@ def test_calls_end_turns_wherever_they_are_generated(assets: Path, tmp_path: Pat
     for name in ("port", "vllm_use_async_engine", "multi_turn_scheduler", "max_turns"):
         del settings[name]
     settings |= {"model": str(assets / "tiny_vlm"), "external_plugins": [PLUGIN, TOOLS]}
-    argv = ["--vllm_data_parallel_size", "2"]
-    for name, value in settings.items():
-        values = value if isinstance(value, list) else [value]
-        argv += [f"--{name}", *(v if isinstance(v, str) else json.dumps(v) for v in values)]
+    argv = ["--vllm_data_parallel_size", "2", *to_argv(settings)]
     with rollout_server(*argv, log=tmp_path / "server.log") as port:
         served = train_preset(assets, rows, tmp_path / "served", *client_argv(port))
     assert list(map(what_is_seen, served)) == list(map(what_is_seen, colocated))

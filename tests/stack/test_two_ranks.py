@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -23,24 +22,19 @@ Results = Callable[[Case], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    @cache
-    def all_results() -> list[dict[Any, Any]]:
-        folder = tmp_path_factory.mktemp("ranks")
-        command = [sys.executable, "-m", "tests.rig.logits.two_ranks", str(folder)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-        if done.returncode:
-            return [{"error": done.stderr[-3000:]}] * 2
-        return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.rig.logits.two_ranks", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    of_ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
     def results_of_case(case: Case) -> list[dict[str, Any]]:
-        found = []
-        for of_rank in all_results():
+        for of_rank in of_ranks:
             assert str(case) in of_rank, of_rank["error"]
             result = of_rank[str(case)]
             for step, expected in zip(result["found"], result["expected"], strict=True):
                 assert_close(step, expected)
-            found.append(result)
-        return found
+        return [of_rank[str(case)] for of_rank in of_ranks]
 
     return results_of_case
 

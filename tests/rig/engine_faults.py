@@ -1,17 +1,17 @@
-"""A plugin for tests: engines that see images wrongly, and trainings that report each round's gap.
+"""A plugin for tests: engines with faults, and trainings that report each round's gap.
 
-The folder `SIGHT` holds the file `fault`: the name of an engine's fault, and its strength ("blind
-tower x 0.25"). A training takes the faults of its rounds from `SIGHT_ROUNDS`, a JSON list. It
-compares each round with its rounding, not the first two alone, and appends the kinds of rows that
-it names to the file `rounds`. The faults are in vLLM's classes for Qwen2.5-VL: tower, positions,
-caches, and the media of requests.
+The folder `ENGINE_FAULTS` holds the file `fault`: the name of an engine's fault. A training takes
+the faults of its rounds from `FAULTS_OF_ROUNDS`, a JSON list. It compares each round with its
+rounding, not the first two alone. With `--rollout_mismatch warn` it appends the kinds of rows that
+it names to the file `rounds`. The faults are in vLLM's classes for Qwen2.5-VL: weights, tower,
+positions, caches, and requests.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,13 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from swift_grpo_ext.training import gap
 from swift_grpo_ext.upstream.patches import replaced
 
-FOLDER = Path(os.environ["SIGHT"])
-CACHES = {"stale encoder cache": "encoder", "stale prefix cache": "prefix"}
+FOLDER = Path(os.environ["ENGINE_FAULTS"])
 
 
-def current() -> tuple[str, float]:
-    """Return the engine's fault, "" for none, and its strength; 1 is the whole fault."""
+def current() -> str:
+    """Return the engine's fault, "" for none."""
     path = FOLDER / "fault"
-    name, _, strength = (path.read_text() if path.exists() else "").partition(" x ")
-    return name, float(strength or 1)
+    return path.read_text() if path.exists() else ""
 
 
 def set_fault(name: str) -> None:
@@ -53,21 +51,36 @@ def patched(owner: Any, name: str) -> Callable[[Any], Any]:
     return patch
 
 
+# --- weights ---
+
+_weights: dict[str, torch.Tensor] = {}
+"""Those of the last update."""
+
+
+@patched(Model, "load_weights")
+def load_weights(
+    method: Any, self: Any, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any
+) -> Any:
+    sent = {name: tensor.clone() for name, tensor in weights}
+    if current() == "stale weights":
+        sent = {name: _weights[name] for name in sent}
+    _weights.update(sent)
+    return method(self, sent.items(), **kwargs)
+
+
 # --- the tower ---
 
 
 @patched(Model, "embed_multimodal")
 def embed(method: Any, self: Any, **kwargs: Any) -> Any:
-    name, strength = current()
-    if name != "another checkpoint's tower":
+    if current() != "another checkpoint's tower":
         features = method(self, **kwargs)
-        return tuple(f * (1 - strength) for f in features) if name == "blind tower" else features
+        return tuple(0.75 * f for f in features) if current() == "weaker tower" else features
     own = {p: p.data.clone() for p in self.visual.parameters()}
     noise = torch.Generator().manual_seed(3)
     for parameter in own:
         random = torch.randn(parameter.shape, generator=noise).to(parameter)
-        spread = parameter.data.float().std() if parameter.numel() > 1 else 0.0
-        parameter.data += strength * spread * random
+        parameter.data += random * (parameter.data.float().std() if parameter.numel() > 1 else 0.0)
     try:
         return method(self, **kwargs)
     finally:
@@ -84,7 +97,7 @@ def init(method: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     rotate = self._forward_method
 
     def forward(positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if current()[0] == "M-RoPE rows dropped" and positions.ndim > 1:
+        if current() == "M-RoPE rows dropped" and positions.ndim > 1:
             positions = positions[:1].expand_as(positions)
         return rotate(positions, *args, **kwargs)
 
@@ -94,42 +107,30 @@ def init(method: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 @patched(Model, "get_mrope_input_positions")
 def positions_of(method: Any, self: Any, tokens: Any, features: Any, *args: Any) -> Any:
     positions, delta = method(self, tokens, features, *args)
-    name, strength = current()
-    if name == "positions off behind an image" and features:
+    if current() == "positions off behind an image" and features:
         end = max(f.mm_position.offset + f.mm_position.length for f in features)
         positions = positions.clone()
-        positions[:, end:] += int(strength)
-        delta += int(strength)
+        positions[:, end:] += 1
+        delta += 1
     return positions, delta
 
 
-# --- media of requests ---
+# --- requests ---
 
 _last: dict[tuple[int, int], Image.Image] = {}
 """The last image of another request, by size."""
 
 
-def spoil(image: Image.Image, name: str, strength: float) -> Image.Image:
+def spoil(image: Image.Image, fault: str) -> Image.Image:
     width, height = image.size
-    larger = image.resize((width * 9 // 8, height * 9 // 8), Image.Resampling.BICUBIC)
-    match name:
-        case "images of rows swapped":
-            other, _last[image.size] = _last.get(image.size, image), image
-            return Image.blend(image, other, strength)
-        case "other pixel limits":  # the template has resized it to multiples of 28
-            return image.resize((width + 28, height))
-        case "bilinear resize":
-            return larger.resize(image.size, Image.Resampling.BILINEAR)
-        case "nearest resize":
-            return larger.resize(image.size, Image.Resampling.NEAREST)
-        case "halved and enlarged":
-            half = image.resize((width // 2, height // 2), Image.Resampling.NEAREST)
-            return half.resize(image.size, Image.Resampling.NEAREST)
-        case "colour channels swapped":
-            red, green, blue = image.split()
-            return Image.blend(image, Image.merge("RGB", (blue, green, red)), strength)
-        case "upside down":
-            return image.rotate(180)
+    if fault == "images of rows swapped":
+        other, _last[image.size] = _last.get(image.size, image), image
+        return other
+    if fault == "other pixel limits":  # the template has resized it to multiples of 28
+        return image.resize((width + 28, height))
+    if fault == "halved and enlarged":
+        half = image.resize((width // 2, height // 2), Image.Resampling.NEAREST)
+        return half.resize(image.size, Image.Resampling.NEAREST)
     return image
 
 
@@ -141,21 +142,25 @@ def last_frames(video: Any) -> Any:
 
 
 @patched(LLMEngine, "add_request")
-def add_request(method: Any, self: Any, request_id: str, prompt: Any, *args: Any, **kw: Any) -> Any:
-    name, strength = current()
+def add_request(
+    method: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any
+) -> Any:
+    fault = current()
+    if fault == "one seed for all":
+        params.seed = 7
+    elif fault == f"adapter ignored by replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK')}":
+        kw["lora_request"] = None
     media = dict(prompt.get("multi_modal_data") or {}) if isinstance(prompt, dict) else {}
-    if "image" in media and name:
-        images = media["image"] if isinstance(media["image"], list) else [media["image"]]
-        images = [spoil(image.convert("RGB"), name, strength) for image in images]
-        if name == "one of several images blank" and len(images) > 1:
-            blank = Image.new("RGB", images[-1].size, (127, 127, 127))
-            images[-1] = Image.blend(images[-1], blank, strength)
+    shown = {kind: of if isinstance(of, list) else [of] for kind, of in media.items()}
+    if "image" in shown and fault:
+        images = [spoil(image.convert("RGB"), fault) for image in shown["image"]]
+        if fault == "one of several images blank" and len(images) > 1:
+            images[-1] = Image.new("RGB", images[-1].size, (127, 127, 127))
         prompt = {**prompt, "multi_modal_data": {**media, "image": images}}
-    if "video" in media and name == "other video frames":
-        videos = media["video"] if isinstance(media["video"], list) else [media["video"]]
-        videos = [last_frames(video) for video in videos]
+    if "video" in shown and fault == "other video frames":
+        videos = [*map(last_frames, shown["video"])]
         prompt = {**prompt, "multi_modal_data": {**media, "video": videos}}
-    return method(self, request_id, prompt, *args, **kw)
+    return method(self, request_id, prompt, params, *args, **kw)
 
 
 # --- caches ---
@@ -168,15 +173,14 @@ for owner, cache in (
 
     @patched(owner, f"reset_{cache}_cache")
     def reset(method: Any, self: Any, *args: Any, own: str = cache, **kwargs: Any) -> Any:
-        return True if CACHES.get(current()[0]) == own else method(self, *args, **kwargs)
+        return True if current() == f"stale {own} cache" else method(self, *args, **kwargs)
 
 
 # --- the training ---
 
-if "SIGHT_ROUNDS" in os.environ:
-    faults = json.loads(os.environ["SIGHT_ROUNDS"])
+if "FAULTS_OF_ROUNDS" in os.environ:
+    faults = json.loads(os.environ["FAULTS_OF_ROUNDS"])
     gap.NUM_EARLY = 10**9
-
     set_fault(faults[0])
 
     @patched(gap.GapCheck, "check")
@@ -189,6 +193,8 @@ if "SIGHT_ROUNDS" in os.environ:
         def report(_: int, beyond: Any, *args: Any, **kwargs: Any) -> None:
             named.update({" ".join(source): why for source, why in beyond.items()})
 
+        if self._args.rollout_mismatch == "stop":
+            return method(self, gaps, step, **kwargs)
         with replaced(self, "_report", report):
             metrics = method(self, gaps, step, **kwargs)
         with (FOLDER / "rounds").open("a", encoding="utf-8") as file:
