@@ -59,11 +59,11 @@ KINDS = {
 }
 """Arguments by the trained weights and the place of vLLM, if it generates."""
 
-SHARDINGS = ("zero1", "zero2", "zero3", "fsdp2")
 CELLS = [
     # Without vLLM ms-swift generates in inference mode, which FSDP2's gathered weights refuse.
-    *itertools.product(("full", "LoRA"), ("plain", *SHARDINGS[:-1])),
-    *itertools.product(("full, colocated", "LoRA, served"), SHARDINGS),
+    *itertools.product(("full", "LoRA"), ("plain", "zero1", "zero3")),
+    # ZeRO-1 and ZeRO-2 give vLLM the same weights.
+    *itertools.product(("full, colocated", "LoRA, served"), ("zero2", "zero3", "fsdp2")),
 ]
 RESUMED = (("full, colocated", "fsdp2"), ("LoRA, served", "zero2"))
 """Cells that are also resumed before their last step."""
