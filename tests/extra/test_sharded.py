@@ -68,6 +68,8 @@ CELLS = [
 RESUMED = (("full, colocated", "fsdp2"), ("LoRA, served", "zero2"))
 """Cells that are also resumed before their last step."""
 
+SAVES = ("--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2")
+
 ON_CPU = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_CPU": "false"}
 GENERATES_SHARDED = ("--ds3_gather_for_generation", "false")
 """ZeRO-3 without vLLM needs it. Otherwise TRL 0.29 registers DeepSpeed's hooks again after each
@@ -157,13 +159,12 @@ def test_numbers_are_those_of_plain_ranks(
             argv += client_argv(servers.enter_context(server))
         elif shards == "zero3" and "colocated" not in kind:
             argv += GENERATES_SHARDED
-        is_resumed = (kind, shards) in RESUMED
-        saves = ("--save_strategy", "steps", "--save_steps", "2") if is_resumed else ()
+        saves = SAVES if (kind, shards) in RESUMED else ()
         sharded = training(assets, tmp_path / "run", *argv, *saves, shards=shards)
         assert_same(sharded, plain)
         steps = logged_steps(sharded / "run")
         assert "," not in kind or all("rollout_gap/max" in step for step in steps)
-        if is_resumed:
+        if saves:
             argv += ["--resume_from_checkpoint", str(sharded / "run/checkpoint-2")]
             resumed = training(assets, tmp_path / "resumed", *argv, shards=shards)
             assert_same(resumed, sharded, since=2)
