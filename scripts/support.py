@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import yaml
 from pages import ROOT, SUPPORT, commit, markdown, today, write_into
 from swift.arguments import RLHFArguments
-from tiny_vlm.families import FAMILIES, Family
+from tiny_vlm.families import FAMILIES
 
 # --- options ---
 
@@ -181,9 +181,6 @@ OTHERS = {
 }
 """ms-swift's model types without a run, and the reason."""
 
-OTHER_RUNS = ("lora", "served", "videos", "audio")
-"""Runs of `test_families.py`, apart from full training (`whole`)."""
-
 
 def families_table() -> str:
     """Return the results of each family, and the model types without a run."""
@@ -191,20 +188,22 @@ def families_table() -> str:
     rows = []
     for name, family in FAMILIES.items():
         runs: Mapping[str, Any] = results.get(name, {})
+        media = ", ".join(m for m in ("images", "videos", "audio") if getattr(family, m)) or "none"
+        media += "; ms-swift fails with videos" if family.videos_fail else ""
+        row = [f"`{name}`", family.dtype, media]
         if "whole" not in runs:
-            rows.append([f"`{name}`", family.dtype, *["not run"] * 8])
+            rows.append([*row, *["not run"] * 5])
             continue
         whole = runs["whole"]
-        prompts = "equal: the rollout's line breaks" if whole["line_breaks"] else "equal"
-        gaps = [_gap(family, other, runs) for other in OTHER_RUNS]
-        stops = f"{whole['stopped']} of {whole['samples']}"
-        shapes = ""
-        if "shapes" in runs:
-            shapes = f"not {', '.join(wrong)}" if (wrong := runs["shapes"]["wrong"]) else "equal"
-        row = [f"`{name}`", family.dtype, prompts, f"{whole['gap']:.0e}", *gaps, stops, shapes]
+        row.append("equal: the rollout's line breaks" if whole["line_breaks"] else "equal")
+        row.append(f"{whole['gap']:.0e}")
+        row.append(f"equal, {runs['served']['gap']:.0e}" if "served" in runs else "not run")
+        row.append(f"{whole['stopped']} of {whole['samples']}")
+        wrong = runs["shapes"]["wrong"] if family.images else ""
+        row.append(f"not {', '.join(wrong)}" if wrong else "equal" * family.images)
         rows.append(row)
-    names = ("all weights", "LoRA, 2 ranks", "server", "videos", "audio", "stops", "shapes")
-    trained = markdown(("model type", "in", "prompts", *names), rows)
+    names = ("all weights", "LoRA, 2 ranks, server", "stops", "shapes")
+    trained = markdown(("model type", "in", "media", "prompts", *names), rows)
     no_run = markdown(("model type", "no run"), OTHERS.items())
     return f"{found_at('families')}\n\n{trained}\n\n{no_run}"
 
@@ -228,31 +227,23 @@ def experts_table() -> str:
     return f"{found_at('families')}\n\n{markdown(head, rows)}"
 
 
-def _gap(family: Family, run: str, runs: Mapping[str, Any]) -> str:
-    """Return a run's cell: its gap, and "equal" if its test compared tokens with another run."""
-    if run == "videos" and family.videos_fail:
-        return "ms-swift: images only"
-    if run not in runs:
-        return "not run" if getattr(family, run, True) else ""
-    gap = f"{runs[run]['gap']:.0e}"
-    return gap if run in ("videos", "audio") else f"equal, {gap}"
-
-
 # --- conversations ---
 
 CONVERSATION_RESULTS = RESULTS / "conversations.json"
-COLUMNS = ("colocated", "one replica", "two replicas", "two servers")
 
 
 def conversations_table() -> str:
-    """Return how many conversations are equal for each leader, engine and deployment."""
-    rows: dict[tuple[str, str], dict[str, str]] = {}
+    """Return how many conversations are equal for each leader and engine."""
     results = json.loads(CONVERSATION_RESULTS.read_text("utf-8"))
-    for leader, engine, deployment, ranks, equal, total in results:
-        cell = f"{equal} of {total}, {ranks} rank{'s' * (ranks > 1)}"
-        rows.setdefault((leader, engine), {})[deployment] = cell
-    cells = ([*names, *(found.get(c, "") for c in COLUMNS)] for names, found in rows.items())
-    table = markdown(("led by", "engine", *COLUMNS), cells)
+    rows = [
+        (
+            *(leader, engine, found["replicas"], str(found["ranks"])),
+            f"{found['equal']} of {found['samples']}",
+        )
+        for leader, engines in results.items()
+        for engine, found in engines.items()
+    ]
+    table = markdown(("led by", "engine", "replicas", "ranks", "equal"), rows)
     return f"{found_at('conversations')}\n\n{table}"
 
 
@@ -270,20 +261,19 @@ TABLES: dict[str, Callable[[], str]] = {
 def run(name: str) -> int:
     """Run the tests of a family, of all `families` or of `conversations`; return pytest's status.
 
-    The tests write their results into the files that environment variables name.
+    The tests write their results into the file that the environment variable `RESULTS` names.
     """
     if name == "conversations":
-        CONVERSATION_RESULTS.unlink(missing_ok=True)
-        tests = ["tests/extra/test_pairs.py"]
-        variables = {"CONVERSATIONS": str(CONVERSATION_RESULTS)}
+        results, tests = CONVERSATION_RESULTS, ["tests/extra/test_pairs.py"]
+        results.unlink(missing_ok=True)
     else:
+        results = FAMILY_RESULTS
         tests = ["tests/extra/test_families.py", "tests/stack/test_router_replay.py"]
-        variables = {"FAMILY_RESULTS": str(FAMILY_RESULTS)}
         if name != "families":
             # Brackets keep out families with a longer name, such as qwen3_vl_moe for qwen3_vl.
             tests += ["-k", f"[{name}] or [{name}-"]
     command = [sys.executable, "-m", "pytest", "-q", *tests]
-    env = {**os.environ, **variables}
+    env = {**os.environ, "RESULTS": str(results)}
     status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
     dates = json.loads(FOUND_AT.read_text(encoding="utf-8"))
     dates["conversations" if name == "conversations" else "families"] = f"{today()}, {commit()}"

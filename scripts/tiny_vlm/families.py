@@ -66,7 +66,7 @@ class Family:
     argv: tuple[str, ...] = ()  # arguments for `swift rlhf` and `swift rollout`
     lora: tuple[str, ...] = ()  # arguments for LoRA
     # known failures
-    videos_fail: str = ""  # upstream's error in a training with videos
+    videos_fail: str = ""  # upstream's error for a prompt with a video
     shapes_fail: tuple[str, ...] = ()  # prompts that fail (`SHAPES` of test_families.py)
     without: tuple[str, str] = ("", "")  # text that fails in a prompt, and its replacement
     reads_prompts_again: bool = False  # `--logps_shared_prompt` has no effect

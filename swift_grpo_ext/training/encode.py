@@ -3,7 +3,7 @@
 ms-swift encodes each of the G samples of a group, and reads the same images G times (ms-swift issue
 4413). Here the first sample is encoded whole, as in ms-swift. The others reuse its prompt and add
 their own token ids. The result equals a whole encoding in all families
-(`tests/extra/test_encodings.py`). If the shortcut does not apply (docs/support.md), each sample is
+(`tests/extra/test_families.py`). If the shortcut does not apply (docs/support.md), each sample is
 encoded whole.
 """
 

@@ -7,15 +7,12 @@ from __future__ import annotations
 import itertools
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from swift_grpo_ext.record.query import read_rewards
-from swift_grpo_ext.sampling.seeding import SampleId
 from tests.rig.distillation import LEARNS, distill, prepared, teacher
 from tests.rig.fixtures import once
 from tests.rig.policy import SAME
@@ -41,29 +38,43 @@ RANKS = 2
 CLOSE = {"rel": 5e-5, "abs": 2e-5}
 """Tolerances: sums have another order, and training steps amplify the difference."""
 
-LEFT = ("--lora_dropout", "0", "--padding_side", "left")
-TUNINGS: dict[str, tuple[str, ...]] = {
-    "full": ("--padding_side", "right"),
-    # The tower is frozen, as by default in ms-swift, so each image of a call is encoded once.
-    "lora": (*LORA, "--gradient_checkpointing", "true", "--freeze_vit", "true", *LEFT),
+COLOCATED = ("--vllm_mode", "colocate", "--temperature", "1.0")
+"""At a higher temperature no completion would end before its length limit."""
+
+CUT = ("--max_length", "45", "--truncation_strategy", "left", "--move_model_batches", "2")
+"""A rank with cut rows alone has none to compare. The other one may not wait for it. Updates reach
+vLLM in parts of the weights."""
+
+FULL = ("--padding_side", "right")
+# The tower is frozen, as by default in ms-swift, so each image of a call is encoded once.
+ADAPTED = (
+    *(*LORA, "--lora_dropout", "0", "--gradient_checkpointing", "true", "--freeze_vit", "true"),
+    *("--padding_side", "left"),
+)
+KINDS = {
+    "full": FULL,
+    "LoRA": ADAPTED,
+    "full, colocated": (*FULL, *COLOCATED, *CUT),
+    "LoRA, served": (*ADAPTED, *COLOCATED),
 }
-DEEPSPEED = {
-    "zero_force_ds_cpu_optimizer": False,
-    "zero_allow_untested_optimizer": True,
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-}
+"""Arguments by the trained weights and the place of vLLM, if it generates."""
+
+CELLS = [
+    # Without vLLM ms-swift generates in inference mode, which FSDP2's gathered weights refuse.
+    *itertools.product(("full", "LoRA"), ("plain", "zero1", "zero3")),
+    # ZeRO-1 and ZeRO-2 give vLLM the same weights.
+    *itertools.product(("full, colocated", "LoRA, served"), ("zero2", "zero3", "fsdp2")),
+]
+RESUMED = (("full, colocated", "fsdp2"), ("LoRA, served", "zero2"))
+"""Cells that are also resumed before their last step."""
+
+SAVES = ("--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2")
+
 ON_CPU = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_CPU": "false"}
 GENERATES_SHARDED = ("--ds3_gather_for_generation", "false")
 """ZeRO-3 without vLLM needs it. Otherwise TRL 0.29 registers DeepSpeed's hooks again after each
 rollout, with other numbers, and DeepSpeed 0.18 looks up the old ones ("pop from an empty
 deque")."""
-
-STRICT = ("--logits_shim", "strict")
-COLOCATED = ("--vllm_mode", "colocate", "--temperature", "1.0")
-"""At a higher temperature no completion would end before its length limit."""
 
 
 def sharding(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -74,10 +85,15 @@ def sharding(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         return ["--fsdp", "fsdp2", "--use_cpu", "false"], ON_CPU
     if find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: bash scripts/setup.sh")
+    settings = {
+        **{"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True},
+        **{"gradient_clipping": "auto", "gradient_accumulation_steps": "auto"},
+        **{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"},
+    }
     # 0: small weights are sharded too, as large ones are.
     zero = {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0, "overlap_comm": False}
     config = folder / "deepspeed.json"
-    config.write_text(json.dumps({**DEEPSPEED, "zero_optimization": zero}), encoding="utf-8")
+    config.write_text(json.dumps({**settings, "zero_optimization": zero}), encoding="utf-8")
     env = {**ON_CPU, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
     return ["--deepspeed", str(config), "--use_cpu", "false"], env
 
@@ -90,19 +106,7 @@ def unequal_rows(assets: Path, folder: Path) -> Path:
     return write_lines(folder / "rows.jsonl", rows)
 
 
-@dataclass
-class Trained:
-    """The tokens of each sample, by name, and the log of each step."""
-
-    tokens: dict[str, list[int]]
-    steps: list[dict[str, Any]]
-
-
-def read(folder: Path) -> Trained:
-    return Trained(token_ids(recorded(folder)), logged_steps(folder / "run"))
-
-
-def training(assets: Path, folder: Path, *argv: str, shards: str = "plain") -> Trained:
+def training(assets: Path, folder: Path, *argv: str, shards: str = "plain") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     sharded, env = sharding(shards, folder)
     finished = run_training(
@@ -118,63 +122,52 @@ def training(assets: Path, folder: Path, *argv: str, shards: str = "plain") -> T
         preset=PRESET if "--vllm_mode" in argv else without_vllm(folder),
     )
     assert finished.returncode == 0, finished.cause
-    return read(folder)
+    return folder
 
 
-def assert_same(found: Trained, expected: Trained) -> None:
-    """Assert that all tokens are equal, and numbers within float error."""
-    assert found.tokens == expected.tokens
+def assert_same(found: Path, expected: Path, since: int = 0) -> None:
+    """Assert that all tokens are equal from this step on, and numbers within float error."""
+    samples = {name: s for name, s in recorded(expected).items() if s["step"] >= since}
+    assert token_ids(recorded(found)) == token_ids(samples)
+    of_found, of_expected = (logged_steps(folder / "run") for folder in (found, expected))
     for name in ("loss", "grad_norm", "kl"):
-        numbers = [[step[name] for step in one.steps] for one in (found, expected)]
-        assert numbers[0] == pytest.approx(numbers[1], **CLOSE)
-    for step in found.steps:
+        numbers = [step[name] for step in of_expected[since:]]
+        assert [step[name] for step in of_found] == pytest.approx(numbers, **CLOSE)
+    for step in of_found:
         assert step.get("rollout_gap/max", 0) < SAME
 
 
-CUT = ("--max_length", "45", "--truncation_strategy", "left", "--move_model_batches", "2")
-"""A rank with cut rows alone has none to compare. The other one may not wait for it. Updates reach
-vLLM in parts of the weights."""
-
-SHARDINGS = ("zero1", "zero2", "zero3", "fsdp2")
-CELLS = [
-    # Without vLLM ms-swift generates in inference mode, which FSDP2's gathered weights refuse.
-    *itertools.product(("plain", *SHARDINGS[:-1]), TUNINGS, ["none"]),
-    *((shards, "full", "colocate") for shards in SHARDINGS),
-    *((shards, "lora", "server") for shards in SHARDINGS),
-]
-"""Shards, trained weights, and the place of vLLM."""
-
-
-@pytest.mark.parametrize(("shards", "tuning", "vllm"), CELLS)
+@pytest.mark.parametrize(("kind", "shards"), CELLS)
 def test_numbers_are_those_of_plain_ranks(
-    shards: str,
-    tuning: str,
-    vllm: str,
-    assets: Path,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    kind: str, shards: str, assets: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The plain training has no logits shim. Ranks have completions of unequal length."""
-    places = {"none": (), "server": COLOCATED, "colocate": (*COLOCATED, *CUT)}
-    own = (*TUNINGS[tuning], *places[vllm])
+    """The plain training has no logits shim. Ranks have completions of unequal length. A run that
+    is resumed before its last step has the same last step."""
 
     def make(folder: Path) -> None:
-        training(assets, folder, *own, "--logits_shim", "off")
+        training(assets, folder, *KINDS[kind], "--logits_shim", "off")
 
-    plain = read(once(tmp_path_factory, f"plain-{tuning}-{vllm}", make))
-    for step in plain.steps:
+    plain = once(tmp_path_factory, f"plain, {kind}", make)
+    steps = logged_steps(plain / "run")
+    for step in steps:
         assert step["completions/min_length"] < step["completions/max_length"]
-    assert all(abs(step["loss"]) > 1e-3 for step in plain.steps[1:]), "0 by construction"
-    argv = (*own, *STRICT)
+    assert all(abs(step["loss"]) > 1e-3 for step in steps[1:]), "0 by construction"
+    argv = [*KINDS[kind], "--logits_shim", "strict"]
     with ExitStack() as servers:
-        if vllm == "server":
+        if kind == "LoRA, served":
             server = rollout_server(*server_argv(assets), log=tmp_path / "server.log")
-            argv += tuple(client_argv(servers.enter_context(server)))
-        elif (shards, vllm) == ("zero3", "none"):
+            argv += client_argv(servers.enter_context(server))
+        elif shards == "zero3" and "colocated" not in kind:
             argv += GENERATES_SHARDED
-        sharded = training(assets, tmp_path / "run", *argv, shards=shards)
-    assert vllm == "none" or all("rollout_gap/max" in step for step in sharded.steps)
-    assert_same(sharded, plain)
+        saves = SAVES if (kind, shards) in RESUMED else ()
+        sharded = training(assets, tmp_path / "run", *argv, *saves, shards=shards)
+        assert_same(sharded, plain)
+        steps = logged_steps(sharded / "run")
+        assert "," not in kind or all("rollout_gap/max" in step for step in steps)
+        if saves:
+            argv += ["--resume_from_checkpoint", str(sharded / "run/checkpoint-2")]
+            resumed = training(assets, tmp_path / "resumed", *argv, shards=shards)
+            assert_same(resumed, sharded, since=2)
 
 
 def test_distillation(
@@ -199,18 +192,6 @@ def test_distillation(
         results.append([(step["loss"], step["grad_norm"]) for step in steps])
     for expected, found in zip(*results, strict=True):
         assert found == pytest.approx(expected, rel=5e-5)
-
-
-@pytest.mark.parametrize(("shards", "tuning"), [("zero2", "lora"), ("fsdp2", "full")])
-def test_resumed(shards: str, tuning: str, assets: Path, tmp_path: Path) -> None:
-    """A run that is resumed before its last step has the same last step."""
-    saves = ("--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2")
-    argv = (*TUNINGS[tuning], *STRICT, *COLOCATED)
-    whole = training(assets, tmp_path / "a", *argv, *saves, shards=shards)
-    argv += ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-2"))
-    resumed = training(assets, tmp_path / "b", *argv, shards=shards)
-    last = {n: ids for n, ids in whole.tokens.items() if SampleId.parse(n).step == STEPS - 1}
-    assert_same(resumed, Trained(last, whole.steps[-1:]))
 
 
 @pytest.mark.parametrize("length", ["11", "12"])

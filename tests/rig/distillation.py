@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,62 +33,49 @@ COLOCATED = (*ON_VLLM, "--vllm_mode", "colocate")
 
 
 def prepared(assets: Path, factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `teacher` and `rows.jsonl`."""
+    """Return a folder with `teacher` and `rows.jsonl`.
+
+    The teacher has random weights, one layer more than the tiny model and wider MLPs. Rows have
+    one, no and two images, some of them equal, and answers of unequal length.
+    """
 
     def make(folder: Path) -> None:
-        folder.mkdir()
-        write_teacher(assets, folder / "teacher")
-        write_rows(assets, folder / "rows.jsonl")
+        source = assets / "tiny_vlm"
+        ignore = shutil.ignore_patterns("*.safetensors*")
+        shutil.copytree(source, folder / "teacher", ignore=ignore)
+        config = AutoConfig.from_pretrained(source)
+        text = config.get_text_config()
+        text.num_hidden_layers += 1
+        text.layer_types = [*text.layer_types, text.layer_types[-1]]
+        text.intermediate_size += 64
+        torch.manual_seed(7)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "teacher")
+
+        rows = digits(assets, range(BATCH))
+        for number, row in enumerate(rows):
+            if number % 4 == 1:
+                row["messages"][0]["content"], row["images"] = f"Count to {number}.", []
+            elif number % 4 == 2:
+                row["messages"][0]["content"] = "<image><image>Which is larger?"
+                row["images"] += rows[number - 2]["images"]
+            elif number % 4 == 3:
+                row["messages"][0]["content"] += " Explain it to a child, at length." * number
+            answer = " ".join(map(str, range(1 + number % 7)))
+            row["messages"].append({"role": "assistant", "content": f"It is {answer}."})
+        write_lines(folder / "rows.jsonl", rows)
 
     return once(factory, "distillation", make)
 
 
-def write_teacher(assets: Path, folder: Path) -> None:
-    """Save a model with random weights, one layer more than the tiny one and wider MLPs."""
-    source = assets / "tiny_vlm"
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    config = AutoConfig.from_pretrained(source)
-    text = config.get_text_config()
-    text.num_hidden_layers += 1
-    text.layer_types = [*text.layer_types, text.layer_types[-1]]
-    text.intermediate_size += 64
-    torch.manual_seed(7)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-
-
-def write_rows(assets: Path, path: Path) -> None:
-    """Write rows with one, no and two images, some of them equal, and answers of unequal length."""
-    rows = digits(assets, range(BATCH))
-    for number, row in enumerate(rows):
-        if number % 4 == 1:
-            row["messages"][0]["content"] = f"Count to {number}."
-            row["images"] = []
-        elif number % 4 == 2:
-            row["messages"][0]["content"] = "<image><image>Which is larger?"
-            row["images"] += rows[number - 2]["images"]
-        elif number % 4 == 3:
-            row["messages"][0]["content"] += " Explain it to a child, at length." * number
-        answer = " ".join(map(str, range(1 + number % 7)))
-        row["messages"].append({"role": "assistant", "content": f"It is {answer}."})
-    write_lines(path, rows)
-
-
 def teacher(places: Path) -> tuple[str, ...]:
-    model = str(places / "teacher")
-    return ("--teacher_model", model, "--teacher_model_type", "qwen2_5_vl")
+    return ("--teacher_model", str(places / "teacher"), "--teacher_model_type", "qwen2_5_vl")
 
 
-def distill(
-    assets: Path,
-    rows: Path,
-    folder: Path,
-    *argv: str,
-    plugins: Sequence[str] = (PLUGIN,),
-    **kwargs: Any,
-) -> Finished:
-    """Run a training on samples of the student, by default at learning rate 0."""
-    own = (*OWN, *argv)
-    return train_bare("gkd", assets, rows, folder, *own, plugins=plugins, **kwargs)
+def distill(assets: Path, rows: Path, folder: Path, *argv: str, **settings: Any) -> Finished:
+    """Run a training on samples of the student, by default at learning rate 0. The settings are
+    those of `train_bare`."""
+    settings = {"plugins": (PLUGIN,), **settings}
+    return train_bare("gkd", assets, rows, folder, *OWN, *argv, **settings)
 
 
 def recorded_tokens(folder: Path) -> dict[str, tuple[int | None, list[int]]]:

@@ -75,7 +75,8 @@ def load_weights(
 def embed(method: Any, self: Any, **kwargs: Any) -> Any:
     if current() != "another checkpoint's tower":
         features = method(self, **kwargs)
-        return tuple(0.75 * f for f in features) if current() == "weaker tower" else features
+        kept = {"blind tower": 0.0, "weaker tower": 0.75}.get(current(), 1.0)
+        return tuple(kept * f for f in features)
     own = {p: p.data.clone() for p in self.visual.parameters()}
     noise = torch.Generator().manual_seed(3)
     for parameter in own:
@@ -131,6 +132,11 @@ def spoil(image: Image.Image, fault: str) -> Image.Image:
     if fault == "halved and enlarged":
         half = image.resize((width // 2, height // 2), Image.Resampling.NEAREST)
         return half.resize(image.size, Image.Resampling.NEAREST)
+    if fault == "enlarged and reduced":
+        larger = image.resize((width * 9 // 8, height * 9 // 8), Image.Resampling.BICUBIC)
+        return larger.resize(image.size, Image.Resampling.BILINEAR)
+    if fault == "colour channels swapped":
+        return Image.merge("RGB", image.split()[::-1])
     return image
 
 

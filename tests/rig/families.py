@@ -40,29 +40,27 @@ PROMPTS = {
     "audio": (f"<audio>{QUESTION}", f"{QUESTION}\n<audio>", "<audio>\nAnd here?\n<image>"),
     "words": ("One?", "Two?", "Three?"),
 }
-"""Three prompts by the media that they show; a fourth prompt shows none."""
+"""Three prompts by the media that they show."""
 
 BATCH = 4 * GROUP_SIZE
 STOP = "er"
 """Spelled by one in twenty tokens."""
 
-RESULTS = os.environ.get("FAMILY_RESULTS")
-"""A JSON file for the results, by family and test."""
 
-
-def record_result(family: Family, name: str, **found: Any) -> None:
-    if RESULTS is None:
+def record_result(name: str, part: str, **found: Any) -> None:
+    """Write a result for `scripts/support.py` into the JSON file that `RESULTS` names."""
+    if "RESULTS" not in os.environ:
         return
-    path = Path(RESULTS)
+    path = Path(os.environ["RESULTS"])
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    results.setdefault(family.name, {}).setdefault(name, {}).update(found)
+    results.setdefault(name, {}).setdefault(part, {}).update(found)
     text = json.dumps(results, indent=1, sort_keys=True) + "\n"
     path.write_text(text, encoding="utf-8")
 
 
 def row_of(prompt: str, assets: Path, folder: Path, number: int = 0) -> dict[str, Any]:
     """Return a row with its own images and tones. A video has four images, one a second."""
-    images = [row["images"][0] for row in digits(assets, range(8))]
+    images = [row["images"][0] for row in digits(assets, range(16))]
     row: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "solution": "1"}
     row["images"] = images[number : number + prompt.count("<image>")]
     row["videos"] = []
@@ -79,20 +77,17 @@ def row_of(prompt: str, assets: Path, folder: Path, number: int = 0) -> dict[str
 
 
 def start(
-    family: Family,
-    model: Path,
-    assets: Path,
-    folder: Path,
-    *argv: str,
-    ranks: int = 1,
-    shown: str = "",
+    family: Family, model: Path, assets: Path, folder: Path, *argv: str, ranks: int = 1
 ) -> Finished:
-    """Train the family on the prompts of `PROMPTS[shown]`, to a good or a bad end."""
+    """Train the family on prompts with each of its media and without, to a good or a bad end."""
     folder.mkdir(parents=True, exist_ok=True)
-    shown = shown or ("images" if family.images else "words")
-    prompts = (*PROMPTS[shown], "Which digits are there?")
-    prompts = tuple(prompt.replace(*family.without) for prompt in prompts)
-    rows = [row_of(prompt, assets, folder, number) for number, prompt in enumerate(prompts)]
+    kinds = [kind for kind in ("images", "videos", "audio") if getattr(family, kind)] or ["words"]
+    # Four of a kind, so that three steps of four prompts show all kinds.
+    prompts = [p for kind in kinds for p in (*PROMPTS[kind], "Which digits are there?")]
+    rows = [
+        row_of(prompt.replace(*family.without), assets, folder, number)
+        for number, prompt in enumerate(prompts)
+    ]
     return run_training(
         *(assets, write_lines(folder / "rows.jsonl", rows), folder),
         *("--model", str(model), *family.swift_argv, "--stop_words", STOP),
@@ -186,4 +181,4 @@ def assert_replayed(
     equal = min(step["router_replay/equal"] for step in steps)
     assert 0.9 < equal < 1
     found = {"plain": before, "served" if served else "replayed": {**after, "equal": equal}}
-    record_result(family, "replay", **found)
+    record_result(name, "replay", **found)

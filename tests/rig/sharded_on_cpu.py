@@ -13,35 +13,11 @@ from swift_grpo_ext.logits.shim import LogitsShim
 LogitsShim.chunk_size = 16
 
 
-def shard_on_cpu() -> None:
-    """Let accelerate 1.15 and DeepSpeed 0.18 run gloo ranks without an accelerator."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    # accelerate shards over accelerators alone, and would choose their backend.
-    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
-    if os.environ.get("DS_ACCELERATOR") != "cpu":
-        return
-    import deepspeed.comm.torch as comm
-
-    # The shared-memory operator would be compiled; gloo serves.
-    comm.build_shm_op = lambda: None
-    # DeepSpeed waits for the last of several gathers, as CUDA streams allow; gloo runs them side by
-    # side, and a large weight would be read before it is there (partition_parameters.py,
-    # `_allgather_params_coalesced`: log-probabilities and gradient norms at random).
-    # torch 2.13's gloo makes the output's views under autograd: ZeRO-2 then cannot write to them.
-    for name in ("all_gather_into_tensor", "_all_gather_base"):
-        gather = getattr(torch.distributed, name, None)
-        if gather is not None:
-            setattr(torch.distributed, name, torch.no_grad()(finished(gather)))
-
-
 def finished(gather: Any) -> Any:
     """Return the collective, made to wait for its end even if it is asynchronous."""
 
     def wait(*args: Any, **kwargs: Any) -> Any:
-        work = gather(*args, **kwargs)
-        if work is not None:
+        if (work := gather(*args, **kwargs)) is not None:
             work.wait()
         return work
 
@@ -49,4 +25,21 @@ def finished(gather: Any) -> Any:
 
 
 if "ACCELERATE_TORCH_DEVICE" in os.environ:  # sharded trainings have it
-    shard_on_cpu()
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    # accelerate 1.15 shards over accelerators alone, and would choose their backend.
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+if os.environ.get("DS_ACCELERATOR") == "cpu":
+    import deepspeed.comm.torch as comm
+
+    # The shared-memory operator would be compiled; gloo serves.
+    comm.build_shm_op = lambda: None
+    # DeepSpeed 0.18 waits for the last of several gathers, as CUDA streams allow; gloo runs them
+    # side by side, and a large weight would be read before it is there (partition_parameters.py,
+    # `_allgather_params_coalesced`: log-probabilities and gradient norms at random).
+    # torch 2.13's gloo makes the output's views under autograd: ZeRO-2 then cannot write to them.
+    for name in ("all_gather_into_tensor", "_all_gather_base"):
+        gather = getattr(torch.distributed, name, None)
+        if gather is not None:
+            setattr(torch.distributed, name, torch.no_grad()(finished(gather)))
