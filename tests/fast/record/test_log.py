@@ -20,13 +20,10 @@ import pytest
 from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import SampleLog, next_session, record_files
 from swift_grpo_ext.record.query import Record, read_group, read_samples
-from swift_grpo_ext.record.tables import DIVERSITY, REWARDS, SAMPLES
-from swift_grpo_ext.sampling.seeding import RoundId
+from swift_grpo_ext.record.tables import REWARDS, SAMPLES
 from tests.rig.record.rows import (
     ROW,
-    diversity_row,
     open_log,
-    read_diversity,
     read_rows,
     row_of,
     sample_id,
@@ -305,24 +302,3 @@ def test_a_group_stands_in_its_order(tmp_path: Path) -> None:
             read_group(tmp_path, phase="train", step=step, number=0, group=group)
     with pytest.raises(ValueError, match="it has no eval rounds"):
         read_group(tmp_path, phase="eval", step=4, number=0, group=0)
-
-
-def test_diversity_comes_back_in_the_order_of_steps(tmp_path: Path) -> None:
-    assert read_diversity(tmp_path) == []
-    rich = {
-        "metrics": {"vendi": 0.1, "数字": float("inf")},
-        "collisions": [{"kind": "shared", "samples": [{"rank": 0, "seed": None}], "bits": 0.1}],
-        "worst_groups": [3, 1],
-    }
-    batch = diversity_row(1, "eval")  # an evaluation has a row for each
-    first, second = diversity_row(0, **rich), diversity_row(1)
-    log = open_log(tmp_path)
-    third, fourth = (diversity_row(2, round=RoundId("train", 2, number)) for number in (0, 1))
-    for row in (first, batch, second, batch, fourth, third):
-        log.append([row], DIVERSITY)
-    log.finish()
-    assert read_diversity(tmp_path) == [first, batch, batch, second, third, fourth]
-    resumed = open_log(tmp_path, session=1, start_step=1)
-    resumed.append([again := diversity_row(1, num_samples=7)], DIVERSITY)
-    resumed.flush()
-    assert read_diversity(tmp_path) == [first, batch, batch, again]
