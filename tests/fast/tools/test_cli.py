@@ -20,19 +20,6 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs/flags.md"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("", "nothing", "view", "replay run --round 1", "replay run --group 1", "diff a"),
-        *("compare --baseline a", "compare --candidate a", "replay run --round x --group 1"),
-        "replay run --round 1 --group 1 --set seed",
-    ],
-)
-def test_what_is_missing_or_unknown_is_refused(words: str) -> None:
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(words.split())
-
-
 def test_flags_and_the_version_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flags"]) == 0
     output = capsys.readouterr().out
