@@ -23,7 +23,6 @@ from swift_grpo_ext.diversity.collision import (
     collision_test,
     format_p,
     log2_fisher,
-    shared_prefixes,
 )
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
@@ -41,20 +40,6 @@ def flat(groups: Sequence[Sequence[SampleRow]]) -> list[SampleRow]:
 
 
 LISTS = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=8)
-
-
-@given(LISTS)
-def test_shared_prefixes_are_all_there(lists: list[list[int]]) -> None:
-    """Against brute force over all prefixes."""
-    holders: dict[frozenset[int], int] = {}
-    for ids in lists:
-        for length in range(1, len(ids) + 1):
-            who = frozenset(i for i, o in enumerate(lists) if o[:length] == ids[:length])
-            if len(who) > 1:
-                holders[who] = max(length, holders.get(who, 0))
-    prefixes = list(shared_prefixes([np.array(ids, np.int32) for ids in lists]))
-    assert {frozenset(p.members.tolist()): p.length for p in prefixes} == holders
-    assert len(prefixes) <= max(len(lists) - 1, 0)
 
 
 def completions_of(weights: Sequence[float]) -> list[tuple[list[int], list[float]]]:

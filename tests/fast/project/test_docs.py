@@ -1,6 +1,5 @@
 """Links, flags, commands, files and messages on the pages exist, and code on them runs. Both
-languages have the same sections, code, tables, numbers and links. Links of the package's page are
-absolute if the builder names the project's address.
+languages have the same sections, code, tables, numbers and links.
 
 Each promise of docs/promises.md is named by a test that proves it. Each run of the suite proves
 that it passes on the run's machine (I3); `scripts/bench/record.py` measures the costs (V4)."""
@@ -10,7 +9,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import doctest
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -111,24 +109,6 @@ TRANSLATIONS = [page for page in PAGES if page.stem.endswith(TRANSLATED)]
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-def test_links_become_absolute() -> None:
-    spec = importlib.util.spec_from_file_location("setup_of_the_package", ROOT / "setup.py")
-    assert spec and spec.loader  # noqa: PT018
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    others, ours = "[c](https://c.org/d.md) [here](#top)", "https://example.org/group/project"
-    text = f"[a](docs/a.md#b) ![p](x/p.png) {others}"
-    assert module.absolute_links(text, ours, "v1") == (
-        f"[a]({ours}/blob/v1/docs/a.md#b) ![p]({ours}/raw/v1/x/p.png) {others}"
-    )
-    named = module.metadata(ours)
-    pages = {ours, f"{ours}/tree/HEAD/docs", f"{ours}/issues"}
-    assert set(named["project_urls"].values()) == pages
-    targets = re.findall(r"\]\(([^)]+)\)", named["long_description"])
-    assert len(targets) > 20
-    assert all(target.startswith("https://") for target in targets)
 
 
 FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")

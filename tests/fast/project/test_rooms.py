@@ -47,10 +47,3 @@ def test_rooms_stand_one_above_the_other() -> None:
 def test_the_core_imports_no_tool_and_upstream_nothing_of_ours() -> None:
     below = [(room, other) for room, other in imports() if not room.startswith("tools")]
     assert [pair for pair in below if pair[1].startswith("tools") or pair[0] == "upstream"] == []
-
-
-def test_what_only_a_cpu_needs_is_a_leaf() -> None:
-    """Only the plugin's entry and the parser of arguments import it; engines name its class."""
-    assert {other for room, other in imports() if room == "cpu"} <= {"upstream", "weights"}
-    users = {room for room, other in imports() if other == "cpu" and not room.startswith("tools")}
-    assert users == {"registry", "command_line"}

@@ -19,14 +19,11 @@ import pytest
 
 from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import SampleLog, next_session, record_files
-from swift_grpo_ext.record.query import Record, read_group, read_samples
-from swift_grpo_ext.record.tables import DIVERSITY, REWARDS, SAMPLES
-from swift_grpo_ext.sampling.seeding import RoundId
+from swift_grpo_ext.record.query import Record, read_samples
+from swift_grpo_ext.record.tables import REWARDS, SAMPLES
 from tests.rig.record.rows import (
     ROW,
-    diversity_row,
     open_log,
-    read_diversity,
     read_rows,
     row_of,
     sample_id,
@@ -291,38 +288,3 @@ def test_a_poll_reads_what_is_new_and_tries_again_what_failed(
     fails = False
     assert record.refresh()
     assert [name.step for name in record.rounds()] == [6, 5, 4, 3, 2, 1, 0]
-
-
-def test_a_group_stands_in_its_order(tmp_path: Path) -> None:
-    write_session(tmp_path, [row_of(sample_id(3))])
-    places = [{"group": g, "index": i, "turn": t} for g in (0, 1) for i in range(4) for t in (0, 1)]
-    rows = [row_of(sample_id(4, **place)) for place in places]
-    write_session(tmp_path, rows[::-1], session=1, start_step=4)
-    assert read_group(tmp_path, phase="train", step=4, number=0, group=1) == rows[8:]
-    for step, group in ((4, 9), (5, 0)):
-        message = f"holds no group {group} of train round {step}.0; it has train steps 3 to 4"
-        with pytest.raises(ValueError, match=message):
-            read_group(tmp_path, phase="train", step=step, number=0, group=group)
-    with pytest.raises(ValueError, match="it has no eval rounds"):
-        read_group(tmp_path, phase="eval", step=4, number=0, group=0)
-
-
-def test_diversity_comes_back_in_the_order_of_steps(tmp_path: Path) -> None:
-    assert read_diversity(tmp_path) == []
-    rich = {
-        "metrics": {"vendi": 0.1, "数字": float("inf")},
-        "collisions": [{"kind": "shared", "samples": [{"rank": 0, "seed": None}], "bits": 0.1}],
-        "worst_groups": [3, 1],
-    }
-    batch = diversity_row(1, "eval")  # an evaluation has a row for each
-    first, second = diversity_row(0, **rich), diversity_row(1)
-    log = open_log(tmp_path)
-    third, fourth = (diversity_row(2, round=RoundId("train", 2, number)) for number in (0, 1))
-    for row in (first, batch, second, batch, fourth, third):
-        log.append([row], DIVERSITY)
-    log.finish()
-    assert read_diversity(tmp_path) == [first, batch, batch, second, third, fourth]
-    resumed = open_log(tmp_path, session=1, start_step=1)
-    resumed.append([again := diversity_row(1, num_samples=7)], DIVERSITY)
-    resumed.flush()
-    assert read_diversity(tmp_path) == [first, batch, batch, again]

@@ -10,7 +10,7 @@ from typing import Any
 from swift_grpo_ext.record.log import SampleLog, record_files
 from swift_grpo_ext.record.query import Record, diversity_of, read_samples
 from swift_grpo_ext.record.tables import SAMPLES, DiversityRow, RewardRow, SampleRow, to_rows
-from swift_grpo_ext.sampling.seeding import RoundId, SampleId
+from swift_grpo_ext.sampling.seeding import SampleId
 
 ROW = SampleRow(
     sample_id=SampleId(phase="train", step=0, number=0, group=0, index=0),
@@ -55,16 +55,6 @@ def score_of(name: SampleId, reward: float = 0.5, **changes: Any) -> RewardRow:
 
 def open_log(run_dir: Path, **options: Any) -> SampleLog:
     return SampleLog(run_dir, **{"session": 0, "start_step": 0, **options})
-
-
-def diversity_row(step: int, phase: Any = "train", **changes: Any) -> DiversityRow:
-    row = DiversityRow(
-        round=RoundId(phase, step, 0),
-        **{"num_samples": 4, "num_groups": 2, "verdict": "healthy", "log10_p": -0.5},
-        **{"shared_bits": 1.5, "num_pairs": 1, "num_earlier_pairs": 0, "num_untested": 0},
-        metrics={"vendi": 1.25},
-    )
-    return replace(row, **changes)
 
 
 def write_session(run_dir: Path, rows: Sequence[SampleRow], **place: int) -> Path:

@@ -50,17 +50,6 @@ def test_what_was_logged(tmp_path: Path) -> None:
     assert seconds["time/generate"] == [(2, pytest.approx(0.6))]
 
 
-def test_long_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert overview.mean_of_last([(step, float(step)) for step in range(1, 41)]) == 30.5
-    assert overview.mean_of_last([]) is None
-    assert overview.evenly_spaced(list(range(101)), 5) == [0, 25, 50, 75, 100]
-    assert overview.evenly_spaced([1, 2], 5) == [1, 2]
-    monkeypatch.setattr(overview, "MAX_POINTS", 3)
-    [chart] = overview.draw({"loss": {"loss": [(step, 0.5) for step in range(9)]}})
-    [curve] = chart["curves"]
-    assert len(curve["line"].split()) == 3
-
-
 def test_a_chart() -> None:
     """Curves of unequal lengths share an axis with round numbers. An alarm is shaded, and a single
     point is a dot."""

@@ -1,11 +1,10 @@
 """A run is read while it goes on; filters, orders and groups; a group's tokens, conversations and
-images; the pages' words, numbers and links (V2)."""
+images; the pages' words (V2)."""
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import re
 from collections import Counter
@@ -27,7 +26,6 @@ from swift_grpo_ext.tools.view.group import (
     image_bytes,
     read_group,
     read_image,
-    shared_lengths,
     spans_of,
 )
 from swift_grpo_ext.tools.view.pages import render, write_page
@@ -86,32 +84,6 @@ def test_a_run_is_followed_from_before_its_first_round(tmp_path: Path) -> None:
     write(log, [], [*map(score, rows)])
     run.refresh()
     assert rewards_of(run) == [0, 0, 0, 1] * 2
-
-
-def test_rounds_come_newest_first_and_a_resumed_session_supersedes(tmp_path: Path) -> None:
-    run, read = Run(make_run(tmp_path)), []
-    while not run.record.is_whole:  # what is read is shown meanwhile: samples, then scores
-        run.refresh(seconds=0)
-        read.append([name.step for name in run.facts.rounds])
-    assert read == [[*range(3, step - 1, -1)] for step in (3, 3, 2, 2, 1, 1, 0, 0)]
-    assert [*run.facts.ranges][-2:] == ["reward.Accuracy", "reward.Format"]
-    write(open_log(tmp_path, session=1, start_step=1), make_rows(1, num_groups=1))
-    run.refresh()
-    assert run.facts.rounds == [("train", step, 0) for step in (1, 0)]
-    assert len(rewards_of(run)) == 4 + 2
-
-
-def test_a_log_ends_and_goes_on(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    assert (run.facts.step, run.facts.max_steps, run.facts.updated) == (0, 0, "")
-    path = add_logs(tmp_path, 9.0, 2.0, 4.0)
-    facts = run.facts
-    assert (facts.has_ended, facts.step, facts.max_steps) == (True, 3, 100)
-    assert facts.updated > "2026"
-    with path.open("a", encoding="utf-8") as file:
-        file.write('{"loss": 0.0, "global_step/max_steps": "4/100"}\n{"loss": 1')
-    # The run was resumed, and a line is being written.
-    assert (run.facts.has_ended, run.facts.step) == (False, 4)
 
 
 def test_a_sample_as_a_list_shows_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,12 +210,7 @@ def test_searches_and_groups_are_their_definitions(
 
 # --- a group ---
 
-TURN = {"token_ids": [1, 2], "logprobs": None, "mask": None, "gaps": {}, "num_shared": 0}
 CONVERSATIONS = RoundId("train", 3, 0)
-
-
-def test_shared_beginnings() -> None:
-    assert shared_lengths([[1, 9], [2, 9], [1, 8, 7], [1, 8, 6]]) == [1, 0, 2, 2]
 
 
 def test_spans_hold_whole_characters() -> None:
@@ -263,17 +230,6 @@ def test_spans_hold_whole_characters() -> None:
         ("b", False, -8.0, 0.125, False),
         ("\N{REPLACEMENT CHARACTER}", False, -9.0, 0.0, False),
     ]
-
-
-def test_spans_of_odd_tokens() -> None:
-    """Unknown and infinite log-probabilities are None; a first token keeps its space."""
-
-    def decode(ids: list[int]) -> str:  # like sentencepiece, without the first space
-        return "".join(f" w{i}" for i in ids)[1:]
-
-    for logprobs in (None, [-math.inf, math.nan]):
-        spans = spans_of({**TURN, "logprobs": logprobs}, decode)
-        assert [(span.text, span.logprob) for span in spans] == [("w1", None), (" w2", None)]
 
 
 def test_a_group(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,16 +354,6 @@ def test_a_prompt_stands_once_above_its_samples(run: Run) -> None:
     assert '<span id="count">0 / 20</span>' in page
 
 
-def test_rounds_lead_to_their_neighbours(run: Run) -> None:
-    names = [RoundId("train", step, 0) for step in range(4)]
-    for step in range(4):
-        beside = names[max(step - 1, 0) : step], names[step], names[step + 1 : step + 2]
-        assert pages.groups_values(run, {"round": f"train.{step}.0"})["rounds"] == beside
-    assert pages.groups_values(run, {})["rounds"] == beside  # the newest is the first
-    text = render([run], 0, "groups", {"round": "train.1.0"})
-    assert {"round=train.0.0", "round=train.2.0"} <= {*re.findall(r'href="groups\?(.*?)"', text)}
-
-
 def test_all_words_are_there_in_both_languages() -> None:
     """Each key in a template has words, and all words are used and exist in Chinese."""
     chinese = re.compile(r"[一-鿿]")
@@ -420,9 +366,3 @@ def test_all_words_are_there_in_both_languages() -> None:
     named = {key for text in texts for key in re.findall(r'\bt\("(\w+)"[,)]', text)}
     assert named - set(pages.words()) == set()
     assert str(pages.word("step")) == '<span lang="en">Step</span><span lang="zh">步</span>'
-
-
-def test_numbers() -> None:
-    values = [None, 0, 12345.0, -0.5, 0.00051, math.inf, 2**62, "stop", 1 / 3]
-    expected = ["–", "0", "12,345", "-0.5", "0.00051", "inf", str(2**62), "stop", "0.3333"]
-    assert [pages.number(v) for v in values] == expected

@@ -63,16 +63,6 @@ def test_the_page_may_run_its_own_script_only(client: TestClient) -> None:
         assert headers["referrer-policy"] == "no-referrer"
 
 
-def test_one_page_of_many_samples(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "PAGE_ROWS", 6)
-    links = []
-    for offset in (0, 6, 12, 18):
-        page = client.get(f"samples?min_step=0&offset={offset}").text
-        links += re.findall(r'href="(group\?[^"]*)"', page)
-        assert ('id="next"' in page) == (offset < 18)
-    assert len(links) == 24
-
-
 def test_the_state_tells_when_something_is_new(client: TestClient, tmp_path: Path) -> None:
     state = client.get("state").text
     assert f'data-state="{state}"' in client.get("samples").text
@@ -104,26 +94,6 @@ def test_wrong_questions_other_files_and_no_token(client: TestClient, path: str)
     is_no_route = "%2fsecret" in path or path.startswith("http")
     assert answer.text.startswith("Not Found" if is_no_route else "Not found: ")
     assert SECRET not in answer.text
-
-
-@pytest.mark.parametrize(
-    ("host", "name", "remote"),
-    [
-        ("127.0.0.1", "127.0.0.1", " run: ssh -N -L 80:127.0.0.1:80 ann@gpu-7"),
-        ("::1", "[::1]", "On another machine, run: ssh -N -L 80:[::1]:80 ann@gpu-7"),
-        ("0.0.0.0", "gpu-7", "Nothing is encrypted: "),
-        ("::", "gpu-7", "Nothing is encrypted: "),
-    ],
-)
-def test_the_address_and_how_to_reach_it_from_another_machine(
-    host: str, name: str, remote: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-7")
-    monkeypatch.setenv("USER", "ann")
-    address, words, shown, *_ = server._describe_access(host, 80, "T0ken").splitlines()
-    assert address == f"http://{name}:80/T0ken/"
-    assert words == "Only people with this address can open the pages. Ctrl-C stops the server."
-    assert remote in shown
 
 
 def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
