@@ -20,8 +20,9 @@ from rapidfuzz.distance import Levenshtein
 from swift_grpo_ext.diversity import metrics
 from swift_grpo_ext.diversity.alarms import alarm_line
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer, verdict_of, worst_groups
-from swift_grpo_ext.diversity.collision import CollisionTest
+from swift_grpo_ext.diversity.collision import CollisionTest, known_logprobs
 from swift_grpo_ext.diversity.metrics import (
+    extract_answer,
     group_samples,
     outcome_metrics,
     round_metrics,
@@ -204,6 +205,14 @@ def test_metrics_are_their_definitions(prompts_and_groups: list[tuple[int, list[
 # --- bounds on the cost (D6), which `scripts/bench/diversity.py --cost-only` measures ---
 
 
+def test_large_rounds_are_read_by_whole_groups_evenly_spaced() -> None:
+    for num_groups, size, num, of_group in ((128, 8, 128, 8), (300, 8, 128, 8), (16, 130, 8, 128)):
+        groups = groups_of(*[[[g, i] for i in range(size)] for g in range(num_groups)])
+        tokens = [[ids.tolist() for ids in group] for group in metrics.compared_tokens(groups)]
+        expected = [[[n * num_groups // num, i] for i in range(of_group)] for n in range(num)]
+        assert tokens == expected
+
+
 def test_beginnings_and_few_pairs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group gets 2 of its 6 pairs: the first one and the middle one, (0, 1) and (1, 2)."""
     ids = list(range(metrics.MAX_TOKENS))
@@ -217,10 +226,22 @@ def test_beginnings_and_few_pairs_are_compared(monkeypatch: pytest.MonkeyPatch) 
 # --- answers and rewards ---
 
 
-BOXED = r"\boxed{\frac{1}{2}} or \boxed{7}"
+def test_answers() -> None:
+    for text, answer in (
+        ("", ""),
+        ("  seven\n", "seven"),
+        ("<answer>3</answer> no, <answer> 4\n</answer>", "4"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}} done", r"\frac{1}{2}"),
+        (r"\boxed{\frac{1}{2", r"\frac{1}{2"),
+        ("<answer>3", "<answer>3"),
+        (r"<answer>5</answer> \boxed{6}", "5"),
+    ):
+        assert extract_answer(text) == answer
+
+
 outcomes = st.tuples(
     completions,
-    st.sampled_from(["<answer>7</answer>", "so <answer> 7 </answer>", BOXED, "seven"]),
+    st.sampled_from(["<answer>7</answer>", "so <answer> 7 </answer>", "seven"]),
     st.sampled_from([None, 0.0, 0.999, 1.0, 1.5]),  # 1 counts as correct, a little less does not
 )
 
@@ -258,3 +279,15 @@ def test_outcomes_are_their_definitions(round_: list[list[tuple[Ids, str, float 
     defined = {name: value for name, value in expected.items() if value is not None}
     for turns in (first_turns + last_turns, last_turns + first_turns):
         assert outcome_metrics(turns, scores) == pytest.approx(defined)
+
+
+def test_unusable_logprobs_do_not_count() -> None:
+    nan, row = float("nan"), sample([1, 2, 3, 4])
+    for logprobs in (None, [-0.5], [nan] * 4, [None] * 4):
+        none = replace(row, logprobs=logprobs)  # type: ignore[arg-type]
+        assert known_logprobs(none) is None
+        assert "surprisal" not in round_metrics([[none]])
+    some = replace(row, logprobs=[-0.5, None, float("-inf"), -2])  # type: ignore[list-item]
+    np.testing.assert_equal(known_logprobs(some), [-0.5, nan, float("-inf"), -2.0])
+    found = round_metrics([[some, sample([5, 6], index=1)]])
+    assert found["surprisal"] == pytest.approx(np.mean([0.5, 2.0, np.log(2), np.log(2)]))

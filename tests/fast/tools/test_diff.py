@@ -21,6 +21,7 @@ from swift_grpo_ext.tools.diff import (
     compare_updates,
     diff,
     find_decoder,
+    logprob_gap,
     pair_by_seed,
     read_pair,
 )
@@ -154,6 +155,11 @@ def test_rounds_and_samples_that_only_one_run_has(one: Path, tmp_path: Path) -> 
     write(open_log(tmp_path / "d"), make_rows(5))
     with pytest.raises(ValueError, match="no round in common"):
         compared(one, tmp_path / "d")
+
+
+def test_infinite_log_probabilities_of_one_sign_do_not_differ() -> None:
+    assert logprob_gap([-0.5, -math.inf], [-0.25, -math.inf]) == 0.25
+    assert math.isnan(logprob_gap([math.nan, -1.0], [-0.5, -1.0]) or 0.0)
 
 
 # --- updates ---

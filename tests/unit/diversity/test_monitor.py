@@ -143,6 +143,31 @@ def test_what_cannot_be_tested_is_said_at_the_start(
     assert found == (("unknown", "") if is_said else ("broken", "remedy_ignored_seeds"))
 
 
+@pytest.mark.parametrize(
+    ("flags", "given", "replicas"),
+    [
+        # ms-swift's own rollouts name no engine.
+        ({}, "", ["rank 0", "rank 1", "rank 2"]),
+        ({"vllm_tensor_parallel_size": 2}, "", ["rank 0", "rank 0", "rank 2"]),
+        ({"vllm_mode": "server"}, "", ["", "", ""]),
+        ({"use_vllm": False, "vllm_tensor_parallel_size": 2}, "", ["rank 0", "rank 1", "rank 2"]),
+        ({}, "server 1 replica 0", ["server 1 replica 0"] * 3),
+    ],
+)
+def test_replicas_are_named_in_the_record(
+    flags: dict[str, Any], given: str, replicas: list[str], tmp_path: Path, said: list[str]
+) -> None:
+    """With `--diversity_action log` an alarm is only recorded."""
+    run = Run(tmp_path, diversity_action="log", **flags)
+    said.clear()  # of `--use_vllm false`
+    stops = run.step([sample(LONG, index=i, rank=i, replica=given) for i in range(3)])
+    [record] = run.records
+    [collision] = record.collisions
+    assert [s["replica"] for s in collision["samples"]] == replicas
+    assert record.alarm
+    assert (record.remedy, stops, said) == ("remedy_seed_mode", False, [])
+
+
 def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Path) -> None:
     """With `--async_generate` the next round may arrive before a round is gathered, or before it is
     scored."""

@@ -24,12 +24,16 @@ from swift_grpo_ext.tools.selftest.checks import shared_noise
 from swift_grpo_ext.tools.selftest.command import CHANGED, plan, read_training
 from swift_grpo_ext.tools.selftest.outcome import (
     ALL,
+    REPORT,
     SAME_TOKENS,
     Flips,
+    NotTriedError,
+    Result,
     flips,
 )
 from swift_grpo_ext.tools.share import PLUGIN_FILE
 from swift_grpo_ext.tools.sources import by_flag, to_argv
+from swift_grpo_ext.weights.update import WeightUpdateError
 from tests.rig.record.rows import ROW, sample_id
 
 
@@ -89,6 +93,26 @@ def test_passes_agree_as_far_as_rounding_lets_them(
     monkeypatch.setattr(checks, "_logps", logps)
     _, faults = checks.check_logits(Mock(trainer=Mock(number_bits=bits, temperature=temperature)))
     assert bool(faults) == is_fault
+
+
+CRASH = "the check itself failed (ZeroDivisionError: x)"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "reason", "remedy"),
+    [
+        ([], "holds", "", ""),
+        (["x", "y"], "does not hold", "x; y", REPORT),
+        (WeightUpdateError("lost"), "does not hold", "WeightUpdateError: lost", REPORT),
+        (NotTriedError("no rows"), "could not be tried", "no rows", ""),
+        (ZeroDivisionError("x"), "could not be tried", CRASH, "Report it."),
+    ],
+)
+def test_the_result_of_a_check(outcome: Any, status: Any, reason: str, remedy: str) -> None:
+    values = {"a": 1} if isinstance(outcome, list) else {}
+    check = Mock(side_effect=[(values, outcome)] if values else outcome)
+    expected = {"status": status, "values": values, "reason": reason, "remedy": remedy}
+    assert command.attempt(Mock(), "stops", check) == Result(check="stops", **expected)
 
 
 # --- settings and topologies ---

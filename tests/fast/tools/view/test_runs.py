@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -84,6 +85,19 @@ def test_a_run_is_followed_from_before_its_first_round(tmp_path: Path) -> None:
     write(log, [], [*map(score, rows)])
     run.refresh()
     assert rewards_of(run) == [0, 0, 0, 1] * 2
+
+
+def test_a_log_ends_and_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert (run.facts.step, run.facts.max_steps, run.facts.updated) == (0, 0, "")
+    path = add_logs(tmp_path, 9.0, 2.0, 4.0)
+    facts = run.facts
+    assert (facts.has_ended, facts.step, facts.max_steps) == (True, 3, 100)
+    assert facts.updated > "2026"
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"loss": 0.0, "global_step/max_steps": "4/100"}\n{"loss": 1')
+    # The run was resumed, and a line is being written.
+    assert (run.facts.has_ended, run.facts.step) == (False, 4)
 
 
 def test_a_sample_as_a_list_shows_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +224,7 @@ def test_searches_and_groups_are_their_definitions(
 
 # --- a group ---
 
+TURN = {"token_ids": [1, 2], "logprobs": None, "mask": None, "gaps": {}, "num_shared": 0}
 CONVERSATIONS = RoundId("train", 3, 0)
 
 
@@ -230,6 +245,17 @@ def test_spans_hold_whole_characters() -> None:
         ("b", False, -8.0, 0.125, False),
         ("\N{REPLACEMENT CHARACTER}", False, -9.0, 0.0, False),
     ]
+
+
+def test_spans_of_odd_tokens() -> None:
+    """Unknown and infinite log-probabilities are None; a first token keeps its space."""
+
+    def decode(ids: list[int]) -> str:  # like sentencepiece, without the first space
+        return "".join(f" w{i}" for i in ids)[1:]
+
+    for logprobs in (None, [-math.inf, math.nan]):
+        spans = spans_of({**TURN, "logprobs": logprobs}, decode)
+        assert [(span.text, span.logprob) for span in spans] == [("w1", None), (" w2", None)]
 
 
 def test_a_group(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
