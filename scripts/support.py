@@ -197,7 +197,9 @@ def families_table() -> str:
         whole = runs["whole"]
         row.append("equal: the rollout's line breaks" if whole["line_breaks"] else "equal")
         row.append(f"{whole['gap']:.0e}")
-        row.append(f"equal, {runs['served']['gap']:.0e}" if "served" in runs else "not run")
+        lora = runs.get("served")
+        row.append(f"equal, {lora['gap']:.0e}" if lora else "not run")
+        row[-1] += ", colocated" if lora and lora.get("colocated") else ""
         row.append(f"{whole['stopped']} of {whole['samples']}")
         wrong = runs["shapes"]["wrong"] if family.images else ""
         row.append(f"not {', '.join(wrong)}" if wrong else "equal" * family.images)

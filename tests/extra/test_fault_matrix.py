@@ -8,6 +8,6 @@ import pytest
 from tests.rig.server.forked import Fault, check, faults
 
 
-@pytest.mark.parametrize("fault", faults(in_stack=False), ids=str)
+@pytest.mark.parametrize("fault", [*faults(in_stack=False)], ids=str)
 def test_faults(fault: Fault) -> None:
     check(fault)

@@ -9,6 +9,6 @@ import pytest
 from tests.rig.server.forked import Fault, check, faults
 
 
-@pytest.mark.parametrize("fault", faults(in_stack=True), ids=str)
+@pytest.mark.parametrize("fault", [*faults(in_stack=True)], ids=str)
 def test_faults(fault: Fault) -> None:
     check(fault)
