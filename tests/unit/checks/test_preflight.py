@@ -4,11 +4,9 @@ effect are warned of (R1, R6, T5); so are data sets that a training cannot use (
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import logging
 import socket
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +16,8 @@ from packaging.version import Version
 from swift.arguments import RolloutArguments
 from swift.utils import find_free_port
 
-from swift_grpo_ext.checks import finding, preflight, rules
-from swift_grpo_ext.checks.finding import SettingsError, enforce, error, note, ok, warning
+from swift_grpo_ext.checks import preflight, rules
+from swift_grpo_ext.checks.finding import enforce, error, note, ok, warning
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.upstream.contract import TRIED, tried_packages
 from tests.rig.checks import arguments, assert_says
@@ -50,23 +48,6 @@ def newest_releases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- findings ---
-
-
-def test_a_mistake_is_printed_alone_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank printed a traceback of 25 lines above it. Other errors keep theirs."""
-    mistake, other = SettingsError("--seed -1: expected 0 or more."), ValueError("no mistake")
-    shown: list[BaseException] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, raised, trace: shown.append(raised))
-    monkeypatch.setattr(sys, "__stderr__", printed := io.StringIO())
-    finding.hide_tracebacks()
-    for num_printed, rank in enumerate(("1", "0", None)):
-        monkeypatch.delenv("LOCAL_RANK", raising=False)
-        if rank:
-            monkeypatch.setenv("LOCAL_RANK", rank)
-        for raised in (mistake, other):
-            sys.excepthook(type(raised), raised, None)
-        assert printed.getvalue() == "error: --seed -1: expected 0 or more.\n" * num_printed
-    assert shown == [other] * 3
 
 
 def test_the_first_error_is_raised_after_the_warnings(
