@@ -3,7 +3,6 @@ is named with its field and fault (M1, G4)."""
 
 from __future__ import annotations
 
-import base64
 import io
 import re
 from contextlib import suppress
@@ -65,11 +64,8 @@ def said(data: Any, **options: Any) -> list[str]:
 def test_images_of_a_row(png: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_forms.py` has the other forms."""
     monkeypatch.setenv("ROOT_IMAGE_DIR", str(png.parent))
-    text = base64.b64encode(png.read_bytes()).decode()
-    for image in (png.name, png.read_bytes(), text + "A" * 256, Image.new("RGB", (1, 1)), PICTURE):
+    for image in (png.name, png.read_bytes(), Image.new("RGB", (1, 1)), PICTURE):
         assert unreadable(image) is None
-    for content in (b"", b"\x89PNG\r\n\x1a\n"):
-        assert str(unreadable(content)).startswith("is not an image that can be read")
     fault = row_fault({"images": [PICTURE, DATA_URL]})
     assert str(fault).startswith(f"images[1]: '{DATA_URL[:60]}'... (322 character")
 
