@@ -31,12 +31,11 @@ NO_TEMPLATES: dict[str, Any] = {
 
 
 class BothSides:
-    """A training's template and its engine, or an engine of servers with other settings."""
+    """A training's template and its engine."""
 
-    def __init__(self, rollout: dict[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.args, self.template = _start(settings)
-        given = (self.args, self.template) if rollout is None else _start(rollout)
-        self.engine = engine_of(*given)
+        self.engine = engine_of(self.args, self.template)
         self.ask = partial(encode_requests, self.engine)
         self.placeholder_texts = placeholder_texts(self.template)
         add_dummy_model(self.template)

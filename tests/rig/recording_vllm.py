@@ -46,7 +46,6 @@ class RecordingVllm:
         self.ranks: list[int | None] = []
         self.experts: Any = None
         self.answers: asyncio.Event | None = None  # answers wait for it
-        self.likelier: dict[int, Logprob] = {}  # at each position
         self._says, self._finish_reason = iter(says), finish_reason
         self._waiting: list[RequestOutput] = []
 
@@ -63,10 +62,9 @@ class RecordingVllm:
         ids = ids_of(text)
         flat: Any = FlatLogprobs() if params.flat_logprobs else []
         for position, token in enumerate(ids):
-            flat.append({**self.likelier, token: Logprob(-float(position), 1, "")})
-        logprobs = None if params.logprobs is None else flat
+            flat.append({token: Logprob(-float(position), 1, "")})
         settings = {"routed_experts": self.experts, "finish_reason": self._finish_reason}
-        return CompletionOutput(index, "", ids, None, logprobs, **settings)
+        return CompletionOutput(index, "", ids, None, flat, **settings)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._waiting)

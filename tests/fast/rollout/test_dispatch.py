@@ -21,16 +21,6 @@ from swift_grpo_ext.rollout.dispatch import (
 )
 
 
-def test_shares_by_example() -> None:
-    assert balance([1, 1, 8, 1, 5], [1.0, 1.0]) == [[2], [0, 1, 3, 4]]
-    assert balance([1] * 6, [1.0, 2.0]) == [[1, 4], [0, 2, 3, 5]]
-    workers = {"a": 1.0, "b": 2.0}
-    answers = dispatch([1.0] * 6, lambda: workers, lambda worker, share: worker * len(share), print)
-    assert answers == ["b", "a", "b", "b", "a", "b"]
-    with pytest.raises(ValueError, match="shorter"):  # a worker that leaves out an answer
-        dispatch([1.0] * 6, lambda: workers, lambda _, share: share[1:], print)
-
-
 @given(
     st.lists(st.integers(1, 1000), min_size=1, max_size=30),
     st.lists(st.integers(1, 8), min_size=1, max_size=6),

@@ -25,7 +25,6 @@ from swift.infer_engine.protocol import (
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from vllm import SamplingParams
 from vllm.config.multimodal import MultiModalConfig
-from vllm.logprobs import Logprob
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.sampling_params import RequestOutputKind
 
@@ -131,18 +130,6 @@ def test_completions_end_where_a_token_stops_them(
     assert completion.token_ids == ids_of(expected[0])
     assert completion.logprobs == [-float(i) for i in range(num_tokens)]
     assert completion.routed_experts.tolist() == list(range(num_tokens))
-
-
-@pytest.mark.parametrize(("number", "is_flat"), [(0, True), (2, False)])
-def test_the_sampled_tokens_count_among_several(make: Any, number: int, is_flat: bool) -> None:
-    vllm = RecordingVllm(["ab", "c"])
-    vllm.likelier = {1: Logprob(9.0, 1, "")}
-    engine = make(vllm)
-    [completion] = ask(engine, metadata_of(), top_logprobs=number).response.answer.completions
-    assert completion.logprobs == [0.0, -1.0]
-    assert (vllm.params[0].logprobs, vllm.params[0].flat_logprobs) == (number, is_flat)
-    [completion] = ask(engine, metadata_of(), logprobs=False).response.answer.completions
-    assert completion.logprobs is None
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,10 @@ from typing import Any
 
 import pytest
 from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
-from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
+from swift.rollout.multi_turn import MultiTurnScheduler
 
-from swift_grpo_ext.rollout import scheduler
 from swift_grpo_ext.rollout.conversation import read_turns
 from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, RequestError
-from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.sampling.seeding import sample_seed
 from tests.rig.recording_vllm import (
     ID,
@@ -121,16 +119,6 @@ def test_a_conversation_without_room_ends_with_its_last_answer(conversations: Le
     assert [m["role"] for m in ended.messages] == ["user", "assistant", "tool", "assistant"]
     assert len(ended.rollout_infos["images"]) == 2
     assert ended.rollout_infos["num_turns"] == 3
-
-
-def test_a_second_training_of_a_process_watches_once() -> None:
-    multi_turns["one"] = Crop
-    for name in (None, "none of this name", "one"):  # ms-swift reports other names
-        watch(name, 1.0)
-    watch("one", 2.0)
-    watched = multi_turns["one"]
-    assert watched.__mro__[1:3] == (scheduler.WatchedScheduler, Crop)
-    assert watched.tool_timeout == 2.0
 
 
 async def has_its_own_timeout(*_: Any) -> None:

@@ -5,26 +5,29 @@ its samples, for other clients and for our trainings (C3)."""
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+from starlette.routing import Route
 from swift.infer_engine.protocol import ChatCompletionResponseChoice, ChatMessage
 
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.conversation import KEY, Turn, write_turns
-from swift_grpo_ext.rollout.wire import Completion, Prompt, WeightReport
+from swift_grpo_ext.rollout.wire import Answer, Completion, Prompt, RequestMetadata, WeightReport
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
+from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.server import lease, routes
 from swift_grpo_ext.server import record as record_module
-from swift_grpo_ext.server import routes
 from tests.rig.record.rows import read_diversity
 from tests.rig.server.served import Deployed, Replica, listening, metadata_of, output_of, request
 
@@ -269,3 +272,35 @@ def test_a_record_that_fails_is_named_and_ends_nothing(
     assert "swift-grpo-ext view output/tiny/rollout-2" in begun
     assert "samples of a call are not recorded (ValueError" in failed
     assert ": train round 0.0 is left out of the record, since the disk" in late
+
+
+# --- the page of the protocol, for writers of clients ---
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/internals.md"
+PROTOCOL = PAGE.read_text(encoding="utf-8").split("\n## The protocol\n")[1].split("\n## ")[0]
+NAMES = {*re.findall(r"`([^`\n]+)`", PROTOCOL)}
+
+
+def test_the_page_has_all_headers_routes_and_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {value for name, value in vars(wire).items() if name.endswith("_HEADER")}
+    assert {n for n in NAMES if n.startswith("X-")} == {*ours, lease.OWNER_HEADER}
+    assert f"every {lease.HEARTBEAT_SECONDS:g} seconds" in PROTOCOL
+    assert f"for {lease.LEASE_SECONDS:g} seconds" in PROTOCOL
+    server = Deployed(Replica())
+    found = {each.path for each in server.app.routes if isinstance(each, Route)}
+    # `/health` is the same without a slash, and all trainers send adapters in buckets.
+    found -= {"/health", "/update_adapter_param/"}
+    assert found == {name for name in NAMES if re.fullmatch(r"/[a-z_/]+/", name)}
+    drawn = Completion(text="", token_ids=[1], logprobs=[0.0], finish_reason=None)
+    told = wire.write_answer(Answer([drawn], Prompt([1]))) | server.client.get("/health/").json()
+    told |= server.client.post("/get_engine_type/").json()[wire.KEY]
+    reported = {field.name for field in fields(WeightReport)}
+    assert {*told, *reported, routes.REPORTS_PATH, wire.KEY, KEY} <= NAMES
+    [text] = re.findall(r"```json\n(.*?)```", PROTOCOL, re.S)
+    request = json.loads(text)
+    monkeypatch.setattr(routes, "check_media", lambda _: None)  # its picture does not exist
+    assert server.ask(request).status_code == 200
+    written = request["data_dict"][wire.KEY]
+    assert {*written} == {"version", *(field.name for field in fields(RequestMetadata))}
+    assert {*written["sample_id"]} == {field.name for field in fields(SampleId)}
+    assert f"(version {wire.VERSION})" in PROTOCOL

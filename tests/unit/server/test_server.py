@@ -1,10 +1,12 @@
 """The routes of `swift rollout`: every request is spread over replicas, bounded in time, and paired
 with its answer; a bad one is refused, and another replica answers for one that fails (F1, F2, F3,
-F5). A lost replica is started again, and generates once it holds weights (F4)."""
+F5). A lost replica is started again, and generates once it holds weights (F4). Bodies are bounded
+in size, and parsed in steps as `json.loads` parses them (F2)."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import threading
@@ -18,11 +20,13 @@ from urllib.parse import urlsplit
 import pytest
 import requests
 from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
 from swift.pipelines.infer import rollout
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import WeightReport
-from swift_grpo_ext.server import replicas, routes
+from swift_grpo_ext.server import bodies, replicas, routes
 from swift_grpo_ext.server.lease import OWNER_HEADER
 from swift_grpo_ext.server.replicas import Restarts
 from tests.rig.server.served import Deployed, Replica, groups_of, listening, request
@@ -118,18 +122,6 @@ def test_every_call_is_bounded(method: str) -> None:
         assert answer.status_code == status
         assert busy.is_alive() == bool(deployed.connections) == (status == 200)
     assert "a replica has not answered for 1 s" in answer.json()["detail"]
-
-
-def test_a_bound_lies_between_a_second_and_the_servers_own() -> None:
-    """What is no number is refused, for any client."""
-    deployed = Deployed(Replica(), timeout=60.0)
-    for owner in ({}, OWNED):
-        cause = f"{wire.TIMEOUT_HEADER}: could not convert string to float: '1,2'; expected"
-        deployed.refuse("/infer/", 400, cause, headers=owner | {wire.TIMEOUT_HEADER: "1,2"})
-    for bound, expected in (("1e-6", 1.0), ("nan", 1.0), ("7", 7.0), ("inf", 60.0)):
-        headers = OWNED | {wire.TIMEOUT_HEADER: bound}
-        assert deployed.client.get("/get_world_size/", headers=headers).status_code == 200
-        assert deployed.timeout == expected
 
 
 def test_a_body_that_never_ends_blocks_nobody() -> None:
@@ -314,3 +306,65 @@ def test_a_replica_that_refused_an_adapter_draws_no_more() -> None:
     one.faults["read_weight_report"] = "raises"
     first, second = deployed.client.get(routes.REPORTS_PATH).json()
     assert (first, second["loaded"]) == ({}, {"w": "float32 (1,)"})
+
+
+# --- bodies ---
+
+
+def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that is too large is refused by size and limit. The client reads this although it is
+    still sending. Waiting bodies count, since they are in memory. Once they are answered or have
+    failed, another one is accepted."""
+    monkeypatch.setattr(bodies, "MAX_BYTES", 2**20)
+    replica, as_json = Replica("is late"), {"Content-Type": "application/json"}
+    body, large = (
+        json.dumps({"infer_requests": [request(0) | {"images": ["A" * size]}]}).encode()
+        for size in (600_000, 4_000_000)
+    )
+    with listening(Deployed(replica)) as url, ThreadPoolExecutor(1) as pool:
+
+        def post(data: Any, path: str = "infer") -> requests.Response:
+            return requests.post(f"{url}/{path}/", data=data, headers=as_json, timeout=60)
+
+        slow = pool.submit(post, body)
+        while not replica.groups:
+            time.sleep(0.01)
+        # An iterator is sent without a length.
+        for refused in (post(large), post(iter([large])), post(large, "init_communicator")):
+            assert refused.status_code == 413
+            expected = f"a body of {len(large):,} bytes; expected at most 1,048,576, an eighth of"
+            assert refused.json()["detail"].startswith(expected)
+        for data in (body, iter([body])):
+            refused = post(data)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            assert f"of {len(body):,} bytes beside those of other" in refused.json()["detail"]
+        replica.faults["infer"] = ""
+        replica.goes_on.set()
+        assert slow.result(60).ok
+        for sent in (b"{", body, body):
+            assert post(sent).status_code == (200 if sent is body else 422)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(VALUES, st.sampled_from([None, 1]), st.booleans(), st.none() | st.integers(0, 50))
+@pytest.mark.parametrize("junk", [b"", b",}", b"01]", b" 1", b"\xff"])
+def test_steps_read_and_refuse_what_json_does(
+    junk: bytes, value: Any, indent: int | None, is_ascii: bool, end: int | None
+) -> None:
+    sent = json.dumps(value, indent=indent, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
+    if end is not None:
+        sent = sent[:end] + junk
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "LARGE", 0)
+        try:
+            expected = json.loads(sent)
+        except ValueError:
+            with pytest.raises(ValueError, match=r"\S"):
+                bodies.parse(sent)
+        else:
+            assert bodies.parse(sent) == expected

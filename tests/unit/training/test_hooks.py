@@ -224,14 +224,6 @@ def test_where_nothing_is_left_every_rank_says_so() -> None:
         replaced("AAbb", "ABC", num_ranks=2)
 
 
-def test_the_order_of_candidates_is_the_rounds_own() -> None:
-    others = ROUND._replace(phase="train"), ROUND._replace(number=0), ROUND._replace(step=4)
-    places = [(42, ROUND, 0), (43, ROUND, 0), (42, ROUND, 7), *((42, each, 0) for each in others)]
-    orders = [candidate_order(*place, num_rows=100) for place in places]
-    assert sorted(orders[0]) == list(range(100))
-    assert len({tuple(order[:10]) for order in orders}) == len(orders)
-
-
 def test_uneven_groups_and_duplicates_are_warned_of_once(warnings: list[str]) -> None:
     warn_uneven([])
     warn_duplicates([["a", "b"], ["c"]], sample_id(3))
