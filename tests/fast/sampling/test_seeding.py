@@ -30,6 +30,13 @@ sample_ids = st.builds(
 )
 
 
+def test_seeds_never_change() -> None:
+    """Recorded seeds and resumed runs depend on them."""
+    last = SampleId(phase="train", step=10**6, number=7, group=2**18 - 1, index=2**14 - 1)
+    assert sample_seed(42, PLACE) == 67667112449389149
+    assert sample_seed(2**31 - 1, last) == 2197497676260700548
+
+
 @given(st.integers(0, 2**32 - 1), sample_ids)
 def test_the_rule_is_the_documented_one(run_seed: int, sample_id: SampleId) -> None:
     """numpy alone recomputes a seed by the documented rule."""
@@ -87,6 +94,13 @@ def test_a_name_tells_its_sample(name: SampleId) -> None:
     turn = f", turn {name.turn}" if name.turn else ""
     place = f"{name.phase} round {name.step}.{name.number}, group {name.group}"
     assert str(name) == f"{place}, sample {name.index}{turn}"
+
+
+def test_what_is_no_name_is_refused() -> None:
+    name = "train-12.0-5-3"
+    for wrong in (name[:-2], f"{name}-1", f"x{name}", f"{name}\n", "eval-1x0-5-3"):
+        with pytest.raises(ValueError, match=r"is no name of a sample, such as train-12\.0-5-3"):
+            SampleId.parse(wrong)
 
 
 COUNTS = st.lists(st.tuples(st.integers(0, 12), st.integers(12, 24)), max_size=10)

@@ -4,10 +4,13 @@ G7)."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from PIL import Image
 
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
@@ -16,6 +19,12 @@ MESSAGES = [
     {"role": "system", "content": "你是一个助手"},
     {"role": "user", "content": "<image>哪个数字?"},
 ]
+
+
+def in_palette(color: Sequence[int]) -> Image.Image:
+    made = Image.new("P", (2, 3))
+    made.putpalette(color)
+    return made
 
 
 VALUES = [1, True, 1.0, 0, False, 0.0, -0.0, [1], [True], "\ud83d", "\ude00"]
@@ -38,8 +47,12 @@ PROMPTS = {
     "other pixels": {"images": [Image.frombytes("L", (2, 3), b"123457")]},
     "pixels in another shape": {"images": [Image.frombytes("L", (3, 2), b"123456")]},
     "pixels in another mode": {"images": [Image.frombytes("P", (2, 3), b"123456")]},
+    "palette": {"images": [in_palette([255, 0, 0])]},
+    "other palette": {"images": [in_palette([0, 0, 255])]},
     "array": {"images": [np.zeros((2, 3), np.uint8)]},
     "array in another shape": {"images": [np.zeros((3, 2), np.uint8)]},
+    "tensor": {"videos": [torch.ones(2000, requires_grad=True)]},
+    "other tensor": {"videos": [torch.ones(2000).index_fill(0, torch.tensor(999), 2)]},
     "array of another type": {"images": [np.zeros((2, 3), np.int8)]},
     "tools": {"tools": ["search"]},
     "objects": {"objects": {"ref": ["七"], "bbox": [[0, 0, 1, 1]]}},
@@ -82,6 +95,12 @@ def test_what_makes_no_difference() -> None:
     assert prompt_hash(row(solution="8", add_eos=True)) == plain
     one, other = ({"objects": objects} for objects in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
     assert prompt_hash(one) == prompt_hash(other)
+
+
+def test_what_cannot_be_written_down_is_refused_by_name() -> None:
+    for value in ({b"bytes": 1}, {1: 0, "1": 0}):
+        with pytest.raises(ValueError, match=r"fields objects cannot be hashed"):
+            prompt_hash({"objects": {"value": value}})
 
 
 def test_a_prompt_is_one_in_parts_and_in_columns() -> None:

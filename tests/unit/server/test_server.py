@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
@@ -134,6 +135,27 @@ def test_a_body_that_never_ends_blocks_nobody() -> None:
             assert groups_of(requests.post(f"{url}/infer/", json=BODY, timeout=10)) == [0]
             slow.settimeout(10)
             assert slow.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_a_slow_answer_begins_at_once_and_is_given_up_with_its_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = Replica("is late")
+    monkeypatch.setattr(replicas, "give_up", slow.goes_on.set)
+    with listening(Deployed(slow)) as url:
+        headers = {wire.STATUS_HEADER: "1"}
+        ask = partial(requests.post, f"{url}/infer/", json=BODY, headers=headers, timeout=10)
+        answer = ask(stream=True)
+        content = answer.iter_content(1)  # kept: the end of this generator closes the connection
+        assert next(content) == b" "
+        assert not slow.goes_on.is_set()
+        answer.close()
+        wait_until(slow.goes_on.is_set)
+        answer = ask()
+        assert answer.headers[wire.STATUS_HEADER]
+        status, _, content = answer.content.lstrip().partition(b"\n")
+        assert status == b"200"
+        assert [one["rollout_infos"]["group"] for one in json.loads(content)] == [0]
 
 
 def test_a_server_that_is_busy_says_so_and_is_healthy() -> None:

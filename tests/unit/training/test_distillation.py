@@ -19,7 +19,7 @@ from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.rollout.sample import RolloutGKDSample
 from swift_grpo_ext.training import RolloutGKDTrainer
 from swift_grpo_ext.training.batch import complete_teacher_views
-from swift_grpo_ext.training.distillation import check_teacher
+from swift_grpo_ext.training.distillation import check_teacher, completions_of
 from swift_grpo_ext.training.group import DisagreementError
 from swift_grpo_ext.training.rollouts import Round
 from tests.rig.arguments import distillation_arguments
@@ -142,6 +142,23 @@ def test_the_loss_gives_the_rollouts_log_probabilities(placeholders: list[int]) 
     assert ended == [True]
     found = completions.old_per_token_logps
     torch.testing.assert_close(found, expected.T, rtol=1e-5, atol=1e-5)
+
+
+def sample(ids: list[int], num_prompt: int, logprobs: list[float]) -> RolloutGKDSample:
+    made = RolloutGKDSample.from_row({"messages": [{"role": "user", "content": "?"}]})
+    made.encoded = {"input_ids": ids, "labels": [-100] * num_prompt + ids[num_prompt:]}
+    made.rollout_logprobs = [logprobs] if logprobs else []
+    return made
+
+
+def test_completions_of_a_batch() -> None:
+    rows = [sample([1, 2, 3, 4], 2, [-0.5, -1.0]), sample([1, 2, 3], 2, [-0.25])]
+    both = completions_of(rows, torch.device("cpu"))
+    assert both.completion_mask.tolist() == [[True, True], [True, False]]
+    assert both.rollout_per_token_logps is not None
+    assert both.rollout_per_token_logps.tolist() == [[-0.5, -1.0], [-0.25, 0.0]]
+    silent = completions_of([rows[0], sample([1, 2], 1, [])], torch.device("cpu"))
+    assert silent.rollout_per_token_logps is None
 
 
 def test_a_dataset_row_keeps_its_end_and_its_columns() -> None:

@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 from swift.utils.logger import warning_set
 
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training.gap import (
+    CHANCE,
     BoundedGap,
     Gap,
     GapCheck,
     SampleGap,
     gap_limit,
+    least_ratio,
     measure_gap,
     sampling_shift,
     unlike_their_peers,
@@ -228,3 +231,18 @@ def test_what_proves_too_little_is_not_compared() -> None:
         for kind, nats in (("text", 0.0019), ("image", 0.0003))
     ]
     assert unlike_their_peers(for_certain) == {}
+
+
+def test_the_least_ratio_is_students() -> None:
+    noise = np.random.default_rng(7)
+    own = noise.normal(1.0, 0.4, 20)
+
+    def students(peers: np.ndarray) -> float:
+        low = scipy.stats.ttest_ind(own, peers).confidence_interval(1 - 2 * CHANCE).low
+        return math.exp(low)
+
+    peers = own - 0.8  # of the same variance
+    assert least_ratio(own.tolist(), peers.tolist()) == pytest.approx(students(peers))
+    few = noise.normal(0.0, 1.5, 4)  # scatter more than the pooled variance
+    assert least_ratio(own.tolist(), few.tolist()) < students(few)
+    assert least_ratio([1.0], peers.tolist()) == 0
