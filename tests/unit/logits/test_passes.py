@@ -32,16 +32,16 @@ from tests.rig.logits.batch import (
     Rows,
     Run,
     Way,
+    assert_close,
     chosen,
     counted_positions,
     plain,
     values_and_gradients,
-    wrong_parts,
 )
 from tests.rig.logits.models import CONFIGS, TEXT, add_lora, build
 
-FLOAT32 = 1e-4
-"""Bound on errors in float32: sums have other orders."""
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.2}
+"""Bounds on errors: sums have other orders."""
 
 HALF = 0.5
 """Factor for weights in bfloat16. Without it, bfloat16 changes gradients of the plain pass by 12 to
@@ -194,7 +194,7 @@ CASES = [
 
 
 class Compared:
-    """A tiny model, and the results of its plain pass; in bfloat16 those of the exact pass too."""
+    """A tiny model and its batch."""
 
     def __init__(self, case: Case) -> None:
         kind, _ = CONFIGS.get(case.name, ("Qwen2", {}))
@@ -204,7 +204,7 @@ class Compared:
         # cudnn's convolutions use it.
         torch.backends.cudnn.allow_tf32 = False
         torch.set_float32_matmul_precision("highest")
-        self.exact: Run | None = None
+        self.tolerance = TOLERANCES[case.dtype]
         self.model = build(case.name)
         for change in case.changes:
             self.model = CHANGES[change](self.model)
@@ -215,16 +215,14 @@ class Compared:
                 for path, weight in self.model.named_parameters():
                     if weight.ndim > 1 and "linear_attn" not in path:
                         weight.mul_(HALF)
-            self.model.bfloat16().float()  # rounded weights
-            self.exact = self.run(plain)
             self.model.bfloat16()
 
     def run(self, way: Way) -> Run:
         batch = self.batch.to(self.model)
         return values_and_gradients(self.model, lambda: way(self.model, batch))
 
-    def wrong_parts(self, way: Way, expected: Run) -> dict[str, float]:
-        return wrong_parts(self.run(way), expected, self.exact, FLOAT32)
+    def assert_right(self, way: Way, expected: Run) -> None:
+        assert_close(self.run(way), expected, self.tolerance)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -248,9 +246,9 @@ def test_each_way(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for once, size in product((False, True) if can_pack else (False,), (1024, 4)):
         way = partial(chosen, once=once, chunk_size=size)
         with nullcontext([]) if is_compiled else counted_positions(model) as counts:
-            assert compared.wrong_parts(way, expected) == {}, way
+            compared.assert_right(way, expected)
         assert is_compiled or max(counts) == min(len(compared.batch.targets_N), size)
-        assert compared.wrong_parts(plain, expected) == {}, f"plain, after {way}"
+        compared.assert_right(plain, expected)
 
 
 @pytest.mark.parametrize(
@@ -267,13 +265,8 @@ def test_images_whose_positions_see_each_other(name: str, kinds: str) -> None:
         types[2:4, 6:10], types[4, 16:18] = 2, 3
     compared.batch.inputs[kinds] = types
     expected = compared.run(plain)
-    assert compared.wrong_parts(partial(chosen, once=True), expected) == {}
+    compared.assert_right(partial(chosen, once=True), expected)
     assert float((causal[0] - expected[0]).abs().max()) > 0.01
-
-
-def test_the_benches_time_the_same_passes() -> None:
-    compared = Compared(Case("Qwen2.5-VL", with_images=True))
-    assert compared.wrong_parts(passes.once, compared.run(passes.plain)) == {}
 
 
 # --- memory ---
