@@ -230,3 +230,9 @@ def add_lora(model: Any, **more: Any) -> Any:
     targets = {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ".*vision_tower.*"} | more
     config = LoraConfig(r=4, lora_dropout=0.0, init_lora_weights=False, **targets)
     return get_peft_model(model, config)
+
+
+def recomputed(model: Any, *, use_reentrant: bool) -> Any:
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    return model

@@ -47,13 +47,7 @@ class Case(NamedTuple):
     """Passes of each rank before the loss, as for old log-probabilities."""
 
     def __str__(self) -> str:
-        numbers = f"{self.counts}, {self.chunk_size}, {self.num_before}"
-        return f"{self.kind}, {self.name}, {numbers}"
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Completion tokens of each rank in a step."""
-        return tuple(sum(row[1] for row in rows) for rows in self.steps[0])
+        return f"{self.kind}, {self.name}, {self.steps[0]}, {self.num_before}"
 
 
 def apart(kind: str, name: str, *counts: int, chunk_size: int = 2) -> Case:
@@ -98,20 +92,15 @@ class RefusingOnRank0(models.FixedLength):
         return kind.output(self, *args)
 
 
-def recomputed_delta_nets() -> Any:
-    model = models.build("Qwen3-Next")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
-    return model
-
-
 MODELS: dict[str, Callable[[], Any]] = {
     "untied": partial(models.build, "Qwen2"),
     "tied": partial(models.build, "Qwen2, tied"),
     "LoRA": partial(models.build, "Qwen2", lora=True),
     "capped": partial(models.build, "soft-capped (Gemma2)"),
     "refuses on rank 0": lambda: RefusingOnRank0(models.Qwen2Config(**models.TEXT)),
-    "delta nets, recomputed": recomputed_delta_nets,
+    "delta nets, recomputed": lambda: models.recomputed(
+        models.build("Qwen3-Next"), use_reentrant=False
+    ),
 }
 
 
