@@ -40,17 +40,18 @@ from tests.rig.logits.batch import (
 )
 from tests.rig.logits.models import CONFIGS, TEXT, add_lora, build, recomputed
 
-TOLERANCES = {"float32": 1e-4, "bfloat16": 0.2}
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.08}
 """Bounds on errors: sums have other orders."""
 
 HALF = 0.5
 """Factor for weights in bfloat16. Without it, bfloat16 changes gradients of the plain pass by 12 to
-25% (Qwen2, Qwen2.5-VL, on a CPU), which hides faults. With it, the change is 1 to 5%, while samples
-that attend to each other change gradients by 38 to 76%. Gated delta nets keep their weights: they
-normalize their outputs, and smaller weights make their rounding worse."""
+25% (Qwen2, Qwen2.5-VL, on a CPU), which hides faults. With it, passes differ by at most 4%, and by
+9% if samples attend to each other. Gated delta nets keep their weights: they normalize their
+outputs, and smaller weights make their rounding worse."""
 
-GROUPS: Rows = ((7, 9), (7, 3), (7, 12), (10, 4), (10, 6), (8, 5))
-"""No other row has the last prompt."""
+GROUPS: Rows = ((7, 9), (7, 3), (7, 12), (10, 4), (10, 3), (8, 5))
+"""Attention reads both samples of the second prompt as one block. No other row has the last
+prompt."""
 
 TOOLS: Rows = ((9, 4), (9, 2, 7, 3), (12, 4, 6, 2), (12, 2))
 """Some samples have a tool's answer, which is not trained on."""
