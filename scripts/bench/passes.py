@@ -1,7 +1,7 @@
 """Training passes over groups, plain and with each prompt read once, and models to run them.
 
-The benchmarks time these passes; `tests/unit/logits/test_passes.py` compares their values and
-gradients.
+The benchmarks time these passes; `tests/unit/logits/test_passes.py` compares the values and
+gradients of such passes.
 """
 
 from __future__ import annotations

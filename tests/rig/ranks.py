@@ -18,38 +18,21 @@ from swift_grpo_ext.ranks import RankGroup, RolloutError
 
 T = TypeVar("T")
 
-Gather = Callable[[Any], list[Any]]
-
-
-def run_ranks(world_size: int, work: Callable[[int, Gather], T]) -> list[T]:
-    """Return the results of `work(rank, gather)` on each rank. A rank that waits alone is an
-    error."""
-    barrier = threading.Barrier(world_size, timeout=120)
-    values: list[Any] = [None] * world_size
-
-    def run(rank: int) -> T:
-        def gather(value: Any) -> list[Any]:
-            values[rank] = value
-            barrier.wait()
-            gathered = list(values)
-            barrier.wait()
-            return gathered
-
-        return work(rank, gather)
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(run, range(world_size)))
-
 
 class ThreadRanks(RankGroup):
     """A rank in a thread; rank 0 drives the engine."""
 
-    def __init__(self, rank: int, size: int, gather: Gather) -> None:
-        self.rank, self.size, self._gather = rank, size, gather
+    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(values)
         self.drives_engine = rank == 0
+        self._values, self._barrier = values, barrier
 
     def all_gather(self, value: Any) -> list[Any]:
-        return self._gather(value)
+        self._values[self.rank] = value
+        self._barrier.wait()
+        gathered = list(self._values)
+        self._barrier.wait()
+        return gathered
 
     def gather(self, value: Any) -> list[Any]:
         gathered = self.all_gather(value)
@@ -63,8 +46,10 @@ class ThreadRanks(RankGroup):
 
 
 def run_rank_groups(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
-    """Return the result of `work(ranks)` on each rank."""
-    return run_ranks(size, lambda rank, gather: work(ThreadRanks(rank, size, gather)))
+    """Return the result of `work(ranks)` on each rank. A rank that waits alone is an error."""
+    values, barrier = [None] * size, threading.Barrier(size, timeout=120)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: work(ThreadRanks(rank, values, barrier)), range(size)))
 
 
 def start_processes(run: Callable[[int, str], None], number: int = 2) -> None:

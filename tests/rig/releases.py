@@ -1,11 +1,14 @@
-"""Differences of older releases of vLLM (docs/support.md)."""
+"""What older releases lack (docs/support.md)."""
 
 from __future__ import annotations
 
 import pytest
 from packaging.version import Version
 
-from swift_grpo_ext.upstream.contract import tried_packages
+from swift_grpo_ext.upstream.contract import TRIED, tried_packages
+
+IS_NEWEST_SWIFT = tried_packages()["ms-swift"].startswith(TRIED["ms-swift"][-1])
+"""Pages describe the newest ms-swift that was tried."""
 
 IS_BEFORE_0_28 = Version(tried_packages()["vllm"]) < Version("0.28")
 

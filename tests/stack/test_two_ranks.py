@@ -41,26 +41,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.parametrize("case", two_ranks.CASES, ids=str)
 def test_chosen_positions(results: Results, case: Case) -> None:
-    counts = case.counts
-    if not case.kind.startswith("DDP"):  # sharded heads are called equally often
-        counts = (max(counts), max(counts))
+    """Logits in chunks are given up by both ranks, or by none."""
     for rank, result in enumerate(results(case)):
-        assert result["calls"] == calls_of_the_head(case, counts[rank])
         reason = ""
         if case.name == "refuses on rank 0":
             reason = "on another rank" if rank else "RuntimeError"
         assert [reason in text for text in result["warned"]] == ([True] if reason else [])
-
-
-def calls_of_the_head(case: Case, count: int) -> int:
-    """Return how often a rank calls it in two steps, each with two forwards and a backward."""
-    # A pass ends with the last position.
-    of_pass = max(1, -(-count // case.chunk_size)) + 1
-    if case.name == "refuses on rank 0":
-        return of_pass + 4
-    # A capped model needs one more pass to find its transform of logits. The backward computes
-    # chunks once more.
-    return of_pass * (4 + (case.name == "capped")) + 2 * (of_pass - 1)
 
 
 @pytest.mark.parametrize("case", two_ranks.SHARED, ids=str)

@@ -28,8 +28,8 @@ from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.tools import cli
 from swift_grpo_ext.tools.sources import read_sources
-from tests.rig.newest import is_newest
 from tests.rig.record.rows import ROW, sample_id, write_session
+from tests.rig.releases import IS_NEWEST_SWIFT
 
 # --- pages, section by section ---
 
@@ -140,7 +140,7 @@ OURS = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)}|\.ci)/[\w./*-]*")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-@pytest.mark.skipif(not is_newest("swift"), reason="pages speak of the newest ms-swift")
+@pytest.mark.skipif(not IS_NEWEST_SWIFT, reason="pages speak of the newest ms-swift")
 def test_what_a_page_names_exists(page: Path) -> None:
     """Links, flags, our commands, paths that begin with a folder of ours, and modules by their
     room."""
@@ -202,7 +202,7 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
     assert runner.failures == 0
 
 
-@pytest.mark.skipif(not is_newest("swift"), reason="pages speak of the newest ms-swift")
+@pytest.mark.skipif(not IS_NEWEST_SWIFT, reason="pages speak of the newest ms-swift")
 def test_each_training_of_the_page_holds_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

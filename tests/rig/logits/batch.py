@@ -1,10 +1,5 @@
 """Batches for tiny models, collated as in ms-swift, ways to their log-probabilities, and the
-comparison of two passes.
-
-In float32, a pass is compared with the plain pass. In bfloat16, both are compared with a float32
-pass of the same weights (the exact pass), and the pass may not be much further away than the plain
-pass.
-"""
+comparison of two passes."""
 
 from __future__ import annotations
 
@@ -178,10 +173,6 @@ def packed_form(model: Any, batch: Batch) -> Form:
 Run = tuple[Tensor, dict[str, Tensor]]
 """Values, and the gradient of a weighted sum of them by each trained weight."""
 
-TIMES_PLAIN, BFLOAT16, MOST = 2.0, 2**-7, 0.35
-"""The bound in bfloat16 is twice the plain pass's error plus one step of bfloat16, and at most
-`MOST`, which wrong passes exceed."""
-
 
 def values_and_gradients(model: Any, values_of: Callable[[], Tensor]) -> Run:
     """Return the values, and the gradients of a fixed mixture of them by all trained weights."""
@@ -195,21 +186,8 @@ def values_and_gradients(model: Any, values_of: Callable[[], Tensor]) -> Run:
 
 def assert_close(found: Run, expected: Run, tolerance: float = 1e-5) -> None:
     """Assert that all errors are at most `tolerance`."""
-    assert wrong_parts(found, expected, None, tolerance) == {}
-
-
-def wrong_parts(run: Run, plain: Run, exact: Run | None, tolerance: float) -> dict[str, float]:
-    """Return the errors beyond their bounds (`errors_of`). `exact` is given in bfloat16."""
-    errors = errors_of(run, exact or plain)
-    limits = dict.fromkeys(errors, tolerance)
-    if exact is not None:
-        rounding = errors_of(plain, exact)
-        of_values = rounding.pop("values")
-        of_gradients = max(rounding.values())
-        for name in limits:
-            error = of_values if name == "values" else of_gradients
-            limits[name] = min(TIMES_PLAIN * error + BFLOAT16, MOST)
-    return {name: error for name, error in errors.items() if not error <= limits[name]}  # also NaN
+    errors = errors_of(found, expected).items()
+    assert {name: error for name, error in errors if not error <= tolerance} == {}  # also NaN
 
 
 def errors_of(run: Run, expected: Run) -> dict[str, float]:

@@ -152,15 +152,8 @@ class SquashingRemoteCode(RemoteCode):
         return self.lm_head(hidden).tanh_()
 
 
-class TwiceCallingHead(RemoteCode):
-    """Its logits are the mean of two calls of the head."""
-
-    def logits_of(self, hidden: Tensor) -> Tensor:
-        return (self.lm_head(hidden) + self.lm_head(-hidden)) / 2
-
-
 class KeepingByKeyword(RemoteCode):
-    """Uses the head's weight, not the head. Has the keyword of transformers 4.49 and later."""
+    """Uses the head's weight, not the head. Has transformers' keyword."""
 
     keeps = True
 
@@ -177,15 +170,6 @@ class Promising(KeepingByKeyword):
     keeps = False
 
 
-class OldSpelling(KeepingByKeyword):
-    """Has the keyword of transformers 4.45 to 4.48."""
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, num_logits_to_keep: int = 0
-    ) -> Any:
-        return self.output(input_ids, attention_mask, num_logits_to_keep)
-
-
 class FixedLength(RemoteCode):
     """Fails without logits of every position."""
 
@@ -198,9 +182,7 @@ class FixedLength(RemoteCode):
 REMOTE: dict[str, type[RemoteCode]] = {
     "remote code": RemoteCode,
     "remote code, squashed": SquashingRemoteCode,
-    "new spelling": KeepingByKeyword,
-    "old spelling": OldSpelling,
-    "calls its head twice": TwiceCallingHead,
+    "keeps by keyword": KeepingByKeyword,
     "names the keyword only": Promising,
     "insists on all positions": FixedLength,
 }
@@ -248,3 +230,9 @@ def add_lora(model: Any, **more: Any) -> Any:
     targets = {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ".*vision_tower.*"} | more
     config = LoraConfig(r=4, lora_dropout=0.0, init_lora_weights=False, **targets)
     return get_peft_model(model, config)
+
+
+def recomputed(model: Any, *, use_reentrant: bool) -> Any:
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    return model

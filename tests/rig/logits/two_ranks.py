@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from swift_grpo_ext.logits import proof
-from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
+from swift_grpo_ext.logits.shim import LogitsShim, base_model
 from tests.rig.arguments import training_arguments
 from tests.rig.logits import models
 from tests.rig.logits.batch import ROWS, Batch, Ours, Rows, Run, loss_pass, plain, seen_positions
@@ -47,13 +47,7 @@ class Case(NamedTuple):
     """Passes of each rank before the loss, as for old log-probabilities."""
 
     def __str__(self) -> str:
-        numbers = f"{self.counts}, {self.chunk_size}, {self.num_before}"
-        return f"{self.kind}, {self.name}, {numbers}"
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Completion tokens of each rank in a step."""
-        return tuple(sum(row[1] for row in rows) for rows in self.steps[0])
+        return f"{self.kind}, {self.name}, {self.steps[0]}, {self.num_before}"
 
 
 def apart(kind: str, name: str, *counts: int, chunk_size: int = 2) -> Case:
@@ -98,20 +92,15 @@ class RefusingOnRank0(models.FixedLength):
         return kind.output(self, *args)
 
 
-def recomputed_delta_nets() -> Any:
-    model = models.build("Qwen3-Next")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
-    return model
-
-
 MODELS: dict[str, Callable[[], Any]] = {
     "untied": partial(models.build, "Qwen2"),
     "tied": partial(models.build, "Qwen2, tied"),
     "LoRA": partial(models.build, "Qwen2", lora=True),
     "capped": partial(models.build, "soft-capped (Gemma2)"),
     "refuses on rank 0": lambda: RefusingOnRank0(models.Qwen2Config(**models.TEXT)),
-    "delta nets, recomputed": recomputed_delta_nets,
+    "delta nets, recomputed": lambda: models.recomputed(
+        models.build("Qwen3-Next"), use_reentrant=False
+    ),
 }
 
 
@@ -171,8 +160,8 @@ def unsharded(make: Callable[[], Any], batches: Sequence[Batch]) -> list[Run]:
 
 def train(rank: int, case: Case) -> dict[str, Any]:
     """Return values and gradients of the steps of our training (`found`) and of an unsharded one
-    (`expected`), the calls of the head (`calls`) and the positions in each pass of the decoder
-    (`positions`) on this rank, and warnings (`warned`)."""
+    (`expected`), the positions in each pass of the decoder (`positions`) on this rank, and warnings
+    (`warned`)."""
 
     def make() -> Any:
         torch.manual_seed(0)
@@ -181,9 +170,8 @@ def train(rank: int, case: Case) -> dict[str, Any]:
     LogitsShim.chunk_size, proof.WORTH = case.chunk_size, 0.0
     warned = dict[str, str]()
     get_logger().warning_once = lambda text, hash_id: warned.setdefault(hash_id, text)
-    ours, model, calls = Ours(logits_shim="auto"), wrapped(make(), case.kind), list[int]()
+    ours, model = Ours(logits_shim="auto"), wrapped(make(), case.kind)
     seen = seen_positions(model) if case.steps is STEPS else []  # remote code has no decoder
-    output_embedding(base_model(model)).register_forward_hook(lambda *_: calls.append(1))
     found = []
     for rows in case.steps:
         batch = Batch(rows[rank]).shared()
@@ -191,7 +179,6 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         found.append(step(model, own, case.num_before[rank]))
     return {
         "found": found,
-        "calls": len(calls),
         "expected": [unsharded(make, [Batch(each) for each in rows])[rank] for rows in case.steps],
         "positions": seen,
         "warned": [*warned.values()],

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from swift_grpo_ext.logits import segments
 from swift_grpo_ext.logits.packed import (
@@ -18,9 +17,7 @@ from swift_grpo_ext.logits.packed import (
     layout_of,
     pack,
     reason_against,
-    saving,
 )
-from tests.rig.logits.batch import Batch, packed_form
 from tests.rig.logits.models import build
 
 GROUP = GroupRows(
@@ -51,12 +48,6 @@ def test_samples_lie_behind_their_prompt() -> None:
         pack(SharedPromptInputs({}, short, {}, dict), build("Qwen2"))
 
 
-def test_what_is_expected_to_be_saved() -> None:
-    """A packed row has 89 positions of the prompt and 12, 12 and 2 of samples, in place of 303."""
-    rows = [[1] * length for length in (101, 101, 91)]
-    assert 1 - saving([GroupRows(90, rows, rows)]) == pytest.approx((89 + 12 + 12 + 2) / 303)
-
-
 @pytest.mark.parametrize(
     ("name", "changed", "inputs", "reason"),
     [
@@ -82,26 +73,6 @@ def test_what_cannot_be_packed(
 
 
 # --- segments ---
-
-ROWS = ((7, 9), (7, 3), (7, 12), (10, 4), (10, 6), (8, 5))
-
-
-def test_attention_that_passes_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("Mistral")
-    inputs, _ = packed_form(model, Batch(ROWS))
-    functions = transformers.models.mistral.modeling_mistral.ALL_ATTENTION_FUNCTIONS
-    own = functions["sdpa"]
-    monkeypatch.setitem(
-        functions, "sdpa", lambda *args, sliding_window, **kwargs: own(*args, **kwargs)
-    )
-    with pytest.raises(ValueError, match="passes no window to its implementation"):
-        model(**inputs)
-
-
-def test_attention_that_looks_its_function_up_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, file = build("Qwen2"), transformers.models.qwen2.modeling_qwen2
-    monkeypatch.delattr(file, "ALL_ATTENTION_FUNCTIONS")
-    assert "not that of transformers' AttentionInterface" in reason_against(model, {})
 
 
 def test_blocks_compute_at_most_twice_what_is_seen() -> None:

@@ -32,45 +32,29 @@ from tests.rig.logits.batch import (
     Rows,
     Run,
     Way,
+    assert_close,
     chosen,
     counted_positions,
     plain,
     values_and_gradients,
-    wrong_parts,
 )
-from tests.rig.logits.models import CONFIGS, TEXT, add_lora, build
+from tests.rig.logits.models import CONFIGS, TEXT, add_lora, build, recomputed
 
-FLOAT32 = 1e-4
-"""Bound on errors in float32: sums have other orders."""
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.08}
+"""Bounds on errors: sums have other orders."""
 
 HALF = 0.5
 """Factor for weights in bfloat16. Without it, bfloat16 changes gradients of the plain pass by 12 to
-25% (Qwen2, Qwen2.5-VL, on a CPU), which hides faults. With it, the change is 1 to 5%, while samples
-that attend to each other change gradients by 38 to 76%. Gated delta nets keep their weights: they
-normalize their outputs, and smaller weights make their rounding worse."""
+25% (Qwen2, Qwen2.5-VL, on a CPU), which hides faults. With it, passes differ by at most 4%, and by
+9% if samples attend to each other. Gated delta nets keep their weights: they normalize their
+outputs, and smaller weights make their rounding worse."""
 
-GROUPS: Rows = ((7, 9), (7, 3), (7, 12), (10, 4), (10, 6), (8, 5))
-"""No other row has the last prompt."""
+GROUPS: Rows = ((7, 9), (7, 3), (7, 12), (10, 4), (10, 3), (8, 5))
+"""Attention reads both samples of the second prompt as one block. No other row has the last
+prompt."""
 
 TOOLS: Rows = ((9, 4), (9, 2, 7, 3), (12, 4, 6, 2), (12, 2))
 """Some samples have a tool's answer, which is not trained on."""
-
-
-def with_hooks(model: Any) -> Any:
-    """Hook the head before and after, as masks of tokens do; each hook must run once."""
-    ruled_out, lowest = torch.tensor([150, 155]), torch.finfo(torch.float32).min / 16
-    head = model.get_output_embeddings()
-    head.register_forward_pre_hook(lambda _, args: (1.5 * args[0],))
-    head.register_forward_hook(
-        lambda _, __, logits: logits.index_fill_(-1, ruled_out.to(logits.device), lowest)
-    )
-    return model
-
-
-def recomputed(model: Any, *, use_reentrant: bool) -> Any:
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    return model
 
 
 def compiled_in_place(model: Any) -> Any:
@@ -84,7 +68,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "DoRA": partial(add_lora, target_modules=TARGETS, use_dora=True),
     "adapted head": partial(add_lora, target_modules=["q_proj", "lm_head"]),
     "trained head": partial(add_lora, modules_to_save=["lm_head"]),
-    "hooked head": with_hooks,
     "recomputed": partial(recomputed, use_reentrant=False),
     "recomputed, reentrant": partial(recomputed, use_reentrant=True),
     "compiled": partial(torch.compile, backend="aot_eager"),
@@ -178,7 +161,6 @@ CASES = [
     Case("remote code"),
     Case("remote code", changes=("adapted head",)),
     Case("remote code", changes=("trained head",)),
-    Case("soft-capped (Gemma2)", changes=("hooked head",)),
     Case("soft-capped (Gemma2)", changes=("compiled",)),
     Case("soft-capped (Gemma2)", changes=("compiled in place",)),
     Case("Qwen2.5-VL", changes=("adapters", "recomputed"), with_images=True),
@@ -194,7 +176,7 @@ CASES = [
 
 
 class Compared:
-    """A tiny model, and the results of its plain pass; in bfloat16 those of the exact pass too."""
+    """A tiny model and its batch."""
 
     def __init__(self, case: Case) -> None:
         kind, _ = CONFIGS.get(case.name, ("Qwen2", {}))
@@ -204,7 +186,7 @@ class Compared:
         # cudnn's convolutions use it.
         torch.backends.cudnn.allow_tf32 = False
         torch.set_float32_matmul_precision("highest")
-        self.exact: Run | None = None
+        self.tolerance = TOLERANCES[case.dtype]
         self.model = build(case.name)
         for change in case.changes:
             self.model = CHANGES[change](self.model)
@@ -215,16 +197,14 @@ class Compared:
                 for path, weight in self.model.named_parameters():
                     if weight.ndim > 1 and "linear_attn" not in path:
                         weight.mul_(HALF)
-            self.model.bfloat16().float()  # rounded weights
-            self.exact = self.run(plain)
             self.model.bfloat16()
 
     def run(self, way: Way) -> Run:
         batch = self.batch.to(self.model)
         return values_and_gradients(self.model, lambda: way(self.model, batch))
 
-    def wrong_parts(self, way: Way, expected: Run) -> dict[str, float]:
-        return wrong_parts(self.run(way), expected, self.exact, FLOAT32)
+    def assert_right(self, way: Way, expected: Run) -> None:
+        assert_close(self.run(way), expected, self.tolerance)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -248,9 +228,9 @@ def test_each_way(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for once, size in product((False, True) if can_pack else (False,), (1024, 4)):
         way = partial(chosen, once=once, chunk_size=size)
         with nullcontext([]) if is_compiled else counted_positions(model) as counts:
-            assert compared.wrong_parts(way, expected) == {}, way
+            compared.assert_right(way, expected)
         assert is_compiled or max(counts) == min(len(compared.batch.targets_N), size)
-        assert compared.wrong_parts(plain, expected) == {}, f"plain, after {way}"
+        compared.assert_right(plain, expected)
 
 
 @pytest.mark.parametrize(
@@ -267,13 +247,8 @@ def test_images_whose_positions_see_each_other(name: str, kinds: str) -> None:
         types[2:4, 6:10], types[4, 16:18] = 2, 3
     compared.batch.inputs[kinds] = types
     expected = compared.run(plain)
-    assert compared.wrong_parts(partial(chosen, once=True), expected) == {}
+    compared.assert_right(partial(chosen, once=True), expected)
     assert float((causal[0] - expected[0]).abs().max()) > 0.01
-
-
-def test_the_benches_time_the_same_passes() -> None:
-    compared = Compared(Case("Qwen2.5-VL", with_images=True))
-    assert compared.wrong_parts(passes.once, compared.run(passes.plain)) == {}
 
 
 # --- memory ---

@@ -131,19 +131,10 @@ def test_arguments_made_in_python_keep_their_values(
 
 
 def test_a_training_of_megatron_is_refused() -> None:
-    """Ray's driver parses its arguments first, before it connects to Ray."""
     # In a process of its own: stand-ins for Megatron's packages confuse what is imported here.
     command = [sys.executable, "-m", "tests.rig.megatron", str(PLUGIN)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    errors = json.loads(output.splitlines()[-1])
-    for name, error in errors.items():
-        if name.startswith("dpo"):  # our plugin has nothing to add; the model is not there
-            assert "swift-grpo-ext" not in error
-            assert "/none" in error
-        else:
-            assert error.startswith("SettingsError: --external_plugins names swift-grpo-ext")
-            assert "none of its seeds, records and checks" in error
-    assert len(errors) == 6
+    error = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    assert "error: --external_plugins names swift-grpo-ext" in error
 
 
 # --- the parser ---

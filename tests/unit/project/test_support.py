@@ -13,7 +13,7 @@ from pages import SUPPORT, read_from
 from tiny_vlm.families import FAMILIES, Family
 
 from swift_grpo_ext.upstream.contract import TRIED
-from tests.rig.newest import is_newest
+from tests.rig.releases import IS_NEWEST_SWIFT
 
 
 @pytest.mark.parametrize("name", ["conversations", "families", "experts"])
@@ -33,7 +33,7 @@ def test_tiny_models_have_two_layers_of_each_kind(family: Family) -> None:
     assert min(Counter(kinds).values()) >= 2
 
 
-@pytest.mark.skipif(not is_newest("swift"), reason="the page is about the newest ms-swift")
+@pytest.mark.skipif(not IS_NEWEST_SWIFT, reason="the page is about the newest ms-swift")
 def test_the_page_of_options_is_up_to_date() -> None:
     """If not: `python scripts/support.py --write`. The page may name any test with the option."""
     options = support.options()

@@ -35,7 +35,7 @@ from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import Completion, Prompt
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from tests.rig.arguments import ROOT, command_line_arguments
-from tests.rig.ranks import Gather, ThreadRanks, run_rank_groups, run_ranks
+from tests.rig.ranks import ThreadRanks, run_rank_groups
 from tests.rig.record.rows import open_log, read_rows, row_of, sample_id
 
 ALONE = RankGroup()
@@ -264,10 +264,11 @@ def record(
     recorder: RewardRecorder,
     names: Sequence[SampleId],
     values: Sequence[Sequence[float]],
-    gather: Gather = lambda rows: [rows],
+    ranks: RankGroup = ALONE,
 ) -> list[RewardRow]:
     samples = [scored(name) for name in names]
-    return scores_of_ranks(gather(recorder.record(samples, values, fate="trained", extras={})))
+    rows = recorder.record(samples, values, fate="trained", extras={})
+    return scores_of_ranks(ranks.all_gather(rows))
 
 
 def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
@@ -298,21 +299,21 @@ def test_what_dynamic_sampling_drops_has_a_score() -> None:
     """Each of two ranks generates a group twice. ms-swift trains on groups 1 and 2, and rank 0 gets
     samples that rank 1 generated."""
 
-    def work(rank: int, gather: Gather) -> list[tuple[int, int, float | None, str]]:
-        recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
+    def work(ranks: ThreadRanks) -> list[tuple[int, int, float | None, str]]:
+        recorder, rank = RewardRecorder(FUNCTIONS, WEIGHTS), ranks.rank
         for number in (0, 1):
             names = [sample_id(group=2 * number + rank, index=i) for i in (0, 1)]
             recorder.generated([scored(name) for name in names], [[number + rank / 10, 0.0]] * 2)
         trained = [sample_id(group=rank + 1, index=i) for i in (1, 0)]
-        rows = record(recorder, trained, [[9.0, 0.0]] * 2, gather=gather)
+        rows = record(recorder, trained, [[9.0, 0.0]] * 2, ranks)
         # Nothing is left for the next round.
         later = [sample_id(1, index=rank)]
-        assert len(record(recorder, later, [[5.0, 0.0]], gather=gather)) == 2
+        assert len(record(recorder, later, [[5.0, 0.0]], ranks)) == 2
         return [(r.sample_id.group, r.sample_id.index, r.reward, r.fate) for r in rows]
 
     fates = [(0, 0.0, "dropped"), (1, 9.0, "trained"), (2, 9.0, "trained"), (3, 1.1, "dropped")]
     expected = [(group, i, reward, fate) for group, reward, fate in fates for i in (0, 1)]
-    assert run_ranks(2, work) == [expected, expected]
+    assert run_rank_groups(2, work) == [expected, expected]
 
 
 def test_groups_that_got_another_prompt() -> None:

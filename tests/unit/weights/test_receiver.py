@@ -3,17 +3,15 @@ next update (M4). In `tests/stack/test_fault_matrix.py` workers join real groups
 
 from __future__ import annotations
 
-import os
 import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 
 from swift_grpo_ext.rollout.wire import WeightReport
-from swift_grpo_ext.weights.receiver import REPLICA_NUMBER, VerifiedWeightSyncWorkerExtension
+from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 from swift_grpo_ext.weights.update import MERGED, EngineWeights, WeightUpdateError, shapes_of
 
 TENSORS = {"a.base_layer.weight": torch.eye(64), "b": torch.ones(2, dtype=torch.bfloat16)}
@@ -164,21 +162,6 @@ def test_a_watch_that_has_ended_finds_nothing_sound() -> None:
 
 
 # --- what a server's worker adds ---
-
-
-def test_a_worker_joins_under_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined: list[Any] = []
-
-    def init_communicator(self: Any, *where: Any) -> None:
-        joined.append((*where, os.environ[REPLICA_NUMBER]))
-
-    monkeypatch.setattr(WeightSyncWorkerExtension, "init_communicator", init_communicator)
-    monkeypatch.setenv(REPLICA_NUMBER, "5")
-    worker = VerifiedWeightSyncWorkerExtension()
-    for number, name in ((None, "5"), (0, "0")):
-        worker.join_group("host", 7, 3, number, 4.0, watches=False)
-        assert joined.pop() == ("host", 7, 3, name)
-        assert os.environ[REPLICA_NUMBER] == "5"
 
 
 def test_the_fewest_bits_of_an_engines_numbers_are_told() -> None:
