@@ -147,8 +147,8 @@ def test_a_bound_removes_the_oldest_and_no_more_than_it_must(
         assert 0.7 * max_bytes < size_of(tmp_path) <= max_bytes
     steps = steps_of(tmp_path)
     assert steps == list(range(steps[0], 44))
-    found = before.rows("select distinct step from samples")
-    assert sorted(row["step"] for row in found) == steps
+    found = before.rows("select distinct step, map(['a'], [1]) as named from samples order by step")
+    assert found == [{"step": step, "named": {"a": 1}} for step in steps]
 
 
 def test_a_step_does_not_wait_for_the_disk_and_a_bad_row_is_an_error(tmp_path: Path) -> None:

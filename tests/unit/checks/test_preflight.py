@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from swift.arguments import RolloutArguments
+from swift.rewards import ORM, orms
 from swift.utils import find_free_port
 
 from swift_grpo_ext.checks import preflight, rules
@@ -96,6 +97,7 @@ def test_the_first_error_is_raised_after_the_warnings(
         # Names
         ({"callbacks": ["diversity"]}, None),
         ({"model_type": "zzz"}, "error: --model_type zzz: is registered by...known: ... ..."),
+        ({"reward_funcs": ["formt"]}, "error: --reward_funcs formt: is ...mean format?"),
         ({"reward_model_plugin": ["defualt"]}, "error: --reward_model_plugin ...mean default?"),
         (
             {**TEACHER, "temperature": 0.9},
@@ -380,6 +382,23 @@ def test_data_sets() -> None:
     ]
     for rows, eval_rows, changes, expected in cases:
         assert_says(preflight.check_datasets(arguments(**changes), rows, eval_rows), expected)
+
+
+class Exact(ORM):
+    def __call__(self, completions: list[str], solution: list[str], **_: Any) -> list[float]:
+        return [float(c == s) for c, s in zip(completions, solution, strict=True)]
+
+
+def test_rewards_are_tried_unless_a_scheduler_may_add_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(orms, "exact", Exact)
+    for scheduler, expected in (
+        (None, "...: --reward_funcs exact: ...solution..."),
+        ("mine", None),
+    ):
+        args = arguments(reward_funcs=["exact"], multi_turn_scheduler=scheduler)
+        assert_says(preflight.check_datasets(args, GOOD, None), expected)
 
 
 def test_one_rank_of_a_machine_looks_at_rows(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:

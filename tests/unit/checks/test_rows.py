@@ -212,7 +212,7 @@ def test_rows_that_a_training_leaves_out(tmp_path: Path) -> None:
     cases: list[tuple[Any, ...]] = [
         ([asks("?"), asks("?", objects=None), asks("?", objects=BOXES)], {}, None),
         (HALF, {"num_proc": 2}, SOME + "3 of 6 rows; the first is row 2 of {0}..." + EMPTY),
-        (HALF[1::2], {}, "error: Data set {0}: no row is left of 3; the first is row 1 of {0}"),
+        (HALF[1::2], {}, "error: Data set {0}: no row is left of 3; ...--columns renames columns."),
         ([HALF[0], asks(None)], {}, SOME + "...: AssertionError: message: {{'role': 'user', 'cont"),
         ([HALF[0], {"messages": []}], {}, SOME + "...: MessagesPreprocessor returns no row for it"),
     ]

@@ -91,7 +91,8 @@ def test_all_of_an_answer_is_recorded(tmp_path: Path) -> None:
     null values and ms-swift's own are left out. What a teacher sees is a column."""
     extra = {"solution": "七\ud83d", "long": [1] * 1000, "absent": None, "_id": 1, "day": {7}}
     in_parts = OnPolicySample([{"role": "user", "content": IN_PARTS}], extra=extra)
-    in_parts = replace(in_parts, teacher_images=["sharp.png"])
+    cut = {"response_token_ids": [[5]], "response_loss_mask": [[1]]}  # by a scheduler
+    in_parts = replace(in_parts, teacher_images=["sharp.png"], **cut)
     columns = f'{{"solution": "七\\ud83d", "long": "[{"1, " * 666}1 …", "day": "{{7}}", '
     answers = [
         replace(ANSWER, replica="server 0 replica 1", stop_reason=5, seed=7),
@@ -105,6 +106,7 @@ def test_all_of_an_answer_is_recorded(tmp_path: Path) -> None:
             "prompt": PLAIN_PROMPT.replace("几?", "<image><image>哪个?<video>"),
             "media": [media_name(IN_PARTS[0]["image_url"]["url"]), "七.png", "七.mp4"],
             "columns": columns + '"teacher_images": ["sharp.png"]}',
+            "mask": [True, False],
         },
     ]
     recorder, names, samples = recorder_in(tmp_path), group_of(2, 3), [SAMPLE, SAMPLE, in_parts]
@@ -115,7 +117,7 @@ def test_all_of_an_answer_is_recorded(tmp_path: Path) -> None:
     recorder.finish()
     assert recorder.log is not None
     assert recorder.log.max_bytes is None
-    known: dict[str, Any] = {"replica": "", "fingerprint": "print", "seed": None}
+    known: dict[str, Any] = {"replica": "", "fingerprint": "print", "seed": None, "mask": None}
     known |= {"token_ids": [5, 6], "logprobs": [-1.0, -2.0], "text": "七", "finish_reason": "stop"}
     known |= {"prompt": PLAIN_PROMPT, "media": ["a.png", "b.mp4", "c.wav"], "stop_reason": None}
     known |= {"weight_version": 3, "columns": None, "engine_seconds": 0.5, "tool_seconds": 0.25}

@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from swift.infer_engine.protocol import RolloutInferRequest, UsageInfo, serialize_ndarray
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    RolloutInferRequest,
+    UsageInfo,
+    serialize_ndarray,
+)
 
 from swift_grpo_ext.media.pictures import Picture, picture_of
 from swift_grpo_ext.rollout import wire
@@ -164,6 +169,12 @@ def test_a_completion_becomes_what_the_trainer_reads() -> None:
     assert output.response.prompt_token_ids == [1, 2]
     assert output.response.usage == UsageInfo(2, 3, 5)
     assert answer_of(output) is answer
+    # ms-swift's own engine has log-probabilities in dictionaries.
+    choice.logprobs = {"content": [{"logprob": p} for p in arrays["logprobs"].tolist()]}
+    theirs = ChatCompletionResponse("m", [choice], UsageInfo(2, 3, 5), prompt_token_ids=[1, 2])
+    lists = {name: values.tolist() for name, values in arrays.items()}
+    expected = Answer([replace(COMPLETION, **lists)], Prompt([1, 2]))
+    assert answer_of(output.model_copy(update={"response": theirs})) == expected
     experts = np.arange(6).reshape(3, 2)
     bare = replace(COMPLETION, logprobs=None, routed_experts=serialize_ndarray(experts))
     output = to_rollout_output(Answer([bare], PROMPT))

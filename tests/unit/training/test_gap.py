@@ -162,7 +162,7 @@ def test_a_healthy_run_does_not_end_late(warnings: list[str]) -> None:
     for _ in range(9):
         round_of(0.1)
     assert warnings == []
-    for nats in (0.3, 0.3, 0.7):
+    for nats in (0.3, 0.3, 0.8):
         round_of(nats)
     [warning] = warnings
     assert "rank 0 rows of text: 0.3 nats" in warning
@@ -211,6 +211,15 @@ def test_media_and_engines_are_compared_with_their_peers() -> None:
     # A kind of media that agrees is not named beside one that does not.
     videos = [s._replace(source=("rank 0", "video")) for s in healthy_round(noise, {})[::2]]
     found = unlike_their_peers([*healthy_round(noise, {("rank 0", "image"): 9.0}), *videos])
+    assert list(found) == [("rank 0", "image")]
+    rows = (("text", 1.0, 600), ("video", 1.4, 240), ("image", 5.0, 60))
+    found = unlike_their_peers(
+        [
+            seen(0.01 * times, kind, group=number, rounding=0.016)
+            for kind, times, count in rows
+            for number in range(count)
+        ]
+    )
     assert list(found) == [("rank 0", "image")]
     wrong_weights = {("rank 1", "text"): 5.0, ("rank 1", "image"): 5.0}
     found = unlike_their_peers(healthy_round(noise, wrong_weights, engines=2))

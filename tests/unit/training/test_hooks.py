@@ -6,6 +6,7 @@ checkpoint, whatever names its files use (S4)."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,9 +158,25 @@ def test_a_rollout_that_fails_on_one_rank_fails_on_all(monkeypatch: pytest.Monke
     failing.append(0)
     assert run_rank_groups(2, work) == own
     for settings in ({"generates": False}, {"scheduler": object()}, {"on_server": True}):
-        alone = Rank(ThreadRanks(0, 2, pytest.fail), **settings)
+        ranks = ThreadRanks(0, [None] * 2, threading.Barrier(2, timeout=0.1))  # nobody else comes
+        alone = Rank(ranks, **settings)
         with pytest.raises(OSError, match="disk 0 is gone"):
             alone._infer_single_or_multi_turn(0, None)
+
+
+def test_a_model_without_a_known_head_is_left_to_ms_swift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shim then calls ms-swift's method with the model that it was given."""
+    made: list[Any] = []
+    monkeypatch.setattr(
+        GRPOTrainer, "_get_logps_via_local_forward", lambda self, *given: made.append(given)
+    )
+    trainer: Any = RolloutGRPOTrainer.__new__(RolloutGRPOTrainer)
+    trainer.model_kwarg_keys, trainer.temperature = ["use_cache"], 1.0
+    falls_back = SimpleNamespace(compute=lambda model, *given, **_: given[-1](f"restored {model}"))
+    trainer.completion_logps = falls_back
+    trainer._get_logps_via_local_forward("model", inputs := {}, 3, "ids", True)
+    assert made == [("restored model", {"use_cache": False}, 3, "ids", True)]
+    assert made[0][1] is inputs
 
 
 # --- prompts ---
