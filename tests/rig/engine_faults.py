@@ -191,7 +191,7 @@ if "FAULTS_OF_ROUNDS" in os.environ:
 
     @patched(gap.GapCheck, "check")
     def check(method: Any, self: Any, gaps: Any, step: int, **kwargs: Any) -> Any:
-        fault = (FOLDER / "fault").read_text()
+        fault = current()
         number = self._num_rounds + 1
         set_fault(faults[number] if number < len(faults) else "")
         named: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What older releases lack (docs/support.md)."""
+"""These marks skip tests of what older releases lack (docs/support.md)."""
 
 from __future__ import annotations
 

@@ -131,8 +131,8 @@ class ByGroup(AskAgain):
         return super().step(infer_request, response_choice, current_turn)
 
     def _meet(self, sample_id: SampleId, turn: int) -> None:
-        """With `LOST`, the path of a file for its time, the first server in turn 2 of round 0 loses
-        its engine, and a tool of round 2 does not return."""
+        """If `LOST` is set, the first server loses its engine in turn 2 of round 0, and a tool of
+        round 2 does not return. `LOST` is the path of a file for the time of the loss."""
         name = replace(sample_id, turn=0).request_id
         if "LOST" in os.environ and (sample_id.step, turn) == (0, 2):
             with suppress(FileExistsError), Path(os.environ["LOST"]).open("x") as f:

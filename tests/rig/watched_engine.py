@@ -68,7 +68,7 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "one expert random": (EXPERTS, lambda t: torch.cat([t[:-1], noise(t)[-1:]]), "blocks)"),
     "an expert's matrix left out": (r"1\.mlp\.experts\.3\.up_proj\.weight", None, "did not arrive"),
 }
-"""By name: the end of the names of tensors (a pattern), their change, or None if they are left out,
+"""Each name has the end of the names of tensors (a pattern), their change, or None if none arrive,
 and a part of the finding."""
 
 

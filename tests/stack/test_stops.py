@@ -46,7 +46,7 @@ class Case:
     """The beginning of the answer, one token in the prompt: it selects the case."""
 
     pieces: list[str | int]
-    """What the model says after `start`: texts of tokens, or ids of tokens that are no text."""
+    """The model says this after `start`: texts of tokens, or ids of tokens without text."""
 
     words: list[str]
     num_tokens: int

@@ -228,7 +228,7 @@ def test_rows_that_a_training_leaves_out(tmp_path: Path) -> None:
 # --- forms of media ---
 
 Cases = dict[str, tuple[list[Row], Any]]
-"""By name: rows, and what is expected of them."""
+"""Each name has rows, and what the test expects of them."""
 
 Faults = dict[str, tuple[Row, str]]
 """By name: a row, and a part of its fault."""
