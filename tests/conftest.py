@@ -1,11 +1,7 @@
 """Fixtures for all tests, their order, and the shards of `tests/extra`."""
 
-from __future__ import annotations
-
 import json
 import os
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -79,30 +75,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     blocks = [block for block in sorted(known) if known[block] and block == block_of(block)]
     kept = {b: known[b] for b in blocks if (ROOT / b.partition("::")[0]).exists()}
     DURATIONS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-
-
-# --- a line every 10 seconds while pytest's workers import torch, ms-swift and vLLM ---
-
-collected = threading.Event()
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if session.config.getoption("dist", "no") != "no" and not hasattr(
-        session.config, "workerinput"
-    ):
-        threading.Thread(target=show_collection, args=[session], daemon=True).start()
-
-
-def show_collection(session: pytest.Session) -> None:
-    start, writer = time.monotonic(), session.config.get_terminal_writer()
-    while not collected.wait(10):
-        writer.line(f"  {time.monotonic() - start:3.0f} s: importing and collecting tests")
-        writer.flush()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_node_collection_finished() -> None:
-    collected.set()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """A real training whose reward favours one answer is called collapsed, in its log and on its page
 (D2, D5)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from swift_grpo_ext.tools.view.pages import write_page

@@ -1,8 +1,6 @@
 """A run with LoRA, or with a server, that is killed and resumed equals an uninterrupted one, bit
 for bit (S4, R9)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.rig.fixtures import LEARNED_STEPS

@@ -1,8 +1,6 @@
 """`--rlhf_type gkd` in real processes: samples depend on `--seed` alone (S2), and a teacher's
 server has to read images as the student does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

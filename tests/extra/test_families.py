@@ -5,8 +5,6 @@ media first, last, between words, twice, and not at all. The weights prefer plac
 other tokens. `python scripts/support.py --run NAME` keeps the results for the page.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

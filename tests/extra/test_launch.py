@@ -1,8 +1,6 @@
 """`scripts/launch_2x6.sh` starts and ends all processes of real servers and a real training, and so
 does Ctrl-C. Most other tests fork their processes from the zygote."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

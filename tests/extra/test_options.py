@@ -5,8 +5,6 @@ A colocated rank trains a few steps. Its first round has the tokens of the plain
 finite, gradients flow, and rollout and training see the same weights and prompts in each round.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 `scripts/support.py` makes a table of docs/support.md from the results.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`swift-grpo-ext selftest` with a server compares its tokens with those of other engines (S2)."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -2,8 +2,6 @@
 numbers of plain data parallelism, within float error (R2), with logits in chunks of 16 positions
 (L4)."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from contextlib import ExitStack

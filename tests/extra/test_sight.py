@@ -1,8 +1,6 @@
 """Faults of an engine's sight are named in the round in which they happen, with a server and in
 float32 (M5). A healthy policy raises no alarm (R4)."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

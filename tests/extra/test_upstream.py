@@ -1,8 +1,6 @@
 """A run with `--rollout_seed_mode engine` has ms-swift's own losses and gradient norms (R7), with
 each kind of loss."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

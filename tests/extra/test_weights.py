@@ -1,7 +1,5 @@
 """Each fault of an engine's weights is named in families of each kind, and in bfloat16 (C2, M4)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

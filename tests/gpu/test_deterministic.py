@@ -1,8 +1,6 @@
 """`--full_determinism true` makes training steps bitwise reproducible [R9]. The memory of a
 step's parts is read from a GPU [V5]."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

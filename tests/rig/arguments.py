@@ -1,7 +1,5 @@
 """Arguments for tests, parsed by ms-swift from real command lines."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Trainings with or without the plugin, and without a preset: their losses have to be equal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Arguments for checks, and the sentences of their findings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Distillation of the tiny model from a larger teacher."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

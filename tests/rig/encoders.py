@@ -1,7 +1,5 @@
 """Encodes rows as rollout and training do, and as `check` does, without a training."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

@@ -7,8 +7,6 @@ it names to the file `rounds`. The faults are in vLLM's classes for Qwen2.5-VL: 
 positions, caches, and requests.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Trainings of tiny models of other families, and of mixtures of experts."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

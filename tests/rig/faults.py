@@ -6,8 +6,6 @@ reward `fate`. Other faults are those of a replica. `MAX_RESTARTS` is how often 
 replica, `STALL_MINUTES` how long a process waits before it reports.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

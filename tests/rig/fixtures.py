@@ -1,7 +1,5 @@
 """Trainings and servers that several modules share."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

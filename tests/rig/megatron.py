@@ -3,8 +3,6 @@
 python -m tests.rig.megatron PLUGIN
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec

@@ -4,8 +4,6 @@ in their order and without Megatron. In Megatron the last rank sends them for al
 Comments name the places in ms-swift 4.6, below swift/megatron/ unless another folder is named.
 """
 
-from __future__ import annotations
-
 import atexit
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ A test that holds memory already (for a server, before its training starts) skip
 take more: it could not release anything while it waits.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence

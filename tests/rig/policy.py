@@ -1,7 +1,5 @@
 """Recomputes the log-probabilities of recorded rollouts from checkpoints, by transformers alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The zygote imports this module once, before it forks.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

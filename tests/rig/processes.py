@@ -1,7 +1,5 @@
 """Real `swift` processes for tests, with all processes that they start."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Training ranks for tests: threads that exchange values, and forked processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

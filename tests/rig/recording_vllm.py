@@ -1,7 +1,5 @@
 """A stand-in for vLLM below the real rollout engine: records requests, gives known answers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor

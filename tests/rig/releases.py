@@ -1,7 +1,5 @@
 """These marks skip tests of what older releases lack (docs/support.md)."""
 
-from __future__ import annotations
-
 import pytest
 from packaging.version import Version
 
@@ -14,7 +12,4 @@ IS_BEFORE_0_28 = Version(tried_packages()["vllm"]) < Version("0.28")
 
 needs_rates_of_videos = pytest.mark.skipif(
     IS_BEFORE_0_28, reason="vLLM gives Qwen2.5-VL's videos 24 frames a second, whatever they have"
-)
-needs_packed_convolutions = pytest.mark.skipif(
-    IS_BEFORE_0_28, reason="vLLM packs no convolution for the CPU"
 )

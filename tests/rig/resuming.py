@@ -1,7 +1,5 @@
 """Trainings that are killed, and resumed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Short trainings, by default at learning rate 0, with a record of each sample."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

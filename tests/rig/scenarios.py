@@ -1,8 +1,6 @@
 """A plugin for tests: rewards that depend on a sample's place in its group, or on its end,
 schedulers that ask again, add images and say too much, planned faults, and an environment."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

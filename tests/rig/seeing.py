@@ -1,8 +1,6 @@
 """Trainings with faults of a real engine. What it sees has a fault in one round after the other;
 these trainings warn in place of stopping."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack

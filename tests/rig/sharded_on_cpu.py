@@ -1,8 +1,6 @@
 """A plugin for tests: lets FSDP2 and DeepSpeed run without an accelerator, and makes chunks of
 logits so short that a pass has several."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

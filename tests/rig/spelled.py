@@ -5,8 +5,6 @@ sequences has a channel of its own, which an untied head maps to the next token.
 and the last ones of sequences, share a channel that the head maps to `<|im_end|>`.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """A trainer whose methods call each other as ms-swift's do, for tests of the step's clock."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace

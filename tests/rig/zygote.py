@@ -9,8 +9,6 @@ end; and nothing is compiled without `--torch_compile`. `tests/extra/test_launch
 start real processes.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -5,8 +5,6 @@
 starts runs as `check` does, up to their template and data, each forked from one process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ engines and tools fail (M1, M3, F2, F3). `test_failures.py` has servers and trai
 engine.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor

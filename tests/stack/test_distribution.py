@@ -1,7 +1,5 @@
 """sdist and wheel have all files that an installation without a clone needs (I1)."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

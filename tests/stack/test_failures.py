@@ -1,7 +1,5 @@
 """Replicas, servers and trainers fail in the middle of a run, and come back with the same tokens
-(F2, F3, F4, F6, S4, V1). What hangs is named, after 3 seconds."""
-
-from __future__ import annotations
+(F1 to F4, F6, S4, V1). What hangs is named, after 3 seconds."""
 
 import re
 import time
@@ -31,9 +29,17 @@ from tests.rig.rounds import (
     train_with_faults,
     wait_until,
 )
+from tests.rig.server import forked
 
 SAVING = (*FATE, "--save_strategy", "steps", "--save_steps", "1")
 WAIT = ("--rollout_timeout", "30")
+
+
+@pytest.mark.parametrize("fault", [*forked.faults(in_stack=True)], ids=str)
+def test_faults_of_echoing_replicas(fault: forked.Fault) -> None:
+    """Each fault is in a few phases of a training, and each phase has one fault or two.
+    `tests/extra/test_fault_matrix.py` has all other pairs."""
+    forked.check(fault)
 
 
 Failed = tuple[Path, Finished, int]

@@ -4,8 +4,6 @@ The stand-in also starts a stray process in another session, as torchrun and vLL
 `tests/extra/test_launch.py` launches the real `swift`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

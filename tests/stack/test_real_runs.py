@@ -3,8 +3,6 @@
 `test_seeds.py` has sound noise, `tests/extra/test_collapse.py` a policy that collapses.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

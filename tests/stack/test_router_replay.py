@@ -1,7 +1,5 @@
 """A mixture of experts trains each token on the experts that its rollout chose (L7)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 group of each bad one is replaced as a whole (M1, M3, M5). `tests/unit/checks/test_forms.py` has all
 forms of rows."""
 
-from __future__ import annotations
-
 import base64
 from contextlib import ExitStack
 from pathlib import Path

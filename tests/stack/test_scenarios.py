@@ -1,8 +1,6 @@
 """Rounds of several steps with LoRA, evaluations and mixed media, and dynamic sampling: samples
 depend on their names alone, also in a run that is resumed (S2, S4, G7, V1)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

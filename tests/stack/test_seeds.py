@@ -7,8 +7,6 @@ the same weights (learning rate 0) and `--seed`. The data set has few rows, so p
 and three equal ones, so a batch can hold duplicates.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import re

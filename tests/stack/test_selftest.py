@@ -5,8 +5,6 @@
 runs the checks on one engine: sound, then with each fault.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

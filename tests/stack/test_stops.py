@@ -1,13 +1,12 @@
 """Completions end where they must, and text is made only where a stop string needs it, on sync and
-async engines and on servers (T1, T2, T3, T4, T6).
+async engines, on servers, and in trainings, where reward functions and the record get the stop (T1,
+T2, T3, T4, T6). Placeholders of media are never sampled, and have no probability in training (M2).
 
     python -m tests.stack.test_stops MODEL (sync | async) OUTPUT
 
 generates all cases with one engine: vLLM's engines leave processes and globals behind.
 `tests/fast/stops/test_rule.py` compares the rule with brute force.
 """
-
-from __future__ import annotations
 
 import asyncio
 import json
@@ -24,17 +23,29 @@ import torch
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.model import get_processor
 from swift.template import get_template
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
+from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
+from tests.rig.policy import SAME
 from tests.rig.processes import run_module
-from tests.rig.spelled import END, NEW_TOKEN, SEARCH, expected_logprobs, token_ids, write_speller
+from tests.rig.rounds import BATCH, logged_steps, read_lines, train
+from tests.rig.spelled import (
+    END,
+    NEW_TOKEN,
+    PROMPTS_END,
+    SEARCH,
+    expected_logprobs,
+    token_ids,
+    write_speller,
+)
 
 LETTERS = [f" {letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
 SETTINGS = {"model_type": "qwen2_5_vl", "torch_dtype": torch.float32}
+IMAGE_PAD = 151655
 
 
 @dataclass(frozen=True)
@@ -230,6 +241,42 @@ def test_a_completion_ends_where_it_must(
     assert found["completions"] == [expected] * 4
     needs_text = not all(word in ("<|box_start|>", NEW_TOKEN) for word in case.words)
     assert found["detokenized"] == [needs_text]
+
+
+def test_a_training_stops_at_a_token_that_does_not_show(
+    assets: Path, rows: Path, tmp_path: Path
+) -> None:
+    """The model's answer to any prompt is ` find it</search>`. No sample counts as truncated."""
+    answer = token_ids(SEARCH, AutoTokenizer.from_pretrained(assets / "tiny_vlm"))
+    folder = write_speller(assets / "tiny_vlm", tmp_path / "searcher", [[PROMPTS_END, *answer]])
+    model = ("--model", str(folder), "--new_special_tokens", NEW_TOKEN)
+    stops = ("--stop_token_ids", "1836", "--include_stop_str_in_output", "false", "--top_k", "1")
+    argv = (*model, *stops, "--reward_funcs", "stopped")
+    train(assets, rows, tmp_path / "a", *argv, steps=2)
+    text, ids = " find it</", answer[:4]
+    rewarded = read_lines(tmp_path / "a/record/rewards.jsonl")
+    assert rewarded == [[text, 1836, ids, False]] * 2 * BATCH
+    row = {"text": text, "token_ids": ids, "finish_reason": "stop", "stop_reason": "1836"}
+    assert read_samples(tmp_path / "a/run", columns=list(row)).to_pylist() == [row] * 2 * BATCH
+
+
+def test_a_placeholder_of_probability_1_is_never_sampled(assets: Path, tmp_path: Path) -> None:
+    """The model's first token is `<|image_pad|>` with probability 1; others are equally likely."""
+    model = write_speller(assets / "tiny_vlm", tmp_path / "model", [[PROMPTS_END, IMAGE_PAD]])
+    speller = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        speller.get_output_embeddings().weight[IMAGE_PAD] *= 10
+    speller.save_pretrained(model)
+    rows, argv = assets / "digits/train.jsonl", ("--model", str(model))
+    train(assets, rows, tmp_path, *argv, steps=2)
+    completions = read_samples(tmp_path / "run", columns=["token_ids"])["token_ids"].to_pylist()
+    assert len(completions) == 2 * BATCH
+    assert all(completions)
+    assert not any(IMAGE_PAD in token_ids for token_ids in completions)
+    # Both sides compute the softmax over the other tokens.
+    gaps = [step["rollout_gap/max"] for step in logged_steps(tmp_path / "run")]
+    assert len(gaps) == 2
+    assert max(gaps) < SAME
 
 
 if __name__ == "__main__":

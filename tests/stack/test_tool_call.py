@@ -1,8 +1,6 @@
 """The example of tool calls: a turn ends with its call, and a crop comes back. The training leads
 the conversations, with its own engine and with a server (T2, T3, M3)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow as pa

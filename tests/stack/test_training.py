@@ -3,8 +3,6 @@
 again from their checkpoints. A run that is killed and resumed equals an uninterrupted one, bit for
 bit (S4, R9)."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise

@@ -1,8 +1,6 @@
 """Two real ranks: chosen positions, chunks and shared prompts do not change values and gradients,
 and no rank waits for another [L1, L6, R2]."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

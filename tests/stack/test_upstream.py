@@ -1,8 +1,6 @@
 """A run with `--rollout_seed_mode engine` has ms-swift's own losses and gradient norms (R7),
 although a group is encoded once, its prompt is read once, and needless passes are left out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

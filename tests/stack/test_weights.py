@@ -1,7 +1,6 @@
 """An engine with other weights than the trainer's is named at the update, or the run ends before
-the trainer learns from its samples (M4, C2). `test_seeds.py` has a client without the plugin."""
-
-from __future__ import annotations
+the trainer learns from its samples (M4, C2); what it sees wrongly is named in its round (M5).
+`test_seeds.py` has a client without the plugin."""
 
 import re
 from pathlib import Path
@@ -12,7 +11,11 @@ from tests.rig import policy
 from tests.rig.processes import rollout_server
 from tests.rig.releases import IS_BEFORE_0_28
 from tests.rig.rounds import LEARNING, LORA, client_argv, logged_steps, run_training, server_argv
-from tests.rig.seeing import PLUGIN, faults_of_rounds
+from tests.rig.seeing import (
+    PLUGIN,
+    assert_each_fault_is_named_in_its_round,
+    faults_of_rounds,
+)
 from tests.rig.watched_engine import assert_each_fault_is_named
 
 APART = ("--vllm_enable_lora", "true")
@@ -23,6 +26,10 @@ SOUND = 3
 def test_each_fault_is_named_at_once(assets: Path, tmp_path: Path) -> None:
     num_faults = 8 if IS_BEFORE_0_28 else 11  # without three of adapters
     assert_each_fault_is_named(FAMILIES["qwen2_5_vl"], assets / "tiny_vlm", tmp_path, num_faults)
+
+
+def test_each_fault_of_sight_is_named_in_its_round(assets: Path, tmp_path: Path) -> None:
+    assert_each_fault_is_named_in_its_round(assets, tmp_path, "bfloat16", served=False)
 
 
 def test_a_server_generates_with_the_adapter_or_is_named(

@@ -2,8 +2,6 @@
 analyzer turns rounds into rows of the record, verdicts and alarms with their remedies (D2, D3, R4).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

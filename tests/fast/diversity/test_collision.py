@@ -1,8 +1,6 @@
 """The collision test finds shared and repeated noise, and calls independent samples broken no more
 often than it promises (D2, R4)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The record has a small copy of each image that a scheduler adds (V1)."""
 
-from __future__ import annotations
-
 import base64
 import io
 from typing import Any

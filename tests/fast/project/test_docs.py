@@ -4,8 +4,6 @@ languages have the same sections, code, tables, numbers and links.
 Each promise of docs/promises.md is named by a test that proves it. Each run of the suite proves
 that it passes on the run's machine (I3); `scripts/bench/record.py` measures the costs (V4)."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import doctest

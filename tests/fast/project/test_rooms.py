@@ -1,7 +1,5 @@
 """Rooms of the package import only what is below them."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from graphlib import TopologicalSorter

@@ -4,8 +4,6 @@ or resumed, and files that are merged or removed.
 The test compares a model in Python, a list of rounds, with the rows that DuckDB reads.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

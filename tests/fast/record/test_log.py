@@ -1,8 +1,6 @@
 """The record is Parquet in few small files. It is bounded, waits for a disk that fails (V1), and is
 read while its run goes on (V2)."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

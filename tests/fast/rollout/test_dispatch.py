@@ -1,8 +1,6 @@
 """Requests are spread over workers by cost and speed, and others answer for workers that fail (G5,
 F3, F5)."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from typing import Any
 

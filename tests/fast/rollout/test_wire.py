@@ -1,8 +1,6 @@
 """Messages between trainer and server are small, and read as they were written or refused (S2, G6,
 M6)."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

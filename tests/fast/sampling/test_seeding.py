@@ -1,8 +1,6 @@
 """Seeds have exact values, and no two samples of a run share noise (S1, S2, S3, S5, S6, S7).
 Dynamic sampling draws as many groups at once as are expected to fill a batch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

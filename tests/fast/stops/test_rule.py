@@ -1,8 +1,6 @@
 """A completion ends with the token that completes a stop, and its text with the stop or right
 before it (T1, T2, T3, T6)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hypothesis import example, given, settings

@@ -1,8 +1,6 @@
 """`swift-grpo-ext`: the options of each command, its version, its list of flags, and the plugin
 file and presets that it copies."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """`diff` finds the first sample, turn or token, and the first update, at which two runs differ.
 `compare` pairs runs by seed and prompts by hash, with intervals (V3)."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

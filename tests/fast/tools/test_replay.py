@@ -1,7 +1,5 @@
 """Replay without an engine: comparisons, the search for weights and prompts, and refusals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

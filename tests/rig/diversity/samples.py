@@ -1,7 +1,5 @@
 """Samples for tests of the diversity statistics, and runs with the monitor's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

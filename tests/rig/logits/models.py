@@ -3,8 +3,6 @@
 Most are models of the installed transformers, some are written like remote code.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ Writes the results of `train` to `FOLDER/rankR.pt`, by case. A rank that calls a
 often than the other one fails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Rows for tests of the sample log."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@ weight updates over gloo. The tokens of a replica are the seeds of its samples a
 stale weights and shifted answers show.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

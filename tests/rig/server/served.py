@@ -1,7 +1,5 @@
 """Echoing replicas with the real routes, locks and pipes of `swift rollout`."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """Small samples and batches in ms-swift's form."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Three, since the sum of two numbers has only one order. The model has several buckets of 1 MB.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

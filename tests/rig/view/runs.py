@@ -1,7 +1,5 @@
 """Runs for tests of the tools: scored groups of two samples, with images and conversations."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Settings that cannot run are refused by name before a model is loaded, and those that have no
 effect are warned of (R1, R6, T5); so are data sets that a training cannot use (M1)."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

@@ -1,8 +1,6 @@
 """Reward functions are tried before a model is loaded; those that would end a training are
 refused (R6)."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import suppress

@@ -2,8 +2,6 @@
 is named with its field and fault (M1, G4). The early checks, `check` and `--truncation_strategy
 delete` agree on each form of media; `tests/stack/test_rows.py` has the usual forms."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re

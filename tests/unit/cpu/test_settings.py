@@ -1,7 +1,4 @@
-"""Settings for CPUs apply without an accelerator, and never override the user's own. Packed weights
-of vLLM are kept."""
-
-from __future__ import annotations
+"""Settings for CPUs apply without an accelerator, and never override the user's own."""
 
 import os
 from pathlib import Path
@@ -11,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from swift_grpo_ext.cpu import engines
 from swift_grpo_ext.cpu import settings as cpu
 from swift_grpo_ext.upstream.patches import make
-from tests.rig.releases import needs_packed_convolutions
 
 SETTINGS: dict[str, Any] = {"use_cpu": False, "fp16": None, "bf16": None, "ddp_backend": None}
 FOR_CPU = {"use_cpu": True, "fp16": False, "bf16": False, "ddp_backend": "gloo"}
@@ -71,20 +66,3 @@ def test_what_was_saved_is_loaded_onto_a_rank(tmp_path: Path) -> None:
     for only in (True, False):
         saved = torch.load(tmp_path / "optimizer.pt", map_location="cpu:0", weights_only=only)
         assert saved.tolist() == [0, 1, 2]
-
-
-@needs_packed_convolutions
-def test_packed_convolutions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ms-swift has layers processed once more after each update of weights."""
-    from vllm.model_executor.layers import utils
-
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(utils.ops, "causal_conv1d_weight_pack", lambda weight: weight + 100)
-    make(engines.keep_packed_convolutions)
-    layer = torch.nn.Module()
-    for value in (1, 2):
-        weight = torch.full((8, 1, 4), value, dtype=torch.bfloat16)
-        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        for _ in range(2):
-            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
-            assert layer.weight.tolist() == [[value + 100] * 4] * 8

@@ -1,8 +1,6 @@
 """`--callbacks diversity` logs, records and acts on the measurements of each round, on all ranks
 together (D1, D3); also for ms-swift's own rollouts."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path

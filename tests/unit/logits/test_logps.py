@@ -1,8 +1,6 @@
 """Our trainer's log-probabilities equal ms-swift's, over all layouts of a batch [L1, L5, L6].
 Packed rows are used once they are proven to have the log-probabilities of plain rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 it by segments [L6]. Some models and inputs cannot be packed. `test_passes.py` compares whole
 models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

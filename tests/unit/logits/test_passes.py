@@ -4,8 +4,6 @@ pass with all logits [L1, L2, L4, L6].
 `scripts/gpu.sh` runs this file on a GPU too.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,8 +1,6 @@
 """With `--router_replay_mode R3` a training pass uses the given experts, also in recomputed layers
 [L7]."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

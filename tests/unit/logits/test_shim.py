@@ -2,8 +2,6 @@
 shows by which way [L3]. Chunks of any size have the log-probabilities, entropies and gradients of
 ms-swift's own way, and call the head as often as other ranks do [L4]."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from functools import partial

@@ -1,8 +1,6 @@
 """A request names only files and addresses that the server allows, and a replica fetches no others
 (F5, F7)."""
 
-from __future__ import annotations
-
 import base64
 import ipaddress
 import threading

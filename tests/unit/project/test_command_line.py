@@ -1,8 +1,6 @@
 """The plugin's flags are real flags, in command lines and in scripts, by `--external_plugins` or by
 `register()` (R5)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

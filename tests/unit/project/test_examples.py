@@ -1,8 +1,6 @@
 """The examples' rewards, schedulers and published gains are what their pages say.
 `tests/stack/test_tool_call.py` trains with the tool."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path

@@ -1,8 +1,6 @@
 """Ranks in real processes: rows reach the ranks that call engines, samples come back to their rank
 (G2), failures reach all, and each wait has a bound (F2)."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from datetime import timedelta

@@ -1,8 +1,6 @@
 """docs/support.md names each option and each family of models with its verdict (R1, R3), and
 the releases that the plugin lists (I2)."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

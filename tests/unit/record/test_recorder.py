@@ -2,8 +2,6 @@
 to listeners (V1, D1). Sessions of a folder are resumed after a kill. Two trainings never share a
 folder."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

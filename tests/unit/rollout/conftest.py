@@ -1,7 +1,5 @@
 """An engine over a recording vLLM, and ms-swift's registry of schedulers as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace

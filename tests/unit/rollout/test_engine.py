@@ -2,8 +2,6 @@
 T2, T3, T6). Media that cannot be encoded are named with their row, and media that vLLM's cache lost
 with the setting that helps (M1, F5)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A group is one request, whichever ranks have its samples, and each rank gets its own samples (G1,
 G2, G3, S2, S6). Samples have the turns of their conversations (V1)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Placeholder tokens of media have no probability in training, in any loss (M2)."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

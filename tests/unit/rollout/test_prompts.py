@@ -1,8 +1,6 @@
 """Training sees the prompt of the rollout in each turn, in tokens and positions, whatever the order
 of words and media (M3)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

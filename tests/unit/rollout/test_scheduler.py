@@ -2,8 +2,6 @@
 (F2, R1). Each request that a server's scheduler makes is a turn of its sample, and what fails has
 the name of its conversation (S2, F5)."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import signal

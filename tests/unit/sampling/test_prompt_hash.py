@@ -1,8 +1,6 @@
 """Prompts have one hash if and only if their words, media and template settings are equal (G4,
 G7)."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from types import SimpleNamespace

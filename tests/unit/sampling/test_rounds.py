@@ -1,8 +1,6 @@
 """Names of rounds are unique in a run; they and the order of prompts are the same in a resumed run
 (S1, S4)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Who may use a server. It belongs to one training at a time, and the lease of a dead training ends
 (F6). Its API key is never printed, and every route asks for it (F7)."""
 
-from __future__ import annotations
-
 import base64
 from functools import partial
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """The trainer's client gives each sample to its request, lets another server answer for one that
-fails, and connects servers again that changed (F1 to F5). `tests/stack/test_fault_matrix.py` has
+fails, and connects servers again that changed (F1 to F5). `tests/stack/test_failures.py` has
 whole trainings."""
-
-from __future__ import annotations
 
 import io
 import json

@@ -2,8 +2,6 @@
 a faulty weight update at once, and draws nothing until one is sound (C2). It records and watches
 its samples, for other clients and for our trainings (C3)."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

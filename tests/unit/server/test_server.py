@@ -3,8 +3,6 @@ with its answer; a bad one is refused, and another replica answers for one that 
 F5). A lost replica is started again, and generates once it holds weights (F4). Bodies are bounded
 in size, and parsed in steps as `json.loads` parses them (F2)."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Texts with stops are the template's, and nonsensical settings are refused (T3, T5)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@ memory is read at the end of each part. A run that hangs is reported. A real tra
 `tests/stack/test_training.py`, and real stalls are in `tests/stack/test_failures.py`.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Every command finds a run by its training's --output_dir."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The selftest's decisions on plain values; `tests/stack/test_selftest.py` runs engines."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Fixtures for the tests of the training."""
 
-from __future__ import annotations
-
 import pytest
 from swift.utils import get_logger
 from swift.utils.logger import warning_set

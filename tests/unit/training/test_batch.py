@@ -1,8 +1,6 @@
 """Micro-batches have the tokens and positions of the rollout, or the run stops on each rank (M3,
 M6). A group's media are collated once (L6)."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

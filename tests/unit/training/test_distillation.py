@@ -1,8 +1,6 @@
 """The loss of distillation equals ms-swift's, over layouts and teachers; a teacher sees each row of
 a round, or the run stops (L1, M3, R2)."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Each prompt is encoded once, and is the one that the rollout saw, or the run stops (M3)."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from dataclasses import replace

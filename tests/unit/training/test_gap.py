@@ -1,8 +1,6 @@
 """A gap of log-probabilities between rollout and training beyond rounding ends the run, and its
 error names the engine and the kind of row; a healthy run gets no alarm (M5, R4)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

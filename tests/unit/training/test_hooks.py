@@ -4,8 +4,6 @@ each with the cause (F3). A prompt that cannot be encoded is replaced as a whole
 each rank (M1). Duplicates and uneven groups are counted (G3, G4). Weights are loaded from a
 checkpoint, whatever names its files use (S4)."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """A real training of ms-swift's trainer sends each round's requests, records its samples, and
 updates the engine's weights (S2, V1, M1, R9). A recording engine takes vLLM's place."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,8 +1,6 @@
 """All upstream names and signatures that we extend are pinned; others are refused by name, and
 untried releases are named [I2]."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

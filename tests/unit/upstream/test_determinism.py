@@ -1,8 +1,6 @@
 """Deterministic mode is on for the passes alone, and its environment slows nothing [R9].
 `tests/stack/test_training.py` compares whole runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Photographs are upright in rollouts and in training, and videos have the metadata that vLLM needs
 [M3]. `tests/stack/test_rows.py` trains with rows that name photographs in each form."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Media have vLLM's positions in training [M3]. `tests/extra/test_families.py` has other repairs of
 models."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

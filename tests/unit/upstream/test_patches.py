@@ -1,8 +1,6 @@
 """Every change of ms-swift, vLLM, transformers and torch is made by `patch`, and refused where
 upstream is another [I2]."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,8 +1,6 @@
 """Waits for the weights' group are bounded, but for NCCL's, which are logged [F2]. A call reaches
-all replicas. Merged adapters keep DDP's hooks [R2]. `tests/stack/test_fault_matrix.py` stops real
+all replicas. Merged adapters keep DDP's hooks [R2]. `tests/stack/test_failures.py` stops real
 processes."""
-
-from __future__ import annotations
 
 import asyncio
 import threading

@@ -1,7 +1,5 @@
 """The trainer sends tensors in the layout of checkpoints, which vLLM loads (M4)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A worker reports the weights and adapters that it loaded, and an adapter's refusal, until the
-next update (M4). In `tests/stack/test_fault_matrix.py` workers join real groups, within bounds."""
-
-from __future__ import annotations
+next update (M4). In `tests/stack/test_failures.py` workers join real groups, within bounds."""
 
 import re
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """A weight update is compared with each engine's report; a failure ends every rank, and names the
 engine and its tensors (M4)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """The watch over weights names wrong updates of layers that no CPU engine has, and no sound one
 (C2). In tests/stack/test_weights.py real engines get faults and sound updates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

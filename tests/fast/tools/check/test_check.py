@@ -1,8 +1,6 @@
 """`swift-grpo-ext check` names faults of written settings before any slow import, and each fault of
 a machine, with a remedy."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The overview shows curves, verdict, alarms and worst groups (D5), of one run or several."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A run is read while it goes on; filters, orders and groups; a group's tokens, conversations and
 images; the pages' words (V2)."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,8 +1,6 @@
 """The server answers only requests with the token, and only with the run's record and images. In
 headless Chromium the pages' script runs, and follows a run that goes on (V2)."""
 
-from __future__ import annotations
-
 import html
 import re
 import shutil

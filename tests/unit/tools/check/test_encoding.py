@@ -1,8 +1,6 @@
 """`check` encodes rows as rollout and training do, and names rows that differ, are cut, or fail
 (M3)."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace
