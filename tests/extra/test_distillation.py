@@ -33,13 +33,11 @@ def test_samples_follow_from_the_seed_alone(assets: Path, places: Path, tmp_path
     data = (assets, places / "rows.jsonl")
     # Room for four images: vLLM's cache of media turns over in each round (ms-swift issue 7965).
     argv = (*COLOCATED, "--vllm_mm_processor_cache_gb", "0.0003", *teacher(places))
-    runs = [distill(*data, tmp_path / "colocated", *argv)]
+    distill(*data, tmp_path / "colocated", *argv).check()
     replicas = server_argv(assets, "--vllm_data_parallel_size", "2")
     with rollout_server(*replicas, log=tmp_path / "server.log") as port:
         argv = (*ON_VLLM, *client_argv(port), *teacher(places))
-        runs.append(distill(*data, tmp_path / "served", *argv, ranks=3))
-    for finished in runs:
-        assert finished.returncode == 0, finished.cause
+        distill(*data, tmp_path / "served", *argv, ranks=3).check()
 
     expected = recorded_tokens(tmp_path / "colocated")
     assert len(expected) == BATCH * STEPS
@@ -61,10 +59,9 @@ def test_a_teachers_server(assets: Path, places: Path, tmp_path: Path) -> None:
     with teacher_server(assets, tmp_path / "teacher.log") as port:
         served = ("--teacher_model_server", f"http://127.0.0.1:{port}", "--gkd_logits_topk", "20")
         argv = (*served, *COLOCATED, *LORA, "--learning_rate", "2e-3")
-        finished = distill(*data, tmp_path / "served", *argv, ranks=2)
+        distill(*data, tmp_path / "served", *argv, ranks=2).check()
         larger = {"MIN_PIXELS": str(140 * 140)}
         refused = distill(*data, tmp_path / "larger", *argv, ranks=2, env=larger)
-    assert finished.returncode == 0, finished.cause
     first, *later = (step["loss"] for step in logged_steps(tmp_path / "served/run"))
     assert abs(first) < 1e-5 < min(later)
     assert refused.returncode != 0

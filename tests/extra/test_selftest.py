@@ -23,8 +23,7 @@ def test_the_command_with_a_server(assets: Path, tmp_path: Path) -> None:
         train.write_text(yaml.safe_dump(settings), encoding="utf-8")
         argv = [str(train), "--output", str(output)]
         with started([*COMMAND, "selftest", *argv], tmp_path / "log") as running:
-            finished = running.wait(1500)
-    assert finished.returncode == 0, finished.cause
+            running.wait(1500).check()
     report = json.loads((output / "selftest.json").read_text(encoding="utf-8"))
     assert {r["status"] for r in report["results"] if r["topology"] == "server"} == {"holds"}
     same = {r["topology"]: r["status"] for r in report["results"] if r["check"] == "same tokens"}

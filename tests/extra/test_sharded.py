@@ -107,7 +107,7 @@ def unequal_rows(assets: Path, folder: Path) -> Path:
 def training(assets: Path, folder: Path, *argv: str, shards: str = "plain") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     sharded, env = sharding(shards, folder)
-    finished = run_training(
+    run_training(
         *(assets, unequal_rows(assets, folder), folder),
         # Not AdamW, whose first step is the sign of each gradient.
         *("--optim", "sgd", "--learning_rate", "0.5", "--beta", "0.5"),
@@ -118,8 +118,7 @@ def training(assets: Path, folder: Path, *argv: str, shards: str = "plain") -> P
         plugins=[PLUGIN],
         env=env,
         preset=PRESET if "--vllm_mode" in argv else without_vllm(folder),
-    )
-    assert finished.returncode == 0, finished.cause
+    ).check()
     return folder
 
 
@@ -179,13 +178,12 @@ def test_distillation(
         sharded, env = sharding(shards, tmp_path)
         if sharded:
             sharded += ("--teacher_deepspeed", sharded[1], *GENERATES_SHARDED)
-        finished = distill(
+        distill(
             *(assets, places / "rows.jsonl", tmp_path / shards, *argv, *sharded),
             ranks=2,
             env=env,
             plugins=("plugins/grpo_ext.py", PLUGIN),
-        )
-        assert finished.returncode == 0, finished.cause
+        ).check()
         steps = logged_steps(tmp_path / shards / "run")
         results.append([(step["loss"], step["grad_norm"]) for step in steps])
     for expected, found in zip(*results, strict=True):
@@ -199,8 +197,7 @@ def test_positions_that_two_ranks_share(length: str, assets: Path, tmp_path: Pat
     for name, argv in (("plain", ()), ("run", ("--sequence_parallel_size", "2"))):
         argv = ("--max_completion_length", length, *argv)
         run = tmp_path / name
-        finished = run_training(assets, rows, run, *argv, ranks=RANKS, steps=2)
-        assert finished.returncode == 0, finished.cause
+        run_training(assets, rows, run, *argv, ranks=RANKS, steps=2).check()
         steps.append(logged_steps(run / "run"))
     for plain, shared in zip(*steps, strict=True):
         assert max(plain["rollout_gap/max"], shared["rollout_gap/max"]) < SAME

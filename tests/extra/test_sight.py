@@ -71,10 +71,9 @@ def test_a_healthy_policy_raises_no_alarm(
         *("--max_completion_length", "8", "--ddp_find_unused_parameters", "true"),
     ]
     steps, env = HEALTHY_UPDATES, faults_of_rounds(tmp_path, [""])
-    finished = run_training(
+    run_training(
         *(assets, path, tmp_path / "training", *own), steps=steps, plugins=[PLUGIN], env=env
-    )
-    assert finished.returncode == 0, finished.cause
+    ).check()
     rounds = read_lines(tmp_path / "rounds")
     assert len(rounds) == steps
     assert [number for number, found in enumerate(rounds) if found["named"]] == []

@@ -99,7 +99,7 @@ def start(
 
 def samples_of(finished: Finished, folder: Path, ranks: int = 1) -> rounds.Samples:
     """Assert that the training ended well; return its samples."""
-    assert finished.returncode == 0, finished.cause
+    finished.check()
     samples = recorded(folder)
     rounds.assert_logged(folder / "run", samples, ranks)
     return samples

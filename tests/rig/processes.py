@@ -41,9 +41,10 @@ class Finished:
     returncode: int
     output: str
 
-    def check(self) -> None:
-        """Assert a good end."""
+    def check(self) -> "Finished":
+        """Assert a good end; return it."""
         assert self.returncode == 0, self.cause
+        return self
 
     @property
     def cause(self) -> str:

@@ -44,8 +44,7 @@ def assert_same_killed_and_resumed(
         assert running.wait(SECONDS).returncode == -signal.SIGKILL
 
     again = ("--output_dir", str(killed / "run"), "--resume_from_checkpoint", str(halfway))
-    finished = run_training(*data, resumed, *argv, *again, **counts)
-    assert finished.returncode == 0, finished.cause
+    finished = run_training(*data, resumed, *argv, *again, **counts).check()
 
     samples = [recorded(run) for run in (whole, killed, resumed)]
     assert len(samples[2]) < len(samples[0]) <= len(samples[1]) + len(samples[2])

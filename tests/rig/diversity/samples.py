@@ -78,6 +78,5 @@ def train_watched(
         *("--output_dir", str(folder / "run"), "--callbacks", "diversity", *argv),
     ]
     env = {"NPROC_PER_NODE": str(ranks)} if ranks > 1 else {}
-    finished = swift(*command, log=folder / "log", env=env)
-    assert finished.returncode == 0, finished.cause
+    finished = swift(*command, log=folder / "log", env=env).check()
     return finished, find_run(folder / "run")

@@ -1,5 +1,10 @@
 """Deterministic mode is on for the passes alone, and its environment slows nothing [R9].
-`tests/stack/test_training.py` compares whole runs."""
+`tests/stack/test_training.py` compares whole runs.
+
+    python -m tests.unit.upstream.test_determinism FOLDER
+
+compares the gradients of three ranks, since the sum of two numbers has only one order.
+"""
 
 import os
 import subprocess
@@ -8,12 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
 from torch.backends import cudnn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import trainer
 
 from swift_grpo_ext.upstream import determinism
-from swift_grpo_ext.upstream.determinism import CUBLAS, deterministic, prepare_process
+from swift_grpo_ext.upstream.determinism import (
+    CUBLAS,
+    deterministic,
+    prepare_process,
+    sum_gradients_one_by_one,
+)
 from tests.conftest import ROOT
+from tests.rig.ranks import start_processes
 
 
 def has_no_fixed_order() -> None:
@@ -66,8 +81,46 @@ def test_where_arrival_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not determinism.batches_follow_arrival(is_async=True)
 
 
+WIDTH = 600  # a layer's weights are 1.4 MB, and a bucket of gradients has 1 MB
+
+
+def gradients(rank: int, *, one_by_one: bool) -> list[torch.Tensor]:
+    """Return the gradients of three backward passes over one batch, of accelerate's model."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    ddp = DistributedDataParallelKwargs(bucket_cap_mb=1)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ddp])
+    if one_by_one:
+        sum_gradients_one_by_one(accelerator)
+    model = accelerator.prepare_model(nn.Sequential(*layers))
+    assert isinstance(model, DistributedDataParallel)
+    torch.manual_seed(rank)
+    batch = torch.randn(4, 32)
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return found
+
+
+def run(rank: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", ACCELERATE_USE_CPU="true")
+    first, second, third = gradients(rank, one_by_one=False)
+    assert torch.equal(second, third)
+    assert not torch.equal(first, second), "torch rounds alike by itself: the adaptation can go"
+    ours = gradients(rank, one_by_one=True)
+    assert torch.equal(ours[0], ours[1])
+    assert torch.equal(ours[1], ours[2])
+    torch.testing.assert_close(ours[0], first)
+
+
 def test_three_ranks_round_gradients_alike_from_the_first_pass_on(tmp_path: Path) -> None:
     """The first pass of a resumed run is a later one of the interrupted run."""
-    command = [sys.executable, "-m", "tests.rig.upstream.three_ranks", str(tmp_path)]
+    command = [sys.executable, "-m", __name__, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    start_processes(run, 3)
