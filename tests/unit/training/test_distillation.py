@@ -17,7 +17,7 @@ from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.rollout.sample import RolloutGKDSample
 from swift_grpo_ext.training import RolloutGKDTrainer
 from swift_grpo_ext.training.batch import complete_teacher_views
-from swift_grpo_ext.training.distillation import check_teacher, completions_of
+from swift_grpo_ext.training.distillation import completions_of
 from swift_grpo_ext.training.group import DisagreementError
 from swift_grpo_ext.training.rollouts import Round
 from tests.rig.arguments import distillation_arguments
@@ -184,10 +184,27 @@ def test_rows_without_a_teachers_prompt_are_taught_with_their_own() -> None:
     assert seen == ["?", "?", "It is a 7.", "?"]
 
 
-def test_a_teacher_that_scored_another_number_of_tokens_is_named() -> None:
-    """The first token has no log-probability."""
-    requests: list[Any] = [SimpleNamespace(uuid=f"train-0.0-{group}-0") for group in range(3)]
-    parsed: list[Any] = [([[-1.0]] * 3, []), ([[-1.0]] * 2, []), ([], [])]
-    check_teacher(requests, [4, 3, None], parsed)
-    with pytest.raises(DisagreementError, match=r"0-1-0: .* scored 3 tokens, and training has 2"):
-        check_teacher(requests, [4, 2, None], parsed)
+def test_a_teacher_that_scored_another_number_of_tokens_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first token has no log-probability. A teacher's own prompt may have any length. Rank 0
+    scatters the error in place of the answers."""
+    samples = [sample([*range(number)], 1, []) for number in (4, 3, 9)]
+    samples[2].teacher_prompt = "?"
+    trainer, scored = Ours(served=True), [3, 2, 1]
+
+    def infer(_: Any, handle: dict[str, Any], topk: int) -> Any:
+        assert (topk, [request.data_dict for request in handle["all_requests"]]) == (TOP, [{}] * 3)
+        return [([[-1.0]] * number, []) for number in scored]
+
+    monkeypatch.setattr(GKDTrainer, "_infer_teacher_requests", infer)
+    monkeypatch.setattr(GKDTrainer, "_scatter_teacher_parsed", lambda _, __, parsed: parsed[:1])
+
+    def fetch() -> Any:
+        handle = {"all_requests": trainer._build_teacher_requests(samples)}
+        return trainer._scatter_teacher_parsed(handle, trainer._infer_teacher_requests(handle, TOP))
+
+    assert fetch() == [([[-1.0]] * 3, [])]
+    scored[1] = 1
+    with pytest.raises(DisagreementError, match=r"scored 2 tokens, and training has 3"):
+        fetch()

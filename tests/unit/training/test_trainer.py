@@ -122,10 +122,13 @@ def train(argv: list[str]) -> Any:
 
 
 def test_a_training_of_three_steps(assets: Path, tmp_path: Path) -> None:
-    """It has two prompts a round and two steps a round; one of four prompts is too long. It runs in
-    a child of this process, which has imported everything."""
+    """It has two prompts a round and two steps a round; one of four prompts is too long, as are the
+    rows' own answers, which do not count. It runs in a child of this process, which has imported
+    everything."""
     words = ["one", "two", "three", "too long " * 80]
-    rows = [json.dumps({"messages": [{"role": "user", "content": word}]}) for word in words]
+    answer = {"role": "assistant", "content": words[3]}
+    talks = [[{"role": "user", "content": word}, answer] for word in words]
+    rows = [json.dumps({"messages": talk}) for talk in talks]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     argv = [
         *("--rlhf_type", "grpo", *BOTH, *TRAINING, "--steps_per_generation", "1"),
