@@ -6,13 +6,21 @@ T2, T3, T4, T6). Placeholders of media are never sampled, and have no probabilit
 
 generates all cases with one engine: vLLM's engines leave processes and globals behind.
 `tests/fast/stops/test_rule.py` compares the rule with brute force.
+
+The weights of a Qwen2.5-VL spell token sequences: greedy decoding follows them. Attention and MLPs
+add nothing, so a token's hidden state is its embedding. Each token of the sequences has a channel
+of its own, which an untied head maps to the next token. All other tokens, and the last ones of
+sequences, share a channel that the head maps to `<|im_end|>`.
 """
 
 import asyncio
 import json
+import math
+import shutil
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +31,7 @@ import torch
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.model import get_processor
 from swift.template import get_template
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoConfig, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.record.query import read_samples
@@ -33,19 +41,99 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from tests.rig.policy import SAME
 from tests.rig.processes import run_module
 from tests.rig.rounds import BATCH, logged_steps, read_lines, train
-from tests.rig.spelled import (
-    END,
-    NEW_TOKEN,
-    PROMPTS_END,
-    SEARCH,
-    expected_logprobs,
-    token_ids,
-    write_speller,
-)
 
+# --- models that spell ---
+
+VOCABULARY = 151_936
+END = 151_645  # <|im_end|>
+IMAGE_PAD = 151_655
+PROMPTS_END = 198
+"""The last token of every prompt: the line break after `<|im_start|>assistant`."""
+
+NEW_TOKEN = "<|halt|>"
+"""A token of `--new_special_tokens`."""
+
+ENDING = 0
+"""The channel of tokens that end a sequence."""
+
+LOUD = 100.0
+"""Size of an embedding: large enough to make the norm's epsilon negligible."""
+
+
+def write_speller(base: Path, folder: Path, sequences: Iterable[Sequence[int]]) -> Path:
+    """Save a model in `folder` that follows the `sequences` of token ids.
+
+    Args:
+        base: a tiny Qwen2.5-VL; its configuration, tokenizer and processor are taken.
+        sequences: no token stands in two places.
+    """
+    config = AutoConfig.from_pretrained(base)
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    successors = successors_of(sequences)
+    width = config.text_config.hidden_size
+    assert len(successors) < width, "more tokens than channels"
+    with torch.no_grad():
+        for layer in model.model.language_model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding_VH = model.get_input_embeddings().weight.zero_()
+        head_VH = model.get_output_embeddings().weight.zero_()
+        embedding_VH[:, ENDING] = LOUD
+        head_VH[END, ENDING] = gain(ENDING) / math.sqrt(width)
+        for channel, (token, successor) in enumerate(successors.items(), start=1):
+            embedding_VH[token] = 0
+            embedding_VH[token, channel] = LOUD
+            head_VH[successor, channel] = gain(channel) / math.sqrt(width)
+    folder.mkdir(parents=True)
+    for pattern in ("*.json", "*.jinja"):
+        for file in base.glob(pattern):
+            shutil.copy(file, folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+def successors_of(sequences: Iterable[Sequence[int]]) -> dict[int, int]:
+    """Return each token's successor, in the order of the channels."""
+    successors: dict[int, int] = {}
+    for sequence in sequences:
+        for token, successor in pairwise(sequence):
+            assert token not in successors, f"token {token} of {sequence} has two successors"
+            successors[token] = successor
+    return successors
+
+
+def gain(channel: int) -> float:
+    """Return the logit of a channel's token; all other logits are 0. Neighbours differ."""
+    return 8.0 + channel % 7 / 2
+
+
+def expected_logprobs(sequences: Iterable[Sequence[int]], token_ids: Sequence[int]) -> list[float]:
+    """Return the log-probabilities of sampled tokens, in nats at temperature 1.
+
+    Args:
+        token_ids: the prompt's last token, then the sampled ones.
+    """
+    channels = {token: i for i, token in enumerate(successors_of(sequences), start=1)}
+    gains = [gain(channels.get(token, ENDING)) for token in token_ids[:-1]]
+    return [-math.log1p((VOCABULARY - 1) * math.exp(-g)) for g in gains]
+
+
+def token_ids(pieces: Sequence[str | int], tokenizer: Any) -> list[int]:
+    """Return the ids of pieces, each of which is one token, by its text or its id."""
+    ids = [
+        [piece] if isinstance(piece, int) else tokenizer.encode(piece, add_special_tokens=False)
+        for piece in pieces
+    ]
+    assert all(len(of_one) == 1 for of_one in ids), f"{pieces!r} are the tokens {ids}"
+    return [int(i) for (i,) in ids]
+
+
+# --- what they say, and where it must end ---
+
+SEARCH = [" find", " it", "</", "search", ">\n\n", "More"]
 LETTERS = [f" {letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
 SETTINGS = {"model_type": "qwen2_5_vl", "torch_dtype": torch.float32}
-IMAGE_PAD = 151655
 
 
 @dataclass(frozen=True)
