@@ -69,15 +69,7 @@ class Run:
         return read_diversity(self.args.output_dir)
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The warnings that are logged."""
-    lines: list[str] = []
-    monkeypatch.setattr("swift_grpo_ext.monitor.logger.warning", lines.append)
-    return lines
-
-
-def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: list[str]) -> None:
+def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, warnings: list[str]) -> None:
     """A turn without an answer had no room for it: the turn before counts for the sample."""
     run, first = Run(tmp_path), group_of([1], [2], [3], [4])
     run.step([*first, *group_of([], [], [], [], turn=1)], [1.0, 2.0, 0.0, 0.25])
@@ -94,11 +86,11 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
         *(("eval", 0, 0, 2), ("train", 0, 0, 4), ("train", 2, 0, 2))
     ]  # fmt: skip
     assert not [*(tmp_path / "samples").glob("*.parquet")]  # with `--sample_log none`
-    assert said == []
+    assert warnings == []
 
 
 def test_alarms_stop_a_run_and_are_said_once_until_they_end_or_change(
-    tmp_path: Path, said: list[str]
+    tmp_path: Path, warnings: list[str]
 ) -> None:
     """A sound round of the same step does not undo an alarm. Collapsed rounds of evaluations count
     apart."""
@@ -112,12 +104,12 @@ def test_alarms_stop_a_run_and_are_said_once_until_they_end_or_change(
         rounds[-1] += group_of(*[[1, 2]] * 4, **collapsed, phase="eval") if step < 6 else []
     stops = [run.step(samples) for samples in rounds]
     assert stops == [True, True, False, True, False, False, True, True]
-    assert [line.split(": ")[1] for line in said] == [
+    assert [line.split(": ")[1] for line in warnings] == [
         "broken randomness in train round 0.0",
         "broken randomness in train round 3.0",
         "collapsed policy in train round 6.0, 3 rounds in a row",
     ]
-    assert all(f"`swift-grpo-ext view {tmp_path}`" in line for line in said)
+    assert all(f"`swift-grpo-ext view {tmp_path}`" in line for line in warnings)
     has_collapsed = [record.scalars()["diversity/collapse"] for record in run.records]
     assert has_collapsed == [False] * 9 + [True] * 2
 
@@ -131,10 +123,12 @@ def test_alarms_stop_a_run_and_are_said_once_until_they_end_or_change(
     ],
 )
 def test_what_cannot_be_tested_is_said_at_the_start(
-    flags: dict[str, Any], is_said: bool, tmp_path: Path, said: list[str]
+    flags: dict[str, Any], is_said: bool, tmp_path: Path, warnings: list[str]
 ) -> None:
     run = Run(tmp_path, rollout_seed_mode="sample", **flags)
-    assert ["cannot test the noise of greedy decoding" in line for line in said] == [True] * is_said
+    assert ["cannot test the noise of greedy decoding" in line for line in warnings] == [
+        True
+    ] * is_said
     stops = run.step(group_of(LONG, LONG, LONG, bits=None if "use_vllm" in flags else 1.0))
     assert not stops  # with `--diversity_action warn`, the default
     found = run.records[0].verdict, run.records[0].remedy
@@ -153,17 +147,17 @@ def test_what_cannot_be_tested_is_said_at_the_start(
     ],
 )
 def test_replicas_are_named_in_the_record(
-    flags: dict[str, Any], given: str, replicas: list[str], tmp_path: Path, said: list[str]
+    flags: dict[str, Any], given: str, replicas: list[str], tmp_path: Path, warnings: list[str]
 ) -> None:
     """With `--diversity_action log` an alarm is only recorded."""
     run = Run(tmp_path, diversity_action="log", **flags)
-    said.clear()  # of `--use_vllm false`
+    warnings.clear()  # of `--use_vllm false`
     stops = run.step([sample(LONG, index=i, rank=i, replica=given) for i in range(3)])
     [record] = run.records
     [collision] = record.collisions
     assert [s["replica"] for s in collision["samples"]] == replicas
     assert record.alarm
-    assert (record.remedy, stops, said) == ("remedy_seed_mode", False, [])
+    assert (record.remedy, stops, warnings) == ("remedy_seed_mode", False, [])
 
 
 def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Path) -> None:

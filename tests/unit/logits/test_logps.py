@@ -39,13 +39,6 @@ def _packs_what_saves_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "WORTH", 0.0)
 
 
-@pytest.fixture
-def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr(proof.logger, "warning", lines.append)
-    return lines
-
-
 def run(trainer: Any, model: Any, batch: Batch, *, entropy: bool = True) -> tuple[Run, list[int]]:
     """Return log-probabilities and entropies with gradients, and the numbers of positions at the
     head."""
@@ -117,12 +110,12 @@ def test_without_the_shim() -> None:
     ],
 )
 def test_what_is_left_alone_is_said(
-    settings: dict[str, Any], reason: str, warned: list[str]
+    settings: dict[str, Any], reason: str, warnings: list[str]
 ) -> None:
     model, batch = build("Qwen2"), Batch(UNEQUAL).grpo_batch()
     restricted = Ours(**settings).completion_logps.restrict(model, batch)
     assert (restricted is model) == ("parallel" in settings)
-    assert [reason in text for text in warned] == ([True] if reason else [])
+    assert [reason in text for text in warnings] == ([True] if reason else [])
 
 
 def test_where_prompts_are_shared() -> None:
@@ -155,14 +148,14 @@ def test_where_prompts_are_shared() -> None:
     ],
 )
 def test_each_kind_of_row_is_proven_once(
-    name: str, batches: tuple[Rows, ...], expected: list[int], warned: list[str]
+    name: str, batches: tuple[Rows, ...], expected: list[int], warnings: list[str]
 ) -> None:
     trainer, model = Ours(), build(name)
     seen = seen_positions(model)
     for rows in batches:
         make_pass(trainer, model, Batch(rows).shared())
     assert seen == expected
-    assert not warned
+    assert not warnings
 
 
 # --- faults ---
@@ -192,16 +185,16 @@ def refuse(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         (refuse, "as they are: the first packed pass failed (KeyError: 'four dimensions')"),
     ],
 )
-def test_a_fault_ends_nothing(fault: Any, text: str, warned: list[str]) -> None:
+def test_a_fault_ends_nothing(fault: Any, text: str, warnings: list[str]) -> None:
     trainer, model = Ours(), build("Qwen2")
     model.model.register_forward_hook(fault, with_kwargs=True)
     values = [make_pass(trainer, model, Batch(ROWS).shared()) for _ in range(2)]
     assert torch.equal(*values)
-    [warning] = warned
+    [warning] = warnings
     assert text in warning
 
 
-def test_text_proves_nothing_of_images(warned: list[str]) -> None:
+def test_text_proves_nothing_of_images(warnings: list[str]) -> None:
     trainer, model = Ours(), build("Qwen2.5-VL")
     model.model.register_forward_hook(shift_images, with_kwargs=True)
     texts, images = (Batch(ROWS).see(model, with_images=given) for given in (False, True))
@@ -209,10 +202,10 @@ def test_text_proves_nothing_of_images(warned: list[str]) -> None:
     values = [make_pass(trainer, model, each.shared()) for each in (texts, images, images)]
     assert seen == [PACKED, WHOLE, WHOLE, PACKED, PACKED, *[WHOLE] * 4]
     assert torch.equal(*values[1:])
-    assert "rows of image differ by" in warned[0]
+    assert "rows of image differ by" in warnings[0]
 
 
-def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
+def test_what_one_rank_has_seen_fail_no_rank_does(warnings: list[str]) -> None:
     """Packing fails on rank 1. Rank 0 makes one pass more, as with a teacher of some rows, and
     waits for nobody in it."""
     models = [build("Qwen2") for _ in range(2)]
@@ -230,7 +223,7 @@ def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
     run_rank_groups(2, work)
     first = [PACKED, WHOLE, WHOLE]
     assert seen == [[*first, PACKED, PACKED, WHOLE, WHOLE], [*first, WHOLE, WHOLE]]
-    other, own = sorted(warned)
+    other, own = sorted(warnings)
     assert "auto leaves micro-batches of Qwen2ForCausalLM as they are: " in own
     assert "rows of text differ by" in own
     assert "from here on: on another rank" in other

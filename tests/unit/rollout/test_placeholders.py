@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from swift_grpo_ext.rollout import placeholders
 from swift_grpo_ext.rollout.placeholders import mask_models, mask_placeholders
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
@@ -42,10 +41,8 @@ def test_ids_of_a_template_and_a_configuration() -> None:
     assert ids([], config=SimpleNamespace(thinker_config=config)) == [8, 12, 15, 16]
 
 
-def test_all_models_are_masked(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_models_are_masked(model: Qwen2ForCausalLM, warnings: list[str]) -> None:
     """A model of images that names no placeholder gets a warning."""
-    warnings: list[str] = []
-    monkeypatch.setattr(placeholders.logger, "warning", warnings.append)
     reference = copy.deepcopy(model)
     loss = lambda *, lin_weight, bias: bias  # noqa: E731
     trainer: Any = SimpleNamespace(model=model, ref_model=reference, teacher_model=None)

@@ -207,11 +207,12 @@ def test_the_callers_fault_is_tried_nowhere_else(status: int, connected: MakeCli
     assert (client.num_servers, healthy.asked) == (2, [])
 
 
-def test_servers_are_reconnected(connected: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_are_reconnected(
+    connected: MakeClient, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
     """Servers are connected again after they lost replicas, after a restart, and after a failed
     update. A group that cannot be made is tried thrice."""
     made: list[tuple[Any, ...]] = []
-    said: list[str] = []
 
     def connect(alone: Any, timeout: float) -> None:
         made.append((alone.num_servers, alone.base_urls, alone.hosts, alone.group_ports, timeout))
@@ -220,7 +221,6 @@ def test_servers_are_reconnected(connected: MakeClient, monkeypatch: pytest.Monk
         alone.pynccl_comms = ["new"]
 
     monkeypatch.setattr(servers_module, "connect", connect)
-    monkeypatch.setattr(servers_module.logger, "warning", said.append)
     other, server = Server(), Server(ours=ours_of(2))
     client = connected(other, server)
     servers = RolloutServers(client, TIMEOUT)
@@ -232,7 +232,7 @@ def test_servers_are_reconnected(connected: MakeClient, monkeypatch: pytest.Monk
     ):
         server.ours = ours
         assert servers.reconnect()
-        assert what in said.pop()
+        assert what in warnings.pop()
         assert made.pop() == (1, ["http://host1"], ["host1"], [1], TIMEOUT)
         assert client.pynccl_comms == ["group 0", "new"]
         assert client.sessions[1].headers[wire.INSTANCE_HEADER] == ours["instance"]
@@ -246,7 +246,7 @@ def test_servers_are_reconnected(connected: MakeClient, monkeypatch: pytest.Monk
         servers.reconnect(again=True)
     assert [group[1] for group in made[2:]] == [["http://host0"]] * 3 + [["http://host1"]] * 3
     failed = "server 0 (http://host0): the weights' group was not made (no answer)."
-    assert f"{failed} It is tried again." in said
+    assert f"{failed} It is tried again." in warnings
 
 
 def test_requests_are_sent_again_to_a_busy_server(connected: MakeClient) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of the training."""
+"""Fixtures for all rooms."""
 
 import pytest
 from swift.utils import get_logger
