@@ -130,7 +130,7 @@ def test_arguments_made_in_python_keep_their_values(
 
 def test_a_training_of_megatron_is_refused() -> None:
     # In a process of its own: stand-ins for Megatron's packages confuse what is imported here.
-    command = [sys.executable, "-m", "tests.rig.megatron", str(PLUGIN)]
+    command = [sys.executable, "-m", "tests.unit.project.megatron", str(PLUGIN)]
     error = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     assert "error: --external_plugins names swift-grpo-ext" in error
 

@@ -13,7 +13,7 @@ from swift.template import Template, get_template
 from vllm import SamplingParams
 
 from swift_grpo_ext.rollout.engine import UPSTREAM_EXTENSION, RolloutEngine
-from tests.rig.recording_vllm import ROOM
+from tests.unit.rollout.recording_vllm import ROOM
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.upstream import vllm_repairs
-from tests.rig.recording_vllm import (
+from tests.unit.rollout.recording_vllm import (
     EOS,
     ID,
     RUN_SEED,

@@ -18,7 +18,7 @@ from swift.rollout.multi_turn import MultiTurnScheduler
 from swift_grpo_ext.rollout.conversation import read_turns
 from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, RequestError
 from swift_grpo_ext.sampling.seeding import sample_seed
-from tests.rig.recording_vllm import (
+from tests.unit.rollout.recording_vllm import (
     ID,
     ROOM,
     RUN_SEED,

@@ -23,7 +23,7 @@ from swift_grpo_ext.training.batch import (
 from swift_grpo_ext.training.group import DisagreementError, EncodedSample, GroupPrompt
 from tests.rig.logits.models import build
 from tests.rig.ranks import run_rank_groups
-from tests.rig.training.samples import arguments, batch, prompts, sample
+from tests.unit.training.samples import arguments, batch, prompts, sample
 
 PAD = 90
 

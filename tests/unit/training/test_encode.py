@@ -18,7 +18,7 @@ from swift_grpo_ext.training.encode import (
     with_text_of,
 )
 from swift_grpo_ext.training.group import DisagreementError, flatten
-from tests.rig.training.samples import arguments, prompts, sample
+from tests.unit.training.samples import arguments, prompts, sample
 
 PAD, SOFT = 90, 91
 PLACEHOLDERS = {PAD, SOFT}

@@ -23,7 +23,7 @@ from swift_grpo_ext.training.gap import (
     unlike_their_peers,
 )
 from swift_grpo_ext.training.group import DisagreementError
-from tests.rig.training.samples import arguments, batch, sample
+from tests.unit.training.samples import arguments, batch, sample
 
 NAN = float("nan")
 

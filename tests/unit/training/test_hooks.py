@@ -29,7 +29,7 @@ from swift_grpo_ext.training.rollouts import RolloutTraining
 from tests.rig.logits.models import add_lora, build
 from tests.rig.ranks import ThreadRanks, run_rank_groups
 from tests.rig.record.rows import sample_id
-from tests.rig.training.samples import arguments
+from tests.unit.training.samples import arguments
 
 LOGPS = torch.tensor([[-1.0, -2.0]], requires_grad=True)
 

@@ -1,6 +1,6 @@
 """Parses the arguments of a training of Megatron that names the plugin.
 
-python -m tests.rig.megatron PLUGIN
+python -m tests.unit.project.megatron PLUGIN
 """
 
 import sys
