@@ -262,7 +262,7 @@ def test_requests_are_sent_again_to_a_busy_server(connected: MakeClient) -> None
     refused: Any = NewConnectionError(None, "refused")  # type: ignore[arg-type]
     for _ in range(6):
         tries = tries.increment("POST", "/infer/", error=refused)
-    with pytest.raises(MaxRetryError):
+    with pytest.raises(MaxRetryError, match="url: /infer/"):
         tries.increment("POST", "/infer/", error=refused)
 
 

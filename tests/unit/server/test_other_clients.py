@@ -17,6 +17,7 @@ import requests
 from starlette.routing import Route
 from swift.infer_engine.protocol import ChatCompletionResponseChoice, ChatMessage
 
+from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.query import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout import wire
@@ -196,6 +197,7 @@ def test_a_call_of_another_client_is_a_round(tmp_path: Path) -> None:
     assert server.ask().json() == []  # a call for nothing is none
     second = [(1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
     assert server.places() == [*((0, 0, index) for index in range(4)), *second]
+    assert {file.start_step for file in record_files(tmp_path / "samples")} == {0}
     rows = server.rows()
     assert [row.text for row in rows] == ["one", "two"] * 4
     assert [row.weight_version for row in rows] == [0] * 4 + [3] * 4

@@ -138,14 +138,22 @@ def test_a_body_that_never_ends_blocks_nobody() -> None:
 def test_a_slow_answer_begins_at_once_and_is_given_up_with_its_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow = Replica("is late")
-    monkeypatch.setattr(replicas, "give_up", slow.goes_on.set)
+    """Replicas get `GIVE_UP` again and again, since requests may be on their way to them."""
+    slow, told = Replica("is late"), list[float]()
+
+    def give_up() -> None:
+        told.append(time.monotonic())
+        if len(told) > 1:
+            slow.goes_on.set()
+
+    monkeypatch.setattr(replicas, "give_up", give_up)
+    monkeypatch.setattr(routes, "SECONDS_BETWEEN_BLANKS", 0.05)
     with listening(Deployed(slow)) as url:
         headers = {wire.STATUS_HEADER: "1"}
         ask = partial(requests.post, f"{url}/infer/", json=BODY, headers=headers, timeout=10)
         answer = ask(stream=True)
         content = answer.iter_content(1)  # kept: the end of this generator closes the connection
-        assert next(content) == b" "
+        assert [next(content) for _ in range(3)] == [b" "] * 3
         assert not slow.goes_on.is_set()
         answer.close()
         wait_until(slow.goes_on.is_set)
