@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import os
 import random
 import re
 import subprocess
@@ -33,8 +34,9 @@ MUTANTS = ROOT / "mutants"
 EQUIVALENT = ROOT / "tests/equivalent_mutants.toml"
 PACKAGE = "swift_grpo_ext"
 
-SURVIVED, NO_TESTS = (0,), (5, 33)
-"""mutmut's exit codes for mutants that no test kills; any other code is a kill."""
+SURVIVED, NO_TESTS, HUNG = (0,), (5, 33), (36, -24, 24, 152, 255)
+"""mutmut's exit codes for mutants that no test kills, and for those that took too long, which count
+as killed; any other code is a kill."""
 
 ONLY_ROOMS = """
 import os, pathlib, sys, types
@@ -196,8 +198,10 @@ def run_tests(names: Sequence[str], rooms: str, children: int) -> None:
     """Let mutmut run all tests without a mutant, then the tests of these mutants."""
     log = MUTANTS / "run.log"
     argv = [sys.executable, "-c", ONLY_ROOMS + RUN, rooms, "--max-children", str(children), *names]
+    # All mutants share what `tests/rig/arguments.py` parses.
+    env = {**os.environ, "PYTEST_XDIST_TESTRUNUID": f"mutants-{os.getpid()}"}
     with log.open("w", encoding="utf-8") as f:
-        if subprocess.run(argv, cwd=ROOT, stdout=f, stderr=f, check=False).returncode == 0:
+        if subprocess.run(argv, cwd=ROOT, env=env, stdout=f, stderr=f, check=False).returncode == 0:
             return
     # mutmut hides pytest's output if a test fails without a mutant.
     end = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n")[-3000:]
@@ -236,7 +240,9 @@ def report(chosen: Sequence[Change], codes: Mapping[str, int | None]) -> str:
     lines += ["", "| room | mutants | killed |", "|---|---|---|"]
     lines += [f"| {room} | {n} | {1 - lost[room] / n:.0%} |" for room, n in sorted(rooms.items())]
     lines.append(f"| all | {len(counted)} | {1 - len(alive) / max(len(counted), 1):.1%} |")
-    lines.append(f"\n{len(chosen) - len(counted)} more are equivalent to the code.")
+    hung = sum(codes[c.name] in HUNG for c in counted)
+    others = len(chosen) - len(counted)
+    lines.append(f"\n{hung} of these took too long; {others} more are equivalent to the code.")
     return "\n".join(lines)
 
 
