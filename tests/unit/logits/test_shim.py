@@ -126,6 +126,7 @@ CAP = config_of(final_logit_softcapping=30.0)
 @pytest.mark.parametrize(
     ("config", "final", "is_known"),
     [
+        (None, RAW, True),
         (config_of(), RAW, True),
         (CAP, 30 * (RAW / 30).tanh(), True),
         (CAP, RAW, True),  # the model ignores its setting
