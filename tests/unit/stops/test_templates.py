@@ -25,7 +25,8 @@ def template(assets: Path) -> Any:
     return get_template(processor, template_type="qwen2_5_vl")
 
 
-def test_texts(template: Any) -> None:
+def test_texts(template: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some templates make images of the tokens."""
     stops = TemplateStops(template)
     for token_ids, word, prefix, expected in (
         # The end of the turn never shows, except as the end of a stop string.
@@ -38,6 +39,8 @@ def test_texts(template: Any) -> None:
         asked = stops.stops([word, *template.template_meta.stop_words])
         ending = find_ending(token_ids, stops.decode, asked)
         assert (stops.text(token_ids, ending, inputs), ending.reason) == expected
+    monkeypatch.setattr(template, "decode_generate_ids", lambda *_, **__: [b"png"])
+    assert stops.text(SEARCH, ending, inputs) == [b"png"]
 
 
 def test_special_tokens_are_known_by_their_ids(template: Any) -> None:
@@ -55,6 +58,7 @@ def test_the_end_of_a_turn_is_one_token(template: Any, monkeypatch: pytest.Monke
     for suffix, others in (
         ("<|box_end|>", {151649}),
         ([151649], {151649}),
+        ("\n", {198}),
         ("\n### Human", set()),  # its last token is a word like another
         (None, set()),
     ):
@@ -76,10 +80,11 @@ def test_settings_that_cannot_be_meant_are_refused(
     monkeypatch.setattr(template, "response_prefix", "<think>\n\n")
     check(["</think>", " ", "\n\n\n"], 0, 151665)
     check(None)
+    check(["X"], of=None)
     for words, ids, message in (
         (["</a>", ""], [], "--stop_words holds an empty string.*leave it out"),
         (["think"], [], r"--stop_words 'think' occurs in '<think>.*Take another stop string"),
-        ([], [7, 151666], r"--stop_token_ids 7 151666: 151666 is no.* 0 to 151665.*Ask it for"),
+        ([], [7, 151666], r"--stop_token_ids 7 151666: 151666 is no.* 0 to 151665.*: tokenizer\.c"),
         ([], [-1], r"--stop_token_ids -1: -1 is no token"),
     ):
         for of in (template, None) if ids else (template,):
