@@ -4,12 +4,14 @@ import copy
 import dataclasses
 import json
 import os
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from tiny_vlm.families import FAMILIES, Family, make_family
 
 from swift_grpo_ext.training.gap import gap_limit
@@ -50,10 +52,12 @@ def record_result(name: str, part: str, **found: Any) -> None:
     if "RESULTS" not in os.environ:
         return
     path = Path(os.environ["RESULTS"])
-    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    results.setdefault(name, {}).setdefault(part, {}).update(found)
-    text = json.dumps(results, indent=1, sort_keys=True) + "\n"
-    path.write_text(text, encoding="utf-8")
+    # Each of pytest's workers has a family.
+    with FileLock(f"{tempfile.gettempdir()}/swift-grpo-ext-results.lock"):
+        results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        results.setdefault(name, {}).setdefault(part, {}).update(found)
+        text = json.dumps(results, indent=1, sort_keys=True) + "\n"
+        path.write_text(text, encoding="utf-8")
 
 
 def row_of(prompt: str, assets: Path, folder: Path, number: int = 0) -> dict[str, Any]:
