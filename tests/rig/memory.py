@@ -26,8 +26,9 @@ FIRST_SHARE = 0.65
 WHOLE_SHARE = 0.78
 """Share of the machine's memory for a test that holds some. The rest is for pytest itself."""
 
-PATIENCE = 900
-"""Seconds after which a process starts in any case; preflight then decides."""
+PATIENCE, PATIENCE_OF_HOLDERS = 900, 20
+"""Seconds after which a process starts in any case; preflight then decides. Tests with servers may
+all wait for the memory of the others, as three of them did."""
 
 _FOLDER = Path(tempfile.gettempdir()) / "swift-grpo-ext-memory"
 _held: list[FileLock] = []
@@ -54,7 +55,7 @@ def reserved(gib: float) -> Iterator[None]:
     total = psutil.virtual_memory().total / 2**30
     share = int(total * (WHOLE_SHARE if _held else FIRST_SHARE))
     count = max(0, min(round(gib), share - len(_held)))
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + (PATIENCE_OF_HOLDERS if _held else PATIENCE)
     with ExitStack() as queue:
         if not _held:
             queue.enter_context(FileLock(_FOLDER / "queue"))
